@@ -210,7 +210,8 @@ def octavo_version(interpreter: str = sys.executable) -> dict[str, Any]:
     """
     code = (
         "import importlib.metadata as m, octavo;"
-        " print(octavo.__file__, octavo.__version__, m.version('torch'))"
+        " torch = [d.version for d in m.distributions(name='torch')];"
+        " print(octavo.__file__, octavo.__version__, *torch)"
     )
     try:
         done = subprocess.run(
@@ -218,7 +219,7 @@ def octavo_version(interpreter: str = sys.executable) -> dict[str, Any]:
         )
     except (OSError, subprocess.CalledProcessError) as error:
         raise CompareError(f"{interpreter} has no Octavo to measure: {error}.") from None
-    file, number, torch = done.stdout.split()
+    file, number, *torch = done.stdout.split()
 
     def git(*words: str) -> str:
         command = ["git", "-C", str(Path(file).parent.parent), *words]
@@ -227,7 +228,7 @@ def octavo_version(interpreter: str = sys.executable) -> dict[str, Any]:
     commit = git("log", "-1", "--format=%h", "--abbrev=12", "--", "octavo", "csrc")
     changed = " with changes" if git("status", "--porcelain", "octavo", "csrc") else ""
     version = f"octavo {number}" + (f" ({commit}{changed})" if commit else "")
-    return {"version": version, "versions": {"torch": torch}}
+    return {"version": version, "versions": dict(zip(["torch"], torch, strict=False))}
 
 
 def note_of(group: Group, case: Case) -> dict[str, Any]:

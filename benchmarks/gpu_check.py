@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from gpu.base import FULL, QUICK, Bench, Gpu, Row, Sizes
 from gpu.correctness import check_invariance, check_parity
+from gpu.families import check_families
 from gpu.kernels import measure_card, measure_kernels
 from gpu.models import measure_model
 from gpu.quantized import check_quantized
@@ -32,6 +33,7 @@ def parts(sizes: Sizes) -> dict[str, Callable[[Bench], None]]:
         "card": measure_card,
         "parity": check_parity,
         "invariance": check_invariance,
+        "families": check_families,
         "kernels": measure_kernels,
         "quantized": check_quantized,
         **{name: partial(measure_model, name=name) for name in sizes.models},

@@ -3,7 +3,7 @@
 // as it is: the numbers of e4m3 are exact in every type of a model.
 //
 // Packed in panels of kPanel outputs as bfloat16 is (gemm.h), K padded with zeros in the same way:
-//   codes [n / kPanel][padded k / 2][kPanel][2], then float32 scales [n / kPanel][groups][kPanel]
+//   codes [n / kPanel][padded k / kPacked][kPanel][kPacked], then float32 scales [n / kPanel][groups][kPanel]
 // A group has `group` inputs, or all if that is 0.
 //
 // A result is the sum over groups, from first to last, of the group's sum times its scale. The
@@ -36,83 +36,92 @@ struct Fp8 {
 template <class A>
 constexpr float kFp8Unit = 256.0f;
 
-// Unpacks the even (or odd) codes of pairs to float32, by float16, whose exponents are larger by 8.
-INLINE vf unpack_fp8(vh pairs, bool odd) {
-  typedef int16_t vs __attribute__((vector_size(2 * W)));
-  const vs high = (vs)(odd ? pairs : pairs << 8);
-  return widen((vh)((high >> 1) & int16_t(0xbf80)), f16{});
+#if defined(__AVX512BF16__)
+// Lanes have codes of inputs 2, 0, 3 and 1 of four: shifts move those of 0 and 1, or of 2 and 3, to the
+// upper bytes of two bfloat16 numbers, of which a dot product needs pairs.
+constexpr int kPacked = 4;
+typedef vu Packed;  // codes of W outputs
+constexpr int kPlace[kPacked] = {1, 3, 0, 2};  // byte of each input
+
+// Bits of bfloat16 numbers of inputs 0 and 1, and of inputs 2 and 3.
+struct Fp8Pairs {
+  __m512i first, second;
+};
+
+INLINE bool any_subnormal(const Fp8<bf16>* w) {  // of kPanel outputs; zero is one
+  const __m512i exponent = _mm512_set1_epi8(0x78);
+  __mmask64 some = 0;
+  UNROLL for (int j = 0; j < kVectors; j++)
+    some |= _mm512_testn_epi8_mask(load_raw<__m512i>(w + 4 * j * W), exponent);
+  return some;
+}
+
+// A normal number has its sign, its exponent and its mantissa at one distance from their places in
+// bfloat16; only the bias differs. Few weights are subnormal.
+template <bool Subnormal>
+INLINE Fp8Pairs unpack_fp8(const Fp8<bf16>* w) {
+  const __m512i codes = load_raw<__m512i>(w), others = _mm512_slli_epi16(codes, 8);
+  if constexpr (Subnormal)
+    return {(__m512i)to_bf16((v2h)_mm512_srai_epi16(codes, 8), e4m3{}),
+            (__m512i)to_bf16((v2h)_mm512_srai_epi16(others, 8), e4m3{})};
+  const __m512i kept = _mm512_set1_epi16(int16_t(0x87f0));
+  const __m512i bias = _mm512_set1_epi16((127 - Format<e4m3>::kBias) << 7);
+  return {_mm512_add_epi16(_mm512_and_si512(_mm512_srai_epi16(codes, 4), kept), bias),
+          _mm512_add_epi16(_mm512_and_si512(_mm512_srai_epi16(others, 4), kept), bias)};
 }
 
 template <>
-struct Panel<Fp8<float>> {
-  using A = float;
-  static constexpr int kStep = 2;
-  template <int R>
-  static INLINE void step(vf (&acc)[R][kVectors], const float* x, int64_t stride, const Fp8<float>* w) {
-    UNROLL for (int odd = 0; odd < 2; odd++)
-      UNROLL for (int j = 0; j < kVectors; j++) {
-        const vf b = unpack_fp8(load_raw<vh>(w + 2 * j * W), odd);
-        UNROLL for (int i = 0; i < R; i++) acc[i][j] = fma(x[i * stride + odd], b, acc[i][j]);
+constexpr float kFp8Unit<bf16> = 1.0f;
+
+template <>
+struct Panel<Fp8<bf16>> {
+  using A = bf16;
+  static constexpr int kStep = kPacked;
+  template <int R, bool Subnormal>
+  static INLINE void add(vf (&acc)[R][kVectors], const bf16* x, int64_t stride, const Fp8<bf16>* w) {
+    UNROLL for (int j = 0; j < kVectors; j++) {
+      const Fp8Pairs b = unpack_fp8<Subnormal>(w + 4 * j * W);
+      UNROLL for (int i = 0; i < R; i++) {
+        const bf16* at = x + i * stride;
+        acc[i][j] = dot_bf16(acc[i][j], (vu)splat_int(load_raw<int>(at)), (vu)b.first);
+        acc[i][j] = dot_bf16(acc[i][j], (vu)splat_int(load_raw<int>(at + 2)), (vu)b.second);
       }
+    }
+  }
+  template <int R>
+  static INLINE void step(vf (&acc)[R][kVectors], const bf16* x, int64_t stride, const Fp8<bf16>* w) {
+    if (__builtin_expect(any_subnormal(w), 0)) return add<R, true>(acc, x, stride, w);
+    add<R, false>(acc, x, stride, w);
   }
 };
 
 // Unpacks `depth` inputs of a panel; prefetches as many after them.
-INLINE void unpack_fp8(const Fp8<float>* from, int64_t depth, float* to) {
-  for (int64_t p = 0; p < depth; p += 2, from += 2 * kPanel, to += 2 * kPanel) {
-    __builtin_prefetch(from + depth * kPanel);
+INLINE void unpack_fp8(const Fp8<bf16>* from, int64_t depth, bf16* to) {
+  auto store_pairs = [&](auto subnormal) {
     UNROLL for (int j = 0; j < kVectors; j++) {
-      const vh pairs = load_raw<vh>(from + 2 * j * W);
-      store(to + j * W, unpack_fp8(pairs, false));
-      store(to + kPanel + j * W, unpack_fp8(pairs, true));
+      const Fp8Pairs pairs = unpack_fp8<subnormal.value>(from + 4 * j * W);
+      memcpy(to + 2 * j * W, &pairs.first, sizeof pairs.first);
+      memcpy(to + 2 * kPanel + 2 * j * W, &pairs.second, sizeof pairs.second);
     }
+  };
+  for (int64_t p = 0; p < depth; p += kPacked, from += kPacked * kPanel, to += kPacked * kPanel) {
+    UNROLL for (int j = 0; j < kVectors; j++) __builtin_prefetch(from + depth * kPanel + 4 * j * W);
+    if (__builtin_expect(any_subnormal(from), 0))
+      store_pairs(std::true_type{});
+    else
+      store_pairs(std::false_type{});
   }
 }
 
-#if defined(__AVX512VBMI__)
-// Bytes of bfloat16 numbers: the high ones of all magnitudes, the low ones of subnormal e4m3 numbers,
-// which repeat
-struct Fp8Bytes {
-  uint8_t high[128], low[64];
-  constexpr Fp8Bytes() : high(), low() {
-    for (int i = 0; i < 128; i++) high[i] = uint8_t(kMagnitudes<e4m3>.bits[i] >> 8);
-    for (int i = 0; i < 64; i++) low[i] = uint8_t(kMagnitudes<e4m3>.bits[i % 8]);
-  }
-};
-alignas(64) constexpr Fp8Bytes kFp8Bytes;
-
-INLINE void unpack_fp8(const Fp8<bf16>* from, int64_t depth, bf16* to) {
-  const __m512i high0 = _mm512_load_si512(kFp8Bytes.high);
-  const __m512i high1 = _mm512_load_si512(kFp8Bytes.high + 64);
-  const __m512i subnormal = _mm512_load_si512(kFp8Bytes.low);
-  const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);  // halves of lanes are unpacked
-  for (int64_t p = 0; p < depth; p += 2, from += 2 * kPanel, to += 2 * kPanel)
-    UNROLL for (int j = 0; j < 2 * kPanel; j += 4 * W) {
-      __builtin_prefetch(from + depth * kPanel + j);
-      const __m512i codes = _mm512_permutexvar_epi64(order, load_raw<__m512i>(from + j));
-      const __m512i magnitude = _mm512_permutex2var_epi8(high0, codes, high1);
-      const __m512i sign = _mm512_set1_epi8(-128);
-      const __m512i high = _mm512_ternarylogic_epi32(magnitude, codes, sign, 0xf8);
-      // The last bit of the exponent, then the mantissa; NaN has other bits than elsewhere
-      const __m512i normal = _mm512_and_si512(_mm512_slli_epi16(codes, 4), _mm512_set1_epi8(-16));
-      const __mmask64 small = _mm512_testn_epi8_mask(codes, _mm512_set1_epi8(0x78));
-      const __m512i low = _mm512_mask_permutexvar_epi8(normal, small, codes, subnormal);
-      const __m512i first = _mm512_unpacklo_epi8(low, high), second = _mm512_unpackhi_epi8(low, high);
-      memcpy(to + j, &first, sizeof first);
-      memcpy(to + j + 2 * W, &second, sizeof second);
-    }
+// Unpacks the codes of input i of four.
+INLINE vf unpack_fp8(vu codes, int i) {
+  const vi top = (vi)(codes << (24 - 8 * kPlace[i]));
+  return (vf)((top >> 4) & int(0x87f00000)) * splat(0x1p112f);  // without the factor kFp8Unit
 }
 #else
-INLINE void unpack_fp8(const Fp8<bf16>* from, int64_t depth, bf16* to) {
-  for (int64_t p = 0; p < depth; p += 2, from += 2 * kPanel, to += 2 * kPanel) {
-    __builtin_prefetch(from + depth * kPanel);
-    UNROLL for (int j = 0; j < 2 * kPanel; j += 2 * W) {
-      const v2h v = to_bf16(load_raw<v2b>(from + j), e4m3{});
-      memcpy(to + j, &v, sizeof v);
-    }
-  }
-}
-#endif
+constexpr int kPacked = 2;
+typedef vh Packed;
+constexpr int kPlace[kPacked] = {0, 1};
 
 #if defined(OCTAVO_DOT_BF16)
 template <>
@@ -126,7 +135,7 @@ struct Panel<Fp8<bf16>> {
   static INLINE void step(vf (&acc)[R][kVectors], const bf16* x, int64_t stride, const Fp8<bf16>* w) {
     vu b[kVectors];
     UNROLL for (int j = 0; j < kVectors; j++)
-      b[j] = (vu)to_bf16(load_raw<v2b>(w + 2 * j * W), e4m3{});
+      b[j] = (vu)to_bf16(sign_extend(load_raw<v2b>(w + 2 * j * W)), e4m3{});
     UNROLL for (int i = 0; i < R; i++) {
       const vu a = (vu)splat_int(load_raw<int>(x + i * stride));
       UNROLL for (int j = 0; j < kVectors; j++) acc[i][j] = dot_bf16(acc[i][j], a, b[j]);
@@ -134,6 +143,50 @@ struct Panel<Fp8<bf16>> {
   }
 };
 #endif
+
+// Unpacks `depth` inputs of a panel; prefetches as many after them.
+INLINE void unpack_fp8(const Fp8<bf16>* from, int64_t depth, bf16* to) {
+  for (int64_t p = 0; p < depth; p += 2, from += 2 * kPanel, to += 2 * kPanel) {
+    __builtin_prefetch(from + depth * kPanel);
+    UNROLL for (int j = 0; j < 2 * kPanel; j += 2 * W) {
+      const v2h v = to_bf16(sign_extend(load_raw<v2b>(from + j)), e4m3{});
+      memcpy(to + j, &v, sizeof v);
+    }
+  }
+}
+
+// Unpacks the codes of input i of two to float32, by float16, whose exponents are larger by 8.
+INLINE vf unpack_fp8(vh pairs, int i) {
+  typedef int16_t vs __attribute__((vector_size(2 * W)));
+  const vs high = (vs)(i ? pairs : pairs << 8);
+  return widen((vh)((high >> 1) & int16_t(0xbf80)), f16{});
+}
+#endif
+
+template <>
+struct Panel<Fp8<float>> {
+  using A = float;
+  static constexpr int kStep = kPacked;
+  template <int R>
+  static INLINE void step(vf (&acc)[R][kVectors], const float* x, int64_t stride, const Fp8<float>* w) {
+    UNROLL for (int p = 0; p < kPacked; p++)
+      UNROLL for (int j = 0; j < kVectors; j++) {
+        const vf b = unpack_fp8(load_raw<Packed>(w + kPacked * j * W), p);
+        UNROLL for (int i = 0; i < R; i++) acc[i][j] = fma(x[i * stride + p], b, acc[i][j]);
+      }
+  }
+};
+
+INLINE void unpack_fp8(const Fp8<float>* from, int64_t depth, float* to) {
+  for (int64_t k = 0; k < depth; k += kPacked, from += kPacked * kPanel, to += kPacked * kPanel) {
+    UNROLL for (int line = 0; line < kPacked * kPanel; line += 64)
+      __builtin_prefetch(from + depth * kPanel + line);
+    UNROLL for (int j = 0; j < kVectors; j++) {
+      const Packed codes = load_raw<Packed>(from + kPacked * j * W);
+      UNROLL for (int p = 0; p < kPacked; p++) store(to + p * kPanel + j * W, unpack_fp8(codes, p));
+    }
+  }
+}
 
 INLINE int64_t fp8_groups(int64_t k, int64_t group) { return group ? ceil_div(k, group) : 1; }
 
@@ -292,11 +345,11 @@ void pack_fp8_rows(const PackQuantArgs& a) {
   const int64_t codes_nbytes = ceil_div(a.n, kPanel) * kPanel * panel_k;
   uint8_t* panel = static_cast<uint8_t*>(a.dst) + col * panel_k;
   float* scales = reinterpret_cast<float*>(static_cast<char*>(a.dst) + codes_nbytes) + col * groups;
-  constexpr int64_t some = 64;  // inputs whose pairs stay in the cache
+  constexpr int64_t some = 64;  // inputs that stay in the cache
   for (int64_t k0 = 0; k0 < panel_k; k0 += some)
     for (int64_t n = a.row0; n < padded; n++)
       for (int64_t k = k0; k < min(k0 + some, panel_k); k++)
-        panel[(k / 2 * kPanel + n - col) * 2 + k % 2] =
+        panel[(k / kPacked * kPanel + n - col) * kPacked + kPlace[k % kPacked]] =
             n < end && k < a.k ? a.codes[(n - a.row0) * a.k + k] : 0;
   for (int64_t n = a.row0; n < padded; n++)
     for (int64_t g = 0; g < groups; g++)

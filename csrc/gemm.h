@@ -100,9 +100,10 @@ void micro_kernel(const typename Panel<T>::A* x, int64_t stride, const T* w, int
     ahead += F::lines * kLine<T>;
     Panel<T>::template step<R>(acc, x + p, stride, w);
   }
-  if (p < k) {  // an odd last step: weights are padded with zero, x is not
+  if (p < k) {  // a partial last step: weights are padded with zeros, x is not
     A rest[R][step] = {};
-    for (int i = 0; i < R; i++) rest[i][0] = x[p + i * stride];
+    for (int i = 0; i < R; i++)
+      for (int64_t more = 0; p + more < k; more++) rest[i][more] = x[p + more + i * stride];
     Panel<T>::template step<R>(acc, rest[0], step, w);
   }
   UNROLL for (int i = 0; i < R; i++)

@@ -110,14 +110,14 @@ struct Magnitudes {
 template <class C>
 alignas(64) constexpr Magnitudes<C> kMagnitudes;
 
-// Returns the bits of bfloat16 numbers.
+// Returns the bits of bfloat16 numbers whose codes have been sign-extended.
 template <class C>
-INLINE v2h to_bf16(v2b numbers, C) {
+INLINE v2h to_bf16(v2h codes, C) {
   const uint16_t* t = kMagnitudes<C>.bits;
   const __m512i t0 = _mm512_load_si512(t), t1 = _mm512_load_si512(t + 32);
   const __m512i t2 = _mm512_load_si512(t + 64), t3 = _mm512_load_si512(t + 96);
   const __m512i sign = _mm512_set1_epi16(int16_t(0x8000));
-  const __m512i b = (__m512i)sign_extend(numbers);
+  const __m512i b = (__m512i)codes;
   const __m512i m = std::is_same_v<C, i8> ? _mm512_abs_epi16(b) : b;  // in the lowest 7 bits
   const __mmask32 upper = _mm512_test_epi16_mask(m, _mm512_set1_epi16(0x40));
   __m512i v = _mm512_permutex2var_epi16(t0, m, t1);
@@ -129,9 +129,9 @@ INLINE v2h to_bf16(v2b numbers, C) {
 // is a magnitude m of an FP8 format, except for subnormal numbers, where m is the number itself.
 // Their graph is concave, so it is the minimum of the lines of its pieces.
 template <class C>
-INLINE v2h to_bf16(v2b numbers, C) {
+INLINE v2h to_bf16(v2h b, C) {
   constexpr int M = Format<C>::M, kSmallest = 127 - Format<C>::kBias - M;
-  const v2h b = sign_extend(numbers), m = b & 0x7f;
+  const v2h m = b & 0x7f;
   v2h v = (m << 7) + int16_t(kSmallest << 7);
   UNROLL for (int k = 1; k <= M; k++) {
     const v2h line = (m << (7 - k)) + int16_t((kSmallest + k) << 7);
@@ -142,8 +142,8 @@ INLINE v2h to_bf16(v2b numbers, C) {
 }
 
 // Converts two numbers in a lane; the upper half of their float32 suffices.
-INLINE v2h to_bf16(v2b numbers, i8) {
-  const vi b = (vi)sign_extend(numbers);
+INLINE v2h to_bf16(v2h codes, i8) {
+  const vi b = (vi)codes;
   const vu low = (vu)to_float((b << 16) >> 16), high = (vu)to_float(b >> 16);
   return (v2h)(low >> 16 | (high & 0xffff0000u));
 }
@@ -152,7 +152,7 @@ INLINE v2h to_bf16(v2b numbers, i8) {
 template <class C>
 INLINE void widen_some(bf16* to, const C* from) {
   UNROLL for (int i = 0; i < kWidened; i += 2 * W) {
-    const v2h v = to_bf16(load_raw<v2b>(from + i), C{});
+    const v2h v = to_bf16(sign_extend(load_raw<v2b>(from + i)), C{});
     memcpy(to + i, &v, sizeof v);
   }
 }

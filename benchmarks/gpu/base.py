@@ -69,6 +69,17 @@ class Sizes:
     """Prompt tokens of the request that is sent alone and among others: several splits of KV."""
     others: int = 63
 
+    families: tuple[str, ...] = (
+        "mixture",
+        "latent attention and mixture",
+        "gated delta rule",
+        "Mamba-2",
+        "Mamba-1",
+        "short convolution",
+        "RWKV 7",
+    )
+    """Names in `gpu.families.FAMILIES`."""
+
     norm: tuple[int, int] = (8192, 4096)
     gate: tuple[int, int] = (4096, 14336)
     sampling: tuple[int, int] = (64, 128256)
@@ -107,6 +118,7 @@ class Sizes:
 FULL = Sizes()
 QUICK = replace(
     FULL,
+    families=("latent attention and mixture", "gated delta rule"),
     linear_rows=(64,),
     models={"tinyllama-1.1b": TINYLLAMA},
     batches=(1, 64),

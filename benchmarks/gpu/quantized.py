@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from gpu.base import Bench
-from octavo.kernels.base import Codes, QuantFormat
+from octavo.kernels.base import Codes, QuantFormat, QuantizedWeight
 from octavo.kernels.reference import ReferenceOps
+from octavo.kernels.routing import ExpertActivation
 from octavo.kernels.triton.ops import TritonOps
 
 FORMATS: tuple[tuple[QuantFormat, int], ...] = (
@@ -24,6 +25,8 @@ ROWS = 65
 """Rows of the products that are compared: more than a tile."""
 BOUND = 2e-6
 """Largest error of a sum, relative to the sum of the products' magnitudes."""
+ROUNDED = 2e-2
+"""Largest error of an expert in bfloat16, relative to the largest result."""
 
 
 def check_quantized(bench: Bench) -> None:
@@ -56,6 +59,13 @@ def check_quantized(bench: Bench) -> None:
             f"{BOUND:.0e}, the same bits",
             error <= BOUND and bits,
         )
+        worst, bits = check_experts(ops, on_gpu, packed, got)
+        bench.add(
+            f"experts with {format}{f' in groups of {group}' if group else ''}: error, alone",
+            f"{worst:.1e}, {'the same' if bits else 'other'} bits",
+            f"{ROUNDED:.0e}, the same bits",
+            worst <= ROUNDED and bits,
+        )
         for count in sizes.linear_rows:
             rows = torch.randn(count, n, dtype=torch.bfloat16, device=gpu.device)
             seconds = gpu.seconds(partial(ops.linear, rows, packed))
@@ -66,6 +76,27 @@ def check_quantized(bench: Bench) -> None:
                 f"{seconds * 1e6:,.0f} us, {peak:.0%} of the matrix peak, {share:.0%} of the "
                 "copy's bandwidth",
             )
+
+
+def check_experts(
+    ops: TritonOps, x: Tensor, weight: QuantizedWeight, product: Tensor
+) -> tuple[float, bool]:
+    """Compare three equal experts with their float32 product, and rows alone with all rows.
+
+    Returns:
+        The largest error relative to the largest result, and whether all bits are the same.
+    """
+    stacked, square = ops.stack([weight] * 3), ExpertActivation("relu2", gated=False)
+    ids = torch.arange(2 * len(x), dtype=torch.int32, device=x.device).view(-1, 2) % 3
+    rows, places = ops.experts(x, ids, stacked, None, square)
+    both = rows[places.long()]
+    want = product.relu().square()
+    error = ((both - want[:, None]).abs().max() / want.max()).item()
+    some = [0, len(x) - 1]
+    alone = [ops.experts(x[i : i + 1], ids[i : i + 1], stacked, None, square) for i in some]
+    pairs = zip(some, alone, strict=True)
+    bits = all(torch.equal(r[p[0].long()], both[i]) for i, (r, p) in pairs)
+    return error, bits
 
 
 def random_codes(n: int, format: QuantFormat, group: int) -> Codes:

@@ -277,7 +277,7 @@ class NoLatents:
         """Raise ConfigError."""
         raise ConfigError(
             f"attention_backend={self.name} does not support multi-head latent attention yet; use "
-            "attention_backend=cpu or reference."
+            "attention_backend=auto."
         )
 
     def write_latents(self, latents: Tensor, cache: Tensor, slot_mapping: Tensor) -> None:

@@ -14,18 +14,16 @@ from torch import Tensor
 from octavo.attention.base import (
     AttentionMetadata,
     AttentionParams,
-    LargestAttention,
     NoLatents,
-    Rotary,
 )
-from octavo.attention.triton import write_rotated_kv
+from octavo.attention.triton import PagedCaches
 from octavo.errors import ConfigError
 from octavo.kernels.torch_tensors import torch_dtype
 
 _WORKSPACE_NBYTES = 128 * 2**20
 
 
-class FlashInferAttention(NoLatents):
+class FlashInferAttention(NoLatents, PagedCaches):
     """Implementation of `AttentionBackend` by FlashInfer.
 
     Args:
@@ -56,25 +54,6 @@ class FlashInferAttention(NoLatents):
                 "yet; use auto, or attention_backend=triton."
             )
         return (num_blocks, 2, block_size, num_kv_heads, head_size)
-
-    def typed(self, memory: Tensor, dtype: str) -> Tensor:
-        """Implement `AttentionBackend`."""
-        return memory.view(torch_dtype(dtype))
-
-    def scratch_nbytes(self, largest: LargestAttention) -> int:
-        """Return 0: attention uses memory of the device, which is measured."""
-        return 0
-
-    def write_kv(
-        self,
-        key: Tensor,
-        value: Tensor,
-        kv_cache: Tensor,
-        slot_mapping: Tensor,
-        rotary: Rotary | None = None,
-    ) -> None:
-        """Store like Triton attention: its cache has the same layout."""
-        write_rotated_kv(key, value, kv_cache, slot_mapping, rotary)
 
     def forward(
         self,

@@ -12,21 +12,20 @@ from octavo.attention.base import (
     AttentionMetadata,
     AttentionParams,
     LargestAttention,
-    NoLatents,
     Rotary,
 )
 from octavo.errors import ConfigError
 from octavo.kernels.torch_tensors import torch_dtype
-from octavo.kernels.triton.attention import MOST_SPLITS, attention, prefill, splits_floats
+from octavo.kernels.triton.attention import MOST_SPLITS, Step, attention, prefill
 from octavo.kernels.triton.fp8 import E4M3, E5M2
-from octavo.kernels.triton.kv_write import write_kv
+from octavo.kernels.triton.kv_write import write_kv, write_latents
 from octavo.system.device import cuda_capability, cuda_cores
 
 MIN_SPLIT = 256
 """Minimum number of positions of a split of the KV."""
 
 _FORMATS = {torch.float8_e4m3fn: E4M3, torch.float8_e5m2: E5M2}
-_MAX_HEAD_SIZE = 256
+_MAX_HEAD_SIZE, _MAX_LATENT_SIZE = 512, 576
 # Rows of a program for decode rows, and of every program with `batch_invariant`.
 _DECODE_ROWS, _INVARIANT_ROWS = 16, 64
 _PROGRAMS_PER_CORE = 2  # number that fits a core of every GPU: all run at once
@@ -36,29 +35,44 @@ _MIXED_PROGRAMS = 4  # in a step with prefill chunks, where most programs are id
 _WORKSPACE_FLOATS = 2**18
 
 
-def write_rotated_kv(
-    key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor, rotary: Rotary | None
-) -> None:
-    """Implement `AttentionBackend.write_kv` for caches [blocks, 2, block_size, KVH, D]."""
-    format = _FORMATS.get(kv_cache.dtype, 0)
-    cells = kv_cache.view(torch.uint8) if format else kv_cache
-    if rotary is None:
-        write_kv(key, value, cells, slot_mapping, format=format)
-    else:
-        write_kv(
-            key,
-            value,
-            cells,
-            slot_mapping,
-            format=format,
-            query=rotary.query,
-            positions=rotary.positions,
-            cos_sin_cache=rotary.cos_sin_cache,
-            is_neox=rotary.is_neox,
-        )
+class PagedCaches:
+    """Caches on the device, [blocks, 2, block_size, KVH, D]; part of the backends for CUDA."""
+
+    def typed(self, memory: Tensor, dtype: str) -> Tensor:
+        """Implement `AttentionBackend`."""
+        return memory.view(torch_dtype(dtype))
+
+    def scratch_nbytes(self, largest: LargestAttention) -> int:
+        """Return 0: attention uses memory of the device, which is measured."""
+        return 0
+
+    def write_kv(
+        self,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        slot_mapping: Tensor,
+        rotary: Rotary | None = None,
+    ) -> None:
+        """Store in one launch, together with the rotary embedding."""
+        cells, format = _cells(kv_cache)
+        if rotary is None:
+            write_kv(key, value, cells, slot_mapping, format=format)
+        else:
+            write_kv(
+                key,
+                value,
+                cells,
+                slot_mapping,
+                format=format,
+                query=rotary.query,
+                positions=rotary.positions,
+                cos_sin_cache=rotary.cos_sin_cache,
+                is_neox=rotary.is_neox,
+            )
 
 
-class TritonAttention(NoLatents):
+class TritonAttention(PagedCaches):
     """Implementation of `AttentionBackend` for CUDA.
 
     A row's result does not depend on the other rows of a step. With `batch_invariant` it does not
@@ -72,7 +86,7 @@ class TritonAttention(NoLatents):
     """
 
     name = "triton"
-    pads_blocks = False
+    pads_blocks = True
 
     def __init__(
         self, device: torch.device, max_model_len: int, *, batch_invariant: bool = False
@@ -100,31 +114,8 @@ class TritonAttention(NoLatents):
                 f"head_size={head_size}: Triton attention supports up to {_MAX_HEAD_SIZE}; use "
                 "attention_backend=reference."
             )
-        if dtype == "int8":
-            raise ConfigError(
-                "kv_cache_dtype=int8 is not supported by Triton attention yet; use fp8_e4m3 or "
-                "fp8_e5m2."
-            )
+        _check_dtype(dtype)
         return (num_blocks, 2, block_size, num_kv_heads, head_size)
-
-    def typed(self, memory: Tensor, dtype: str) -> Tensor:
-        """Implement `AttentionBackend`."""
-        return memory.view(torch_dtype(dtype))
-
-    def scratch_nbytes(self, largest: LargestAttention) -> int:
-        """Return 0: attention uses memory of the device, which is measured."""
-        return 0
-
-    def write_kv(
-        self,
-        key: Tensor,
-        value: Tensor,
-        kv_cache: Tensor,
-        slot_mapping: Tensor,
-        rotary: Rotary | None = None,
-    ) -> None:
-        """Store in one launch, together with the rotary embedding."""
-        write_rotated_kv(key, value, kv_cache, slot_mapping, rotary)
 
     def forward(
         self,
@@ -140,43 +131,88 @@ class TritonAttention(NoLatents):
         """
         if metadata.num_tokens == 0:
             return
-        format = _FORMATS.get(kv_cache.dtype, 0)
+        self._attend(
+            metadata,
+            query=query,
+            kv_cache=kv_cache,
+            out=out,
+            scale=params.scale,
+            sliding_window=params.sliding_window,
+            chunk_size=params.chunk_size,
+            logits_soft_cap=params.logits_soft_cap,
+            alibi_slopes=params.alibi_slopes,
+            sinks=params.sinks,
+        )
+
+    def latent_cache_shape(
+        self, num_blocks: int, block_size: int, latent_size: int, dtype: str | None = None
+    ) -> tuple[int, ...]:
+        """Return [num_blocks, block_size, latent_size]."""
+        if latent_size > _MAX_LATENT_SIZE:
+            raise ConfigError(
+                f"latent_size={latent_size}: Triton attention supports up to {_MAX_LATENT_SIZE}; "
+                "use attention_backend=reference."
+            )
+        _check_dtype(dtype)
+        return (num_blocks, block_size, latent_size)
+
+    def write_latents(self, latents: Tensor, cache: Tensor, slot_mapping: Tensor) -> None:
+        """Store in one launch."""
+        write_latents(latents, *_cells(cache), slot_mapping)
+
+    def attend_latents(
+        self, query: Tensor, cache: Tensor, metadata: AttentionMetadata, out: Tensor, scale: float
+    ) -> None:
+        """Launch the kernels of `forward`, for which latents are one head."""
+        if metadata.num_tokens:
+            self._attend(metadata, query=query, kv_cache=cache, out=out, scale=scale)
+
+    def _attend(self, metadata: AttentionMetadata, *, kv_cache: Tensor, **given: Any) -> None:
+        """Launch the kernels; `given` are fields of `Step`."""
+        cells, format = _cells(kv_cache)
+        step = Step(
+            kv_cache=cells,
+            query_start_loc=metadata.query_start_loc,
+            seq_lens=metadata.seq_lens,
+            block_table=metadata.block_table,
+            format=format,
+            native_fp8=self.native_fp8,
+            upcast=self.upcast,
+            **given,
+        )
         decode = metadata.max_query_len == 1
         one_query = decode and metadata.num_tokens == metadata.num_reqs
-        shared: dict[str, Any] = {
-            "query": query,
-            "kv_cache": kv_cache.view(torch.uint8) if format else kv_cache,
-            "query_start_loc": metadata.query_start_loc,
-            "seq_lens": metadata.seq_lens,
-            "block_table": metadata.block_table,
-            "out": out,
-            "scale": params.scale,
-            "sliding_window": params.sliding_window,
-            "chunk_size": params.chunk_size,
-            "logits_soft_cap": params.logits_soft_cap,
-            "alibi_slopes": params.alibi_slopes,
-            "sinks": params.sinks,
-            "format": format,
-            "native_fp8": self.native_fp8,
-            "upcast": self.upcast,
-        }
         if not (decode or self.batch_invariant):
-            prefill(**shared)
+            prefill(step)
             if metadata.num_reqs == 1:
                 return
         max_splits = -(-metadata.max_seq_len // self.split)
-        pairs = metadata.num_reqs * kv_cache.shape[3]
+        pairs = metadata.num_reqs * step.groups
         programs = max(1, min(max_splits, _PROGRAMS_PER_CORE * self.cores // pairs))
         if not decode:  # other programs than those of decode rows are idle
             programs = 1 if metadata.num_reqs == 1 else min(programs, _MIXED_PROGRAMS)
-        if splits_floats(query, metadata.num_reqs, max_splits) > len(self._workspace):
+        if step.splits_floats(max_splits) > len(self._workspace):
             programs = 1
         attention(
-            **shared,
+            step,
             rows="tiles" if self.batch_invariant else "one" if one_query else "decode",
             split=self.split,
             max_splits=max_splits,
             programs=programs,
             workspace=self._workspace,
             block_m=_INVARIANT_ROWS if self.batch_invariant else _DECODE_ROWS,
+        )
+
+
+def _cells(cache: Tensor) -> tuple[Tensor, int]:
+    """Return a cache as the kernels read it, and its format; see `octavo.kernels.triton.fp8`."""
+    format = _FORMATS.get(cache.dtype, 0)
+    return cache.view(torch.uint8) if format else cache, format
+
+
+def _check_dtype(dtype: str | None) -> None:
+    if dtype == "int8":
+        raise ConfigError(
+            "kv_cache_dtype=int8 is not supported by Triton attention yet; use fp8_e4m3 or "
+            "fp8_e5m2."
         )

@@ -76,7 +76,10 @@ class StepFiller(Protocol):
 
 
 class StepArray(Protocol):
-    """Array of a step that a block declares. It is hashable; blocks with equal arrays share one."""
+    """Array of a step that a block declares. It is hashable; blocks with equal arrays share one.
+
+    Rows that fill a captured step up to its size have -1.
+    """
 
     @property
     def name(self) -> str:

@@ -51,7 +51,7 @@ class StateCache:
         self, memory: Tensor, block_size: int, dtype: str, backend: AttentionBackend
     ) -> tuple[Tensor, ...]:
         """Return the arrays of all slots: float32 [slots, numbers of the array], flat."""
-        numbers = memory[:, : self.nbytes].view("float32")
+        numbers = backend.typed(memory[:, : self.nbytes], "float32")
         starts = [begin for begin, _ in pairwise([0, *self._ends])]
         sizes = map(math.prod, self.shapes)
         return tuple(

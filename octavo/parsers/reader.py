@@ -40,16 +40,14 @@ class Markers:
                 assert one == other or one not in other[:-1], (one, other)
         self._search = re.compile("|".join(map(re.escape, self.markers))).search
         self._starts = {marker[:n] for marker in self.markers for n in range(1, len(marker))}
-        self._firsts = {marker[0] for marker in self.markers}
+        self._firsts = frozenset(marker[0] for marker in self.markers)
+        self.cannot_begin_in = self._firsts.isdisjoint
+        """Function of a text that returns True if no marker begins in it, for sure."""
         self._longest = max(map(len, self.markers), default=1)
 
     def find(self, text: str, at: int) -> re.Match[str] | None:
         """Return the first marker from a position on."""
         return self._search(text, at) if self.markers else None
-
-    def cannot_begin_in(self, text: str) -> bool:
-        """Return True if no marker begins in a text, for sure."""
-        return self._firsts.isdisjoint(text)
 
     def certain(self, text: str, at: int) -> int:
         """Return the end of the text that is no beginning of a marker, from a position on."""

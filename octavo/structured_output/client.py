@@ -241,7 +241,9 @@ class GrammarHelper:
         ours, theirs = zip(socket.socketpair(), socket.socketpair(), strict=True)
         try:
             with theirs[0], theirs[1], self._lock:
+                broken, self._broken = self._broken, True
                 socket.send_fds(self.socket, [_FORK], [end.fileno() for end in theirs])
+                self._broken = broken
                 pid = self._read_number()
             if pid < 0:
                 raise OSError(-pid, os.strerror(-pid))

@@ -389,8 +389,14 @@ class GrammarCompiler:
                 self._refuse(job, helper.failure)
                 return
             helper = None
-        if helper is not None and helper.loaded and not helper.process.is_alive:
-            helper.process.close()
+        if helper is not None and helper.loaded:
+            error = self._fork(job, helper)
+            if error is None:
+                return
+            if helper.process.is_alive:
+                self._refuse(job, error)
+                return
+            helper.process.close()  # it died since its last use
             helper = None
         if helper is None:
             try:
@@ -400,10 +406,7 @@ class GrammarCompiler:
                 self._refuse(job, _loading_error(Loaded(str(error), type(error).__name__)))
                 return
             self._selector.register(helper.process.socket, selectors.EVENT_READ, helper)
-        if helper.loaded:
-            self._fork(job, helper)
-        else:
-            helper.waiting.append(job)
+        helper.waiting.append(job)
 
     def _take_loaded(self, helper: _Helper) -> None:
         """Handle the first answer of a helper: it has loaded its library, or failed."""
@@ -415,23 +418,21 @@ class GrammarCompiler:
             helper.failure, helper.failed = _loading_error(answer), time.monotonic()
         waiting, helper.waiting = helper.waiting, []
         for job in waiting:
-            if helper.failure is None:
-                self._fork(job, helper)
-            else:
-                self._refuse(job, helper.failure)
+            error = helper.failure or self._fork(job, helper)
+            if error is not None:
+                self._refuse(job, error)
 
-    def _fork(self, job: _Compile, helper: _Helper) -> None:
+    def _fork(self, job: _Compile, helper: _Helper) -> RequestError | None:
+        """Start the process of a grammar; return the error if that fails."""
         try:
             job.process = process = helper.process.fork(job.key[0])
             process.jobs.settimeout(_MESSAGE_SECONDS)
             _send_grammar(process, job.key[1])
         except OSError as error:
             self._end_process(job)
-            self._refuse(
-                job, StepFailedError(f"No process for a grammar could be started: {error}")
-            )
-            return
+            return StepFailedError(f"No process for a grammar could be started: {error}")
         self._selector.register(process.jobs, selectors.EVENT_READ, job)
+        return None
 
     def _take_compiled(self, job: _Compile) -> None:
         """Handle the answer of a grammar process, or its end."""

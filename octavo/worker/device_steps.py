@@ -191,6 +191,8 @@ class DeviceSteps:
             table.sampling_rows.fill_(-1)
             torch.arange(size + 1, out=table.query_start_loc)
             table.slot_mappings.fill_(-1)
+            for array in table.extra.values():
+                array.fill_(-1)
 
             def step(table: DeviceTable = table, size: int = size) -> None:
                 result = self._forward(table, 1, self._max_model_len, sample=True)
@@ -256,3 +258,6 @@ def _pad(table: HostTable, size: StepSize) -> None:
     table.logits_indices[num_samples:] = 0
     table.sampling_rows[num_samples:] = -1
     table.sampling_params[num_samples:] = 0
+    ends = {"tokens": size.tokens, "requests": num_reqs, "samples": num_samples}
+    for name, (dim, *_) in table.extra_dims.items():
+        table.extra[name][ends[str(dim)] :] = -1

@@ -154,7 +154,9 @@ class ModelRunner:
         self._caches: list[Tensor] = []
         """KV caches of all models; a sleeping engine releases them."""
         self._released = False
-        # Before the weights: errors in the settings must be reported at once.
+        # Before the weights: errors in the settings must be reported at once. So make one block.
+        groups = setup.kv_cache_groups
+        self._make_caches(KVCacheConfig(1, config.cache.block_size, groups, num_states=1))
         vocab_size, rows = setup.spec.vocab_size, config.scheduler.max_num_seqs
         vllm_config = VllmConfig(config, vocab_size, setup.max_model_len)
         self._plugins = [
@@ -255,17 +257,26 @@ class ModelRunner:
                 weights.reload(progress, same=same)
         self._released = False
 
-    def _make_state(self, kv: KVCacheConfig, *, capture: bool) -> RunnerState:
-        setup = self.setup
-        dtype = setup.kv_cache_dtype
-        kv_tensors = [
+    def _make_caches(self, kv: KVCacheConfig) -> tuple[list[Tensor], list[Any]]:
+        """Return the physical tensors of the KV cache, and each layer's view of them.
+
+        Raises:
+            ConfigError: the attention backend does not support a cache.
+        """
+        dtype, caches = self.setup.kv_cache_dtype, self.setup.part.caches
+        tensors = [
             self.platform.allocate_cache(count, nbytes, self.ops)
             for count, nbytes in kv.tensor_sizes(dtype)
         ]
-        kv_caches = [
-            cache.view(kv_tensors[slot], kv.block_size, dtype, self.backend)
-            for slot, cache in zip(kv.layer_to_tensor, setup.part.caches, strict=True)
+        places = zip(kv.layer_to_tensor, caches, strict=True)
+        views = [
+            cache.view(tensors[slot], kv.block_size, dtype, self.backend) for slot, cache in places
         ]
+        return tensors, views
+
+    def _make_state(self, kv: KVCacheConfig, *, capture: bool) -> RunnerState:
+        setup = self.setup
+        kv_tensors, kv_caches = self._make_caches(kv)
         max_num_seqs = setup.largest_step.requests
         batch = InputBatch(max_num_seqs, setup.max_model_len, kv, setup.part.step_arrays)
         received = make_received(setup, self.model.dtype)

@@ -53,7 +53,7 @@ def test_types(dtype: torch.dtype) -> None:
     check(Case(((70, 1), (90, 40)), dtype=dtype))
 
 
-@pytest.mark.parametrize("head_size", [8, 40, 64, 128, 256])
+@pytest.mark.parametrize("head_size", [8, 40, 64, 128, 256, 512])
 def test_head_sizes(head_size: int) -> None:
     check(Case(((70, 1), (90, 20)), head_size=head_size, scale=head_size**-0.5))
 
@@ -174,7 +174,7 @@ def test_batch_invariant_chunks_change_nothing(features: dict[str, int]) -> None
 
 
 def test_what_it_cannot_do() -> None:
-    with pytest.raises(ConfigError, match="head_size=512"):
-        backend().kv_cache_shape(4, 16, 2, 512)
+    with pytest.raises(ConfigError, match="head_size=513"):
+        backend().kv_cache_shape(4, 16, 2, 513)
     with pytest.raises(ConfigError, match="int8"):
         backend().kv_cache_shape(4, 16, 2, 64, "int8")

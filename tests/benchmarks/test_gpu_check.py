@@ -98,7 +98,8 @@ def test_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert gpu_check.main() == 1
     ((child, names, out),) = calls
     assert child[1:] == [gpu_check.__file__, "--quick"]
-    assert names == ["card", "parity", "invariance", "kernels", "quantized", "tinyllama-1.1b"]
+    parts = ["card", "parity", "invariance", "families", "kernels", "quantized"]
+    assert names == [*parts, "tinyllama-1.1b"]
     assert out == Path("rows.json")
 
     monkeypatch.setattr(gpu_check, "run_part", lambda *args: calls.append(args))

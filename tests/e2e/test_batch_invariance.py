@@ -186,15 +186,21 @@ def test_a_prompt_cached_to_its_last_token(dtype):
 
 
 @pytest.mark.parametrize(
-    "case", ["lfm2", "falcon-h1", "jamba", "rwkv7", "deepseek-v2", "kimi-linear"]
+    ("case", "quantization"),
+    [
+        *((case, None) for case in ("lfm2", "falcon-h1", "jamba", "rwkv7")),
+        *((case, None) for case in ("deepseek-v2", "kimi-linear")),
+        *(("qwen3-moe", quantization) for quantization in ("int8", "int4", "fp8")),
+    ],
 )
-def test_states_and_latents(case, dtype, tmp_path):
+def test_states_latents_and_quantized_experts(case, quantization, dtype, tmp_path):
     """Alone, among others, in chunks, after a prefix hit."""
     architecture, config = CASES[case]
     make_hf(architecture, **config | {"max_position_embeddings": 256}).save_pretrained(tmp_path)
     prompts = [[i % VOCAB for i in tokens(seed, 5 + 30 * seed)] for seed in range(6)]
     requests = [(ids, params(0.9 * (i % 2))) for i, ids in enumerate(prompts)]
     settings = {"dtype": dtype, "max_model_len": 256, "skip_tokenizer_init": True}
+    settings["quantization"] = quantization
     with LLM(str(tmp_path), **settings, enable_prefix_caching=False, max_num_seqs=1) as llm:
         expected = answers(llm, requests)
     with LLM(str(tmp_path), **settings, max_num_batched_tokens=48, max_num_seqs=8) as llm:

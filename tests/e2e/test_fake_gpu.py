@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -12,6 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from octavo import LLM, SamplingParams
+from octavo.errors import ConfigError
 from octavo.frontend.input_processor import InputProcessor
 from octavo.kernels.reference import ReferenceOps
 from octavo.kernels.torch_tensors import from_torch
@@ -21,6 +24,7 @@ from octavo.quantization.base import PackedShape
 from octavo.quantization.gptq import GPTQ
 from octavo.quantization.int4 import GROUP_SIZE
 from octavo.system.tensor import from_numpy
+from octavo.worker import model_runner
 from tests.drafts import SETTINGS, Drafter
 from tests.e2e.test_triton import folder
 from tests.fake_gpu import CUDA, FakeGpu
@@ -146,10 +150,17 @@ def test_steps_never_wait(llama: str, llm: LLM, gpu: FakeGpu) -> None:
         ("llama", True, {"hidden_size": 32, "intermediate_size": 32}),
         ("gemma2", False, {"hidden_size": 32, "intermediate_size": 32}),
         ("gpt2", False, {"n_embd": 32, "n_inner": 32}),
+        ("gpt-oss", False, {"hidden_size": 32}),
+        ("gemma4-moe", False, {"layer_types": ["sliding_attention", "full_attention"]}),
+        ("kimi-linear", False, {"layer_types": ["linear_attention", "full_attention"]}),
+        ("qwen3.5", False, {"layer_types": ["linear_attention", "full_attention"]}),
+        ("mamba2-odd", False, {"hidden_size": 35}),
+        ("mamba-odd", True, {"hidden_size": 35}),
+        ("rwkv7", False, {"hidden_size": 32}),
     ],
 )
 def test_steps_of_other_kinds_never_wait(
-    case: str, enforce_eager: bool, sizes: dict[str, int], tmp_path: Path, gpu: FakeGpu
+    case: str, enforce_eager: bool, sizes: dict[str, Any], tmp_path: Path, gpu: FakeGpu
 ) -> None:
     model, params = folder(case, tmp_path, **sizes), [PLAIN, GREEDY, GREEDY]
     expected, replays = ids(run(model, params, device="cpu")), gpu.replays
@@ -173,6 +184,29 @@ def test_settings(settings: dict[str, object], llama: str, gpu: FakeGpu) -> None
     expected = ids(run(llama, params, device="cpu", **on_cpu))
     assert ids(run(llama, params, gpu, device="cuda", **settings)) == expected
     assert bool(gpu.waits) == ("attention_backend" in settings), "the reference looks at lengths"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kv_cache_dtype": "int8"}, "kv_cache_dtype=int8 .* use fp8_e4m3"),
+        ({"head_dim": 514}, "head_size=514: .* use attention_backend=reference"),
+    ],
+)
+def test_what_is_not_supported_is_said_before_loading(
+    changes: dict[str, Any],
+    message: str,
+    llama: str,
+    tmp_path: Path,
+    gpu: FakeGpu,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(model_runner, "load_model", lambda *_, **__: pytest.fail("too late"))
+    config = json.loads(Path(llama, "config.json").read_text()) | changes
+    Path(tmp_path, "config.json").write_text(json.dumps(config))
+    settings = {"kv_cache_dtype": changes.get("kv_cache_dtype", "auto"), "load_format": "dummy"}
+    with pytest.raises(ConfigError, match=message):
+        run(str(tmp_path), [GREEDY], device="cuda", **settings)
 
 
 def test_int8(llama: str, gpu: FakeGpu) -> None:

@@ -14,7 +14,7 @@ pytestmark = needs_triton
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 
 
-def folder(case: str, tmp_path: Path, **sizes: int) -> str:
+def folder(case: str, tmp_path: Path, **sizes: object) -> str:
     """Return a model of two layers, of two kinds if the family has two, or of other `sizes`."""
     architecture, config = CASES[case]
     name = next(key for key in ("num_hidden_layers", "n_layer", "n_layers") if key in config)

@@ -9,6 +9,7 @@ interpreter ignores types: code that runs there may fail to compile.
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,9 +18,30 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
-from octavo.kernels.base import Codes, QuantFormat
-from octavo.kernels.triton import activation, gemm, kv_write, norm, quantized, sample, tokens
-from octavo.kernels.triton.attention import attention, prefill
+from octavo.kernels.base import (
+    Codes,
+    PackedWeight,
+    QuantFormat,
+    StackedWeight,
+    StateRates,
+    Wkv7Inputs,
+    Wkv7Parameters,
+)
+from octavo.kernels.routing import Routing
+from octavo.kernels.triton import (
+    activation,
+    experts,
+    gemm,
+    kv_write,
+    norm,
+    quantized,
+    routing,
+    sample,
+    tokens,
+)
+from octavo.kernels.triton.attention import Step, attention, prefill
+from octavo.kernels.triton.ops import TritonOps
+from octavo.models.state_cache import StateMetadata
 
 target = GPUTarget("cuda", 0, 32)
 compiled: set[str] = set()
@@ -52,6 +74,14 @@ def compile_instead(
 
 
 JITFunction.run = compile_instead  # type: ignore[method-assign]
+SHARED: dict[str, Any] = {
+    "query_start_loc": zeros(5, dtype=torch.int32),
+    "seq_lens": zeros(4, dtype=torch.int32),
+    "block_table": zeros(4, 8, dtype=torch.int32),
+    "scale": 0.1,
+    "native_fp8": True,
+    "upcast": False,
+}
 
 
 def kernels(dtype: torch.dtype) -> None:
@@ -71,9 +101,14 @@ def kernels(dtype: torch.dtype) -> None:
     for gate in ("silu", "gelu_tanh") if old else ("gelu", "relu2") if half else ("sigmoid",):
         activation.act_and_mul(x, gate)
     activation.gelu(x, "none")
+    if old:
+        activation.act_and_mul(x, "swigluoai", 7.0)
     for rows in (64 if half and not old else 1, 4096):
         wide = zeros(rows, 4096, dtype=dtype)
         gemm.linear(wide, zeros(4096, 4096, dtype=dtype), None, dtype, upcast=False)
+        plain = PackedWeight(zeros(4096, 4096, dtype=dtype), 4096, 4096, "", 0)
+        if rows == 4096:
+            mixture(wide, plain)
         if rows != 64:
             products(wide)
     x, long = zeros(1, 8192, dtype=dtype), zeros(1024, 8192, dtype=dtype)
@@ -83,14 +118,14 @@ def kernels(dtype: torch.dtype) -> None:
     cases: list[tuple[int, int, dict[str, Any]]] = [
         (128, 0, {"sliding_window": 100, "logits_soft_cap": 30.0, "sinks": zeros(8, dtype=dtype)}),
         (80, 1, {"alibi_slopes": zeros(heads)}),
-        (256, 2, {}),
+        (512, 2 if half else 0, {}),
     ]
-    for head_size, format, features in cases[:2] if old else cases[2:] if half else cases[:1]:
+    for head_size, format, features in cases[:2] if old else cases[2:]:
         qkv = zeros(4, heads + 2 * kv_heads, head_size, dtype=dtype)
         query, key, value = qkv.split_with_sizes([heads, kv_heads, kv_heads], dim=1)
         cache_dtype = torch.uint8 if format else dtype
         cache = zeros(8, 2, page, kv_heads, head_size, dtype=cache_dtype)
-        slots, ints = zeros(4, dtype=torch.int64), zeros(5, dtype=torch.int32)
+        slots = zeros(4, dtype=torch.int64)
         kv_write.write_kv(key, value, cache, slots, format=format)
         kv_write.write_kv(
             key,
@@ -103,37 +138,46 @@ def kernels(dtype: torch.dtype) -> None:
             cos_sin_cache=zeros(32, head_size),
             is_neox=head_size != 80,
         )
-        given: dict[str, Any] = {
-            "sliding_window": None,
-            "chunk_size": None,
-            "logits_soft_cap": None,
-            "alibi_slopes": None,
-            "sinks": None,
-        }
-        shared: dict[str, Any] = {
-            "query": query,
-            "kv_cache": cache,
-            "query_start_loc": ints,
-            "seq_lens": ints[:4],
-            "block_table": zeros(4, 8, dtype=torch.int32),
-            "out": torch.empty_like(query),
-            "scale": 0.1,
-            "format": format,
-            "native_fp8": target.arch >= 89,
-            "upcast": False,
-            **given | features,
-        }
-        prefill(**shared)
-        for rows, programs in (("one", 4), ("decode", 1), ("tiles", 1)):
-            attention(
-                **shared,
-                rows=rows,  # type: ignore[arg-type]
-                split=256,
-                max_splits=8,
-                programs=programs,
-                workspace=zeros(2**20),
-                block_m=64 if rows == "tiles" else 16,
-            )
+        step = Step(
+            query=query,
+            kv_cache=cache,
+            out=torch.empty_like(query),
+            format=format,
+            **SHARED,
+            **features,
+        )
+        attend(step, ("one", 4), ("tiles", 1), *([("decode", 1)] if old else []))
+    if half:
+        latents(zeros(4, 16, 576, dtype=dtype), 512, 1 if old else 0)
+
+
+def attend(step: Step, *variants: tuple[Any, int]) -> None:
+    """Launch attention, for rows of some kinds shared by some programs."""
+    step = replace(step, native_fp8=target.arch >= 89)
+    prefill(step)
+    for rows, programs in variants:
+        attention(
+            step,
+            rows=rows,
+            split=256,
+            max_splits=8,
+            programs=programs,
+            workspace=zeros(2**20),
+            block_m=64 if rows == "tiles" else 16,
+        )
+
+
+def latents(query: torch.Tensor, value_size: int, format: int) -> None:
+    """Launch the kernels of latent attention."""
+    size, dtype = query.shape[2], query.dtype
+    cache = zeros(8, 16, size, dtype=torch.uint8 if format else dtype)
+    slots = zeros(4, dtype=torch.int64)
+    kv_write.write_latents(query[:, 0], cache, format, slots)
+    out = zeros(4, 16, value_size, dtype=dtype)
+    step = Step(query=query, kv_cache=cache, out=out, format=format, **SHARED)
+    attend(step, ("one", 4), ("tiles", 1))
+    weight = PackedWeight(zeros(16 * 512, 128, dtype=dtype), 16 * 512, 128, "", 0)
+    gemm.head_linear(query[:, :, :128], weight, 16, zeros(4, 16, 512, dtype=dtype), upcast=False)
 
 
 def products(x: torch.Tensor) -> None:
@@ -153,6 +197,45 @@ def products(x: torch.Tensor) -> None:
         part = Codes(codes, scales, zeros(n, groups, dtype=torch.uint8))
         weight = quantized.pack(n, k, format, group, [part], None)
         quantized.linear(x, weight, None, x.dtype, upcast=False)
+        if format in ("int4_zeros", "int8") and x.dtype == torch.bfloat16:
+            mixture(x, weight)
+
+
+def states(dtype: torch.dtype) -> None:
+    """Launch the operations with recurrent states, of the sizes of published models."""
+    ops, ints = TritonOps("meta"), zeros(5, dtype=torch.int32)
+    slots = StateMetadata(ints, ints[:4], ints[:4], ints[:4])
+    x, state = zeros(4, 512, dtype=dtype), zeros(2, 4 * 128 * 128)
+    ops.causal_conv(x, zeros(512, 4, dtype=dtype), None, state, slots, "silu")
+    ops.token_shift(x, zeros(6, 512), state, slots)
+    rows, a = x.view(4, 4, 128), zeros(512)
+    ops.gated_delta_rule(rows, rows, rows, x[:, :4], x[:, :4], a[:4], a[:4], state, slots)
+    ops.gated_delta_rule(rows, rows, rows, x, x[:, :4], a[:4], a, state, slots)
+    rates, heads = StateRates(a[:8], a[:8], a[:8]), x.view(4, 8, 64)
+    ops.ssd(heads, x[:, :8], rows[:, :1], rows[:, :1], rates, state, slots)
+    rates = StateRates(zeros(16, 512), a, a)
+    ops.selective_scan(x, x, x[:, :16], x[:, :16], x, rates, state, slots)
+    parameters = Wkv7Parameters(a, a, a, a, a, 1e-5)
+    ops.wkv7(Wkv7Inputs(*[heads] * 6, (heads, heads)), parameters, state, slots)
+
+
+def mixture(x: torch.Tensor, weight: PackedWeight | quantized.CodesWeight) -> None:
+    """Launch the product of 8 experts with one form of weights, and the sum of their results."""
+    addresses, rows = zeros(8, dtype=torch.int64), len(x) * 2
+    one: tuple[Any, ...] = (weight,) * 8, zeros(8, weight.n, dtype=x.dtype), addresses
+    stacked = StackedWeight(*one)
+    if isinstance(weight, quantized.CodesWeight):
+        orders = zeros(8, weight.k, dtype=torch.int32)
+        more = {"scales": addresses, "zeros": addresses, "orders": orders}
+        stacked = experts.StackedCodes(*one, **more)
+    places, order = zeros(len(x), 2, dtype=torch.int32), zeros(rows, dtype=torch.int64)
+    pairs = experts.Pairs(places.flatten(), order, places, zeros(9, dtype=torch.int64))
+    scores = zeros(len(x), 8)
+    rules = Routing(2, "softmax", groups=2, tolerance=0.1, renormalize=True)
+    routing.route(scores, rules, scores[0], scores[0])
+    routing.route(scores, Routing(4, "sqrt_softplus", softmax_chosen=True), None, None)
+    results = experts.multiply(x, order, stacked, pairs, upcast=False)
+    experts.sum_experts(results, places, zeros(len(x), 2))
 
 
 for capability in sys.argv[1:]:
@@ -160,6 +243,7 @@ for capability in sys.argv[1:]:
     kernels(torch.bfloat16)
     if target.arch >= 90:
         kernels(torch.float32)
+    states(torch.bfloat16 if target.arch < 90 else torch.float32)
     logits, ids = zeros(3, 128256), zeros(3, dtype=torch.int64)
     sample.sample(logits, zeros(3, 4, dtype=torch.int64), ids)
     sample.apply_bitmask(logits, zeros(3, 4008, dtype=torch.int32), ids)

@@ -32,8 +32,8 @@ PLAIN = ExpertActivation("relu2", gated=False)
 Form = Callable[[HostTensor], Any]
 
 
-@pytest.mark.parametrize("routing", ROUTINGS, ids=str)
-def test_route(isa: str, routing: Routing) -> None:
+def router_results() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return logits of 40 experts with ties, NaN and large numbers, biases and factors."""
     numbers = np.random.RandomState(0)
     logits = numbers.randn(50, 40).astype(np.float32)
     logits[1] = 2.0  # ties: the first experts
@@ -44,6 +44,12 @@ def test_route(isa: str, routing: Routing) -> None:
     logits[6] *= 50
     bias, factors = (numbers.rand(40).astype(np.float32) for _ in range(2))
     bias[:20] = 0.25
+    return logits, bias, factors
+
+
+@pytest.mark.parametrize("routing", ROUTINGS, ids=str)
+def test_route(isa: str, routing: Routing) -> None:
+    logits, bias, factors = router_results()
     for terms in (None, bias):
         given = [None if terms is None else from_numpy(terms), from_numpy(factors)]
         ids, weights = NativeOps().route(from_numpy(logits), routing, *given)

@@ -33,8 +33,11 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
 
 
 def random_codes(n: int, k: int, group: int) -> Codes:
+    """Return codes of which every other eight inputs are normal: kernels may be faster there."""
     generator = torch.Generator().manual_seed(n + k)
     codes = FINITE[torch.randint(len(FINITE), (n, k), generator=generator)]
+    codes[:, torch.arange(k) // 8 % 2 == 1] |= 8  # the last bit of the exponent
+    codes[codes & 127 == 127] -= 1  # NaN
     return Codes(codes, torch.rand(n, -(-k // (group or k)), generator=generator) - 0.5)
 
 

@@ -59,10 +59,10 @@ Operation = Callable[[Any, slice, Tensor, StateMetadata], Tensor]
 """Function (operations, tokens, state, slots) -> result for these tokens."""
 
 
-def check_step(run: Operation, state: Tensor, dtype: torch.dtype) -> None:
+def check_step(run: Operation, state: Tensor, dtype: torch.dtype, tested: Any = ops) -> None:
     """Compare results and states with those of the reference."""
     results = []
-    for table in (ops, reference):
+    for table in (tested, reference):
         own = strided(state)
         results.append((run(table, slice(TOKENS), own, STEP), own))
     (got, got_state), (want, want_state) = results
@@ -73,7 +73,7 @@ def check_step(run: Operation, state: Tensor, dtype: torch.dtype) -> None:
     assert torch.equal(got_state[3], state[3]), "no request has this slot"
 
 
-def check_bits(run: Operation, state_size: int, tokens: int) -> None:
+def check_bits(run: Operation, state_size: int, tokens: int, tested: Any = ops) -> None:
     """Compare one step with steps of other sizes, and with two threads."""
     found = []
     for size, threads in ((tokens, 1), (tokens, 2), (1, 2), (4, 2)):
@@ -82,7 +82,7 @@ def check_bits(run: Operation, state_size: int, tokens: int) -> None:
         for begin in range(0, tokens, size):
             end = min(begin + size, tokens)
             slots = slots_of([end - begin], [1 if begin else -1], [1])
-            parts.append(run(ops, slice(begin, end), state, slots))
+            parts.append(run(tested, slice(begin, end), state, slots))
         found.append((torch.cat(parts), state[1]))
     native.set_num_threads(0)
     for result, state in found[1:]:

@@ -138,6 +138,20 @@ def test_splits_are_those_of_the_weight_s_shape(n: int, k: int, splits: int) -> 
     assert gemm.count_splits(n, k, 4096) == splits
 
 
+@dtypes
+@pytest.mark.parametrize(("heads", "n", "k"), [(1, 5, 3), (3, 70, 33)])
+def test_head_linear(heads: int, n: int, k: int, dtype: torch.dtype) -> None:
+    """Strides of tokens and heads differ; a row has the bits that it has alone."""
+    x = random(17, heads + 1, k + 2, dtype=dtype)[:, :heads, :k]
+    weight = ops.pack_weight(random(heads * n, k, dtype=dtype, seed=1))
+    out = torch.full((17, heads, n + 3), 7.0, dtype=dtype)
+    whole = ops.head_linear(x, weight, heads, out[..., :n])
+    assert_near(whole, reference.head_linear(x, weight, heads))
+    assert (out[..., n:] == 7).all()
+    for rows in (slice(0), slice(1), slice(14, 17)):
+        assert torch.equal(ops.head_linear(x[rows], weight, heads), whole[rows])
+
+
 ROWS_IN_OTHER_PLACES = """
 import numpy as np
 import triton.language as tl

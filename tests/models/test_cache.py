@@ -33,5 +33,5 @@ def test_backends_without_latents_refuse_them():
         name = "other"
 
     memory = placeholder(1, LatentCache(8).block_nbytes(16, "float32"), dtype="uint8")
-    with pytest.raises(ConfigError, match=r"attention_backend=other.*cpu or reference"):
+    with pytest.raises(ConfigError, match=r"attention_backend=other.*use attention_backend=auto"):
         LatentCache(8).view(memory, 16, "float32", Other())

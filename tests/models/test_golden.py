@@ -206,6 +206,12 @@ LATER: dict[str, tuple[int, str]] = {
     "granite-hybrid-moe": (6906488, "c5460cc7af7a77d8"),
     "jamba-moe": (3231056, "191ee9a15e4c8a8e"),
     "nemotron-h-moe": (2450496, "1179d33e8db1b1e7"),
+    "mistral4": (3280516, "60259f41203589a2"),
+    "kimi-linear": (3177764, "a7a9efda35489a11"),
+    "kimi-linear-groups": (3153628, "1c62109276c3f98e"),
+    "nemotron-h-latent": (2257856, "e91a673fe829bce2"),
+    "phimoe": (4797706, "f4bba31a0ba56454"),
+    "phimoe-longrope": (6230848, "172f42b03f5b5043"),
 }
 """Digests of the cases that have their own."""
 

@@ -10,11 +10,16 @@ that of its splits, from first to last. Usually one program computes all splits 
 them. If a step has few rows, several programs share their splits to fill the GPU (Flash-Decoding),
 and a second kernel merges them with the same arithmetic. So a row's bits depend neither on the
 other rows nor on the sharing.
+
+Latents (see `AttentionBackend.attend_latents`) are one head of keys, whose first numbers are the
+value: one load of a tile gives keys and values. Query heads are divided into groups, each with a
+program. Keys have two parts, that of the value and the rest, so that neither is padded by much.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import triton
 import triton.language as tl
@@ -29,11 +34,11 @@ MOST_SPLITS = 256
 
 @triton.jit
 def _merge(largest, total, acc, split_largest, split_total, split_acc):
-    """Merge two parts of a softmax; the first may be empty: -inf, 0, 0."""
+    """Merge two parts of a softmax in base 2; the first may be empty: -inf, 0, 0."""
     new = tl.maximum(largest, split_largest)
     base = tl.where(new == float("-inf"), 0.0, new)
-    a = tl.exp(largest - base)
-    b = tl.exp(split_largest - base)
+    a = tl.exp2(largest - base)
+    b = tl.exp2(split_largest - base)
     return new, total * a + split_total * b, acc * a[:, None] + split_acc * b[:, None]
 
 
@@ -75,11 +80,12 @@ def _find_request(tile, query_start_loc, num_reqs, QUERIES: tl.constexpr):
 
 
 @triton.jit
-def _prefill_tiles(
+def _tiles(
     largest,
     total,
     acc,
     q,
+    q_rest,
     cells,
     table,
     slopes,
@@ -94,7 +100,9 @@ def _prefill_tiles(
     soft_cap,
     MASKED: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
+    REST: tl.constexpr,
     ROW: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr,
     PAGE: tl.constexpr,
     WINDOW: tl.constexpr,
     LOCAL_CHUNK: tl.constexpr,
@@ -106,10 +114,12 @@ def _prefill_tiles(
     DTYPE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
 ):
     """Continue an online softmax with the KV from `from_n` to `to_n`; base 2.
 
     Without MASKED every row sees all of it. A masked position changes no bit: its weight is 0.
+    With REST the cache has latents of HEAD_SIZE and REST numbers; None: keys and values.
     """
     d = tl.arange(0, BLOCK_D)
     lanes = tl.arange(0, BLOCK_N)
@@ -120,23 +130,37 @@ def _prefill_tiles(
             blocks = tl.load(table + n // PAGE, mask=there, other=0).to(tl.int64)
         else:
             blocks = tl.load(table + n // PAGE).to(tl.int64)
-        at = cells + blocks * (2 * PAGE * ROW) + (n % PAGE) * ROW
+        at = cells + blocks * BLOCK_STRIDE + (n % PAGE) * ROW
         k_at = at[None, :] + d[:, None]
-        v_at = at[:, None] + PAGE * ROW + d[None, :]
         if MASKED or HEAD_SIZE < BLOCK_D:
-            mask = d < HEAD_SIZE
+            mask = (d < HEAD_SIZE)[:, None]
             if MASKED:
-                k = tl.load(k_at, mask=mask[:, None] & there[None, :], other=0)
-                v = tl.load(v_at, mask=there[:, None] & mask[None, :], other=0)
-            else:
-                k = tl.load(k_at, mask=mask[:, None], other=0)
-                v = tl.load(v_at, mask=mask[None, :], other=0)
+                mask = mask & there[None, :]
+            k = tl.load(k_at, mask=mask, other=0)
         else:
             k = tl.load(k_at)
-            v = tl.load(v_at)
         k = _to_numbers(k, FP8, NATIVE_FP8, UPCAST, DTYPE)
-        v = _to_numbers(v, FP8, NATIVE_FP8, UPCAST, DTYPE)
         logits = tl.dot(q, k, input_precision="ieee")
+        if REST:
+            more = tl.arange(0, BLOCK_REST)
+            mask = (more < REST)[:, None]
+            if MASKED:
+                mask = mask & there[None, :]
+            rest = tl.load(at[None, :] + HEAD_SIZE + more[:, None], mask=mask, other=0)
+            rest = _to_numbers(rest, FP8, NATIVE_FP8, UPCAST, DTYPE)
+            logits = tl.dot(q_rest, rest, logits, input_precision="ieee")
+        if REST is not None:
+            v = tl.trans(k)
+        else:
+            v_at = at[:, None] + PAGE * ROW + d[None, :]
+            if MASKED or HEAD_SIZE < BLOCK_D:
+                mask = (d < HEAD_SIZE)[None, :]
+                if MASKED:
+                    mask = mask & there[:, None]
+                v = tl.load(v_at, mask=mask, other=0)
+            else:
+                v = tl.load(v_at)
+            v = _to_numbers(v, FP8, NATIVE_FP8, UPCAST, DTYPE)
         if SOFT_CAP:
             logits = soft_cap * tanh(logits * scale / soft_cap)
         if ALIBI:
@@ -161,6 +185,40 @@ def _prefill_tiles(
     return largest, total, acc
 
 
+@triton.jit
+def _queries(at, rows, SIZE: tl.constexpr, UPCAST: tl.constexpr, BLOCK: tl.constexpr):
+    """Load the first numbers of queries at the addresses [M, 1]."""
+    d = tl.arange(0, BLOCK)
+    q = tl.load(at + d[None, :], mask=rows[:, None] & (d < SIZE)[None, :], other=0.0)
+    return q.to(tl.float32) if UPCAST else q
+
+
+@triton.jit
+def _finish(
+    out_at,
+    largest,
+    total,
+    acc,
+    sinks,
+    heads,
+    rows,
+    VALUE_SIZE: tl.constexpr,
+    SINKS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Join the sinks, divide by the total, and store rows at the addresses [M, 1]."""
+    if SINKS:
+        LOG2_E: tl.constexpr = 1.4426950408889634
+        sink = tl.load(sinks + heads, mask=rows, other=float("-inf")).to(tl.float32) * LOG2_E
+        one = tl.where(rows, 1.0, 0.0)
+        largest, total, acc = _merge(largest, total, acc, sink, one, tl.zeros_like(acc))
+    # Rows without a query have a total of 0.
+    result = acc / tl.where(total > 0.0, total, 1.0)[:, None]
+    d = tl.arange(0, BLOCK_D)
+    mask = rows[:, None] & (d < VALUE_SIZE)[None, :]
+    tl.store(out_at + d[None, :], result.to(out_at.dtype.element_ty), mask=mask)
+
+
 @triton.jit(do_not_specialize=["num_reqs"])  # it changes from step to step
 def _prefill(
     out,
@@ -180,9 +238,11 @@ def _prefill(
     out_head_stride,
     table_stride,
     GROUP: tl.constexpr,
-    KV_HEADS: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     VALUE_SIZE: tl.constexpr,
+    REST: tl.constexpr,
+    ROW: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr,
     PAGE: tl.constexpr,
     WINDOW: tl.constexpr,
     LOCAL_CHUNK: tl.constexpr,
@@ -195,6 +255,7 @@ def _prefill(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
 ):
     """Compute a tile of queries of a request with several, with all query heads of one KV head.
 
@@ -210,16 +271,15 @@ def _prefill(
     if (first_query < query_len) & (query_len > 1):
         context = tl.load(seq_lens + req) - query_len
         m = tl.arange(0, BLOCK_M)
-        d = tl.arange(0, BLOCK_D)
         queries = first_query + m // GROUP
         heads = kv_head * GROUP + m % GROUP
         rows = (m < QUERIES * GROUP) & (queries < query_len)
-        at = rows[:, None] & (d < HEAD_SIZE)[None, :]
         tokens = (start + queries).to(tl.int64)
         q_at = query + tokens[:, None] * query_token_stride + heads[:, None] * query_head_stride
-        q = tl.load(q_at + d[None, :], mask=at, other=0.0)
-        if UPCAST:
-            q = q.to(tl.float32)
+        q = _queries(q_at, rows, HEAD_SIZE, UPCAST, BLOCK_D)
+        q_rest = q
+        if REST:
+            q_rest = _queries(q_at + HEAD_SIZE, rows, REST, UPCAST, BLOCK_REST)
         positions = context + queries
         first = context + first_query
         end = tl.minimum(first + QUERIES, context + query_len)
@@ -233,21 +293,23 @@ def _prefill(
             slopes = tl.load(alibi_slopes + heads, mask=rows, other=0.0)
         LOG2_E: tl.constexpr = 1.4426950408889634
         factor = LOG2_E if SOFT_CAP or ALIBI else scale * LOG2_E
-        cells = kv_cache + kv_head * HEAD_SIZE
+        cells = kv_cache
+        if REST is None:
+            cells += kv_head * HEAD_SIZE
         table = block_table + req.to(tl.int64) * table_stride
         largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         from_n = begin // BLOCK_N * BLOCK_N
-        ROW: tl.constexpr = KV_HEADS * HEAD_SIZE
         if WINDOW == 0 and LOCAL_CHUNK == 0:
             # All rows see the tiles before the first query's.
             whole = (first + 1) // BLOCK_N * BLOCK_N
-            largest, total, acc = _prefill_tiles(
+            largest, total, acc = _tiles(
                 largest,
                 total,
                 acc,
                 q,
+                q_rest,
                 cells,
                 table,
                 slopes,
@@ -262,7 +324,9 @@ def _prefill(
                 soft_cap,
                 False,
                 HEAD_SIZE,
+                REST,
                 ROW,
+                BLOCK_STRIDE,
                 PAGE,
                 WINDOW,
                 LOCAL_CHUNK,
@@ -274,13 +338,15 @@ def _prefill(
                 query.dtype.element_ty,
                 BLOCK_N,
                 BLOCK_D,
+                BLOCK_REST,
             )
             from_n = whole
-        largest, total, acc = _prefill_tiles(
+        largest, total, acc = _tiles(
             largest,
             total,
             acc,
             q,
+            q_rest,
             cells,
             table,
             slopes,
@@ -295,7 +361,9 @@ def _prefill(
             soft_cap,
             True,
             HEAD_SIZE,
+            REST,
             ROW,
+            BLOCK_STRIDE,
             PAGE,
             WINDOW,
             LOCAL_CHUNK,
@@ -307,19 +375,10 @@ def _prefill(
             query.dtype.element_ty,
             BLOCK_N,
             BLOCK_D,
+            BLOCK_REST,
         )
-        if SINKS:
-            sink = tl.load(sinks + heads, mask=rows, other=float("-inf")).to(tl.float32) * LOG2_E
-            new = tl.maximum(largest, sink)
-            base = tl.where(new == float("-inf"), 0.0, new)
-            decay = tl.exp2(largest - base)
-            total = total * decay + tl.exp2(sink - base)
-            acc *= decay[:, None]
-        # Rows without a query have a total of 0.
-        result = acc / tl.where(total > 0.0, total, 1.0)[:, None]
         out_at = out + tokens[:, None] * out_token_stride + heads[:, None] * out_head_stride
-        at = at & (d < VALUE_SIZE)[None, :]
-        tl.store(out_at + d[None, :], result.to(out.dtype.element_ty), mask=at)
+        _finish(out_at, largest, total, acc, sinks, heads, rows, VALUE_SIZE, SINKS, BLOCK_D)
 
 
 @triton.jit(do_not_specialize=["num_reqs", "max_splits"])  # they change from step to step
@@ -332,8 +391,6 @@ def _attention(
     block_table,
     alibi_slopes,
     sinks,
-    partial_out,
-    partial_stats,
     scale,
     soft_cap,
     num_reqs,
@@ -342,12 +399,15 @@ def _attention(
     out_token_stride,
     out_head_stride,
     table_stride,
+    partial_out,
+    partial_stats,
     max_splits,
-    ROWS: tl.constexpr,
     GROUP: tl.constexpr,
-    KV_HEADS: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     VALUE_SIZE: tl.constexpr,
+    REST: tl.constexpr,
+    ROW: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr,
     PAGE: tl.constexpr,
     WINDOW: tl.constexpr,
     LOCAL_CHUNK: tl.constexpr,
@@ -357,10 +417,12 @@ def _attention(
     FP8: tl.constexpr,
     NATIVE_FP8: tl.constexpr,
     UPCAST: tl.constexpr,
-    SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+    ROWS: tl.constexpr,
+    SPLIT: tl.constexpr,
 ):
     """Compute a tile of queries of one request, with all query heads of one KV head.
 
@@ -389,22 +451,15 @@ def _attention(
     if first_query < query_len:
         context = tl.load(seq_lens + req) - query_len
         m = tl.arange(0, BLOCK_M)
-        d = tl.arange(0, BLOCK_D)
         queries = first_query + m // GROUP
         heads = kv_head * GROUP + m % GROUP
         rows = (m < QUERIES * GROUP) & (queries < query_len)
-        dims = d < HEAD_SIZE
         tokens = (start + queries).to(tl.int64)
-        q = tl.load(
-            query
-            + tokens[:, None] * query_token_stride
-            + heads[:, None] * query_head_stride
-            + d[None, :],
-            mask=rows[:, None] & dims[None, :],
-            other=0.0,
-        )
-        if UPCAST:
-            q = q.to(tl.float32)
+        q_at = query + tokens[:, None] * query_token_stride + heads[:, None] * query_head_stride
+        q = _queries(q_at, rows, HEAD_SIZE, UPCAST, BLOCK_D)
+        q_rest = q
+        if REST:
+            q_rest = _queries(q_at + HEAD_SIZE, rows, REST, UPCAST, BLOCK_REST)
         positions = context + queries
         end = tl.minimum(context + first_query + QUERIES, context + query_len)
         begin = 0
@@ -421,9 +476,15 @@ def _attention(
             # The first program computes all splits.
             my_split = tl.where(tl.program_id(2) == 0, first_split, end_split)
             programs = 1
+        slopes = rows
         if ALIBI:
             slopes = tl.load(alibi_slopes + heads, mask=rows, other=0.0)
-        row_size: tl.constexpr = KV_HEADS * HEAD_SIZE
+        LOG2_E: tl.constexpr = 1.4426950408889634
+        factor = LOG2_E if SOFT_CAP or ALIBI else scale * LOG2_E
+        cells = kv_cache
+        if REST is None:
+            cells += kv_head * HEAD_SIZE
+        table = block_table + req.to(tl.int64) * table_stride
         largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -433,46 +494,46 @@ def _attention(
             split_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
             from_n = tl.maximum(split * SPLIT, begin // BLOCK_N * BLOCK_N)
             to_n = tl.minimum(split * SPLIT + SPLIT, end)
-            for tile_n in range(from_n, to_n, BLOCK_N):
-                n = tile_n + tl.arange(0, BLOCK_N)
-                there = (n >= begin) & (n < end)
-                blocks = tl.load(
-                    block_table + req.to(tl.int64) * table_stride + n // PAGE, mask=there, other=0
-                ).to(tl.int64)
-                at = kv_cache + blocks * (2 * PAGE * row_size) + (n % PAGE) * row_size
-                at += kv_head * HEAD_SIZE
-                k = tl.load(at[None, :] + d[:, None], mask=dims[:, None] & there[None, :], other=0)
-                k = _to_numbers(k, FP8, NATIVE_FP8, UPCAST, query.dtype.element_ty)
-                logits = tl.dot(q, k, input_precision="ieee") * scale
-                if SOFT_CAP:
-                    logits = soft_cap * tanh(logits / soft_cap)
-                distance = n[None, :] - positions[:, None]
-                if ALIBI:
-                    logits += slopes[:, None] * distance
-                seen = rows[:, None] & (distance <= 0)
-                if WINDOW:
-                    seen = seen & (distance > -WINDOW)
-                if LOCAL_CHUNK:
-                    seen = seen & (n[None, :] >= (positions // LOCAL_CHUNK * LOCAL_CHUNK)[:, None])
-                logits = tl.where(seen, logits, float("-inf"))
-                new = tl.maximum(split_largest, tl.max(logits, axis=1))
-                base = tl.where(new == float("-inf"), 0.0, new)
-                p = tl.exp(logits - base[:, None])
-                decay = tl.exp(split_largest - base)
-                v = tl.load(
-                    at[:, None] + PAGE * row_size + d[None, :],
-                    mask=there[:, None] & dims[None, :],
-                    other=0,
-                )
-                v = _to_numbers(v, FP8, NATIVE_FP8, UPCAST, query.dtype.element_ty)
-                split_total = split_total * decay + tl.sum(p, axis=1)
-                split_acc = tl.dot(
-                    p.to(v.dtype), v, split_acc * decay[:, None], input_precision="ieee"
-                )
-                split_largest = new
+            split_largest, split_total, split_acc = _tiles(
+                split_largest,
+                split_total,
+                split_acc,
+                q,
+                q_rest,
+                cells,
+                table,
+                slopes,
+                rows,
+                positions,
+                from_n,
+                to_n,
+                begin,
+                end,
+                factor,
+                scale,
+                soft_cap,
+                True,
+                HEAD_SIZE,
+                REST,
+                ROW,
+                BLOCK_STRIDE,
+                PAGE,
+                WINDOW,
+                LOCAL_CHUNK,
+                SOFT_CAP,
+                ALIBI,
+                FP8,
+                NATIVE_FP8,
+                UPCAST,
+                query.dtype.element_ty,
+                BLOCK_N,
+                BLOCK_D,
+                BLOCK_REST,
+            )
             if shared:
-                head_row = req.to(tl.int64) * (KV_HEADS * GROUP) + heads
-                at_split = head_row * max_splits + split
+                num_heads = tl.num_programs(1) * GROUP
+                at_split = (req.to(tl.int64) * num_heads + heads) * max_splits + split
+                d = tl.arange(0, BLOCK_D)
                 tl.store(
                     partial_out + at_split[:, None] * BLOCK_D + d[None, :],
                     split_acc,
@@ -485,20 +546,8 @@ def _attention(
                     largest, total, acc, split_largest, split_total, split_acc
                 )
         if (not shared) & (tl.program_id(2) == 0):
-            if SINKS:
-                sink = tl.load(sinks + heads, mask=rows, other=float("-inf")).to(tl.float32)
-                one = tl.where(rows, 1.0, 0.0)
-                largest, total, acc = _merge(largest, total, acc, sink, one, tl.zeros_like(acc))
-            # Rows without a query have a total of 0.
-            result = acc / tl.where(total > 0.0, total, 1.0)[:, None]
-            tl.store(
-                out
-                + tokens[:, None] * out_token_stride
-                + heads[:, None] * out_head_stride
-                + d[None, :],
-                result.to(out.dtype.element_ty),
-                mask=rows[:, None] & (d < VALUE_SIZE)[None, :],
-            )
+            out_at = out + tokens[:, None] * out_token_stride + heads[:, None] * out_head_stride
+            _finish(out_at, largest, total, acc, sinks, heads, rows, VALUE_SIZE, SINKS, BLOCK_D)
 
 
 @triton.jit(do_not_specialize=["max_splits"])
@@ -546,9 +595,9 @@ def _merge_splits(
         before = tl.load(stats - 4, mask=there & (lanes > 0), other=float("-inf"))
         new = tl.associative_scan(own, 0, _maximum)
         base = tl.where(new == float("-inf"), 0.0, new)
-        decay = tl.exp(tl.associative_scan(before, 0, _maximum) - base)
+        decay = tl.exp2(tl.associative_scan(before, 0, _maximum) - base)
         tl.store(stats + 2, decay, mask=there)
-        tl.store(stats + 3, tl.exp(own - base), mask=there)
+        tl.store(stats + 3, tl.exp2(own - base), mask=there)
         largest = tl.max(new, axis=0) + tl.zeros([1], tl.float32)
         tl.debug_barrier()
         total = tl.zeros([1], tl.float32)
@@ -571,15 +620,19 @@ def _merge_splits(
             for i in tl.static_range(CHUNK):
                 total = total * decays[i] + totals[i] * weights[i]
                 acc = acc * decays[i][:, None] + accs[i] * weights[i][:, None]
-        if SINKS:
-            sink = tl.load(sinks + head + one).to(tl.float32)
-            nothing = tl.zeros_like(acc)
-            largest, total, acc = _merge(largest, total, acc, sink, one + 1.0, nothing)
         to = out + token.to(tl.int64) * out_token_stride + head * out_head_stride
-        tl.store(
-            to + d[None, :] + one[:, None],
-            (acc / total[:, None]).to(out.dtype.element_ty),
-            mask=(d < VALUE_SIZE)[None, :],
+        rows = one == 0
+        _finish(
+            to + one[:, None],
+            largest,
+            total,
+            acc,
+            sinks,
+            head + one,
+            rows,
+            VALUE_SIZE,
+            SINKS,
+            BLOCK_D,
         )
 
 
@@ -587,41 +640,14 @@ def _block_d(head_size: int) -> int:
     return int(max(16, triton.next_power_of_2(head_size)))
 
 
-def splits_floats(query: Tensor, num_reqs: int, max_splits: int) -> int:
-    """Return the number of floats of the splits of a step's decode rows; `query` is [T, H, D]."""
-    _, heads, head_size = query.shape
-    return num_reqs * heads * max_splits * (_block_d(head_size) + 4)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """Arguments of `attention` and `prefill`.
 
-
-def attention(
-    query: Tensor,
-    kv_cache: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    block_table: Tensor,
-    out: Tensor,
-    *,
-    scale: float,
-    sliding_window: int | None,
-    chunk_size: int | None,
-    logits_soft_cap: float | None,
-    alibi_slopes: Tensor | None,
-    sinks: Tensor | None,
-    format: int,
-    native_fp8: bool,
-    upcast: bool,
-    rows: Literal["tiles", "decode", "one"],
-    split: int,
-    max_splits: int,
-    programs: int,
-    workspace: Tensor,
-    block_m: int,
-) -> None:
-    """Implement `AttentionBackend.forward` with splits of the KV.
-
-    Args:
+    Attributes:
         query: [T, H, D].
-        kv_cache: [blocks, 2, block_size, KVH, D], dense; uint8 for a cache in FP8.
+        kv_cache: [blocks, 2, block_size, KVH, D], or latents [blocks, block_size, D], with any
+            stride of blocks; uint8 for a cache in FP8.
         query_start_loc: int32 [R + 1].
         seq_lens: int32 [R].
         block_table: int32 [R, blocks].
@@ -635,168 +661,191 @@ def attention(
         format: format of the cache; see `octavo.kernels.triton.fp8`.
         native_fp8: True if the GPU converts FP8.
         upcast: multiply in float32. Triton's interpreter cannot multiply bfloat16.
+    """
+
+    query: Tensor
+    kv_cache: Tensor
+    query_start_loc: Tensor
+    seq_lens: Tensor
+    block_table: Tensor
+    out: Tensor
+    scale: float
+    sliding_window: int | None = None
+    chunk_size: int | None = None
+    logits_soft_cap: float | None = None
+    alibi_slopes: Tensor | None = None
+    sinks: Tensor | None = None
+    format: int
+    native_fp8: bool
+    upcast: bool
+
+    @property
+    def latent(self) -> bool:
+        """True if the cache has latents."""
+        return self.kv_cache.dim() == 3
+
+    @property
+    def head_size(self) -> int:
+        """Number of elements of a key, or of those of a latent that are the value."""
+        return (self.out if self.latent else self.query).shape[2]
+
+    def splits_floats(self, max_splits: int) -> int:
+        """Return the number of floats of the splits of the step's decode rows."""
+        rows = self.seq_lens.shape[0] * self.out.shape[1]
+        return rows * max_splits * (_block_d(self.head_size) + 4)
+
+    @property
+    def groups(self) -> int:
+        """Number of the programs that compute a query: KV heads, or groups of query heads."""
+        if not self.latent:
+            return self.kv_cache.shape[3]
+        heads, most = self.query.shape[1], self.most[0]
+        return next(n for n in range(1, heads + 1) if heads % n == 0 and heads // n <= most)
+
+    @property
+    def most(self) -> tuple[int, int]:
+        """Limits of the rows and of the KV of a tile.
+
+        They are those of the registers and of 99 KiB of shared memory.
+        """
+        wide, block_d = self.query.element_size() == 4, _block_d(self.head_size)
+        if block_d > 256:
+            return (16, 16) if wide else (32, 16)
+        match wide, block_d > 128:
+            case False, False:
+                return 128, 64
+            case True, True:
+                return 32, 16
+            case _:
+                return 64, 32
+
+    def arguments(self, block_m: int) -> dict[str, Any]:
+        """Return the arguments that both kernels have; `block_m` is the number of rows."""
+        query, out, cache = self.query, self.out, self.kv_cache
+        head_size, size = self.head_size, query.shape[2]
+        page = cache.shape[1 if self.latent else 2]
+        return {
+            "out": out,
+            "query": query,
+            "kv_cache": cache,
+            "query_start_loc": self.query_start_loc,
+            "seq_lens": self.seq_lens,
+            "block_table": self.block_table,
+            "alibi_slopes": out if self.alibi_slopes is None else self.alibi_slopes,
+            "sinks": out if self.sinks is None else self.sinks,
+            "scale": self.scale,
+            "soft_cap": self.logits_soft_cap or 0.0,
+            "num_reqs": self.seq_lens.shape[0],
+            "query_token_stride": query.stride(0),
+            "query_head_stride": query.stride(1),
+            "out_token_stride": out.stride(0),
+            "out_head_stride": out.stride(1),
+            "table_stride": self.block_table.stride(0),
+            "GROUP": query.shape[1] // self.groups,
+            "HEAD_SIZE": head_size,
+            "VALUE_SIZE": out.shape[2],
+            "REST": size - head_size if self.latent else None,
+            "ROW": size if self.latent else self.groups * size,
+            "BLOCK_STRIDE": cache.stride(0),
+            "PAGE": page,
+            "WINDOW": self.sliding_window or 0,
+            "LOCAL_CHUNK": self.chunk_size or 0,
+            "SOFT_CAP": self.logits_soft_cap is not None,
+            "ALIBI": self.alibi_slopes is not None,
+            "SINKS": self.sinks is not None,
+            "FP8": self.format,
+            "NATIVE_FP8": self.native_fp8,
+            "UPCAST": self.upcast,
+            "BLOCK_M": block_m,
+            "BLOCK_N": self.most[1],
+            "BLOCK_D": _block_d(head_size),
+            "BLOCK_REST": _block_d(size - head_size),
+            "enable_fp_fusion": False,
+        }
+
+
+def attention(
+    step: Step,
+    *,
+    rows: Literal["tiles", "decode", "one"],
+    split: int,
+    max_splits: int,
+    programs: int,
+    workspace: Tensor,
+    block_m: int,
+) -> None:
+    """Implement `AttentionBackend.forward` with splits of the KV.
+
+    Args:
+        step: the other arguments.
         rows: "tiles": compute all queries. "decode": only those of requests with one query. "one":
             each request has one query.
         split: number of positions of a split, a multiple of every tile.
         max_splits: number of splits of the longest context in the step, up to `MOST_SPLITS`.
         programs: number of programs that share the splits of a decode row and KV head; changes no
             bit.
-        workspace: float32, at least `splits_floats` numbers if `programs` is above 1.
+        workspace: float32, at least `Step.splits_floats` numbers if `programs` is above 1.
         block_m: maximum number of rows (queries times query heads of a KV head) of a program.
     """
-    tokens, heads, head_size = query.shape
-    num_reqs, kv_heads, page = seq_lens.shape[0], kv_cache.shape[3], kv_cache.shape[2]
-    group = heads // kv_heads
-    block_d = _block_d(head_size)
-    # Limits of the registers and of 99 KiB of shared memory.
-    most_rows, block_n = _most(query, block_d)
+    query, out = step.query, step.out
+    tokens, heads, value_size = out.shape
+    num_reqs, groups = step.seq_lens.shape[0], step.groups
+    group, block_d = heads // groups, _block_d(step.head_size)
+    most_rows, block_n = step.most
     block_m = max(min(block_m, most_rows), triton.next_power_of_2(group))
     large = block_m > 64 or (block_m > 16 and (block_d > 128 or query.element_size() == 4))
+    large = large or block_d > 256
     assert split % block_n == 0
     assert max_splits <= MOST_SPLITS
     partial_out = partial_stats = workspace
     if programs > 1:
-        assert len(workspace) >= splits_floats(query, num_reqs, max_splits)
+        assert len(workspace) >= step.splits_floats(max_splits)
         partial_stats = workspace[num_reqs * heads * max_splits * block_d :]
-    window = sliding_window or 0
     tiles = tokens // (block_m // group) + num_reqs if rows == "tiles" else num_reqs
-    _attention[(tiles, kv_heads, programs)](
-        out,
-        query,
-        kv_cache,
-        query_start_loc,
-        seq_lens,
-        block_table,
-        alibi_slopes if alibi_slopes is not None else out,
-        sinks if sinks is not None else out,
-        partial_out,
-        partial_stats,
-        scale,
-        logits_soft_cap or 0.0,
-        num_reqs,
-        query.stride(0),
-        query.stride(1),
-        out.stride(0),
-        out.stride(1),
-        block_table.stride(0),
-        max_splits,
+    _attention[(tiles, groups, programs)](
+        partial_out=partial_out,
+        partial_stats=partial_stats,
+        max_splits=max_splits,
         ROWS=rows,
-        GROUP=group,
-        KV_HEADS=kv_heads,
-        HEAD_SIZE=head_size,
-        VALUE_SIZE=out.shape[2],
-        PAGE=page,
-        WINDOW=window,
-        LOCAL_CHUNK=chunk_size or 0,
-        SOFT_CAP=logits_soft_cap is not None,
-        ALIBI=alibi_slopes is not None,
-        SINKS=sinks is not None,
-        FP8=format,
-        NATIVE_FP8=native_fp8,
-        UPCAST=upcast,
         SPLIT=split,
-        BLOCK_M=block_m,
-        BLOCK_N=block_n,
-        BLOCK_D=block_d,
         num_warps=8 if large else 4,
         num_stages=3 if programs == 1 and block_m == 16 and block_d <= 128 else 2,
-        enable_fp_fusion=False,
+        **step.arguments(block_m),
     )
     if programs > 1:
         _merge_splits[(num_reqs, heads)](
             out,
-            query_start_loc,
-            seq_lens,
-            sinks if sinks is not None else out,
+            step.query_start_loc,
+            step.seq_lens,
+            out if step.sinks is None else step.sinks,
             partial_out,
             partial_stats,
             out.stride(0),
             out.stride(1),
             max_splits,
             HEADS=heads,
-            VALUE_SIZE=out.shape[2],
-            WINDOW=window,
-            LOCAL_CHUNK=chunk_size or 0,
-            SINKS=sinks is not None,
+            VALUE_SIZE=value_size,
+            WINDOW=step.sliding_window or 0,
+            LOCAL_CHUNK=step.chunk_size or 0,
+            SINKS=step.sinks is not None,
             SPLIT=split,
             BLOCK_D=block_d,
             MOST_SPLITS=MOST_SPLITS,
-            CHUNK=32 if block_d <= 128 else 16,
+            CHUNK=min(32, 4096 // block_d),
             num_warps=1,
             enable_fp_fusion=False,
         )
 
 
-def _most(query: Tensor, block_d: int) -> tuple[int, int]:
-    """Return limits of the rows and of the KV of a tile."""
-    match query.element_size() == 4, block_d > 128:
-        case False, False:
-            return 128, 64
-        case True, True:
-            return 32, 16
-        case _:
-            return 64, 32
-
-
-def prefill(
-    query: Tensor,
-    kv_cache: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    block_table: Tensor,
-    out: Tensor,
-    *,
-    scale: float,
-    sliding_window: int | None,
-    chunk_size: int | None,
-    logits_soft_cap: float | None,
-    alibi_slopes: Tensor | None,
-    sinks: Tensor | None,
-    format: int,
-    native_fp8: bool,
-    upcast: bool,
-) -> None:
-    """Compute the attention of requests with several queries; see `attention` for the arguments."""
-    tokens, heads, head_size = query.shape
-    num_reqs, kv_heads, page = seq_lens.shape[0], kv_cache.shape[3], kv_cache.shape[2]
-    group = heads // kv_heads
-    block_d = _block_d(head_size)
-    most_rows, block_n = _most(query, block_d)
-    block_m = max(min(most_rows, 64), triton.next_power_of_2(group))
-    _prefill[(kv_heads, tokens // (block_m // group) + num_reqs)](
-        out,
-        query,
-        kv_cache,
-        query_start_loc,
-        seq_lens,
-        block_table,
-        alibi_slopes if alibi_slopes is not None else out,
-        sinks if sinks is not None else out,
-        scale,
-        logits_soft_cap or 0.0,
-        num_reqs,
-        query.stride(0),
-        query.stride(1),
-        out.stride(0),
-        out.stride(1),
-        block_table.stride(0),
-        GROUP=group,
-        KV_HEADS=kv_heads,
-        HEAD_SIZE=head_size,
-        VALUE_SIZE=out.shape[2],
-        PAGE=page,
-        WINDOW=sliding_window or 0,
-        LOCAL_CHUNK=chunk_size or 0,
-        SOFT_CAP=logits_soft_cap is not None,
-        ALIBI=alibi_slopes is not None,
-        SINKS=sinks is not None,
-        FP8=format,
-        NATIVE_FP8=native_fp8,
-        UPCAST=upcast,
-        BLOCK_M=block_m,
-        BLOCK_N=block_n,
-        BLOCK_D=block_d,
-        num_warps=4 if block_m <= 64 and query.element_size() == 2 else 8,
+def prefill(step: Step) -> None:
+    """Compute the attention of requests with several queries."""
+    query = step.query
+    tokens, heads, _ = query.shape
+    groups = step.groups
+    block_m = max(min(step.most[0], 64), triton.next_power_of_2(heads // groups))
+    few = block_m <= 64 and query.element_size() == 2 and not step.latent
+    _prefill[(groups, tokens // (block_m // (heads // groups)) + step.seq_lens.shape[0])](
+        num_warps=4 if few else 8,
         num_stages=2,
-        enable_fp_fusion=False,
+        **step.arguments(block_m),
     )

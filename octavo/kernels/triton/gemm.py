@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from octavo.kernels.base import PackedWeight
 from octavo.system.device import cuda_shared_memory
 
 STEP = 128
@@ -126,7 +127,7 @@ def add_splits(parts: Tensor, bias: Tensor | None, out: Tensor) -> None:
 
 
 @triton.jit
-def _add_split(
+def add_split(
     a_at,
     b_at,
     k_at,
@@ -201,7 +202,7 @@ def _linear(
     for split in range(tl.program_id(1), splits, tl.num_programs(1)):
         begin = split * each
         end = tl.minimum(begin + each, steps)
-        total += _add_split(
+        total += add_split(
             a_at, b_at, k_at, begin, end, k, m_in, n_in, UPCAST, WHOLE, TILE_R, TILE_N, TILE_K
         )
     if APART:
@@ -209,7 +210,8 @@ def _linear(
     store(out, total, bias, m_at, n_at, rows, n, HAS_BIAS)
 
 
-def _tile(rows: int, element_size: int, shared: int) -> Tile:
+def tile_of(rows: int, element_size: int, shared: int) -> Tile:
+    """Return the tile for a number of rows; `shared` is as of `shared_memory`."""
     if element_size == 4:
         return Tile(16, 64, 64, 4, 3, True) if rows <= 16 else Tile(64, 64, 32, 4, 4, rows <= 256)
     if rows <= 16:
@@ -233,7 +235,7 @@ def linear(
     out = torch.empty(rows, n, dtype=out_dtype, device=x.device)
     if not rows:
         return out
-    tile = _tile(rows, x.element_size(), shared_memory(x.device))
+    tile = tile_of(rows, x.element_size(), shared_memory(x.device))
     splits = count_splits(n, k, _LONGEST_SPLIT)
     apart = tile.apart and splits > 1
     parts, added = out, bias
@@ -264,4 +266,73 @@ def linear(
     )
     if apart:
         add_splits(parts, bias, out)
+    return out
+
+
+@triton.jit(do_not_specialize=["rows"])  # they change from step to step
+def _head_linear(
+    x,
+    weight,
+    out,
+    rows,
+    n,
+    k,
+    x_stride,
+    x_head_stride,
+    out_stride,
+    out_head_stride,
+    UPCAST: tl.constexpr,
+    WHOLE: tl.constexpr,
+    TILE_R: tl.constexpr,
+    TILE_N: tl.constexpr,
+    TILE_K: tl.constexpr,
+):
+    tile_r, tile_n = place(rows, n, TILE_R, TILE_N)
+    head = tl.program_id(1).to(tl.int64)
+    k_at = tl.arange(0, TILE_K)
+    m_at = (tile_r * TILE_R + tl.arange(0, TILE_R)).to(tl.int64)
+    n_at = (tile_n * TILE_N + tl.arange(0, TILE_N)).to(tl.int64)
+    m_in = m_at < rows
+    n_in = n_at < n
+    a_at = x + head * x_head_stride + m_at[:, None] * x_stride + k_at[None, :]
+    b_at = weight + (head * n + n_at)[:, None] * k + k_at[None, :]
+    end = tl.cdiv(k, TILE_K)
+    acc = add_split(a_at, b_at, k_at, 0, end, k, m_in, n_in, UPCAST, WHOLE, TILE_R, TILE_N, TILE_K)
+    tl.store(
+        out + head * out_head_stride + m_at[None, :] * out_stride + n_at[:, None],
+        acc.to(out.dtype.element_ty),
+        mask=m_in[None, :] & n_in[:, None],
+    )
+
+
+def head_linear(
+    x: Tensor, weight: PackedWeight, num_heads: int, out: Tensor | None, *, upcast: bool
+) -> Tensor:
+    """Implement `Ops.head_linear`; the whole of K is one sum. `upcast` is as in `linear`."""
+    rows, _, k = x.shape
+    n = weight.n // num_heads
+    if out is None:
+        out = torch.empty(rows, num_heads, n, dtype=x.dtype, device=x.device)
+    if not rows:
+        return out
+    tile = tile_of(min(rows, 1024), x.element_size(), shared_memory(x.device))
+    _head_linear[(triton.cdiv(rows, tile.rows) * triton.cdiv(n, tile.n), num_heads)](
+        x,
+        weight.data,
+        out,
+        rows,
+        n,
+        k,
+        x.stride(0),
+        x.stride(1),
+        out.stride(0),
+        out.stride(1),
+        UPCAST=upcast,
+        WHOLE=k % tile.k == 0,
+        TILE_R=tile.rows,
+        TILE_N=tile.n,
+        TILE_K=tile.k,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
     return out

@@ -34,6 +34,7 @@ def _rotate_and_write(
     key_head_stride,
     value_token_stride,
     value_head_stride,
+    block_stride,
     half,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -70,7 +71,7 @@ def _rotate_and_write(
             head = group * BLOCK_H + h
             there = head < KV_HEADS
             rows: tl.constexpr = KV_HEADS * HEAD_SIZE
-            to = kv_cache + (slot // PAGE) * (2 * PAGE * rows) + (slot % PAGE) * rows
+            to = kv_cache + (slot // PAGE) * block_stride + (slot % PAGE) * rows
             to += head * HEAD_SIZE
             rest = there & (d < HEAD_SIZE)
             v = value + token * value_token_stride + head * value_head_stride
@@ -113,7 +114,7 @@ def write_kv(
     Args:
         key: [T, KVH, D]; not changed: rotated keys are only written to the cache.
         value: [T, KVH, V], V at most D; not changed. The cache receives zeros after it.
-        kv_cache: [blocks, 2, block_size, KVH, D], dense; uint8 for a cache in FP8.
+        kv_cache: [blocks, 2, block_size, KVH, D], any stride of blocks; uint8 for a cache in FP8.
         slot_mapping: int64 [T]; tokens with -1 are not stored.
         format: see `octavo.kernels.triton.fp8`.
         query: [T, H, D], rotated in place.
@@ -147,6 +148,7 @@ def write_kv(
         key.stride(1),
         value.stride(0),
         value.stride(1),
+        kv_cache.stride(0),
         half,
         HEADS=heads,
         KV_HEADS=kv_heads,
@@ -161,3 +163,49 @@ def write_kv(
         BLOCK_HALF=triton.next_power_of_2(half),
         num_warps=4,
     )
+
+
+@triton.jit
+def _write_latents(
+    latents,
+    cache,
+    slot_mapping,
+    stride,
+    block_stride,
+    SIZE: tl.constexpr,
+    PAGE: tl.constexpr,
+    FP8: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slot_mapping + token)
+    if slot >= 0:
+        d = tl.arange(0, BLOCK)
+        x = tl.load(latents + token * stride + d, mask=d < SIZE, other=0.0)
+        at = cache + (slot // PAGE) * block_stride + (slot % PAGE) * SIZE + d
+        _put(at, x, d < SIZE, FP8)
+
+
+def write_latents(latents: Tensor, cache: Tensor, format: int, slot_mapping: Tensor) -> None:
+    """Store latents [T, D] in their slots.
+
+    Args:
+        latents: any stride of tokens.
+        cache: [blocks, block_size, D], any stride of blocks; uint8 for a cache in FP8.
+        format: see `octavo.kernels.triton.fp8`.
+        slot_mapping: int64 [T]; tokens with -1 are not stored.
+    """
+    tokens, size = latents.shape
+    if tokens:
+        _write_latents[(tokens,)](
+            latents,
+            cache,
+            slot_mapping,
+            latents.stride(0),
+            cache.stride(0),
+            SIZE=size,
+            PAGE=cache.shape[1],
+            FP8=format,
+            BLOCK=triton.next_power_of_2(size),
+            num_warps=1 if size <= 128 else 4,
+        )

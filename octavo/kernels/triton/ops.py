@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import cast
 
 import numpy as np
@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
+from octavo._native import ExpertLayer
 from octavo.errors import ConfigError
 from octavo.kernels.base import (
     Codes,
@@ -18,16 +19,20 @@ from octavo.kernels.base import (
     PackedWeight,
     QuantFormat,
     QuantizedWeight,
+    StackedWeight,
+    TokenSlots,
 )
-from octavo.kernels.reference import ReferenceOps, into
-from octavo.kernels.routing import Gate
+from octavo.kernels.reference import into
+from octavo.kernels.routing import ExpertActivation, Gate, Routing
 from octavo.kernels.torch_tensors import torch_dtype
 from octavo.kernels.triton import activation as _activation
-from octavo.kernels.triton import gemm, norm, quantized, sample
+from octavo.kernels.triton import experts, gemm, norm, quantized, sample
+from octavo.kernels.triton import routing as _routing
+from octavo.kernels.triton.states import TritonStateOps
 from octavo.system.tensor import HostTensor
 
 
-class TritonOps(ReferenceOps):
+class TritonOps(TritonStateOps):
     """Implementation of `Ops` for CUDA, or for a CPU by Triton's interpreter.
 
     Args:
@@ -82,6 +87,12 @@ class TritonOps(ReferenceOps):
             return into(out, y if bias is None else y + bias)
         return super().linear(x, weight, bias, out_dtype, out)
 
+    def head_linear(
+        self, x: Tensor, weight: PackedWeight, num_heads: int, out: Tensor | None = None
+    ) -> Tensor:
+        """Use one tile for every number of rows."""
+        return gemm.head_linear(x, weight, num_heads, out, upcast=self.upcast)
+
     def pack_quantized(
         self,
         n: int,
@@ -124,6 +135,51 @@ class TritonOps(ReferenceOps):
 
     def gelu(self, x: Tensor, approximate: Gelu, out: Tensor | None = None) -> Tensor:
         return into(out, _activation.gelu(x, approximate))
+
+    def stack(
+        self,
+        weights: Sequence[PackedWeight | QuantizedWeight | None],
+        bias: Tensor | None = None,
+        cached: ExpertLayer | None = None,
+    ) -> StackedWeight:
+        assert cached is None, "only the native operations read experts from a file"
+        return experts.stack(weights, bias)
+
+    def route(
+        self,
+        logits: Tensor,
+        routing: Routing,
+        bias: Tensor | None = None,
+        factors: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        return _routing.route(logits, routing, bias, factors)
+
+    def experts(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        up: StackedWeight | None,
+        down: StackedWeight | None,
+        activation: ExpertActivation,
+        factors: Tensor | None = None,
+        inner: Tensor | None = None,
+        out: Tensor | None = None,
+        counts: Tensor | None = None,
+        slots: TokenSlots | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Run one kernel for each product."""
+        assert counts is None, "on a CPU only"
+        assert slots is None, "on a CPU only"
+        given = None if up is not None else inner
+        result, places = experts.experts(
+            x, ids, up, down, activation, factors, given, upcast=self.upcast
+        )
+        return into(inner if down is None else out, result), places
+
+    def sum_experts(
+        self, x: Tensor, places: Tensor, weights: Tensor | None, out: Tensor | None = None
+    ) -> Tensor:
+        return into(out, experts.sum_experts(x, places, weights))
 
     def sample(self, x: Tensor, params: NDArray[np.void]) -> Tensor:
         """Run one program for each row, without sorting."""

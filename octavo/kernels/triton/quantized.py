@@ -27,7 +27,7 @@ _PANEL = 64
 _BLOCK = 1024
 _LONGEST_SPLIT = 512
 
-_KINDS: dict[QuantFormat, str] = {
+KINDS: dict[QuantFormat, str] = {
     "int4_levels": "levels",
     "nf4": "levels",
     "int4": "middle",
@@ -37,7 +37,7 @@ _KINDS: dict[QuantFormat, str] = {
 }
 """Conversion of a format's codes, see `unpack`."""
 _FOUR_BITS = ("int4_levels", "nf4", "int4", "int4_zeros")
-_PAIRS = ("int4_levels", "int4")
+PAIRS = ("int4_levels", "int4")
 """Formats whose scales of two groups share 32 bits."""
 
 
@@ -69,7 +69,7 @@ class CodesWeight(QuantizedWeight):
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
-def _shape(format: QuantFormat, group_size: int) -> tuple[int, int]:
+def block_shape(format: QuantFormat, group_size: int) -> tuple[int, int]:
     """Return the number of words of a block, and of inputs in each word."""
     planes = 4 if format in _FOUR_BITS else 2
     return (64 if planes == 2 and group_size in (0, 128) else 32), planes
@@ -100,7 +100,7 @@ def pack(
     if format == "int8":
         scale = scale[:, 0].contiguous()
     else:
-        words, planes = _shape(format, group_size)
+        words, planes = block_shape(format, group_size)
         data = _pack_words(data, words, planes)
         groups = data.shape[1] * words * planes // group_size if group_size else 1
         scale, zero = _pack_scales(format, scale, zero, groups)
@@ -184,6 +184,37 @@ def _to_int8(x, out, scales, x_stride, k, BLOCK: tl.constexpr):
         tl.store(out + row * k + start + lanes, v.to(tl.int8), mask=mask)
 
 
+@triton.jit
+def dot_int8(
+    x,
+    weight,
+    x_rows,
+    n_at,
+    m_in,
+    n_in,
+    k,
+    WHOLE: tl.constexpr,
+    TILE_R: tl.constexpr,
+    TILE_N: tl.constexpr,
+    TILE_K: tl.constexpr,
+):
+    """Return the int32 sums of rows of x and of the weight, int8 [..., k]: [outputs, rows]."""
+    k_at = tl.arange(0, TILE_K)
+    a_at = x + x_rows[:, None] * k + k_at[None, :]
+    b_at = weight + n_at[:, None] * k + k_at[None, :]
+    acc = tl.zeros([TILE_N, TILE_R], dtype=tl.int32)
+    for start in range(0, k, TILE_K):
+        if WHOLE:
+            a = tl.load(a_at + start, mask=m_in[:, None], other=0)
+            b = tl.load(b_at + start, mask=n_in[:, None], other=0)
+        else:
+            k_in = (start + k_at < k)[None, :]
+            a = tl.load(a_at + start, mask=m_in[:, None] & k_in, other=0)
+            b = tl.load(b_at + start, mask=n_in[:, None] & k_in, other=0)
+        acc = tl.dot(b, tl.trans(a), acc, out_dtype=tl.int32)
+    return acc
+
+
 @triton.jit(do_not_specialize=["rows"])  # they change from step to step
 def _linear_int8(
     x,
@@ -204,28 +235,16 @@ def _linear_int8(
     tile_r, tile_n = gemm.place(rows, n, TILE_R, TILE_N)
     m_at = (tile_r * TILE_R + tl.arange(0, TILE_R)).to(tl.int64)
     n_at = (tile_n * TILE_N + tl.arange(0, TILE_N)).to(tl.int64)
-    k_at = tl.arange(0, TILE_K)
     m_in = m_at < rows
     n_in = n_at < n
-    a_at = x + m_at[:, None] * k + k_at[None, :]
-    b_at = weight + n_at[:, None] * k + k_at[None, :]
-    acc = tl.zeros([TILE_N, TILE_R], dtype=tl.int32)
-    for start in range(0, k, TILE_K):
-        if WHOLE:
-            a = tl.load(a_at + start, mask=m_in[:, None], other=0)
-            b = tl.load(b_at + start, mask=n_in[:, None], other=0)
-        else:
-            k_in = (start + k_at < k)[None, :]
-            a = tl.load(a_at + start, mask=m_in[:, None] & k_in, other=0)
-            b = tl.load(b_at + start, mask=n_in[:, None] & k_in, other=0)
-        acc = tl.dot(b, tl.trans(a), acc, out_dtype=tl.int32)
+    acc = dot_int8(x, weight, m_at, n_at, m_in, n_in, k, WHOLE, TILE_R, TILE_N, TILE_K)
     y = acc.to(tl.float32) * tl.load(x_scales + m_at, mask=m_in, other=0.0)[None, :]
     y *= tl.load(scales + n_at, mask=n_in, other=0.0)[:, None]
     gemm.store(out, y, bias, m_at, n_at, rows, n, HAS_BIAS)
 
 
 @triton.jit
-def _add_split(
+def add_split(
     a_at,
     k_at,
     words_at,
@@ -305,6 +324,21 @@ def _add_split(
     return acc
 
 
+@triton.jit
+def panels(weight, tile_n, n, blocks, TILE_N: tl.constexpr, WORDS: tl.constexpr):
+    """Return the addresses of the words [TILE_N, WORDS] of a tile's first block, and its outputs.
+
+    A tile of 128 outputs may end after the last panel: it reads that again.
+    """
+    lanes = tl.arange(0, TILE_N)
+    first = tile_n * (TILE_N // 64)
+    panel = tl.minimum(lanes // 64, tl.cdiv(n, 64) - 1 - first)
+    words_at = weight + first.to(tl.int64) * blocks * (64 * WORDS)
+    words_at = words_at + panel[:, None] * blocks * (64 * WORDS)
+    words_at += (lanes % 64)[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
+    return words_at, first * 64 + panel * 64 + lanes % 64
+
+
 @triton.jit(do_not_specialize=["rows"])  # they change from step to step
 def _linear_codes(
     x,
@@ -339,29 +373,22 @@ def _linear_codes(
     DTYPE: tl.constexpr = tl.float32 if UPCAST else x.dtype.element_ty
     tile_r, tile_n = gemm.place(rows, n, TILE_R, TILE_N)
     k_at = tl.arange(0, WORDS)
-    lanes = tl.arange(0, TILE_N)
     row = tl.arange(0, TILE_R)
     m_at = (tile_r * TILE_R + row).to(tl.int64)
-    n_at = (tile_n * TILE_N + lanes).to(tl.int64)
+    n_at = (tile_n * TILE_N + tl.arange(0, TILE_N)).to(tl.int64)
     n_padded = tl.cdiv(n, 64) * 64
     m_in = m_at < rows
     a_at = x + tile_r.to(tl.int64) * TILE_R * x_stride
     a_at = a_at + row[:, None] * x_stride + k_at[None, :]
-    # A tile of 128 outputs may end after the last panel: it reads that again.
-    first = tile_n * (TILE_N // 64)
-    panel = tl.minimum(lanes // 64, tl.cdiv(n, 64) - 1 - first)
-    words_at = weight + first.to(tl.int64) * blocks * (64 * WORDS)
-    words_at = words_at + panel[:, None] * blocks * (64 * WORDS)
-    words_at += (lanes % 64)[:, None] * WORDS + k_at[None, :]
-    lanes = panel * 64 + lanes % 64
-    scales_at = scales + first * 64 + lanes
-    zeros_at = zeros + first * 64 + lanes
+    words_at, lanes = panels(weight, tile_n, n, blocks, TILE_N, WORDS)
+    scales_at = scales + lanes
+    zeros_at = zeros + lanes
     each = tl.cdiv(blocks, splits)
     total = tl.zeros([TILE_N, TILE_R], dtype=tl.float32)
     for split in range(tl.program_id(1), splits, tl.num_programs(1)):
         begin = split * each
         end = tl.minimum(begin + each, blocks)
-        total += _add_split(
+        total += add_split(
             a_at,
             k_at,
             words_at,
@@ -391,7 +418,8 @@ def _linear_codes(
     gemm.store(out, total, bias, m_at, n_at, rows, n, HAS_BIAS)
 
 
-def _tile(rows: int, element_size: int, block: int, shared: int) -> gemm.Tile:
+def tile_of(rows: int, element_size: int, block: int, shared: int) -> gemm.Tile:
+    """Return the tile for a number of rows and codes in blocks; see `gemm.tile_of`."""
     if rows <= 256 or element_size == 4:
         tile = 16 if rows <= 16 else 32 if rows <= 32 else 64
         return gemm.Tile(tile, 64, block, 4, 3 if element_size == 2 else 1, True)
@@ -400,7 +428,8 @@ def _tile(rows: int, element_size: int, block: int, shared: int) -> gemm.Tile:
     return gemm.Tile(128, 128, block, 8, 3)
 
 
-def _tile_int8(rows: int, shared: int) -> gemm.Tile:
+def tile_of_int8(rows: int, shared: int) -> gemm.Tile:
+    """Return the tile for a number of rows and weights in int8."""
     if rows <= 16:
         return gemm.Tile(16, 64, 256, 4, 4)
     if rows <= 256:
@@ -429,7 +458,7 @@ def linear(
 def _multiply_int8(x: Tensor, weight: CodesWeight, bias: Tensor | None, out: Tensor) -> None:
     (rows, k), n = x.shape, weight.n
     q, x_scales = to_int8(x)
-    tile = _tile_int8(rows, gemm.shared_memory(x.device))
+    tile = tile_of_int8(rows, gemm.shared_memory(x.device))
     _linear_int8[(triton.cdiv(rows, tile.rows) * triton.cdiv(n, tile.n),)](
         q,
         x_scales,
@@ -456,11 +485,8 @@ def _multiply_codes(
 ) -> None:
     (rows, k), n = x.shape, weight.n
     data, format, group_size = cast(Tensor, weight.data), weight.format, weight.group_size
-    words, planes = _shape(format, group_size)
-    assembly = None
-    if x.element_size() == 2 and x.device.type != "cpu":  # Triton's interpreter runs no PTX
-        assembly = unpack.assembly(format, _KINDS[format], x.dtype)
-    tile = _tile(rows, x.element_size(), words * planes, gemm.shared_memory(x.device))
+    words, planes = block_shape(format, group_size)
+    tile = tile_of(rows, x.element_size(), words * planes, gemm.shared_memory(x.device))
     splits = gemm.count_splits(n, k, _LONGEST_SPLIT)
     apart = tile.apart and splits > 1
     parts, added = out, bias
@@ -484,9 +510,9 @@ def _multiply_codes(
         HAS_BIAS=added is not None,
         UPCAST=upcast,
         FORMAT=format,
-        KIND=_KINDS[format],
-        PAIRS=format in _PAIRS,
-        ASM=assembly,
+        KIND=KINDS[format],
+        PAIRS=format in PAIRS,
+        ASM=unpack.assembly_of(x, format, KINDS[format]),
         GROUP_SIZE=group_size,
         WHOLE=k % tile.k == 0,
         PLANES=planes,

@@ -55,6 +55,13 @@ def assembly(format: str, kind: str, dtype: torch.dtype) -> str:
     return "{\n" + "\n".join(line + ";" for line in lines) + "\n}"
 
 
+def assembly_of(x: torch.Tensor, format: str, kind: str) -> str | None:
+    """Return the PTX for activations x; None if a kernel must do without: see `one`."""
+    if x.element_size() != 2 or x.device.type == "cpu":  # Triton's interpreter runs no PTX
+        return None
+    return assembly(format, kind, x.dtype)
+
+
 def _nibbles(zeros: bool, dtype: torch.dtype) -> list[str]:
     magic = _MAGIC[dtype]
     lines = [".reg .b32 t, one, zero", f"mov.b32 one, {_twice(_ONE[dtype])}"]

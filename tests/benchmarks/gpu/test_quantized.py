@@ -18,9 +18,10 @@ SIZES = Sizes(linear=48, linear_rows=(1,))
 def test_products(events: list[int], tmp_path: Path) -> None:
     put_card(tmp_path)
     rows = run_part("quantized", tmp_path, sizes=SIZES)
-    assert len(rows) == 2 * len(quantized.FORMATS)
-    for checked, timed in zip(rows[::2], rows[1::2], strict=True):
+    assert len(rows) == 3 * len(quantized.FORMATS)
+    for checked, experts, timed in zip(rows[::3], rows[1::3], rows[2::3], strict=True):
         assert checked.good, checked
+        assert experts.good, experts
         assert timed.good is None
         assert "%" in timed.figure
 
@@ -36,6 +37,6 @@ def test_it_finds_what_is_wrong(
 
     put_card(tmp_path)
     monkeypatch.setattr(TritonOps, "linear", wrong)
-    for row in run_part("quantized", tmp_path, sizes=SIZES)[::2]:
+    for row in run_part("quantized", tmp_path, sizes=SIZES)[::3]:
         assert row.good is False, row
         assert "other bits" in row.figure
