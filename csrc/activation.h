@@ -18,6 +18,7 @@ INLINE void with_gate(Gated kind, F f) {
     case Gated::sigmoid: return f([](vf x) { return sigmoid(x); });
     case Gated::relu2: return f([](vf x) { return x > 0.0f ? x * x : vf{}; });
     case Gated::oai: return f([](vf x) { return x * sigmoid(1.702f * x); });
+    case Gated::softplus: return f([](vf x) { return softplus(x); });
   }
 }
 

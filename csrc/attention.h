@@ -12,6 +12,9 @@
 // the value. Tile registers read the rows as the left factor; otherwise each tile's keys are
 // transposed first.
 //
+// Values may have fewer numbers than keys. They are stored at the same distances; what lies between
+// them is never used.
+//
 // A row is one query head of one token. It iterates over its visible positions in tiles of kTile,
 // cut at absolute positions, with the online softmax of Milakov and Gimelshein (arXiv:1805.02867).
 // Every kSegment positions it starts anew. The segments are then folded together in order (Dao et
@@ -465,7 +468,7 @@ struct Attention {
     }
     if constexpr (kOnTiles<T>)
       if (a.latent) OnTiles<T>::pair_queries(t.query, padded(count), query_stride);
-    t.begin = a.window ? max<int64_t>(0, t.rows[0].position - a.window + 1) : 0;
+    t.begin = max<int64_t>(0, first_visible(t.rows[0].position));
     t.end = t.rows[count - 1].position + 1;
     const int64_t widened = kBytes || (a.latent && !kOnTiles<T>) ? 2 * kTile * a.head_size : 0;
     const int64_t on_tiles = kOnTiles<T> ? kTile * (query_stride + acc_stride) : 0;
@@ -485,6 +488,12 @@ struct Attention {
       t.on_tiles.values = t.on_tiles.keys + kTile * query_stride;
       memset(t.probs, 0, sizeof t.probs);
     }
+  }
+
+  // First position that a query sees; with a window it may be negative.
+  int64_t first_visible(int64_t position) const {
+    if (a.chunk) return position / a.chunk * a.chunk;
+    return a.window ? position - a.window + 1 : 0;
   }
 
   // Number of rows that are computed: tile registers process 16 at a time.
@@ -562,7 +571,7 @@ struct Attention {
       locate(to, t.request, t.kv_head, tile + kTile, tile + kTile, min(t.end, tile + 2 * kTile));
       return true;
     }
-    if (t.next_request < 0 || a.window) return false;
+    if (t.next_request < 0 || a.window || a.chunk) return false;
     locate(to, t.next_request, t.next_kv_head, 0, 0,
            min<int64_t>(kTile, a.seq_lens[t.next_request]));
     return true;
@@ -594,7 +603,7 @@ struct Attention {
                  int64_t end) const {
     for (int i = 0; i < t.count; i++) {
       Row& row = t.rows[i];
-      const int64_t from = a.window ? row.position - a.window + 1 : 0;
+      const int64_t from = first_visible(row.position);
       row.first = int(min<int64_t>(max(from - tile, int64_t(0)), kTile));
       row.last = int(min<int64_t>(max(row.position + 1 - tile, int64_t(0)), kTile));
     }
@@ -979,11 +988,12 @@ INLINE void write_kv_typed(const WriteKvArgs& a, T, C) {
     C* block = static_cast<C*>(a.kv_cache) + slot / a.block_size * a.kv_block_stride;
     C narrowed[kMaxHeadSize];
     // Returns the source of a head's numbers; stores its scale, if any, after those of the block.
-    auto prepare = [&](const T* from, [[maybe_unused]] C* head) -> const C* {
+    auto prepare = [&](const T* from, [[maybe_unused]] int64_t size,
+                       [[maybe_unused]] C* head) -> const C* {
       if constexpr (std::is_same_v<T, C>) {
         return from;
       } else {
-        [[maybe_unused]] const float scale = narrow_head(from, narrowed, a.head_size);
+        [[maybe_unused]] const float scale = narrow_head(from, narrowed, size);
         if constexpr (kScaleBytes<C> > 0)
           memcpy(head + numbers + offset * kScaleBytes<C>, &scale, sizeof scale);
         return narrowed;
@@ -992,7 +1002,8 @@ INLINE void write_kv_typed(const WriteKvArgs& a, T, C) {
     for (int64_t h = 0; h < a.kv_heads; h++) {
       C* keys = block + h * head_size;
       const C* key = prepare(
-          static_cast<const T*>(a.key) + token * a.key_stride + h * a.key_head_stride, keys);
+          static_cast<const T*>(a.key) + token * a.key_stride + h * a.key_head_stride, a.head_size,
+          keys);
       if (!a.value) {
         memcpy(keys + offset * a.head_size, key, a.head_size * sizeof(C));
         continue;
@@ -1003,8 +1014,9 @@ INLINE void write_kv_typed(const WriteKvArgs& a, T, C) {
       if (d < a.head_size) keys[d * a.block_size + offset] = key[d];
       C* values = block + (a.kv_heads + h) * head_size;
       const C* value = prepare(
-          static_cast<const T*>(a.value) + token * a.value_stride + h * a.value_head_stride, values);
-      memcpy(values + offset * a.head_size, value, a.head_size * sizeof(C));
+          static_cast<const T*>(a.value) + token * a.value_stride + h * a.value_head_stride,
+          a.value_size, values);
+      memcpy(values + offset * a.head_size, value, a.value_size * sizeof(C));
     }
   });
 }

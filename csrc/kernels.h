@@ -35,7 +35,16 @@ struct i8 {
 };
 
 // oai: x * sigmoid(1.702 * x); where a gate is multiplied, the factor is up + 1 (gpt-oss)
-enum class Gated : int { none = -1, silu = 0, gelu = 1, gelu_tanh = 2, sigmoid = 3, relu2 = 4, oai = 5 };
+enum class Gated : int {
+  none = -1,
+  silu = 0,
+  gelu = 1,
+  gelu_tanh = 2,
+  sigmoid = 3,
+  relu2 = 4,
+  oai = 5,
+  softplus = 6,
+};
 enum class Unary : int {
   exp = 0,
   log = 1,
@@ -506,17 +515,17 @@ struct SumPartsArgs {
 struct WriteKvArgs {
   const void* key;  // [tokens, kv_heads, head_size]
   int64_t key_stride, key_head_stride;
-  const void* value;  // null: latents, which are keys and values (attention.h); kv_heads is 1
+  const void* value;  // [tokens, kv_heads, value_size]; null: latents (attention.h); kv_heads is 1
   int64_t value_stride, value_head_stride;
   void* kv_cache;
   int64_t kv_block_stride;  // from a block to the next, in elements
   const int64_t* slot_mapping;  // [tokens]; negative: do not write
-  int64_t tokens, kv_heads, head_size, block_size;
+  int64_t tokens, kv_heads, head_size, value_size, block_size;  // value_size <= head_size
   DType dtype;
   CacheType cache;
 
   MEMBERS(key, key_stride, key_head_stride, value, value_stride, value_head_stride, kv_cache,
-          kv_block_stride, slot_mapping, tokens, kv_heads, head_size, block_size, dtype, cache)
+          kv_block_stride, slot_mapping, tokens, kv_heads, head_size, value_size, block_size, dtype, cache)
   void resize(const StepSize& size) { tokens = size.rows; }
   Work work() const {
     const int64_t head = head_size * size_of(dtype) + cached_size(cache, dtype, head_size);
@@ -536,8 +545,9 @@ struct AttentionArgs {
   const int32_t* block_table;  // [num_reqs, *]
   int64_t block_table_stride;
   int64_t num_reqs, heads, kv_heads, head_size, value_size, block_size;
-  bool latent;  // a value is the first value_size numbers of its key; else the sizes are equal
+  bool latent;  // a value is the first value_size numbers of its key
   int64_t window;  // positions visible, the query's own included; 0: all
+  int64_t chunk;  // positions before the last multiple of it are invisible; 0: none
   float scale, soft_cap;  // soft_cap 0: none
   const float* alibi_slopes;  // [heads] or null
   const void* sinks;  // [heads], logits that only join the sums of probabilities; or null
@@ -546,13 +556,14 @@ struct AttentionArgs {
 
   MEMBERS(query, query_stride, query_head_stride, out, out_stride, out_head_stride, kv_cache,
           kv_block_stride, query_start_loc, seq_lens, block_table, block_table_stride, num_reqs, heads, kv_heads,
-          head_size, value_size, block_size, latent, window, scale, soft_cap, alibi_slopes, sinks, dtype, cache)
+          head_size, value_size, block_size, latent, window, chunk, scale, soft_cap, alibi_slopes, sinks, dtype, cache)
   void resize(const StepSize& size) { num_reqs = size.num_reqs; }
   Work work() const {
     double keys = 0, pairs = 0;  // positions read; visible (query, position) pairs
     for (int64_t r = 0; r < num_reqs; r++) {
       const double query = query_start_loc[r + 1] - query_start_loc[r], length = seq_lens[r];
-      const double seen = window ? (length < window + query ? length : window + query) : length;
+      const double most = window ? window : chunk;  // 0: all
+      const double seen = most && most + query < length ? most + query : length;
       keys += seen;
       pairs += query * (seen - query / 2);
     }
@@ -696,10 +707,11 @@ struct RouteArgs {
   bool softmax_chosen;  // weights are the softmax of the chosen scores
   bool renormalize;  // weights are divided by their sum + epsilon, which is `least` or more
   float tolerance;  // not 0: see `sparse_mixer_weight`
+  float soft_cap;  // not 0: the logits are capped first
   float epsilon, least, scale;
 
   MEMBERS(logits, logits_stride, bias, factors, ids, weights, tokens, experts, top_k, groups, top_groups,
-          group_best, score, softmax_chosen, renormalize, tolerance, epsilon, least, scale)
+          group_best, score, softmax_chosen, renormalize, tolerance, soft_cap, epsilon, least, scale)
   void resize(const StepSize& size) { tokens = size.rows; }
   Work work() const { return {double(tokens) * (experts * 4 + top_k * 8), 0.0}; }
 };

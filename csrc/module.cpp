@@ -60,7 +60,7 @@ constexpr int kCodes<QuantFormat> = 25;
 template <>
 constexpr int kCodes<Unary> = 12;
 template <>
-constexpr int kCodes<Gated> = 7;
+constexpr int kCodes<Gated> = 8;
 template <>
 constexpr int kCodes<Score> = 4;
 

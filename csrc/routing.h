@@ -77,7 +77,14 @@ void route(const RouteArgs& a) {
     float *choice = scores + a.experts, *copy = choice + a.experts, *best = copy + a.experts;
     int32_t* ids = a.ids + token * a.top_k;
     float* weights = a.weights + token * a.top_k;
-    score_experts(a, a.logits + token * a.logits_stride, scores);
+    const float* logits = a.logits + token * a.logits_stride;
+    if (a.soft_cap != 0.0f) {
+      for_lanes(a.experts, [&](int64_t i, int n) {
+        store(copy + i, soft_cap(load(logits + i, n), a.soft_cap), n);
+      });
+      logits = copy;
+    }
+    score_experts(a, logits, scores);
     for (int64_t i = 0; i < a.experts; i++) {
       const float v = a.bias ? scores[i] + a.bias[i] : scores[i];
       choice[i] = v == v ? v : -INFINITY;

@@ -302,8 +302,10 @@ class FakeWorker:
         first, size = row.num_computed_tokens, self.config.block_size
         end = first + count
         for group_id, group in enumerate(self.config.paged_groups):
-            window = group.cache.sliding_window
+            window, chunk = group.cache.sliding_window, group.cache.chunk_size
             lowest = 0 if window is None else max(0, first - window + 1)
+            if chunk is not None:
+                lowest = first // chunk * chunk
             slots, table = row.slots[group_id], row.tables[group_id]
             for start in range(lowest - lowest % size, end, size):
                 block = table[start // size]

@@ -214,10 +214,20 @@ NAMES = {
     "post_feedforward_layernorm_1": "post_ffw_norm_1",
     "post_feedforward_layernorm_2": "post_ffw_norm_2",
     "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "mlp.router.gate": "ffn_gate_inp",
+    "pre_mlp_layernorm": "ffn_norm",
+    "post_mlp_layernorm": "post_ffw_norm",
+    "feed_forward.router": "ffn_gate_inp",
+    "mixer.gate": "ffn_gate_inp",
+    "mixer.fc1_latent_proj": "ffn_latent_down",
+    "mixer.fc2_latent_proj": "ffn_latent_up",
+    "mixer.shared_experts.up_proj": "ffn_up_shexp",
+    "mixer.shared_experts.down_proj": "ffn_down_shexp",
 }
 for _part in ("gate", "up", "down"):
     for _shared in ("shared_expert", "shared_experts", "shared_mlp"):
         NAMES[f"mlp.{_shared}.{_part}_proj"] = f"ffn_{_part}_shexp"
+    NAMES[f"feed_forward.shared_expert.{_part}_proj"] = f"ffn_{_part}_shexp"
 NAMES |= {  # Latent attention, Qwen3-Next
     "self_attn.q_a_proj": "attn_q_a",
     "self_attn.q_a_layernorm": "attn_q_a_norm",
@@ -234,7 +244,7 @@ for _mixer in ("mixer", "mamba"):
     NAMES |= {f"{_mixer}.{part}_proj": f"ssm_{part}" for part in ("in", "x", "dt", "out")}
     NAMES |= {f"{_mixer}.conv1d": "ssm_conv1d", f"{_mixer}.norm": "ssm_norm"}
     NAMES |= {f"{_mixer}.{part}_layernorm": f"ssm_{part}_norm" for part in ("dt", "b", "c")}
-STATE_SPACES = ("mamba2", "granitehybrid", "falcon-h1", "nemotron_h")
+STATE_SPACES = ("mamba2", "granitehybrid", "falcon-h1", "nemotron_h", "nemotron_h_moe")
 SANDWICH = {
     "post_attention_layernorm": "post_attention_norm",
     "pre_feedforward_layernorm": "ffn_norm",
@@ -243,7 +253,7 @@ SANDWICH = {
 _SANDWICHES = ("gemma2", "gemma3", "gemma3n", "gemma4", "olmo2", "exaone4", "muse-glimmer")
 OTHER_NAMES = dict.fromkeys(_SANDWICHES, SANDWICH)
 OTHER_NAMES["qwen35"] = {"post_attention_layernorm": "post_attention_norm"}
-for _kind in ("gpt-oss", "qwen35moe", "qwen3next", "glm4moe"):
+for _kind in ("gpt-oss", "qwen35moe", "qwen3next", "glm4moe", "afmoe"):
     OTHER_NAMES[_kind] = OTHER_NAMES["qwen35"]
 OTHER_NAMES["seed_oss"] = {"post_attention_layernorm": "post_attention_norm"}
 OTHER_NAMES["glm4"] = {
@@ -252,12 +262,12 @@ OTHER_NAMES["glm4"] = {
 }
 PERMUTED = ("llama", "granite", "granite_swa", "minicpm", "smollm3", "mistral3", "internlm2")
 PERMUTED += ("arcee", "olmo", "xverse", "muse-glimmer", "granitehybrid", "nemotron_h")
-PERMUTED += ("granitemoe",)
+PERMUTED += ("granitemoe", "nemotron_h_moe")
 SHIFTED = dict.fromkeys(("gemma", "gemma2", "gemma3", "nemotron"), "norm.weight")
 SHIFTED["muse-glimmer"] = "layernorm.weight"
 SHIFTED |= dict.fromkeys(("qwen35", "qwen35moe", "qwen3next"), "layernorm.weight")
 ROTATED = ("phi2", "gptneox", "chatglm", "glm4", "cohere2", "stablelm", "nemotron")
-ROTATED += ("glm4moe", "qwen3next")
+ROTATED += ("glm4moe", "qwen3next", "cohere2moe")
 """Architectures for which the number of rotated elements is written."""
 NO_HEAD_SIZE = (
     "phi2",
@@ -272,7 +282,8 @@ NO_HEAD_SIZE = (
 )
 MIXTURES = ("llama", "qwen2moe", "qwen3moe", "olmoe", "gpt-oss", "lfm2moe", "qwen35moe")
 MIXTURES += ("qwen3next", "granitemoe", "granitehybrid", "gemma4", "glm4moe", "deepseek2")
-MIXTURES += ("ernie4_5-moe", "hunyuan-moe")
+MIXTURES += ("ernie4_5-moe", "hunyuan-moe", "dots1", "minimax-m2", "llama4", "exaone-moe")
+MIXTURES += ("afmoe", "cohere2moe", "nemotron_h_moe")
 WITHOUT_INNER = ("llama", "granitemoe", "granitehybrid")
 NO_HEAD_SIZE += ("stablelm", "granite", "granite_swa", "minicpm", "mamba2", "granitehybrid")
 NO_HEAD_SIZE += ("mamba", "jamba", "granitemoe", "deepseek2", "minicpm3")
@@ -335,7 +346,8 @@ def _fields(config: Any, kind: str, rope: Mapping[str, Any], size: int) -> dict[
         fields["rope.dimension_count"] = int(size * rope.get("partial_rotary_factor", 1.0))
     if kind in ("gemma2", "gemma3", "gemma3n", "gemma4", "phi3", "cohere2", "gpt-oss"):
         fields["attention.sliding_window"] = config.sliding_window or 0
-    if kind in ("olmo2", "exaone4", "granite_swa") and get("sliding_window"):
+    windowed = ("olmo2", "exaone4", "granite_swa", "exaone-moe", "cohere2moe")
+    if kind in windowed and get("sliding_window"):
         fields["attention.sliding_window"] = config.sliding_window
         fields["attention.sliding_window_pattern"] = [
             layer == "sliding_attention" for layer in config.layer_types
@@ -356,6 +368,48 @@ def _fields(config: Any, kind: str, rope: Mapping[str, Any], size: int) -> dict[
             fields["leading_dense_block_count"] = get("first_k_dense_replace") or 1
             fields["expert_group_count"] = config.n_group
             fields["expert_group_used_count"] = config.topk_group
+        case "dots1" | "exaone-moe" | "nemotron_h_moe":
+            fields["expert_weights_norm"] = config.norm_topk_prob
+            fields["expert_weights_scale"] = config.routed_scaling_factor
+            fields["expert_group_count"] = config.n_group
+            if kind == "nemotron_h_moe":
+                size_of = config.moe_shared_expert_intermediate_size
+                fields |= {"expert_shared_feed_forward_length": size_of, "expert_shared_count": 1}
+                fields["moe_latent_size"] = config.moe_latent_size
+                return {
+                    f"{kind}.{k}": v
+                    for k, v in (fields | _state_spaces(config, kind)).items()
+                    if v is not None
+                }
+            count = get("n_shared_experts", "num_shared_experts")
+            fields["expert_group_used_count"] = config.topk_group
+            fields["expert_shared_count"] = count
+            fields["leading_dense_block_count"] = config.first_k_dense_replace
+            if kind == "exaone-moe":
+                inner = count * config.moe_intermediate_size
+                fields |= {"expert_gating_func": 2, "expert_shared_feed_forward_length": inner}
+                fields |= {"nextn_predict_layers": 0, "rope.scaling.type": "none"}
+        case "minimax-m2":
+            fields |= {"expert_gating_func": 2, "rope.dimension_count": 16}
+        case "llama4":
+            fields["feed_forward_length"] = config.intermediate_size_mlp
+            fields["expert_feed_forward_length"] = config.intermediate_size
+            fields["interleave_moe_layer_step"] = config.interleave_moe_layer_step
+        case "afmoe":
+            fields |= {"expert_gating_func": 2, "expert_weights_norm": True}
+            fields["expert_weights_scale"] = config.route_scale
+            fields["expert_shared_count"] = config.num_shared_experts
+            fields["leading_dense_block_count"] = config.num_dense_layers
+            fields["attention.sliding_window"] = config.sliding_window
+        case "cohere2moe":
+            fields["logit_scale"] = config.logit_scale
+            fields |= {"expert_gating_func": 2, "expert_weights_norm": config.norm_topk_prob}
+            fields["expert_shared_count"] = config.num_shared_experts
+            inner = config.num_shared_experts * config.intermediate_size
+            fields["expert_shared_feed_forward_length"] = inner
+            fields["leading_dense_block_count"] = config.mlp_layer_types.index("sparse")
+            fields["feed_forward_length"] = config.prefix_dense_intermediate_size
+            fields["rope.scaling.type"] = "none"
         case "ernie4_5-moe":
             fields["expert_shared_count"] = config.moe_num_shared_experts
             fields["leading_dense_block_count"] = config.moe_layer_start_index
@@ -435,7 +489,8 @@ def _fields(config: Any, kind: str, rope: Mapping[str, Any], size: int) -> dict[
             fields["ssm.state_size"] = config.mamba_d_state
             fields["ssm.conv_kernel"] = config.mamba_d_conv
             fields["ssm.time_step_rank"] = config.mamba_dt_rank
-            fields |= {"expert_count": config.num_experts, "expert_used_count": 2}
+            fields |= {"expert_count": config.num_experts}
+            fields["expert_used_count"] = config.num_experts_per_tok
         case "mamba2" | "granitehybrid" | "falcon-h1" | "nemotron_h":
             fields |= _state_spaces(config, kind)
         case "starcoder":
@@ -540,9 +595,11 @@ def _state_spaces(config: Any, kind: str) -> dict[str, Any]:
     ]
     fields["rope.scaling.finetuned"] = is_bamba
     fields["rope.dimension_count"] = config.hidden_size // config.num_attention_heads
-    if kind == "nemotron_h":
-        inner = config.intermediate_size
-        fields["feed_forward_length"] = [inner * (one == "mlp") for one in kinds]
+    if kind in ("nemotron_h", "nemotron_h_moe"):
+        own, inner = "mlp", config.intermediate_size
+        if kind == "nemotron_h_moe":
+            own, inner = "moe", config.moe_intermediate_size
+        fields["feed_forward_length"] = [inner * (one == own) for one in kinds]
         fields["rope.dimension_count"] = config.head_dim
     elif is_bamba:
         fields["rope.dimension_count"] = config.hidden_size // config.num_attention_heads // 2
@@ -773,7 +830,9 @@ def convert(
                 arrays[f"{layer}ffn_gate_exps.{kind_of}"] = x[:, ::2]
                 arrays[f"{layer}ffn_up_exps.{kind_of}"] = x[:, 1::2]
         elif stored.endswith("experts"):  # of gate and up: gate, then up
-            parts = ("gate", "up") if suffix == "gate_up_proj" else ("down",)
+            if kind == "llama4":
+                x = x.swapaxes(1, 2)
+            parts = ("gate", "up") if suffix == "gate_up_proj" else (suffix.split("_")[0],)
             for part, rows in zip(parts, np.split(x, len(parts), 1), strict=True):
                 arrays[f"{layer}ffn_{part}_exps.weight"] = rows
         elif suffix == "A_log":

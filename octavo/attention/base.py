@@ -122,13 +122,16 @@ class Rotary:
 class AttentionParams:
     """Parameters of a layer's attention.
 
-    A token at position p attends to positions max(0, p - sliding_window + 1) to p. The logit of
+    A token at position p attends to positions max(0, p - sliding_window + 1) to p, or with chunks
+    from the last multiple of `chunk_size` to p. The logit of
     a position is soft_cap(scale * q.k) + slope * (position - p). A sink is a logit without a
     position: it only joins the sum by which the softmax divides.
 
     Attributes:
         scale: factor of the logits.
         sliding_window: number of visible positions, including the token's own; None: all.
+        chunk_size: number of positions of a chunk; a token sees those of its own chunk (Llama 4).
+            None: no chunks. Only one of it and `sliding_window` is set.
         logits_soft_cap: cap * tanh(logit / cap); None: no cap (Gemma 2).
         alibi_slopes: float32 [H]; None: no bias (Press et al., "Train Short, Test Long").
         sinks: [H] in the query's dtype; None: no sinks (gpt-oss).
@@ -139,6 +142,7 @@ class AttentionParams:
     logits_soft_cap: float | None = None
     alibi_slopes: Tensor | None = None
     sinks: Tensor | None = None
+    chunk_size: int | None = None
 
 
 class AttentionBackend(Protocol):
@@ -196,8 +200,9 @@ class AttentionBackend(Protocol):
         slot_mapping: Tensor,
         rotary: Rotary | None = None,
     ) -> None:
-        """Store keys and values [T, KVH, D] (any strides of tokens and heads) in their slots.
+        """Store keys [T, KVH, D] and values [T, KVH, V] (any strides of tokens and heads).
 
+        V is at most D, and the cache has room for D.
         With `rotary`, queries and keys are rotated first. Afterwards the queries and the cache are
         rotated; the contents of `key` are undefined.
         """
@@ -217,7 +222,8 @@ class AttentionBackend(Protocol):
             query: [T, H, D]; head h reads KV head h * KVH // H.
             kv_cache: the layer's cache.
             metadata: the step.
-            out: [T, H, D], written. Query and out may have any strides of tokens and heads.
+            out: [T, H, V], written; V is the size of the values. Query and out may have any
+                strides of tokens and heads.
             params: the layer's parameters.
         """
         ...

@@ -100,7 +100,8 @@ class CPUAttention:
         if rotary is not None:
             rotary(key)
         tokens, kv_heads, head_size = key.shape
-        assert value.shape == key.shape
+        assert value.shape[:2] == key.shape[:2]
+        assert value.shape[2] <= head_size
         assert slot_mapping.shape == (tokens,)
         assert key.dtype == value.dtype
         assert _has_dense_blocks(kv_cache)
@@ -122,6 +123,7 @@ class CPUAttention:
             tokens=tokens,
             kv_heads=kv_heads,
             head_size=head_size,
+            value_size=value.shape[2],
             block_size=kv_cache.shape[3],
             dtype=DTYPE_CODES[key.dtype],
             cache=_cache_code(kv_cache, key.dtype),
@@ -138,13 +140,16 @@ class CPUAttention:
         """Run one kernel call for prefill chunks and decode rows."""
         _, heads, head_size = query.shape
         _, _, kv_heads, block_size, _ = kv_cache.shape
-        assert query.shape == out.shape
+        assert query.shape[:2] == out.shape[:2]
+        assert 0 < out.shape[2] <= head_size
         assert query.stride(2) == out.stride(2) == 1
         assert query.dtype == out.dtype
         assert _has_dense_blocks(kv_cache)
         assert kv_cache.shape[4] == cached_head_size(head_size, kv_cache.dtype)
         assert heads % kv_heads == 0
         assert params.sliding_window is None or params.sliding_window > 0
+        assert params.chunk_size is None or params.chunk_size > 0
+        assert params.sliding_window is None or params.chunk_size is None
         slopes = 0
         if params.alibi_slopes is not None:
             assert params.alibi_slopes.dtype == "float32"
@@ -161,6 +166,7 @@ class CPUAttention:
             block_size=block_size,
             latent=False,
             window=params.sliding_window or 0,
+            chunk=params.chunk_size or 0,
             scale=params.scale,
             soft_cap=params.logits_soft_cap or 0.0,
             alibi_slopes=slopes,
@@ -198,6 +204,7 @@ class CPUAttention:
             tokens=tokens,
             kv_heads=1,
             head_size=size,
+            value_size=0,
             block_size=cache.shape[1],
             dtype=DTYPE_CODES[latents.dtype],
             cache=_cache_code(cache, latents.dtype),
@@ -219,6 +226,7 @@ class CPUAttention:
             block_size=cache.shape[1],
             latent=True,
             window=0,
+            chunk=0,
             scale=scale,
             soft_cap=0.0,
             alibi_slopes=0,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.attention.base import (
@@ -118,6 +119,7 @@ class ReferenceAttention:
         """Store by indexing."""
         if rotary is not None:
             rotary(key)
+        value = F.pad(value, (0, key.shape[2] - value.shape[2]))
         _store(kv_cache, slot_mapping, key, value)
 
     def forward(
@@ -140,12 +142,14 @@ class ReferenceAttention:
             first = 0
             if params.sliding_window is not None:
                 first = max(0, seq_len - query_len - params.sliding_window + 1)
+            if params.chunk_size is not None:
+                first = (seq_len - query_len) // params.chunk_size * params.chunk_size
             keys_at = torch.arange(first, seq_len, device=query.device)
             blocks = metadata.block_table[r][keys_at // block_size].long()
             kv = _cells(kv_cache)[blocks, :, keys_at % block_size]
             kv = _from_cache(kv, kv_cache.dtype, wide)
             key, *values = kv.repeat_interleave(group, dim=2).unbind(1)  # [positions, H, D]
-            value = values[0] if values else key[..., : out.shape[2]]
+            value = (values[0] if values else key)[..., : out.shape[2]]
             logits = torch.einsum("qhd,khd->hqk", query[tokens].to(wide), key) * params.scale
             if params.logits_soft_cap is not None:
                 logits = params.logits_soft_cap * torch.tanh(logits / params.logits_soft_cap)
@@ -156,6 +160,9 @@ class ReferenceAttention:
             hidden = distance > 0
             if params.sliding_window is not None:
                 hidden = hidden | (distance <= -params.sliding_window)
+            if params.chunk_size is not None:
+                begins = queries_at // params.chunk_size * params.chunk_size
+                hidden = hidden | (keys_at[None] < begins[:, None])
             logits = logits.masked_fill(hidden, -torch.inf)
             if params.sinks is not None:
                 sinks = params.sinks.to(wide)[:, None, None].expand(-1, query_len, 1)

@@ -16,7 +16,7 @@ from octavo.attention.base import (
 )
 from octavo.errors import ConfigError
 from octavo.kernels.torch_tensors import torch_dtype
-from octavo.kernels.triton.attention import MOST_SPLITS, Step, attention, prefill, splits_floats
+from octavo.kernels.triton.attention import MOST_SPLITS, Step, attention, prefill
 from octavo.kernels.triton.fp8 import E4M3, E5M2
 from octavo.kernels.triton.kv_write import write_kv, write_latents
 from octavo.system.device import cuda_capability, cuda_cores
@@ -138,6 +138,7 @@ class TritonAttention(PagedCaches):
             out=out,
             scale=params.scale,
             sliding_window=params.sliding_window,
+            chunk_size=params.chunk_size,
             logits_soft_cap=params.logits_soft_cap,
             alibi_slopes=params.alibi_slopes,
             sinks=params.sinks,
@@ -190,7 +191,7 @@ class TritonAttention(PagedCaches):
         programs = max(1, min(max_splits, _PROGRAMS_PER_CORE * self.cores // pairs))
         if not decode:  # other programs than those of decode rows are idle
             programs = 1 if metadata.num_reqs == 1 else min(programs, _MIXED_PROGRAMS)
-        if splits_floats(step.out, metadata.num_reqs, max_splits) > len(self._workspace):
+        if step.splits_floats(max_splits) > len(self._workspace):
             programs = 1
         attention(
             step,

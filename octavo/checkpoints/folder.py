@@ -154,9 +154,11 @@ def _split_experts(
     """Return the tensors, in which those of all experts are divided into those of each.
 
     Some checkpoints have one tensor [experts, outputs, inputs] where others of the same
-    architecture have a tensor for each expert. It is divided unless the model expects it whole.
+    architecture have a tensor for each expert. It is divided unless the model, or another stage of
+    it, expects it whole.
     """
-    wanted = {name for source in expected.sources for name in expected.stored_names(source.name)}
+    names = {source.name for source in expected.sources} | expected.elsewhere
+    wanted = {stored for name in names for stored in expected.stored_names(name)}
     tensors: dict[str, StoredTensor] = {}
     for name, tensor in stored.items():
         prefix, _, last = name.rpartition(".")

@@ -142,8 +142,9 @@ def _with_draft(setup: WorkerSetup) -> WorkerSetup:
         return setup
     if found.spec.caches and find_full_attention(make_kv_cache_groups(setup.spec.caches)) is None:
         raise ConfigError(
-            f"speculative_config: all layers of {config.model.model} have sliding windows, and a "
-            "draft model needs one layer without; use method ngram or suffix."
+            f"speculative_config: all layers of {config.model.model} see only near tokens "
+            "(sliding windows or chunks), and a draft model needs one layer that sees all; use "
+            "method ngram or suffix."
         )
     speculative = config.speculation.speculative_config
     assert speculative is not None

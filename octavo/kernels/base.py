@@ -576,7 +576,8 @@ class Ops(Protocol):
 
         Args:
             x: [T, D] or [T, H, D], any strides of tokens and heads.
-            factor: of the shape of x, any strides; or [D] for all tokens, [T, 1], or [1] for all.
+            factor: of the shape of x, any strides; or [D] for all tokens, [T, 1], [T, H, 1], or [1]
+                for all.
             activation: None: x * factor.
             out: as in `rms_norm`.
         """

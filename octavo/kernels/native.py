@@ -641,7 +641,7 @@ class NativeOps(NativeStateOps, NativeExpertOps):
         assert out.shape == x.shape
         assert x.stride(-1) == out.stride(-1) == factor.stride(-1) == 1
         assert x.dtype == factor.dtype == out.dtype
-        assert factor.shape in (x.shape, (dim,), (x.shape[0], 1), (1,))
+        assert factor.shape in (x.shape, (*x.shape[:-1], 1), (dim,), (x.shape[0], 1), (1,))
         kernels.multiply(
             x=x.data_ptr(),
             factor=factor.data_ptr(),

@@ -24,6 +24,7 @@ GATES: dict[Gate | None, int] = {
     "sigmoid": 3,
     "relu2": 4,
     "swigluoai": 5,
+    "softplus": 6,
 }
 """Codes of Gated in csrc/kernels.h."""
 

@@ -77,6 +77,7 @@ class NativeExpertOps(NativeMemory):
             softmax_chosen=routing.softmax_chosen,
             renormalize=routing.renormalize,
             tolerance=routing.tolerance,
+            soft_cap=routing.soft_cap,
             epsilon=routing.epsilon,
             least=routing.least,
             scale=routing.scale,

@@ -60,6 +60,7 @@ _GATES: dict[Gate, Callable[[Tensor], Tensor]] = {
     "relu2": lambda x: torch.relu(x) ** 2,
     "sigmoid": torch.sigmoid,
     "swigluoai": lambda x: x * torch.sigmoid(1.702 * x),
+    "softplus": F.softplus,
 }
 
 
@@ -670,6 +671,8 @@ class ReferenceOps:
             "sqrt_softplus": lambda x: F.softplus(x).sqrt(),
             "none": lambda x: x,
         }
+        if routing.soft_cap:
+            logits = routing.soft_cap * torch.tanh(logits / routing.soft_cap)
         scores = functions[routing.score](logits)
         choice = scores if bias is None else scores + bias
         choice = choice.nan_to_num(-torch.inf, torch.inf, -torch.inf)

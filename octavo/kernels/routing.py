@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Gate = Literal["silu", "gelu", "gelu_tanh", "sigmoid", "relu2", "swigluoai"]
+Gate = Literal["silu", "gelu", "gelu_tanh", "sigmoid", "relu2", "swigluoai", "softplus"]
 """Activation of a gate. swigluoai: x * sigmoid(1.702 * x), and the factor is up + 1 (gpt-oss)."""
 Score = Literal["softmax", "sigmoid", "sqrt_softplus", "none"]
 """Function of a router's logits."""
@@ -18,6 +18,7 @@ class Routing:
     Attributes:
         top_k: experts of a token.
         score: function of the logits.
+        soft_cap: cap of the logits before that, cap * tanh(logit / cap) (Laguna); 0: none.
         groups: number of equal parts of the experts; a token uses experts of some parts only.
         top_groups: number of these parts.
         group_best: number of the largest scores of a part whose sum is the part's score.
@@ -33,6 +34,7 @@ class Routing:
 
     top_k: int
     score: Score
+    soft_cap: float = 0.0
     groups: int = 1
     top_groups: int = 1
     group_best: int = 1

@@ -18,6 +18,7 @@ from itertools import count
 from typing import Any
 
 from octavo.kv_cache.kinds.base import SingleTypeKVCacheManager
+from octavo.kv_cache.kinds.chunked_attention import ChunkedAttentionManager
 from octavo.kv_cache.kinds.full_attention import FullAttentionManager
 from octavo.kv_cache.kinds.sliding_window import SlidingWindowManager
 from octavo.models.cache import AttentionCache, CacheSpec, LatentCache
@@ -25,9 +26,11 @@ from octavo.models.state_cache import StateCache
 
 
 def _attention_manager(cache: AttentionCache, block_size: int) -> SingleTypeKVCacheManager:
-    if cache.sliding_window is None:
-        return FullAttentionManager(block_size)
-    return SlidingWindowManager(block_size, cache.sliding_window)
+    if cache.chunk_size is not None:
+        return ChunkedAttentionManager(block_size, cache.chunk_size)
+    if cache.sliding_window is not None:
+        return SlidingWindowManager(block_size, cache.sliding_window)
+    return FullAttentionManager(block_size)
 
 
 _ALIGNMENT = 64  # a cache line
@@ -196,7 +199,7 @@ def find_full_attention(groups: Sequence[KVCacheGroup]) -> int | None:
         cache = group.cache
         if isinstance(cache, LatentCache):
             return index
-        if isinstance(cache, AttentionCache) and cache.sliding_window is None:
+        if isinstance(cache, AttentionCache) and cache.sees_all:
             return index
     return None
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from octavo.attention.base import AttentionParams, Rotary
 from octavo.kernels.base import Ops
+from octavo.kernels.routing import Gate
 from octavo.layers.linear import Linear
 from octavo.layers.norm import HeadNorms, RMSNorm
 from octavo.layers.shared import Columns
@@ -29,6 +30,9 @@ class Attention:
     num_kv_heads: int
     """Number of key and value heads; divides `num_heads`."""
     head_size: int
+    """Number of elements of a head of queries or keys."""
+    value_size: int
+    """Number of elements of a head of values or of the result; at most `head_size`."""
     params: AttentionParams
     cos_sin_cache: Tensor | None = None
     """Table of `octavo.layers.rotary`; None without rotary positions."""
@@ -44,11 +48,15 @@ class Attention:
     stores: bool = True
     """False if the keys and values are those that another layer has stored; `qkv_proj` then
     computes neither."""
-    gated: bool = False
-    """True if the sigmoid of a gate is a factor of each head's result."""
+    gate_size: int = 0
+    """Number of gates of a head, `value_size` or 1 for all elements: factors of its result, after
+    the activation. 0: no gates."""
+    gate_activation: Gate = "sigmoid"
     gates_follow_queries: bool = False
     """True if `qkv_proj` computes the gate of a head directly after its query; False: all gates
     after the values."""
+    value_factor: Tensor | None = None
+    """Factor of all values: [1]."""
     query_factors: Tensor | None = None
     """Factor of the queries at each position: [positions, 1]."""
     norms_rotated: bool = False
@@ -88,42 +96,48 @@ class Attention:
             factors = self.ops.embedding(self.query_factors, step.positions)
             self.ops.multiply(query, factors, out=query)
         if self.columns is None:
-            out = self.ops.empty(tokens, self.num_heads, self.head_size, like=x)
+            out = self.ops.empty(tokens, self.num_heads, self.value_size, like=x)
             whole = out.view(tokens, -1)
         else:
             whole, own = self.columns.empty(tokens, x.dtype)
-            out = own.view(tokens, self.num_heads, self.head_size)
+            out = own.view(tokens, self.num_heads, self.value_size)
         backend.forward(query, kv_cache, metadata, out, self.params)
         if gate is not None:
-            self.ops.multiply(out, gate, "sigmoid", out)
+            self.ops.multiply(out, gate, self.gate_activation, out)
         if self.columns is not None:
             self.columns.join()
         return self.o_proj(whole if self.out_norm is None else self.out_norm(whole))
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Return queries [T, num_heads, D], keys and values [T, num_kv_heads, D], and gates.
+        """Return queries, keys [T, num_kv_heads, D], values [T, num_kv_heads, V], and gates.
 
-        Queries and keys are normed, unless the norms follow the rotation. Gates have the queries'
-        shape. A layer that stores nothing has no heads of keys and values.
+        Queries are [T, num_heads, D] and gates [T, num_heads, gate_size]. Queries and keys are
+        normed, unless the norms follow the rotation. A layer that stores nothing has no heads of
+        keys and values.
         """
-        heads = self.qkv_proj(x)
+        tokens, size = x.shape[0], self.head_size
+        columns = self.qkv_proj(x)
         if self.clip is not None:
-            self.ops.clamp_(heads, self.clip)
-        heads = heads.view(x.shape[0], -1, self.head_size)
+            self.ops.clamp_(columns, self.clip)
         if self.qk_proj is not None:
             query, key = self._norm_all(x)
-            return query, key, heads, None
+            return query, key, columns.view(tokens, -1, self.value_size), None
         keys = self.num_kv_heads if self.stores else 0
         values = 0 if self.values_are_keys else keys
-        split = self.num_heads, keys, values
-        gate = None
-        if self.gates_follow_queries:
-            pairs, key, value = heads.split_with_sizes((2 * self.num_heads, keys, values), dim=1)
-            query, gate = pairs[:, 0::2], pairs[:, 1::2]
-        elif self.gated:
-            query, key, value, gate = heads.split_with_sizes((*split, self.num_heads), dim=1)
+        follow = self.gates_follow_queries
+        gates = 0 if follow else self.num_heads * self.gate_size
+        queries = self.num_heads * (2 if follow else 1)
+        query, key, value, gate = columns.split_with_sizes(
+            (queries * size, keys * size, values * self.value_size, gates), dim=1
+        )
+        query, key = query.view(tokens, queries, size), key.view(tokens, keys, size)
+        value = value.view(tokens, values, self.value_size)
+        if follow:
+            query, gate = query[:, 0::2], query[:, 1::2]
         else:
-            query, key, value = heads.split_with_sizes(split, dim=1)
+            gate = gate.view(tokens, self.num_heads, self.gate_size) if gates else None
+        if self.value_factor is not None:
+            self.ops.multiply(value, self.value_factor, out=value)
         if self.values_are_keys and self.stores:
             assert self.v_norm is not None
             value = self.v_norm(key)

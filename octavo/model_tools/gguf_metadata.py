@@ -11,6 +11,7 @@ from octavo.errors import ConfigError
 from octavo.layers.rope_spec import RopeSpec
 from octavo.models.blocks.altup import AltUpLayerSpec
 from octavo.models.blocks.attention import Alibi, AttentionSpec
+from octavo.models.blocks.experts import ExpertsSpec
 from octavo.models.blocks.gated_delta import GatedDeltaSpec
 from octavo.models.blocks.mlp import MLPSpec, SparseMLPSpec
 from octavo.models.blocks.norm import LayerNormSpec
@@ -33,12 +34,13 @@ def model_metadata(spec: ModelSpec, kind: str, architecture: Architecture) -> di
         ConfigError: the model has no blocks that GGUF describes.
     """
     attentions, mlps = attention_blocks(spec), _feed_forward_blocks(spec)
-    norm = spec.head.norm
-    if not attentions or not mlps or norm is None:
+    mixtures, norm = _expert_blocks(spec), spec.head.norm
+    if not attentions or not (mlps or mixtures) or norm is None:
         raise ConfigError(f"{spec.architecture} cannot be written to GGUF: its blocks differ.")
     whole = next((a for a in attentions if a.sliding_window is None), attentions[0])
     local = next((a for a in attentions if a.sliding_window is not None), whole)
     inner, window = [mlp.down.inputs for mlp in mlps], local.sliding_window or 0
+    inner = inner or [mixtures[0].inner]  # a model without dense layers does not use it
     values: dict[str, Any] = {
         "context_length": spec.max_model_len,
         "embedding_length": spec.hidden_size,
@@ -75,6 +77,8 @@ def model_metadata(spec: ModelSpec, kind: str, architecture: Architecture) -> di
         values |= _scaling(rope, kind)
     if isinstance(local.positions, RopeSpec):
         optional["rope.freq_base_swa"] = local.positions.theta
+    if mixtures:
+        values |= _experts(mixtures[0])
     known = set(architecture.fields.values())
     values |= {k: float(v) for k, v in optional.items() if k in known and v is not None}
     values |= _own_values(spec, kind, whole, local)
@@ -97,6 +101,24 @@ def _feed_forward_blocks(spec: ModelSpec) -> list[MLPSpec]:
     """Return the feed-forward block of each layer."""
     blocks = [block for layer in spec.layers for block in layer.blocks]
     return [b for b in blocks if isinstance(b, MLPSpec) and b.layer_input is None]
+
+
+def _expert_blocks(spec: ModelSpec) -> list[ExpertsSpec]:
+    """Return the mixture of experts of each layer that has one."""
+    blocks = [block for layer in spec.layers for block in layer.blocks]
+    return [block for block in blocks if isinstance(block, ExpertsSpec)]
+
+
+def _experts(block: ExpertsSpec) -> dict[str, Any]:
+    """Return the description of a mixture of experts."""
+    values: dict[str, Any] = {
+        "expert_count": block.router.num_experts,
+        "expert_used_count": block.router.routing.top_k,
+        "expert_feed_forward_length": block.inner,
+    }
+    if block.shared is not None:
+        values["expert_shared_feed_forward_length"] = block.shared.down.inputs
+    return values
 
 
 def first_rope(spec: ModelSpec) -> RopeSpec | None:

@@ -17,7 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.checkpoints.base import Source, Tensors
-from octavo.checkpoints.gguf.architectures import ARCHITECTURES, Architecture, stored_name
+from octavo.checkpoints.gguf.architectures import (
+    ARCHITECTURES,
+    EXPERT,
+    Architecture,
+    stored_name,
+)
 from octavo.checkpoints.gguf.config import NOT_ROTATED, SAMPLING
 from octavo.checkpoints.gguf.file import Heads, tiled_order
 from octavo.checkpoints.registry import open_checkpoint
@@ -50,11 +55,11 @@ _NOT_WRITTEN |= {"qwen3vl", "xverse", "mamba", "mamba2", "jamba", "granitehybrid
 _NOT_WRITTEN |= {"nemotron_h", "rwkv7"}
 _NOT_WRITTEN |= {
     kind for kind in ARCHITECTURES if "expert_count" in ARCHITECTURES[kind].fields.values()
-}
+} - {"qwen2moe", "qwen3moe", "olmoe"}
 _NOT_WRITTEN |= {"minicpm3"}
 """Architectures that are read only: llama.cpp computes another activation (bitnet), they have state
-spaces, the mixers of RWKV, experts or latent attention, they are parts of models, or their models
-in Hugging Face's form have other names than those of Llama."""
+spaces, the mixers of RWKV, latent attention or experts of other kinds, they are parts of models, or
+their models in Hugging Face's form have other names than those of Llama."""
 WRITTEN: tuple[str, ...] = tuple(kind for kind in ARCHITECTURES if kind not in _NOT_WRITTEN)
 """Architectures that are written, by `general.architecture`."""
 _OTHER_KINDS = {
@@ -66,8 +71,17 @@ _OTHER_KINDS = {
 """Kinds of architectures that are not those of their names in `ARCHITECTURES`."""
 _FLOATS = ("altup", "laurel", "per_layer_model_proj")
 """Beginnings of the names of matrices that are not quantized."""
-_FLOATS32 = ("position_embd", "altup_correct_coef", "altup_predict_coef", "ssm_conv1d", "conv")
+_FLOATS32 = (
+    "ffn_gate_inp",
+    "position_embd",
+    "altup_correct_coef",
+    "altup_predict_coef",
+    "ssm_conv1d",
+    "conv",
+)
 """Matrices that are in float32."""
+_BETTER = ("attn_v", "ffn_down")
+"""Beginnings of the names of matrices that may have the better type of a mix."""
 _COMPARED = ("vocab_size", "hidden_size", "max_model_len", "embed", "layers", "head", "streams")
 """Parts of a model that the file must describe."""
 _NOT_COMPARED = ("form", "forms", "scale_given", "tiled")
@@ -293,8 +307,10 @@ def _tensors(
             continue  # metadata
         parts = [_part(source, spec, architecture) for source in sources]
         shape = parts[0].shape
-        if len(parts) > 1 or ".norms." in sources[0].name:
+        if len(parts) > 1 or ".norms." in sources[0].name or EXPERT.search(sources[0].name):
             shape = (len(parts), *shape)
+        elif name.endswith("ffn_gate_inp_shexp.weight"):  # one row, as a vector
+            shape = shape[1:]
         yield _converted(name, _type_in(spec, mix, name, shape), shape, parts, tensors)
     if architecture is ARCHITECTURES["gemma3n"]:
         yield from _unused_tensors(spec, mix)
@@ -407,7 +423,7 @@ def _type_of(
         kind = mix.head
     elif stored == "attn_qkv" and mix.fused is not None:
         kind = mix.fused
-    elif mix.better is not None and layer is not None and stored in ("attn_v", "ffn_down"):
+    elif mix.better is not None and layer is not None and stored.startswith(_BETTER):
         first = 4 if stored == "attn_v" else num_layers // 8
         wanted = layer < first if mix.first_only else _needs_more_bits(layer, num_layers)
         kind = mix.better if wanted else kind

@@ -235,10 +235,13 @@ def _describe_layers(spec: ModelSpec) -> list[str]:
 
 def _describe_block(block: BlockSpec) -> str:
     if isinstance(block, AttentionSpec):
-        window = "" if block.sliding_window is None else f", window {block.sliding_window:,}"
+        seen = "" if block.sliding_window is None else f", window {block.sliding_window:,}"
+        if block.chunk_size is not None:
+            seen = f", chunks of {block.chunk_size:,}"
+        values = "" if block.value_size is None else f" of {block.value_size}"
         return (
             f"attention ({block.num_heads} heads of {block.head_size}, {block.num_kv_heads} of "
-            f"keys and values{window})"
+            f"keys and values{values}{seen})"
         )
     if isinstance(block, LatentAttentionSpec):
         rotated = f"{block.rope_size} rotated" if block.positions else f"{block.rope_size} shared"

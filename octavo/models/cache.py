@@ -90,13 +90,20 @@ class AttentionCache:
 
     num_kv_heads: int
     head_size: int
-    """Number of elements of a head of keys or values."""
+    """Number of elements of a head of keys, and of the room for a head of values."""
     sliding_window: int | None = None
     """Number of positions that a token sees, itself included; None: all before it."""
     first_kv_head: int = 0
     """Index of the rank's first head in the whole model."""
+    chunk_size: int | None = None
+    """Number of positions of a chunk: a token sees only those of its own; None: no chunks."""
 
     rolls_back = True
+
+    @property
+    def sees_all(self) -> bool:
+        """True if a token sees all tokens before it."""
+        return self.sliding_window is None and self.chunk_size is None
 
     def block_nbytes(self, block_size: int, dtype: str) -> int:
         """Implement `CacheSpec`. In int8 each head of a token has a float32 scale."""

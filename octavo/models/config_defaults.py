@@ -71,6 +71,14 @@ _LLAMA4 |= {"num_local_experts": 16, "num_experts_per_tok": 1, "attention_chunk_
 
 _QWEN3_5_MOE = {"num_key_value_heads": 2, "num_experts_per_tok": 8}
 _QWEN3_5_MOE |= {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}
+_MIMO_V2 = _LLAMA | {"rms_norm_eps": 1e-5, "num_key_value_heads": 4, "head_dim": 192}
+_MIMO_V2 |= {"v_head_dim": 128, "max_position_embeddings": 131072, "moe_intermediate_size": 2048}
+_MIMO_V2 |= {"num_experts_per_tok": 8, "n_routed_experts": 256, "sliding_window": 129}
+_MIMO_V2 |= {"attention_value_scale": 0.707}
+_LAGUNA = _LLAMA | {"num_attention_heads": 48, "num_key_value_heads": 8, "head_dim": 128}
+_LAGUNA |= {"max_position_embeddings": 131072, "num_experts": 256, "num_experts_per_tok": 8}
+_LAGUNA |= {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}
+_LAGUNA |= {"sliding_window": 512, "gating": True}
 _LATENT = {"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128}
 _LATENT |= {"qk_rope_head_dim": 64, "v_head_dim": 128}
 _DEEPSEEK_V3 = _LLAMA | _LATENT | {"first_k_dense_replace": 3, "n_shared_experts": 1}
@@ -119,6 +127,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "Gemma4UnifiedForConditionalGeneration": {"model_type": "gemma4_unified"} | _GEMMA4_UNIFIED,
     "Ministral3ForCausalLM": {"model_type": "ministral3"} | _MINISTRAL3,
     "Mistral3ForConditionalGeneration": {"model_type": "mistral3"},
+    "MiMoV2FlashForCausalLM": {"model_type": "mimo_v2_flash"} | _MIMO_V2,
+    "LagunaForCausalLM": {"model_type": "laguna"} | _LAGUNA,
     "Mistral4ForCausalLM": {"model_type": "mistral4", "num_key_value_heads": 32}
     | _LLAMA
     | _LATENT

@@ -61,7 +61,7 @@ def assign(
                 f"quantization={setting}: the checkpoint is not quantized, and Octavo quantizes to "
                 f"{made} only; choose one of these, or leave the setting out."
             )
-        return _with_forms(spec, lambda module: form, keep_exact=True)
+        return _with_forms(spec, lambda module: form, choose_exact=lambda module: PLAIN)
     described = config.section(name)
     method = described.get("quant_method")
     read = METHODS.get(method) if isinstance(method, str) else None
@@ -97,21 +97,34 @@ def assign(
     # A model may have tens of thousands of modules: their names are divided only if lists need it.
     has_names = plain.has_names or any(target.has_names for target, _ in targets)
 
-    def choose(module: str) -> WeightForm:
-        if spec.tied and module in lm_head:
-            return PLAIN
+    def names_of(module: str) -> tuple[list[str], set[str]]:
         names = [module] + [
             stored + module.removeprefix(own)
             for own, stored in spec.prefixes
             if module.startswith(own)
         ]
-        texts = {text for name in names for text in _runs(name)} if has_names else set()
+        return names, {text for name in names for text in _runs(name)} if has_names else set()
+
+    def choose(module: str) -> WeightForm:
+        if spec.tied and module in lm_head:
+            return PLAIN
+        names, texts = names_of(module)
         texts.add("LMHead" if module in lm_head else "Linear")
         if plain.match(names, texts):
             return PLAIN
         return next((form for target, form in targets if target.match(names, texts)), PLAIN)
 
-    return _with_forms(spec, choose, keep_exact=read in PLAIN_ROUTERS)
+    def choose_router(module: str) -> WeightForm:
+        """Return the form of the first target that names the router, and not its neighbors too."""
+        own, neighbor = names_of(module), names_of(f"{module.rpartition('.')[0]}.up_proj")
+        if plain.match(*own):
+            return PLAIN
+        found = (form for t, form in targets if t.match(*own) and not t.match(*neighbor))
+        return next(found, PLAIN)
+
+    return _with_forms(
+        spec, choose, choose_exact=choose_router if read in PLAIN_ROUTERS else choose
+    )
 
 
 def quant_method(config: ConfigJson) -> str | None:
@@ -213,7 +226,7 @@ def _with_forms(
     choose: Callable[[str], WeightForm],
     choose_table: Callable[[str], WeightForm | None] = lambda module: None,
     *,
-    keep_exact: bool = False,
+    choose_exact: Callable[[str], WeightForm] | None = None,
 ) -> _Spec:
     """Return the spec, in which each linear weight has the form that `choose` returns for its name.
 
@@ -223,21 +236,22 @@ def _with_forms(
         spec: the model.
         choose: returns the form of a module.
         choose_table: returns the form of a table of tokens; None: it stays plain.
-        keep_exact: True if the weights of `LinearSpec.exact` stay plain.
+        choose_exact: the same for `LinearSpec.exact`; None: `choose`.
     """
+    choices = choose, choose_exact or choose
     made: dict[int, list[LayerSpec]] = {}
     layers = []
     for index, layer in enumerate(spec.layers):
         names = spec.layer_names.format(spec.first_layer + index)
         try:
-            new = _replace(layer, names, choose, keep_exact)
+            new = _replace(layer, names, *choices)
         except ModelError as error:
             raise ModelError(f"{names.removesuffix('.')}: {error}") from None
         known = made.setdefault(id(layer), [])
         if new not in known:
             known.append(new)
         layers.append(known[known.index(new)])
-    others: _Spec = _replace(replace(spec, layers=()), "", choose, keep_exact)
+    others: _Spec = _replace(replace(spec, layers=()), "", *choices)
     embed = replace(others.embed, form=choose_table(others.embed.module) or PLAIN)
     if (inputs := embed.layer_inputs) is not None:
         inputs = replace(inputs, form=choose_table(inputs.module) or PLAIN)
@@ -245,27 +259,31 @@ def _with_forms(
     return replace(others, layers=tuple(layers), embed=embed)
 
 
-def _replace(value: Any, prefix: str, choose: Callable[[str], WeightForm], keep_exact: bool) -> Any:
+def _replace(
+    value: Any,
+    prefix: str,
+    choose: Callable[[str], WeightForm],
+    choose_exact: Callable[[str], WeightForm],
+) -> Any:
     """Return a block, or a tuple of blocks, with the forms of all linear weights within it.
 
     Args:
         value: any object; an object without linear weights is returned unchanged.
         prefix: prefix of the names of its modules in the checkpoint.
         choose: see `_with_forms`.
-        keep_exact: see `_with_forms`.
+        choose_exact: see `_with_forms`.
     """
     if isinstance(value, LinearSpec):
-        if keep_exact and value.exact:
-            return value
-        forms = tuple(choose(f"{prefix}{module}") for module, _ in value.modules)
+        of_module = choose_exact if value.exact else choose
+        forms = tuple(of_module(f"{prefix}{module}") for module, _ in value.modules)
         return replace(value, forms=() if set(forms) == {PLAIN} else forms)
     if isinstance(value, tuple):
-        items = [_replace(item, prefix, choose, keep_exact) for item in value]
+        items = [_replace(item, prefix, choose, choose_exact) for item in value]
         same = all(new is old for new, old in zip(items, value, strict=True))
         return value if same else tuple(items)
     if is_dataclass(value) and not isinstance(value, type):
         new = {
-            f.name: _replace(getattr(value, f.name), prefix, choose, keep_exact)
+            f.name: _replace(getattr(value, f.name), prefix, choose, choose_exact)
             for f in fields(value)
         }
         changed = {name: item for name, item in new.items() if item is not getattr(value, name)}

@@ -59,9 +59,11 @@ _EXPERTS = (
     "KimiK25ForConditionalGeneration",
     "KimiLinearForCausalLM",
     "Kimi_K25ForConditionalGeneration",
+    "LagunaForCausalLM",
     "Lfm2MoeForCausalLM",
     "Llama4ForCausalLM",
     "Llama4ForConditionalGeneration",
+    "MiMoV2FlashForCausalLM",
     "MiniMaxM2ForCausalLM",
     "Mistral3ForConditionalGeneration",
     "Mistral4ForCausalLM",
@@ -213,10 +215,6 @@ _KINDS = {
     "encoder-decoder, and Octavo's models are decoders",
     r"^(DeepseekV32|GlmMoeDsa|Glm5Next|Qwen4Exp|MiniMaxM3Sparse)": "its attention chooses tokens "
     "with an indexer (sparse attention), which Octavo does not compute",
-    r"^MiMoV2": "its heads of keys and of values have different sizes, which Octavo does "
-    "not compute",
-    r"^Laguna": "its layers have different numbers of heads, and softplus gates, which Octavo does "
-    "not compute",
     r"^DeepseekV4": "it has compressed keys and values, and hyper-connections, which Octavo does "
     "not compute",
     r"ForConditionalGeneration|Vision|VL|Llava|Image": "it processes images or other media, and "

@@ -212,10 +212,14 @@ class ModelSpec:
         return any(isinstance(table, Alibi) for table in self._tables())
 
     @property
-    def uses_sinks(self) -> bool:
-        """True if attention has sinks."""
+    def uses_sinks_or_chunks(self) -> bool:
+        """True if attention has sinks, chunks, or values smaller than keys."""
         blocks = [block for layer in self.distinct_layers for block in layer.blocks]
-        return any(isinstance(block, AttentionSpec) and block.sinks is not None for block in blocks)
+        return any(
+            isinstance(block, AttentionSpec)
+            and (block.sinks, block.chunk_size, block.value_size) != (None, None, None)
+            for block in blocks
+        )
 
     def _tables(self) -> set[Table]:
         layers = self.distinct_layers

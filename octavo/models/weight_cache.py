@@ -284,7 +284,7 @@ class WeightCache:
         Raises:
             ConfigError: the folder cannot be used, or has no room.
         """
-        nbytes = image.nbytes + _trailer_nbytes(image)
+        nbytes, outside = image.nbytes + _trailer_nbytes(image), False
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             check_private_folder(self._folder)
@@ -300,16 +300,17 @@ class WeightCache:
                 with self._new_file(key) as descriptor:
                     writer = ImageWriter(self.file(key), descriptor, image)
                     try:
+                        outside = True
                         yield writer
+                        outside = False
                         writer.finish(key, memory)
                     except BaseException:
                         os.close(writer.file.descriptor)
                         raise
         except OSError as error:
-            raise ConfigError(
-                f"expert_cache cannot write the packed weights to {self._folder} ({error}); set "
-                "weight_cache to another folder."
-            ) from None
+            if outside:  # of the checkpoint, which the caller reads meanwhile
+                raise
+            raise _cannot_write(self._folder, error) from None
 
     def keep(
         self, key: bytes, memory: Bytes, still: Callable[[], bool], image: Image | None = None
@@ -431,10 +432,17 @@ class ImageWriter:
         """The written file, complete when the context has ended."""
 
     def write(self, begin: int, expert: Bytes) -> None:
-        """Write the weights of the expert that begins at byte `begin`."""
+        """Write the weights of the expert that begins at byte `begin`.
+
+        Raises:
+            ConfigError: the file cannot be written.
+        """
         for at in range(0, len(expert), _CHUNK):
             self._sums[begin + at] = _sum(expert[at : at + _CHUNK])
-        _pwrite(self.file.descriptor, expert.data, begin)
+        try:
+            _pwrite(self.file.descriptor, expert.data, begin)
+        except OSError as error:
+            raise _cannot_write(self.file.path.parent, error) from None
 
     def finish(self, key: bytes, memory: Bytes) -> None:
         """Write the other weights, and the checksums."""
@@ -449,6 +457,13 @@ class ImageWriter:
             sums.append(_sum(chunk))
             _pwrite(self.file.descriptor, chunk.data, begin)
         _pwrite(self.file.descriptor, _trailer(key, sums), self._image.nbytes)
+
+
+def _cannot_write(folder: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"expert_cache cannot write the packed weights to {folder} ({error}); set weight_cache to "
+        "another folder."
+    )
 
 
 def _pwrite(descriptor: int, data: memoryview | bytes, offset: int) -> None:

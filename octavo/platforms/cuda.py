@@ -91,10 +91,11 @@ class CUDAPlatform(Platform):
                 return cast("AttentionBackend", attention)
             case "flashinfer":
                 spec = setup.spec
-                if spec.uses_alibi or spec.uses_sinks or setup.dtype == "float32":
+                if spec.uses_alibi or setup.dtype == "float32" or spec.uses_sinks_or_chunks:
                     raise ConfigError(
                         "attention_backend=flashinfer supports neither ALiBi biases, nor attention "
-                        "sinks, nor float32; use attention_backend=triton."
+                        "sinks, nor chunks, nor values smaller than keys, nor float32; use "
+                        "attention_backend=triton."
                     )
                 require_package("attention_backend=flashinfer", "flashinfer", "flashinfer-python")
                 from octavo.attention.flashinfer import FlashInferAttention

@@ -55,11 +55,13 @@ class Case:
     seeds: tuple[int, ...] = ()  # of each request; its place if not given
     history: AttentionBackend | None = None  # writes the cache in its layout; None: the tested one
     value_size: int | None = None  # of latents, which are one head of keys; None: keys and values
+    chunk: int | None = None
+    small: int | None = None  # size of values that are smaller than keys
 
     def params(self) -> AttentionParams:
         slopes = 2.0 ** -torch.arange(1, self.heads + 1) if self.alibi else None
         sinks = self.sink_logits().to(self.dtype) if self.sinks else None
-        return AttentionParams(self.scale, self.window, self.soft_cap, slopes, sinks)
+        return AttentionParams(self.scale, self.window, self.soft_cap, slopes, sinks, self.chunk)
 
     def sink_logits(self) -> Tensor:
         """Return sinks [heads], some below and some above all other logits."""
@@ -71,7 +73,7 @@ class Case:
         qkv = random(seed, self.heads + 2 * self.kv_heads, self.head_size)
         qkv = qkv[: self.requests[request][0]].to(self.dtype)
         query, key, value = qkv.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
-        return 2 * query, key, key if self.value_size else value
+        return 2 * query, key, key if self.value_size else value[..., : self.small]
 
     @cache  # noqa: B019
     def truth(self) -> Tensor:
@@ -93,6 +95,8 @@ class Case:
                 slopes = 2.0 ** -torch.arange(1, self.heads + 1).double()
                 logits += slopes[:, None, None] * (other - at)
             seen = (other <= at) & (other > at - (self.window or context))
+            if self.chunk is not None:
+                seen &= other // self.chunk == at // self.chunk
             logits = logits.masked_fill(~seen, -torch.inf)
             if self.sinks:
                 sinks = self.sink_logits().double()[:, None, None].expand(-1, new, 1)
@@ -128,6 +132,9 @@ class Case:
             slots += positions % self.block_size
             if self.window is not None:
                 needed = max(0, context - new - self.window + 1)
+            elif self.chunk is not None:
+                needed = (context - new) // self.chunk * self.chunk
+            if self.window is not None or self.chunk is not None:
                 slots[:needed] = -1
                 table[r, : needed // self.block_size] = NOWHERE
             # The history as one chunk, this step's tokens as views of a fused tensor
@@ -154,7 +161,7 @@ class Case:
             slot_mapping=torch.cat([torch.empty(0, dtype=torch.int64), *slot_mapping]),
         )
         query = torch.cat([torch.empty(0, self.heads, self.head_size, dtype=self.dtype), *queries])
-        size = self.value_size or self.head_size
+        size = self.value_size or self.small or self.head_size
         out = torch.full((*query.shape[:2], size), torch.nan, dtype=self.dtype)
         if views:
             extra = torch.full((starts[-1], 3, self.head_size), torch.nan, dtype=self.dtype)

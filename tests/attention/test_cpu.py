@@ -69,6 +69,32 @@ def test_sliding_window(window: int, block_size: int, dtype: torch.dtype) -> Non
 
 @isas
 @dtypes
+@pytest.mark.parametrize("chunk", [1, 16, 63, 64, 90, 1000])
+@pytest.mark.parametrize("block_size", [8, 128])
+def test_chunks(chunk: int, block_size: int, dtype: torch.dtype) -> None:
+    """Blocks before the chunk of the step's first token do not exist."""
+    requests = (*MIXED, (300, 1), (300, 90), (181, 1))
+    case = Case(requests, chunk=chunk, block_size=block_size, dtype=dtype)
+    assert_near(case.run(backend), case.truth())
+    shared = Case(((1000, 2),), chunk=700, block_size=block_size, dtype=dtype)  # by the threads
+    assert_near(shared.run(backend), shared.truth())
+
+
+@isas
+@dtypes
+@pytest.mark.parametrize(("head_size", "small"), [(192, 128), (24, 16), (33, 32), (40, 7)])
+def test_values_smaller_than_keys(head_size: int, small: int, dtype: torch.dtype) -> None:
+    """What follows a value in the cache is NaN here, and must not be used."""
+    case = Case(MIXED, head_size=head_size, small=small, dtype=dtype, scale=head_size**-0.5)
+    assert_near(case.run(backend), case.truth())
+    assert_same(case.run(backend, views=True), case.run(backend))
+    for cache_dtype in BYTES:
+        case = dataclasses.replace(case, cache_dtype=cache_dtype)
+        assert_near(case.run(backend), case.truth(), LARGEST)
+
+
+@isas
+@dtypes
 @pytest.mark.parametrize("block_size", [8, 32])
 def test_soft_cap_alibi_and_sinks(block_size: int, dtype: torch.dtype) -> None:
     for soft_cap, alibi, window in [(2.0, False, None), (None, True, None), (3.0, True, 20)]:
@@ -114,6 +140,7 @@ FEATURES = [
     {"soft_cap": 3.0, "alibi": True, "heads": 6, "kv_heads": 1},
     {"heads": 2, "kv_heads": 2, "head_size": 40, "block_size": 128},
     {"heads": 2, "kv_heads": 1, "head_size": 15},
+    {"chunk": 70, "head_size": 24, "small": 16},
 ]
 
 

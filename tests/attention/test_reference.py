@@ -19,9 +19,10 @@ MIXED = ((1, 1), (40, 1), (33, 33), (50, 7), (5, 0), (64, 64))
         Case(MIXED, alibi=True),
         Case(MIXED, sinks=True),
         Case(MIXED, heads=6, kv_heads=1, block_size=8, head_size=24, window=17, soft_cap=5.0),
+        Case(MIXED, chunk=19, head_size=24, small=16),
         Case(()),
     ],
-    ids=["plain", "window", "soft_cap", "alibi", "sinks", "all", "none"],
+    ids=["plain", "window", "soft_cap", "alibi", "sinks", "all", "chunks", "none"],
 )
 def test_against_dense_attention(case: Case, dtype: torch.dtype) -> None:
     for cache_dtype in (None, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8):

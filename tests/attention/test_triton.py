@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 
 import pytest
@@ -68,6 +69,17 @@ def test_sliding_window(window: int) -> None:
     check(Case(((1, 1), (70, 1), (90, 40), (200, 1), (200, 50)), window=window))
 
 
+@pytest.mark.parametrize("chunk", [1, 16, 63, 90, 1000])
+def test_chunks(chunk: int) -> None:
+    """Blocks before the chunk of the step's first token do not exist."""
+    check(Case(((1, 1), (70, 1), (90, 40), (200, 1), (200, 50)), chunk=chunk))
+
+
+@pytest.mark.parametrize("cache_dtype", [None, *BYTES], ids=str)
+def test_values_smaller_than_keys(cache_dtype: torch.dtype | None) -> None:
+    check(Case(MIXED, head_size=24, small=16, cache_dtype=cache_dtype, window=50, sinks=True))
+
+
 @pytest.mark.parametrize(
     ("soft_cap", "alibi", "window"), [(2.0, False, None), (None, True, None), (3.0, True, 20)]
 )
@@ -97,7 +109,10 @@ def cases_of_all_kinds(draw: st.DrawFn) -> tuple[cases.Case, int]:
         soft_cap=draw(st.sampled_from([None, 2.0])),
         alibi=draw(st.booleans()),
         sinks=draw(st.booleans()),
+        small=draw(st.sampled_from([None, 5])),
     )
+    if case.window is None:
+        case = dataclasses.replace(case, chunk=draw(st.sampled_from([None, 1, 7, 32])))
     return case, draw(st.sampled_from([0, 4, 100]))
 
 
@@ -121,7 +136,10 @@ def test_nothing_to_do() -> None:
 LONG = ((300, 1), (1, 1), (128, 1), (257, 1))
 
 
-@pytest.mark.parametrize(("cores", "features"), [(1000, {}), (4, {}), (1000, {"window": 200})])
+@pytest.mark.parametrize(
+    ("cores", "features"),
+    [(1000, {}), (4, {}), (1000, {"window": 200}), (1000, {"chunk": 180, "small": 9})],
+)
 def test_sharing_out_splits_changes_no_bit(
     cores: int, features: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -141,7 +159,7 @@ def test_others_in_the_batch_change_no_bit() -> None:
         assert torch.equal(Case((request,), seeds=(i,)).run(backend())[0], whole[i])
 
 
-@pytest.mark.parametrize("features", [{}, {"window": 50}], ids=str)
+@pytest.mark.parametrize("features", [{}, {"window": 50}, {"chunk": 70}], ids=str)
 def test_batch_invariant_chunks_change_nothing(features: dict[str, int]) -> None:
     attention = backend(batch_invariant=True)
 

@@ -493,12 +493,19 @@ def test_tiles_agree_with_themselves(isa, quantization, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("case", "sizes", "blocks"),
-    [("gemma4", {"sliding_window": 40}, 70), ("qwen3.5", {}, 40), ("qwen3-moe", {}, 40)],
+    [
+        *[("gemma4", {"sliding_window": 40}, 70), ("qwen3.5", {}, 40), ("qwen3-moe", {}, 40)],
+        *[
+            ("mimo-v2", {"sliding_window": 40}, 70),
+            ("llama4-chunks", {"attention_chunk_size": 50}, 90),
+        ],
+        ("laguna", {"sliding_window": 40}, 70),
+    ],
     ids=str,
 )
 def test_layers_of_several_kinds(case, sizes, blocks, tmp_path, monkeypatch):
-    """Layers that read the cache of others, with states, and with experts: in chunks, cached, with
-    drafts, preempted."""
+    """Layers that read the cache of others, with states, with experts, with small values or with
+    chunks: in chunks, cached, with drafts, preempted."""
     architecture, config = CASES[case]
     sizes = {"max_position_embeddings": 304} | sizes
     make_hf(architecture, **config | sizes).save_pretrained(tmp_path)

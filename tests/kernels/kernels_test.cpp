@@ -726,6 +726,7 @@ struct Shape {
   int64_t heads, kv_heads, head_size, block_size, window;
   float soft_cap;
   bool alibi, sinks;
+  int64_t chunk = 0;
 };
 
 template <class T>
@@ -758,8 +759,8 @@ struct Requests {
         slots.push_back(blocks[r].back() * s.block_size + i % s.block_size);
       }
       kernels().write_kv({keys[r].data(), width, s.head_size, values[r].data(), width, s.head_size, kv.data,
-                          block_stride(), slots.data(), lengths[r], s.kv_heads, s.head_size, s.block_size, Type<T>::dtype,
-                          cache});
+                          block_stride(), slots.data(), lengths[r], s.kv_heads, s.head_size, s.head_size, s.block_size,
+                          Type<T>::dtype, cache});
       const std::vector<T> q = random<T>(queries[r] * s.heads * s.head_size);
       query.insert(query.end(), q.begin(), q.end());
       for (auto* cached : {&keys[r], &values[r]})  // as the cache holds them
@@ -812,7 +813,7 @@ struct Requests {
     const int64_t width = s.heads * s.head_size;
     kernels().attention({q.data(), width, s.head_size, out.data(), width, s.head_size, kv.data, block_stride(),
                          start.data(), seq.data(), table.data(), int64_t(wide), count, s.heads, s.kv_heads, s.head_size,
-                         s.head_size, s.block_size, false, s.window, scale(), s.soft_cap, s.alibi ? slopes.data() : nullptr,
+                         s.head_size, s.block_size, false, s.window, s.chunk, scale(), s.soft_cap, s.alibi ? slopes.data() : nullptr,
                          s.sinks ? sinks.data() : nullptr, Type<T>::dtype, cache});
     return out;
   }
@@ -838,7 +839,9 @@ struct Requests {
 
   void check_row(size_t r, int64_t i, int64_t h, int64_t scales_before, const T* out, int64_t at) const {
     const int64_t position = lengths[r] - queries[r] + i, kv_head = h / (s.heads / s.kv_heads);
-    const int64_t first = s.window ? std::max<int64_t>(0, position - s.window + 1) : 0;
+    const int64_t first = s.chunk    ? position / s.chunk * s.chunk
+                          : s.window ? std::max<int64_t>(0, position - s.window + 1)
+                                     : 0;
     std::vector<double> p, sum(s.head_size);
     double most = -INFINITY, total = 0, size = 0;
     auto scale_of = [&](int64_t j, bool value) -> double {
@@ -896,7 +899,8 @@ void test_attention() {
                           {3, 1, 33, 8, 0, 0, true, false},
                           {2, 2, 40, 32, 70, 0, false, true},
                           {6, 2, 16, 64, 0, 2.5f, false, false},
-                          {2, 1, 80, 128, 9, 0, true, false}};
+                          {2, 1, 80, 128, 9, 0, true, false},
+                          {2, 1, 32, 8, 0, 0, false, true, 41}};
   const CacheType caches[] = {CacheType::same, CacheType::e4m3, CacheType::e5m2, CacheType::int8};
   for_types([&](auto t) {
     using T = decltype(t);

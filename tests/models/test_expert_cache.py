@@ -1,5 +1,7 @@
 """Experts in the file of packed weights, with the most used in memory."""
 
+import errno
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from octavo.checkpoints.registry import open_checkpoint
 from octavo.errors import ConfigError
 from octavo.kernels.native import NativeOps
 from octavo.kernels.routing import ExpertActivation
+from octavo.models import loader
 from octavo.models.blocks.base import Parts
 from octavo.models.expert_sizes import ExpertSizes, divide_slots
 from octavo.models.loader import LoadedWeights
@@ -179,3 +182,23 @@ def test_a_disk_without_room_is_reported(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="set weight_cache to another folder"):
         Steps(folder, WeightCache(tmp_path / "file", 2**30), 2)
     assert sorted(tmp_path.iterdir()) == [tmp_path / "file", tmp_path / "lock"]
+
+
+def test_errors_of_the_checkpoint_and_of_the_cache(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint that cannot be read is no problem of the cache's folder."""
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    cache = WeightCache(tmp_path / "cache", 2**30)
+    with monkeypatch.context() as patched:
+        patched.setattr(loader, "_read", fail)
+        with pytest.raises(OSError, match="Input/output error"):
+            load(folder, cache=cache, expert_slots=3)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pwrite", fail)
+        with pytest.raises(ConfigError, match=r"expert_cache cannot write .*Input/output error"):
+            load(folder, cache=cache, expert_slots=3)
+    assert cache.files() == []

@@ -107,6 +107,10 @@ MOE = SIZES | FEW
 WIDE_MOE = WIDE_HEADS | FEW
 LLAMA4 = WIDE_HEADS | {"num_local_experts": 5, "floor_scale": 20, "intermediate_size": 20}
 LLAMA4 |= {"intermediate_size_mlp": 72, "num_hidden_layers": 4}
+MIMO_V2 = WIDE_HEADS | {"head_dim": 24, "v_head_dim": 16, "moe_intermediate_size": 20}
+MIMO_V2 |= {"num_hidden_layers": 4, "sliding_window": 9}
+LAGUNA = WIDE_MOE | {"num_hidden_layers": 3, "sliding_window": 9}
+LAGUNA |= {"shared_expert_intermediate_size": 24}
 COMMAND_MOE = WIDE_MOE | {"num_hidden_layers": 3, "intermediate_size": 20, "sliding_window": 9}
 COMMAND_MOE |= {"first_k_dense_replace": 1, "prefix_dense_intermediate_size": 72}
 
@@ -125,6 +129,7 @@ MSCALE = YARN | {"mscale": 0.7, "mscale_all_dim": 1.3, "beta_fast": 16.0}
 
 HYBRIDS = ("lfm2", "qwen3.5", "kimi-linear", "mamba-odd", "mamba2-odd", "rwkv7")
 MIXTURES = ("mixtral", "qwen2-moe", "qwen3-moe", "gpt-oss", "gemma4-moe", "nemotron-h-latent")
+MIXTURES += ("laguna-elements",)
 LATENTS = ("minicpm3-yarn", "deepseek-v3", "deepseek-v3-queries")
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -778,6 +783,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"interleave_moe_layer_step": 2, "num_experts_per_tok": 2, "use_qk_norm": False}
         | {"no_rope_layers": [0, 1, 1, 1], "attn_temperature_tuning": False},
     ),
+    "llama4-chunks": (
+        "Llama4ForCausalLM",
+        LLAMA4 | {"attention_chunk_size": 21, "no_rope_layers": [1, 0, 1, 1]},
+    ),
     "afmoe": (
         "AfmoeForCausalLM",
         WIDE_MOE
@@ -785,6 +794,47 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"route_scale": 1.3},
     ),
     "hy-v3": ("HYV3ForCausalLM", WIDE_MOE),
+    "mimo-v2": (
+        "MiMoV2FlashForCausalLM",
+        MIMO_V2 | {"num_hidden_layers": 3, "n_routed_experts": 5, "num_experts_per_tok": 2},
+    ),
+    "mimo-v2-groups": (
+        "MiMoV2FlashForCausalLM",
+        MIMO_V2
+        | {"n_routed_experts": 6, "num_experts_per_tok": 3, "n_group": 3, "topk_group": 2}
+        | {"layer_types": ["sliding_attention", "full_attention"] * 2, "attention_bias": True}
+        | {"mlp_layer_types": ["sparse", "dense", "sparse", "sparse"], "v_head_dim": 7}
+        | {"attention_value_scale": None, "norm_topk_prob": False, "routed_scaling_factor": 1.7},
+    ),
+    "mimo-v2-one": (
+        "MiMoV2FlashForCausalLM",
+        MIMO_V2
+        | {"num_hidden_layers": 2, "n_routed_experts": 7, "num_experts_per_tok": 1}
+        | {"num_attention_heads": 6, "num_key_value_heads": 1, "v_head_dim": 24},
+    ),
+    "laguna": (
+        "LagunaForCausalLM",
+        LAGUNA
+        | {"num_attention_heads_per_layer": [4, 6, 2], "moe_routed_scaling_factor": 1.7}
+        | {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+    ),
+    "laguna-elements": (
+        "LagunaForCausalLM",
+        LAGUNA
+        | {"gating": "per-element", "num_experts_per_tok": 1, "moe_router_logit_softcapping": 1.5}
+        | {"layer_types": ["sliding_attention"] * 2 + ["full_attention"], "num_experts": 6}
+        | {"mlp_layer_types": ["sparse", "dense", "sparse"]}
+        | {
+            "rope_parameters": {
+                "full_attention": YARN | {"partial_rotary_factor": 0.5},
+                "sliding_attention": QUARTER | {"partial_rotary_factor": 1.0},
+            }
+        },
+    ),
+    "laguna-all": (
+        "LagunaForCausalLM",
+        LAGUNA | {"num_experts_per_tok": 5, "num_attention_heads_per_layer": [2, 4, 6]},
+    ),
     "command-moe": (
         "Cohere2MoeForCausalLM",
         COMMAND_MOE | {"sliding_window_pattern": 2, "num_shared_experts": 1},
@@ -1043,6 +1093,7 @@ def test_hidden_states_behind_layers(case: str, tmp_path: Path) -> None:
         "olmo2",
         "cohere2",
         "falcon-40b",
+        *("mimo-v2", "laguna", "llama4-chunks"),
         *HYBRIDS,
         *LATENTS,
     ],

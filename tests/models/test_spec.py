@@ -645,14 +645,46 @@ def test_heads_that_do_not_fill_the_hidden_size(tmp_path: Path) -> None:
     assert read(tmp_path, config).caches[0] == AttentionCache(2, 12)
 
 
-def test_llama4_computes_the_first_chunk(tmp_path: Path) -> None:
-    """Some configs write a number for true."""
+def test_chunks_of_llama4(tmp_path: Path) -> None:
+    """A chunk as long as the context hides nothing. Some configs write a number for true."""
     config = LLAMA | {"architectures": ["Llama4ForCausalLM"], "attention_chunk_size": 64}
-    assert read(tmp_path, config).max_model_len == 64
-    full = {"layer_types": ["full_attention"] * 2}
-    assert read(tmp_path, config | full).max_model_len == 512
+    chunked = AttentionCache(2, 128, chunk_size=64)
+    assert read(tmp_path, config).caches == (chunked, chunked)
+    assert read(tmp_path, config | {"no_rope_layers": [1, 0]}).caches[1].sees_all
+    for more in ({"layer_types": ["full_attention"] * 2}, {"attention_chunk_size": 512}):
+        assert all(cache.sees_all for cache in read(tmp_path, config | more).caches)
     tuned = [read(tmp_path, config | {"attn_temperature_tuning": value}) for value in (4, True)]
     assert tuned[0] == tuned[1]
+
+
+def test_published_configs_of_mimo_v2(tmp_path: Path) -> None:
+    """They have other fields than those that transformers saves."""
+    expected = save_config(tmp_path, *CASES["mimo-v2"])
+    config = json.loads((tmp_path / "config.json").read_text())
+    kinds, sparse = config.pop("layer_types"), config.pop("mlp_layer_types")
+    for name in ("rope_parameters", "sliding_window"):
+        del config[name]
+    config |= {"hybrid_layer_pattern": [int(kind[0] == "s") for kind in kinds]}
+    config |= {"moe_layer_freq": [int(kind == "sparse") for kind in sparse]}
+    config |= {"rope_theta": 5e6, "swa_rope_theta": 1e4, "partial_rotary_factor": 0.334}
+    config |= {"sliding_window": 8, "sliding_window_size": 8, "swa_num_key_value_heads": 4}
+    config |= {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "swa_head_dim": 24}
+    assert read(tmp_path, config) == expected
+    for field, value in (("swa_head_dim", 16), ("scoring_func", "softmax"), ("v_head_dim", 25)):
+        with pytest.raises(ModelError, match=field):
+            read(tmp_path, config | {field: value})
+    with pytest.raises(ModelError, match="hybrid_layer_pattern"):
+        read(tmp_path, config | {"hybrid_layer_pattern": [0, 1, 2]})
+
+
+def test_laguna_refuses_what_it_does_not_compute(tmp_path: Path) -> None:
+    save_config(tmp_path, *CASES["laguna"])
+    config = json.loads((tmp_path / "config.json").read_text())
+    wrong = {"gating": False, "num_attention_heads_per_layer": [4, 6], "attention_bias": True}
+    wrong |= {"moe_apply_router_weight_on_input": True}
+    for field, value in wrong.items():
+        with pytest.raises(ModelError, match=field):
+            read(tmp_path, config | {field: value})
 
 
 def test_layers_that_predict_drafts_are_left_out(tmp_path: Path) -> None:

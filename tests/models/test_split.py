@@ -374,7 +374,8 @@ def test_stages_have_every_weight_once_but_for_a_tied_table(case: str, tmp_path:
     ("case", "num_stages"),
     [
         *[("llama", 3), ("opt-350m", 2), ("gemma4", 3), ("gemma3n", 2), ("mamba", 2), ("rwkv7", 3)],
-        ("deepseek-v2", 2),
+        *[("deepseek-v2", 2), ("mimo-v2", 2), ("laguna", 2), ("llama4-chunks", 2)],
+        ("gpt-oss", 2),
     ],
 )
 def test_stages_have_the_bits_of_one(case: str, num_stages: int, tmp_path: Path) -> None:

@@ -24,6 +24,8 @@ SIZES: dict[str, Any] = {
     "tie_word_embeddings": False, "num_experts_per_tok": 4,
 }  # fmt: skip
 QWEN3 = "Qwen3MoeForCausalLM", SIZES | {"num_experts": 5, "moe_intermediate_size": 64}
+QWEN2_SIZES = {name: value for name, value in QWEN3[1].items() if name != "head_dim"}
+QWEN2 = "Qwen2MoeForCausalLM", QWEN2_SIZES | {"shared_expert_intermediate_size": 64}
 MIXTRAL = "MixtralForCausalLM", SIZES | {"num_local_experts": 5, "sliding_window": None}
 LATENT = {name: value for name, value in SIZES.items() if name != "head_dim"} | {
     "num_key_value_heads": 4, "q_lora_rank": 96, "kv_lora_rank": 64, "qk_nope_head_dim": 16,
@@ -200,3 +202,40 @@ def test_a_list_may_have_the_names_of_the_whole_model(tmp_path: Path) -> None:
     own = {name: form for name, form in forms.items() if name.startswith("layers.0.")}
     quantized = {name for name, form in own.items() if form != "plain"}
     assert quantized == {name for name in own if ".experts." in name or ".shared." in name}
+
+
+def forms(folder: Path, model: tuple[str, dict[str, Any]], **description: Any) -> dict[str, str]:
+    """Return the form of each linear weight of a model that is described as quantized."""
+    architecture, sizes = model
+    save_config(folder, architecture, sizes)
+    file = folder / "config.json"
+    config = json.loads(file.read_text()) | {"quantization_config": description}
+    file.write_text(json.dumps(config))
+    return {weight.name: weight.form.name for weight in spec_of(folder).weights()}
+
+
+def test_an_entry_gate_of_awq_is_the_router(tmp_path: Path) -> None:
+    """Projections named gate_proj, of dense layers and of shared experts, are quantized."""
+    shared = QWEN2[1] | {"mlp_only_layers": [0]}
+    for text in ("gate", "mlp.gate"):
+        found = forms(tmp_path, (QWEN2[0], shared), **AWQ, modules_to_not_convert=[text])
+        for name in ("layers.0.gate_up_proj.weight", "layers.1.shared.gate_up_proj.weight"):
+            assert found[name].startswith("awq"), (text, name)
+        assert found["layers.1.experts.0.up.weight"].startswith("awq")
+        assert found["layers.1.router.proj.weight"] == "plain"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "form"),
+    [
+        (r".*\.gate$", "gptq"),
+        (r"+:.*mlp\.gate", "gptq"),
+        (".*mlp", "plain"),
+        (r"-:.*gate$", "plain"),
+    ],
+)
+def test_a_router_that_gptq_names(pattern: str, form: str, tmp_path: Path) -> None:
+    """A pattern for the router alone quantizes it; one for the whole block does not."""
+    found = forms(tmp_path, QWEN3, **GPTQ, dynamic={pattern: {"bits": 8}})
+    assert found["layers.1.router.proj.weight"].startswith(form)
+    assert found["layers.1.experts.0.up.weight"].startswith("gptq")

@@ -10,264 +10,48 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-_NAMES = {
-    "model.embed_tokens": "token_embd",
-    "lm_head": "output",
-    "model.norm": "output_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-}
-"""Modules of Llama, and their names in GGUF; those of layers without their prefixes."""
-
-
-def _experts(router: str, prefix: str, gate: str, up: str, down: str) -> dict[str, str]:
-    """Return the names of a router and of all experts' projections; * is an expert's index."""
-    stored = {gate: "ffn_gate_exps", up: "ffn_up_exps", down: "ffn_down_exps"}
-    return {router: "ffn_gate_inp"} | {f"{prefix}.*.{own}": name for own, name in stored.items()}
-
-
-_EXPERTS = _experts("mlp.gate", "mlp.experts", "gate_proj", "up_proj", "down_proj")
-_MIXTRAL = _experts("block_sparse_moe.gate", "block_sparse_moe.experts", "w1", "w3", "w2")
-_PARTS = ("gate", "up", "down")
-
-
-def _shared(prefix: str) -> dict[str, str]:
-    """Return the names of the block that all tokens use."""
-    return {f"{prefix}.{part}_proj": f"ffn_{part}_shexp" for part in _PARTS}
-
-
-_SHARED_EXPERT = _shared("mlp.shared_expert") | {"mlp.shared_expert_gate": "ffn_gate_inp_shexp"}
-_GROUPED_EXPERTS = {  # DeepSeek and GLM
-    **_EXPERTS,
-    **_shared("mlp.shared_experts"),
-    "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
-}
-_GRANITE_EXPERTS = {
-    **_experts(
-        "block_sparse_moe.router.layer",
-        "block_sparse_moe.experts",
-        *(f"{part}_proj" for part in _PARTS),
-    ),
-    **_shared("shared_mlp"),
-    "shared_mlp.output_linear": "ffn_down_shexp",
-}
-_EXPERT_FIELDS = {
-    "num_experts": "expert_count",
-    "num_experts_per_tok": "expert_used_count",
-    "moe_intermediate_size": "expert_feed_forward_length",
-}
-_GROUPED_FIELDS = {
-    "n_routed_experts": "expert_count",
-    "num_experts_per_tok": "expert_used_count",
-    "moe_intermediate_size": "expert_feed_forward_length",
-    "n_shared_experts": "expert_shared_count",
-    "first_k_dense_replace": "leading_dense_block_count",
-    "routed_scaling_factor": "expert_weights_scale",
-    "n_group": "expert_group_count",
-    "topk_group": "expert_group_used_count",
-}
-_SHARED_SIZE = {"shared_expert_intermediate_size": "expert_shared_feed_forward_length"}
-_LATENT = {
-    "self_attn.q_a_proj": "attn_q_a",
-    "self_attn.q_a_layernorm": "attn_q_a_norm",
-    "self_attn.q_b_proj": "attn_q_b",
-    "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
-    "self_attn.kv_a_layernorm": "attn_kv_a_norm",
-    "self_attn.kv_b_proj": "attn_kv_b",
-    "self_attn.k_b_proj": "attn_k_b",
-    "self_attn.v_b_proj": "attn_v_b",
-}
-_LATENT_FIELDS = {
-    "q_lora_rank": "attention.q_lora_rank",
-    "kv_lora_rank": "attention.kv_lora_rank",
-    "qk_rope_head_dim": "rope.dimension_count",
-}
-_HEAD_NORMS = {"self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm"}
-_OUT_NORMS = {
-    "post_attention_layernorm": "post_attention_norm",
-    "post_feedforward_layernorm": "post_ffw_norm",
-}
-_SANDWICH = _OUT_NORMS | {"pre_feedforward_layernorm": "ffn_norm"}
-_LAYER_INPUTS = {  # Gemma 3n and 4
-    "model.embed_tokens_per_layer": "per_layer_token_embd",
-    "model.per_layer_model_projection": "per_layer_model_proj",
-    "model.per_layer_projection_norm": "per_layer_proj_norm",
-    "per_layer_input_gate": "inp_gate",
-    "per_layer_projection": "proj",
-    "post_per_layer_input_norm": "post_norm",
-}
-_STREAMS = {  # Gemma 3n; its projections are slices of one tensor
-    "altup.correct_output_scale": "altup_correct_scale.weight",
-    "altup.correction_coefs": "altup_correct_coef",
-    "altup.prediction_coefs": "altup_predict_coef",
-    "altup.modality_router": "altup_router",
-    "altup.router_norm": "altup_router_norm",
-    "laurel.linear_left": "laurel_l",
-    "laurel.linear_right": "laurel_r",
-    "laurel.post_laurel_norm": "laurel_post_norm",
-}
-_STREAMS |= {f"model.altup_projections.{i}": "altup_proj" for i in range(63)}
-_STREAMS |= {f"model.altup_unembed_projections.{i}": "altup_unembd_proj" for i in range(63)}
-_GPT2 = {
-    "transformer.wte": "token_embd",
-    "transformer.wpe": "position_embd",
-    "transformer.ln_f": "output_norm",
-    "lm_head": "output",
-    "attn.c_attn": "attn_qkv",
-    "attn.c_proj": "attn_output",
-    "mlp.c_fc": "ffn_up",
-    "mlp.c_proj": "ffn_down",
-    "ln_1": "attn_norm",
-    "ln_2": "ffn_norm",
-}
-_GPT2_FIELDS = {"n_inner": "feed_forward_length", "n_positions": "context_length"}
-_FUSED_UP = {"mlp.gate_up_proj": "ffn_up"}
-_GRANITE = {
-    "attention_multiplier": "attention.scale",
-    "embedding_multiplier": "embedding_scale",
-    "residual_multiplier": "residual_scale",
-    "logits_scaling": "logit_scale",
-}
-_OLD_LAYERS = {  # GPT-NeoX, BLOOM and Falcon
-    "mlp.dense_h_to_4h": "ffn_up",
-    "mlp.dense_4h_to_h": "ffn_down",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-}
-_SELF_ATTENTION = {
-    "self_attention.query_key_value": "attn_qkv",
-    "self_attention.dense": "attn_output",
-}
-
-_LINEAR_ATTENTION = {  # Qwen3-Next and Qwen3.5
-    "linear_attn.in_proj_qkvz": "ssm_in",
-    "linear_attn.in_proj_ba": "ssm_ba",
-    "linear_attn.in_proj_qkv": "attn_qkv",
-    "linear_attn.in_proj_z": "attn_gate",
-    "linear_attn.in_proj_b": "ssm_beta",
-    "linear_attn.in_proj_a": "ssm_alpha",
-    "linear_attn.conv1d": "ssm_conv1d",
-    "linear_attn.A_log": "ssm_a",
-    "linear_attn.dt_bias": "ssm_dt.bias",
-    "linear_attn.norm": "ssm_norm",
-    "linear_attn.out_proj": "ssm_out",
-}
-_LFM2 = {
-    "model.embed_tokens": "token_embd",
-    "lm_head": "output",
-    "model.embedding_norm": "token_embd_norm",
-    "operator_norm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.q_layernorm": "attn_q_norm",
-    "self_attn.k_layernorm": "attn_k_norm",
-    "self_attn.out_proj": "attn_output",
-    "conv.in_proj": "shortconv.in_proj",
-    "conv.conv": "shortconv.conv",
-    "conv.out_proj": "shortconv.out_proj",
-    "ffn_norm": "ffn_norm",
-    "feed_forward.w1": "ffn_gate",
-    "feed_forward.w2": "ffn_down",
-    "feed_forward.w3": "ffn_up",
-}
-
-_LFM2_FIELDS = {
-    "norm_eps": "attention.layer_norm_rms_epsilon",
-    "conv_L_cache": "shortconv.l_cache",
-}
-_QWEN_HYBRID = {
-    **_NAMES,
-    **_HEAD_NORMS,
-    **_LINEAR_ATTENTION,
-    "post_attention_layernorm": "post_attention_norm",
-}
-_QWEN_HYBRID_FIELDS = {
-    "linear_conv_kernel_dim": "ssm.conv_kernel",
-    "linear_key_head_dim": "ssm.state_size",
-    "linear_num_key_heads": "ssm.group_count",
-    "linear_num_value_heads": "ssm.time_step_rank",
-    "full_attention_interval": "full_attention_interval",
-}
-_QWEN_HYBRID_NORMS = ("layernorm.weight", "q_norm.weight", "k_norm.weight", "model.norm.weight")
-
-_RWKV7 = {
-    "model.embeddings": "token_embd",
-    "model.pre_norm": "token_embd_norm",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "attn_norm": "attn_norm",
-    "ffn_norm": "attn_norm_2",
-    "attn.r_proj": "time_mix_receptance",
-    "attn.k_proj": "time_mix_key",
-    "attn.v_proj": "time_mix_value",
-    "attn.o_proj": "time_mix_output",
-    "attn.g_norm": "time_mix_ln",
-    "ffn.x_k": "channel_mix_lerp_k.weight",
-    "ffn.key": "channel_mix_key",
-    "ffn.value": "channel_mix_value",
-}
-_RWKV7 |= {f"attn.x_{name}": "time_mix_lerp_fused.weight" for name in "rwkvag"}
-_RWKV7 |= {f"attn.{name}": f"time_mix_{name}.weight" for name in ("k_k", "k_a", "r_k")}
-for _name in "wavg":  # low-rank projections
-    _RWKV7 |= {f"attn.{_name}_lora.lora.{i}": f"time_mix_{_name}{i or 1}" for i in (0, 2)}
-    _RWKV7[f"attn.{_name}_lora.lora.2.bias"] = f"time_mix_{_name}0.weight"
-
-
-def _mixer(module: str) -> dict[str, str]:
-    """Return the names of the parts of Mamba's mixers, of both versions."""
-    parts = {"in_proj": "ssm_in", "conv1d": "ssm_conv1d", "out_proj": "ssm_out"}
-    parts |= {"norm": "ssm_norm", "A_log": "ssm_a", "D": "ssm_d", "dt_bias": "ssm_dt.bias"}
-    parts |= {"x_proj": "ssm_x", "dt_proj": "ssm_dt"}
-    parts |= {f"{name}_layernorm": f"ssm_{name}_norm" for name in ("dt", "b", "c")}
-    return {f"{module}.{part}": stored for part, stored in parts.items()}
-
-
-_MIXERS = {"norm": "attn_norm", "lm_head": "output", **_mixer("mixer")}
-_MAMBA = {**_MIXERS, "backbone.embeddings": "token_embd", "backbone.norm_f": "output_norm"}
-_GRANITE_HYBRID = {
-    **_NAMES,
-    **_mixer("mamba"),
-    "shared_mlp.gate_proj": "ffn_gate",
-    "shared_mlp.up_proj": "ffn_up",
-    "shared_mlp.output_linear": "ffn_down",
-}
-_JAMBA = {
-    **_NAMES,
-    **_mixer("mamba"),
-    "model.final_layernorm": "output_norm",
-    "pre_ff_layernorm": "ffn_norm",
-    "feed_forward.gate_proj": "ffn_gate",
-    "feed_forward.up_proj": "ffn_up",
-    "feed_forward.down_proj": "ffn_down",
-}
-_FALCON_H1 = _JAMBA | {"pre_ff_layernorm.weight": "ffn_norm"}
-_NEMOTRON_H = {
-    **_MIXERS,
-    "model.embeddings": "token_embd",
-    "model.norm_f": "output_norm",
-    "mixer.q_proj": "attn_q",
-    "mixer.k_proj": "attn_k",
-    "mixer.v_proj": "attn_v",
-    "mixer.o_proj": "attn_output",
-    "mixer.up_proj": "ffn_up",
-    "mixer.down_proj": "ffn_down",
-}
-_MAMBA2_FIELDS = {  # Granite 4, Bamba and Falcon-H1
-    "mamba_n_heads": "ssm.time_step_rank",
-    "mamba_n_groups": "ssm.group_count",
-    "mamba_d_state": "ssm.state_size",
-    "mamba_d_conv": "ssm.conv_kernel",
-}
-_FACTORS = ("embedding", "lm_head", "key", "attention_in", "attention_out", "ssm_in", "ssm_out")
-"""Factors of Falcon-H1, which are parts of the weights in GGUF."""
+from octavo.checkpoints.gguf.names import (
+    EXPERT_FIELDS,
+    EXPERTS,
+    FACTORS,
+    FALCON_H1,
+    FUSED_UP,
+    GPT2,
+    GPT2_FIELDS,
+    GRANITE,
+    GRANITE_EXPERTS,
+    GRANITE_HYBRID,
+    GROUPED_EXPERTS,
+    GROUPED_FIELDS,
+    HEAD_NORMS,
+    JAMBA,
+    LATENT,
+    LATENT_FIELDS,
+    LAYER_INPUTS,
+    LFM2,
+    LFM2_FIELDS,
+    MAMBA,
+    MAMBA2_FIELDS,
+    MIXTRAL,
+    NAMES,
+    NEMOTRON_H,
+    NEMOTRON_H_EXPERTS,
+    NEMOTRON_H_FIELDS,
+    OLD_LAYERS,
+    OUT_NORMS,
+    PARTS,
+    QWEN_HYBRID,
+    QWEN_HYBRID_FIELDS,
+    QWEN_HYBRID_NORMS,
+    RWKV7,
+    SANDWICH,
+    SELF_ATTENTION,
+    SHARED_EXPERT,
+    SHARED_SIZE,
+    STREAMS,
+    experts,
+    shared,
+)
 
 FUSED = "attn_qkv"
 """Tensor with the rows of queries, keys and values; some files have it in place of the three."""
@@ -280,8 +64,8 @@ class Architecture:
     """An architecture of GGUF, and the Hugging Face architecture that computes it."""
 
     name: str
-    names: Mapping[str, str] = field(default_factory=lambda: _NAMES)
-    """Names of modules in GGUF, see `_NAMES`; of tensors that are called neither weight nor bias,
+    names: Mapping[str, str] = field(default_factory=lambda: NAMES)
+    """Names of modules in GGUF, see `NAMES`; of tensors that are called neither weight nor bias,
     their whole names."""
     fields: Mapping[str, str] = field(default_factory=dict)
     """Fields of the config, and the keys of their values, without the architecture's prefix."""
@@ -357,34 +141,34 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "qwen2": Architecture("Qwen2ForCausalLM"),
     "qwen2vl": Architecture("Qwen2_5_VLForConditionalGeneration"),
-    "qwen3": Architecture("Qwen3ForCausalLM", _NAMES | _HEAD_NORMS),
+    "qwen3": Architecture("Qwen3ForCausalLM", NAMES | HEAD_NORMS),
     "llama with experts": Architecture(
         "MixtralForCausalLM",
-        _NAMES | _MIXTRAL,
+        NAMES | MIXTRAL,
         {"num_local_experts": "expert_count", "num_experts_per_tok": "expert_used_count"},
         {"sliding_window": None},
         permuted=True,
     ),
     "qwen2moe": Architecture(
         "Qwen2MoeForCausalLM",
-        _NAMES | _EXPERTS | _SHARED_EXPERT,
-        _EXPERT_FIELDS | _SHARED_SIZE,
+        NAMES | EXPERTS | SHARED_EXPERT,
+        EXPERT_FIELDS | SHARED_SIZE,
     ),
     "qwen3moe": Architecture(
         "Qwen3MoeForCausalLM",
-        _NAMES | _HEAD_NORMS | _EXPERTS,
-        _EXPERT_FIELDS,
+        NAMES | HEAD_NORMS | EXPERTS,
+        EXPERT_FIELDS,
         {"norm_topk_prob": True},
     ),
     "olmoe": Architecture(
         "OlmoeForCausalLM",
-        _NAMES | _HEAD_NORMS | _EXPERTS,
-        _EXPERT_FIELDS,
+        NAMES | HEAD_NORMS | EXPERTS,
+        EXPERT_FIELDS,
     ),
     "gpt-oss": Architecture(
         "GptOssForCausalLM",
-        _NAMES
-        | _experts("mlp.router", "mlp.experts", "gate_proj", "up_proj", "down_proj")
+        NAMES
+        | experts("mlp.router", "mlp.experts", "gate_proj", "up_proj", "down_proj")
         | {"post_attention_layernorm": "post_attention_norm"}
         | {"self_attn.sinks": "attn_sinks.weight"},
         {
@@ -395,77 +179,169 @@ ARCHITECTURES: dict[str, Architecture] = {
         {"split_experts": True},
         windowed=True,
     ),
-    "qwen3vl": Architecture("Qwen3VLForConditionalGeneration", _NAMES | _HEAD_NORMS),
+    "qwen3vl": Architecture("Qwen3VLForConditionalGeneration", NAMES | HEAD_NORMS),
     "qwen35": Architecture(
         "Qwen3_5ForCausalLM",
-        _QWEN_HYBRID,
-        _QWEN_HYBRID_FIELDS,
+        QWEN_HYBRID,
+        QWEN_HYBRID_FIELDS,
         norm_shift=1.0,
-        shifted=_QWEN_HYBRID_NORMS,
+        shifted=QWEN_HYBRID_NORMS,
         predicts=True,
         tiled=True,
     ),
     "qwen35moe": Architecture(
         "Qwen3_5MoeForCausalLM",
-        _QWEN_HYBRID | _EXPERTS | _SHARED_EXPERT,
-        _QWEN_HYBRID_FIELDS | _EXPERT_FIELDS | _SHARED_SIZE,
+        QWEN_HYBRID | EXPERTS | SHARED_EXPERT,
+        QWEN_HYBRID_FIELDS | EXPERT_FIELDS | SHARED_SIZE,
         norm_shift=1.0,
-        shifted=_QWEN_HYBRID_NORMS,
+        shifted=QWEN_HYBRID_NORMS,
         predicts=True,
         tiled=True,
     ),
     "qwen3next": Architecture(
         "Qwen3NextForCausalLM",
-        _QWEN_HYBRID | _EXPERTS | _SHARED_EXPERT,
-        _QWEN_HYBRID_FIELDS | _EXPERT_FIELDS | _SHARED_SIZE,
+        QWEN_HYBRID | EXPERTS | SHARED_EXPERT,
+        QWEN_HYBRID_FIELDS | EXPERT_FIELDS | SHARED_SIZE,
         norm_shift=1.0,
-        shifted=_QWEN_HYBRID_NORMS,
+        shifted=QWEN_HYBRID_NORMS,
         predicts=True,
     ),
     "glm4moe": Architecture(
         "Glm4MoeForCausalLM",
-        _NAMES
-        | _HEAD_NORMS
-        | _GROUPED_EXPERTS
-        | {"post_attention_layernorm": "post_attention_norm"},
-        _GROUPED_FIELDS,
+        NAMES | HEAD_NORMS | GROUPED_EXPERTS | {"post_attention_layernorm": "post_attention_norm"},
+        GROUPED_FIELDS,
+        predicts=True,
+        scores="sigmoid",
+    ),
+    "dots1": Architecture(
+        "Dots1ForCausalLM",
+        NAMES | HEAD_NORMS | GROUPED_EXPERTS,
+        GROUPED_FIELDS,
+        {"n_group": 1, "topk_group": 1, "sliding_window": None},
+        scores="sigmoid",
+    ),
+    "minimax-m2": Architecture(
+        "MiniMaxM2ForCausalLM",
+        NAMES
+        | HEAD_NORMS
+        | MIXTRAL
+        | {"block_sparse_moe.e_score_correction_bias": "exp_probs_b.bias"},
+        {
+            "num_local_experts": "expert_count",
+            "num_experts_per_tok": "expert_used_count",
+            "intermediate_size": "expert_feed_forward_length",
+            "rotary_dim": "rope.dimension_count",
+        },
+        scores="sigmoid",
+    ),
+    "llama4": Architecture(
+        "Llama4ForCausalLM",
+        NAMES
+        | experts(
+            "feed_forward.router", "feed_forward.experts", *(f"{part}_proj" for part in PARTS)
+        )
+        | shared("feed_forward.shared_expert")
+        | {f"feed_forward.{part}_proj": f"ffn_{part}" for part in PARTS},
+        {
+            "num_local_experts": "expert_count",
+            "num_experts_per_tok": "expert_used_count",
+            "intermediate_size": "expert_feed_forward_length",
+            "intermediate_size_mlp": "feed_forward_length",
+            "interleave_moe_layer_step": "interleave_moe_layer_step",
+        },
+        {"split_experts": True},
+        scores="sigmoid",
+    ),
+    "exaone-moe": Architecture(
+        "ExaoneMoeForCausalLM",
+        NAMES
+        | HEAD_NORMS
+        | EXPERTS
+        | shared("mlp.shared_experts")
+        | {"mlp.e_score_correction_bias": "exp_probs_b.bias"},
+        {name: key for name, key in GROUPED_FIELDS.items() if name[2:] != "routed_experts"}
+        | {"num_experts": "expert_count", "num_shared_experts": "expert_shared_count"},
+        windowed=True,
+        window_by_layer=True,
+        predicts=True,
+        scores="sigmoid",
+    ),
+    "afmoe": Architecture(
+        "AfmoeForCausalLM",
+        NAMES
+        | HEAD_NORMS
+        | EXPERTS
+        | shared("mlp.shared_experts")
+        | {
+            "mlp.router.gate": "ffn_gate_inp",
+            "mlp.expert_bias": "exp_probs_b.bias",
+            "self_attn.gate_proj": "attn_gate",
+            "post_attention_layernorm": "post_attention_norm",
+            "pre_mlp_layernorm": "ffn_norm",
+            "post_mlp_layernorm": "post_ffw_norm",
+        },
+        EXPERT_FIELDS
+        | {
+            "num_shared_experts": "expert_shared_count",
+            "num_dense_layers": "leading_dense_block_count",
+            "route_scale": "expert_weights_scale",
+        },
+        {"mup_enabled": True},
+        windowed=True,
+        window_by_layer=True,
+        scores="sigmoid",
+    ),
+    "cohere2moe": Architecture(
+        "Cohere2MoeForCausalLM",
+        NAMES | EXPERTS | shared("mlp.shared_experts"),
+        {
+            "num_experts": "expert_count",
+            "num_experts_per_tok": "expert_used_count",
+            "intermediate_size": "expert_feed_forward_length",
+            "prefix_dense_intermediate_size": "feed_forward_length",
+            "num_shared_experts": "expert_shared_count",
+            "first_k_dense_replace": "leading_dense_block_count",
+            "logit_scale": "logit_scale",
+        },
+        windowed=True,
+        window_by_layer=True,
         predicts=True,
         scores="sigmoid",
     ),
     "deepseek2": Architecture(
         "DeepseekV2ForCausalLM",
-        _NAMES | _LATENT | _GROUPED_EXPERTS,
-        _LATENT_FIELDS | _GROUPED_FIELDS,
+        NAMES | LATENT | GROUPED_EXPERTS,
+        LATENT_FIELDS | GROUPED_FIELDS,
         {"q_lora_rank": None},
         predicts=True,
     ),
     "minicpm3": Architecture(
         "MiniCPM3ForCausalLM",
-        _NAMES | _LATENT,
-        _LATENT_FIELDS,
+        NAMES | LATENT,
+        LATENT_FIELDS,
         # llama.cpp has the factors of the published model.
         {"scale_emb": 12.0, "scale_depth": 1.4, "dim_model_base": 256},
     ),
     "lfm2": Architecture(
         "Lfm2ForCausalLM",
-        _LFM2,
-        _LFM2_FIELDS,
+        LFM2,
+        LFM2_FIELDS,
         {"block_auto_adjust_ff_dim": False},
         varying=("attention.head_count_kv",),
     ),
     "lfm2moe": Architecture(
         "Lfm2MoeForCausalLM",
-        _LFM2
-        | _experts("feed_forward.gate", "feed_forward.experts", "w1", "w3", "w2")
+        LFM2
+        | experts("feed_forward.gate", "feed_forward.experts", "w1", "w3", "w2")
         | {"feed_forward.expert_bias": "exp_probs_b.bias"},
-        _LFM2_FIELDS | _EXPERT_FIELDS | {"num_dense_layers": "leading_dense_block_count"},
+        LFM2_FIELDS | EXPERT_FIELDS | {"num_dense_layers": "leading_dense_block_count"},
         {"norm_topk_prob": True},
         varying=("attention.head_count_kv",),
         scores="sigmoid",
     ),
     "rwkv7": Architecture(
         "RWKV7ForCausalLM",
-        _RWKV7,
+        RWKV7,
         {
             "head_dim": "wkv.head_size",
             "decay_low_rank_dim": "attention.decay_lora_rank",
@@ -477,7 +353,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "mamba": Architecture(
         "MambaForCausalLM",
-        _MAMBA,
+        MAMBA,
         {
             "intermediate_size": "ssm.inner_size",
             "layer_norm_epsilon": "attention.layer_norm_rms_epsilon",
@@ -489,9 +365,10 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "jamba": Architecture(
         "JambaForCausalLM",
-        _JAMBA,
+        JAMBA,
         {
             "num_experts": "expert_count",
+            "num_experts_per_tok": "expert_used_count",
             "mamba_d_state": "ssm.state_size",
             "mamba_d_conv": "ssm.conv_kernel",
             "mamba_dt_rank": "ssm.time_step_rank",
@@ -500,7 +377,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "mamba2": Architecture(
         "Mamba2ForCausalLM",
-        _MAMBA,
+        MAMBA,
         {
             "layer_norm_epsilon": "attention.layer_norm_rms_epsilon",
             "num_heads": "ssm.time_step_rank",
@@ -512,19 +389,17 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "granitehybrid": Architecture(
         "GraniteMoeHybridForCausalLM",
-        _GRANITE_HYBRID,
-        _GRANITE
-        | _MAMBA2_FIELDS
-        | {"shared_intermediate_size": "expert_shared_feed_forward_length"},
+        GRANITE_HYBRID,
+        GRANITE | MAMBA2_FIELDS | {"shared_intermediate_size": "expert_shared_feed_forward_length"},
         {"num_local_experts": 0, "split_shared_mlp": True},
         varying=("attention.head_count_kv",),
         permuted=True,
     ),
     "granitehybrid with experts": Architecture(
         "GraniteMoeHybridForCausalLM",
-        _GRANITE_HYBRID | _GRANITE_EXPERTS,
-        _GRANITE
-        | _MAMBA2_FIELDS
+        GRANITE_HYBRID | GRANITE_EXPERTS,
+        GRANITE
+        | MAMBA2_FIELDS
         | {"shared_intermediate_size": "expert_shared_feed_forward_length"}
         | {"num_local_experts": "expert_count", "num_experts_per_tok": "expert_used_count"},
         {"split_experts": True},
@@ -533,8 +408,8 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "granitemoe": Architecture(
         "GraniteMoeSharedForCausalLM",
-        _NAMES | _GRANITE_EXPERTS,
-        _GRANITE
+        NAMES | GRANITE_EXPERTS,
+        GRANITE
         | {"shared_intermediate_size": "expert_shared_feed_forward_length"}
         | {"num_local_experts": "expert_count", "num_experts_per_tok": "expert_used_count"},
         {"split_experts": True},
@@ -542,28 +417,35 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "falcon-h1": Architecture(
         "FalconH1ForCausalLM",
-        _FALCON_H1,
-        _MAMBA2_FIELDS | {"mamba_d_ssm": "ssm.inner_size"},
-        dict.fromkeys((f"{name}_multiplier" for name in _FACTORS), 1.0)
+        FALCON_H1,
+        MAMBA2_FIELDS | {"mamba_d_ssm": "ssm.inner_size"},
+        dict.fromkeys((f"{name}_multiplier" for name in FACTORS), 1.0)
         | {"mlp_multipliers": [1.0] * 2, "ssm_multipliers": [1.0] * 5}
         | {"mamba_norm_before_gate": False},
     ),
     "nemotron_h": Architecture(
         "NemotronHForCausalLM",
-        _NEMOTRON_H,
-        {
-            "mamba_num_heads": "ssm.time_step_rank",
-            "n_groups": "ssm.group_count",
-            "ssm_state_size": "ssm.state_size",
-            "conv_kernel": "ssm.conv_kernel",
-        },
+        NEMOTRON_H,
+        NEMOTRON_H_FIELDS,
         varying=("attention.head_count_kv", "feed_forward_length"),
         permuted=True,
+    ),
+    "nemotron_h_moe": Architecture(
+        "NemotronHForCausalLM",
+        NEMOTRON_H | NEMOTRON_H_EXPERTS,
+        NEMOTRON_H_FIELDS
+        | GROUPED_FIELDS
+        | {"moe_latent_size": "moe_latent_size"}
+        | {"moe_shared_expert_intermediate_size": "expert_shared_feed_forward_length"},
+        varying=("attention.head_count_kv", "feed_forward_length"),
+        permuted=True,
+        predicts=True,
+        scores="sigmoid",
     ),
     "gemma": Architecture("GemmaForCausalLM", norm_shift=1.0),
     "gemma2": Architecture(
         "Gemma2ForCausalLM",
-        _NAMES | _SANDWICH,
+        NAMES | SANDWICH,
         {
             "attn_logit_softcapping": "attn_logit_softcapping",
             "final_logit_softcapping": "final_logit_softcapping",
@@ -574,7 +456,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "gemma3": Architecture(
         "Gemma3ForCausalLM",
-        _NAMES | _SANDWICH | _HEAD_NORMS,
+        NAMES | SANDWICH | HEAD_NORMS,
         {
             "final_logit_softcapping": "final_logit_softcapping",
             "rope_local_base_freq": "rope.freq_base_swa",
@@ -587,7 +469,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "gemma3n": Architecture(
         "Gemma3nForCausalLM",
-        _NAMES | _SANDWICH | _HEAD_NORMS | _LAYER_INPUTS | _STREAMS,
+        NAMES | SANDWICH | HEAD_NORMS | LAYER_INPUTS | STREAMS,
         {
             "final_logit_softcapping": "final_logit_softcapping",
             "rope_local_base_freq": "rope.freq_base_swa",
@@ -603,10 +485,10 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "gemma4": Architecture(
         "Gemma4ForCausalLM",
-        _NAMES
-        | _SANDWICH
-        | _HEAD_NORMS
-        | _LAYER_INPUTS
+        NAMES
+        | SANDWICH
+        | HEAD_NORMS
+        | LAYER_INPUTS
         | {"layer_scalar": "layer_output_scale.weight"},
         {
             "final_logit_softcapping": "final_logit_softcapping",
@@ -620,10 +502,10 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "gemma4 with experts": Architecture(
         "Gemma4ForCausalLM",
-        _NAMES
-        | _SANDWICH
-        | _HEAD_NORMS
-        | _LAYER_INPUTS
+        NAMES
+        | SANDWICH
+        | HEAD_NORMS
+        | LAYER_INPUTS
         | {
             "layer_scalar": "layer_output_scale.weight",
             "router.proj": "ffn_gate_inp",
@@ -651,7 +533,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "muse-glimmer": Architecture(
         "MuseGlimmerForConditionalGeneration",
-        _NAMES | _SANDWICH | {"self_attn.gate_proj": "attn_gate"},
+        NAMES | SANDWICH | {"self_attn.gate_proj": "attn_gate"},
         {"final_logit_softcapping": "final_logit_softcapping", "output_multiplier": "logit_scale"},
         {"post_norm_eps": 1e-8},
         windowed=True,
@@ -661,23 +543,23 @@ ARCHITECTURES: dict[str, Architecture] = {
         shifted="layernorm.weight",
         constants={"qk_scale_factor": "attn_q_norm", "": "attn_k_norm"},
     ),
-    "granite": Architecture("GraniteForCausalLM", fields=_GRANITE, permuted=True),
+    "granite": Architecture("GraniteForCausalLM", fields=GRANITE, permuted=True),
     "granite_swa": Architecture(
         "GraniteSWAForCausalLM",
-        _NAMES | {"self_attn.sinks": "attn_sinks.weight"},
-        _GRANITE,
+        NAMES | {"self_attn.sinks": "attn_sinks.weight"},
+        GRANITE,
         windowed=True,
         window_by_layer=True,
         permuted=True,
     ),
-    "minicpm": Architecture("GraniteForCausalLM", fields=_GRANITE, permuted=True),
+    "minicpm": Architecture("GraniteForCausalLM", fields=GRANITE, permuted=True),
     "smollm3": Architecture("SmolLM3ForCausalLM", permuted=True),
     "olmo": Architecture(
         "OlmoForCausalLM", fields={"clip_qkv": "attention.clamp_kqv"}, permuted=True
     ),
     "olmo2": Architecture(
         "Olmo2ForCausalLM",
-        _NAMES | _OUT_NORMS | _HEAD_NORMS,
+        NAMES | OUT_NORMS | HEAD_NORMS,
         windowed=True,
         window_by_layer=True,
         windowed_name="Olmo3ForCausalLM",
@@ -687,12 +569,12 @@ ARCHITECTURES: dict[str, Architecture] = {
     "xverse": Architecture("LlamaForCausalLM", permuted=True),
     "bitnet": Architecture(
         "BitNetForCausalLM",
-        _NAMES | {"self_attn.attn_sub_norm": "attn_sub_norm", "mlp.ffn_sub_norm": "ffn_sub_norm"},
+        NAMES | {"self_attn.attn_sub_norm": "attn_sub_norm", "mlp.ffn_sub_norm": "ffn_sub_norm"},
     ),
     "apertus": Architecture(
         "ApertusForCausalLM",
-        _NAMES
-        | _HEAD_NORMS
+        NAMES
+        | HEAD_NORMS
         | {
             "attention_layernorm": "attn_norm",
             "feedforward_layernorm": "ffn_norm",
@@ -705,7 +587,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "stablelm": Architecture(
         "StableLmForCausalLM",
-        _NAMES
+        NAMES
         | {
             "self_attn.q_layernorm.norms": "attn_q_norm",
             "self_attn.k_layernorm.norms": "attn_k_norm",
@@ -713,7 +595,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "phi2": Architecture(
         "PhiForCausalLM",
-        _NAMES
+        NAMES
         | {
             "model.final_layernorm": "output_norm",
             "self_attn.dense": "attn_output",
@@ -723,14 +605,14 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "phi3": Architecture(
         "Phi3ForCausalLM",
-        _NAMES | _FUSED_UP | {"self_attn.qkv_proj": FUSED},
+        NAMES | FUSED_UP | {"self_attn.qkv_proj": FUSED},
         windowed=True,
     ),
     "starcoder2": Architecture(
-        "Starcoder2ForCausalLM", _NAMES | {"mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down"}
+        "Starcoder2ForCausalLM", NAMES | {"mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down"}
     ),
     "command-r": Architecture(
-        "CohereForCausalLM", _NAMES | _HEAD_NORMS, {"logit_scale": "logit_scale"}
+        "CohereForCausalLM", NAMES | HEAD_NORMS, {"logit_scale": "logit_scale"}
     ),
     "cohere2": Architecture(
         "Cohere2ForCausalLM",
@@ -738,11 +620,11 @@ ARCHITECTURES: dict[str, Architecture] = {
         windowed=True,
         window_by_layer=True,
     ),
-    "chatglm": Architecture("GlmForCausalLM", _NAMES | _FUSED_UP),
+    "chatglm": Architecture("GlmForCausalLM", NAMES | FUSED_UP),
     "glm4": Architecture(
         "Glm4ForCausalLM",
-        _NAMES
-        | _FUSED_UP
+        NAMES
+        | FUSED_UP
         | {
             "post_self_attn_layernorm": "post_attention_norm",
             "post_mlp_layernorm": "post_ffw_norm",
@@ -751,20 +633,20 @@ ARCHITECTURES: dict[str, Architecture] = {
     "exaone": Architecture("LlamaForCausalLM"),
     "exaone4": Architecture(
         "Exaone4ForCausalLM",
-        _NAMES | _OUT_NORMS | _HEAD_NORMS,
+        NAMES | OUT_NORMS | HEAD_NORMS,
         windowed=True,
         window_by_layer=True,
         unwindowed={"sliding_window": None},
     ),
     "seed_oss": Architecture(
-        "SeedOssForCausalLM", _NAMES | {"post_attention_layernorm": "post_attention_norm"}
+        "SeedOssForCausalLM", NAMES | {"post_attention_layernorm": "post_attention_norm"}
     ),
     "ernie4_5": Architecture("Ernie4_5ForCausalLM"),
     "ernie4_5-moe": Architecture(
         "Ernie4_5_MoeForCausalLM",
-        _NAMES
-        | _EXPERTS
-        | _shared("mlp.shared_experts")
+        NAMES
+        | EXPERTS
+        | shared("mlp.shared_experts")
         | {"mlp.moe_statics.e_score_correction_bias": "exp_probs_b.bias"},
         {
             "moe_num_experts": "expert_count",
@@ -778,7 +660,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "paddleocr": Architecture("PaddleOCRVLForConditionalGeneration"),
     "hunyuan-dense": Architecture(
         "HunYuanDenseV1ForCausalLM",
-        _NAMES
+        NAMES
         | {
             "self_attn.query_layernorm": "attn_q_norm",
             "self_attn.key_layernorm": "attn_k_norm",
@@ -786,9 +668,9 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "hunyuan-moe": Architecture(
         "HunYuanMoEV1ForCausalLM",
-        _NAMES
-        | _EXPERTS
-        | _shared("mlp.shared_mlp")
+        NAMES
+        | EXPERTS
+        | shared("mlp.shared_mlp")
         | {
             "mlp.gate.wg": "ffn_gate_inp",
             "self_attn.query_layernorm": "attn_q_norm",
@@ -803,16 +685,14 @@ ARCHITECTURES: dict[str, Architecture] = {
     "internlm2": Architecture("LlamaForCausalLM", permuted=True),
     "gpt2": Architecture(
         "GPT2LMHeadModel",
-        _GPT2,
-        _GPT2_FIELDS,
+        GPT2,
+        GPT2_FIELDS,
         layers="transformer.h.",
     ),
-    "starcoder": Architecture(
-        "GPTBigCodeForCausalLM", _GPT2, _GPT2_FIELDS, layers="transformer.h."
-    ),
+    "starcoder": Architecture("GPTBigCodeForCausalLM", GPT2, GPT2_FIELDS, layers="transformer.h."),
     "gptneox": Architecture(
         "GPTNeoXForCausalLM",
-        _OLD_LAYERS
+        OLD_LAYERS
         | {
             "gpt_neox.embed_in": "token_embd",
             "gpt_neox.final_layer_norm": "output_norm",
@@ -825,8 +705,8 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "bloom": Architecture(
         "BloomForCausalLM",
-        _OLD_LAYERS
-        | _SELF_ATTENTION
+        OLD_LAYERS
+        | SELF_ATTENTION
         | {
             "transformer.word_embeddings": "token_embd",
             "transformer.word_embeddings_layernorm": "token_embd_norm",
@@ -838,8 +718,8 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "falcon": Architecture(
         "FalconForCausalLM",
-        _OLD_LAYERS
-        | _SELF_ATTENTION
+        OLD_LAYERS
+        | SELF_ATTENTION
         | {
             "transformer.word_embeddings": "token_embd",
             "transformer.ln_f": "output_norm",

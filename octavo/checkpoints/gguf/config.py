@@ -71,6 +71,9 @@ _IGNORED += ("mm.", "vision.")
 _MOST, _MOST_LAYERS = 1e30, 4096
 NOT_ROTATED = float(np.float32(1e30))
 """Factor of the wavelengths of pairs that Gemma 4 does not rotate."""
+_NORMS_WRITTEN = ("deepseek2", "glm4moe", "dots1", "exaone-moe", "nemotron_h_moe")
+"""Architectures whose files say if the weights of experts are divided by their sum; those of the
+others always are, or never."""
 _LARGE_GEMMAS: dict[tuple[str, Any], float] = {("gemma2", 46): 144.0, ("gemma3", 62): 168.0}
 """Scalars of queries of the 27B models, by architecture and layers; others use the head's size."""
 
@@ -202,6 +205,8 @@ class Description:
         if "expert_count" in self.architecture.fields.values():
             config |= self._routing(in_layers)
         config |= self._special(config, in_layers)
+        if self.kind == "jamba":
+            config |= self._jamba_experts(config, shapes.keys())
         for name in ("bos", "eos", "pad"):
             if (token := self._token(name)) is not None:
                 config[f"{name}_token_id"] = token
@@ -373,6 +378,14 @@ class Description:
                 self.number("feed_forward_length")
                 if (count := self.number("expert_shared_count")) not in (None, 1):
                     raise self.error(f"expert_shared_count={count} is not supported")
+            case "exaone-moe" | "afmoe" | "cohere2moe":
+                self.number("expert_shared_feed_forward_length")  # the product of two others
+                if "sliding_window" not in config:
+                    raise self.error(f"the metadata lacks {self.kind}.attention.sliding_window")
+            case "minimax-m2":
+                self.number("feed_forward_length")  # the experts have the same
+            case "llama4":
+                return self._llama4(config)
             case "rwkv7":
                 # The file says 0 heads.
                 hidden, size = config.get("hidden_size", 0), config.get("head_dim")
@@ -386,7 +399,7 @@ class Description:
                 return self._mamba(in_layers)
             case "jamba":
                 return self._jamba(config, in_layers)
-            case "mamba2" | "granitehybrid" | "falcon-h1" | "nemotron_h":
+            case "mamba2" | "granitehybrid" | "falcon-h1" | "nemotron_h" | "nemotron_h_moe":
                 return self._state_spaces(config, in_layers)
             case "granite" | "granite_swa":
                 if not self._flag("rope.scaling.finetuned", True):
@@ -469,13 +482,27 @@ class Description:
             ModelError: the function of its logits is not the architecture's.
         """
         given, scores = self.number("expert_gating_func"), self.architecture.scores
+        normed = self._flag("expert_weights_norm", False)
         if self.kind == "deepseek2":
             scores = "sigmoid" if "exp_probs_b.bias" in in_layers else "softmax"
+        if self.kind == "cohere2moe" and given == SCORES["softmax"] and normed:
+            return {"expert_selection_fn": "softmax"}
         if given not in (None, 0, SCORES[scores]):
             raise self.error(f"{self.kind}.expert_gating_func={given} is not {scores}")
-        normed = self._flag("expert_weights_norm", False)
-        written = normed or self.kind in ("deepseek2", "glm4moe")  # the others always are
+        if self.kind == "afmoe" and not normed:
+            raise self.error(f"{self.kind}.expert_weights_norm=false is not supported")
+        if self.kind == "cohere2moe":
+            return {"expert_selection_fn": "sigmoid", "norm_topk_prob": normed}
+        written = normed or self.kind in _NORMS_WRITTEN
         return {"norm_topk_prob": normed} if written else {}
+
+    def _llama4(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the fields of Llama 4 that llama.cpp has as constants."""
+        fields: dict[str, Any] = {"use_qk_norm": config.get("num_local_experts") != 128}
+        if self._value("attention.sliding_window") == 0:  # no chunks, and positions in all layers
+            rotated = [1] * self._layer_count(config)
+            return fields | {"attention_chunk_size": None, "no_rope_layers": rotated}
+        return fields | {"attention_chunk_size": 8192, "attn_temperature_tuning": True}
 
     def _latent_attention(self, config: Mapping[str, Any], tensors: Set[str]) -> dict[str, Any]:
         """Return the fields of latent attention, which may be described as one of few large heads.
@@ -523,16 +550,8 @@ class Description:
 
     def _jamba(self, config: Mapping[str, Any], in_layers: Set[str]) -> dict[str, Any]:
         """Return the fields of Jamba, where each n-th layer has attention."""
-        self._known.add("expert_used_count")
         heads, count = self._heads_by_layer(config)
-        chosen = [i for i, number in enumerate(heads) if number]
-        first = chosen[0] if chosen else len(heads)
-        period = chosen[1] - first if len(chosen) > 1 else len(heads) + 1
-        if chosen != [i for i in range(len(heads)) if i % period == first]:
-            raise self.error(
-                f"{self.kind}.attention.head_count_kv does not choose each n-th of {len(heads)} "
-                "layers"
-            )
+        period, first = self._every_nth("attention.head_count_kv", heads)
         inner, hidden = self.number("ssm.inner_size"), config.get("hidden_size")
         if not inner or not hidden:
             raise self.error("the metadata lacks ssm.inner_size or embedding_length")
@@ -545,6 +564,36 @@ class Description:
             "mamba_conv_bias": "ssm_conv1d.bias" in in_layers,
         }
 
+    def _jamba_experts(self, config: Mapping[str, Any], tensors: Set[str]) -> dict[str, Any]:
+        """Return the fields of Jamba's experts, which each n-th layer has.
+
+        Args:
+            config: the other fields.
+            tensors: names of all tensors.
+        """
+        layers = range(self._layer_count(config))
+        routers = [f"blk.{i}.ffn_gate_inp.weight" in tensors for i in layers]
+        period, first = self._every_nth("expert_count", routers)
+        return {"expert_layer_period": period, "expert_layer_offset": first}
+
+    def _every_nth(self, key: str, chosen: Sequence[object]) -> tuple[int, int]:
+        """Return the distance of the chosen layers, and the index of the first one.
+
+        Args:
+            key: the key that chooses them.
+            chosen: for each layer, a true value if it is chosen.
+
+        Raises:
+            ModelError: their distances differ.
+        """
+        count = len(chosen)
+        indices = [i for i, one in enumerate(chosen) if one]
+        first = indices[0] if indices else count
+        period = indices[1] - first if len(indices) > 1 else count + 1
+        if indices != [i for i in range(count) if i % period == first]:
+            raise self.error(f"{self.kind}.{key} does not choose each n-th of {count} layers")
+        return period, first
+
     def _state_spaces(self, config: Mapping[str, Any], in_layers: Set[str]) -> dict[str, Any]:
         """Return the fields of the families with Mamba-2's mixers."""
         heads, inner = self.number("ssm.time_step_rank"), self.number("ssm.inner_size")
@@ -554,7 +603,7 @@ class Description:
         size = inner // heads
         expand = _expansion(inner, hidden)
         conv_bias, in_bias = "ssm_conv1d.bias" in in_layers, "ssm_in.bias" in in_layers
-        if self.kind in ("mamba2", "nemotron_h"):
+        if self.kind in ("mamba2", "nemotron_h", "nemotron_h_moe"):
             fields: dict[str, Any] = {"use_conv_bias": conv_bias, "use_bias": in_bias}
         else:
             fields = {"mamba_conv_bias": conv_bias, "mamba_proj_bias": in_bias}
@@ -568,11 +617,13 @@ class Description:
         kv_heads, num_kv_heads = self._heads_by_layer(config)
         sizes, size_of_mlps = self._by_layer("feed_forward_length", config, 1)
         kinds = ["attention" if count else "mamba" for count in kv_heads]
-        if self.kind == "nemotron_h":
-            kinds = ["mlp" if n else kind for n, kind in zip(sizes, kinds, strict=True)]
+        is_nemotron = self.kind in ("nemotron_h", "nemotron_h_moe")
+        if is_nemotron:
+            own = "mlp" if self.kind == "nemotron_h" else "moe"
+            kinds = [own if n else kind for n, kind in zip(sizes, kinds, strict=True)]
         fields["num_key_value_heads"], fields["intermediate_size"] = num_kv_heads, size_of_mlps
         has_rope = self._flag("rope.scaling.finetuned", True)
-        if self.kind == "nemotron_h":
+        if is_nemotron:
             return fields | {"layers_block_type": kinds, "mamba_head_dim": size}
         head_dim = config.get("head_dim", 1)
         fields["layer_types"] = kinds
@@ -653,6 +704,13 @@ class Description:
                 "sliding_attention": {"rope_theta": theta},
             },
         }
+
+    def _layer_count(self, config: Mapping[str, Any]) -> int:
+        """Return the number of layers."""
+        count = config.get("num_hidden_layers", 0)
+        if type(count) is not int or not 0 <= count <= _MOST_LAYERS:
+            raise self.error(f"{self.kind}.block_count={count} is not supported")
+        return count
 
     def _of_layers(self, key: str, count: int) -> list[Any]:
         """Return the number of each layer."""

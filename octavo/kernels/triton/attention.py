@@ -105,6 +105,7 @@ def _tiles(
     BLOCK_STRIDE: tl.constexpr,
     PAGE: tl.constexpr,
     WINDOW: tl.constexpr,
+    LOCAL_CHUNK: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     ALIBI: tl.constexpr,
     FP8: tl.constexpr,
@@ -171,6 +172,8 @@ def _tiles(
             seen = rows[:, None] & (distance <= 0)
             if WINDOW:
                 seen = seen & (distance > -WINDOW)
+            if LOCAL_CHUNK:
+                seen = seen & (n[None, :] >= (positions // LOCAL_CHUNK * LOCAL_CHUNK)[:, None])
             logits = tl.where(seen, logits, float("-inf"))
         new = tl.maximum(largest, tl.max(logits, axis=1) * factor)
         base = tl.where(new == float("-inf"), 0.0, new)
@@ -199,7 +202,7 @@ def _finish(
     sinks,
     heads,
     rows,
-    HEAD_SIZE: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
     SINKS: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
@@ -212,7 +215,7 @@ def _finish(
     # Rows without a query have a total of 0.
     result = acc / tl.where(total > 0.0, total, 1.0)[:, None]
     d = tl.arange(0, BLOCK_D)
-    mask = rows[:, None] & (d < HEAD_SIZE)[None, :]
+    mask = rows[:, None] & (d < VALUE_SIZE)[None, :]
     tl.store(out_at + d[None, :], result.to(out_at.dtype.element_ty), mask=mask)
 
 
@@ -236,11 +239,13 @@ def _prefill(
     table_stride,
     GROUP: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
     REST: tl.constexpr,
     ROW: tl.constexpr,
     BLOCK_STRIDE: tl.constexpr,
     PAGE: tl.constexpr,
     WINDOW: tl.constexpr,
+    LOCAL_CHUNK: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     ALIBI: tl.constexpr,
     SINKS: tl.constexpr,
@@ -281,6 +286,8 @@ def _prefill(
         begin = 0
         if WINDOW:
             begin = tl.maximum(0, first - WINDOW + 1)
+        if LOCAL_CHUNK:
+            begin = first // LOCAL_CHUNK * LOCAL_CHUNK
         slopes = rows
         if ALIBI:
             slopes = tl.load(alibi_slopes + heads, mask=rows, other=0.0)
@@ -294,7 +301,7 @@ def _prefill(
         total = tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         from_n = begin // BLOCK_N * BLOCK_N
-        if WINDOW == 0:
+        if WINDOW == 0 and LOCAL_CHUNK == 0:
             # All rows see the tiles before the first query's.
             whole = (first + 1) // BLOCK_N * BLOCK_N
             largest, total, acc = _tiles(
@@ -322,6 +329,7 @@ def _prefill(
                 BLOCK_STRIDE,
                 PAGE,
                 WINDOW,
+                LOCAL_CHUNK,
                 SOFT_CAP,
                 ALIBI,
                 FP8,
@@ -358,6 +366,7 @@ def _prefill(
             BLOCK_STRIDE,
             PAGE,
             WINDOW,
+            LOCAL_CHUNK,
             SOFT_CAP,
             ALIBI,
             FP8,
@@ -369,7 +378,7 @@ def _prefill(
             BLOCK_REST,
         )
         out_at = out + tokens[:, None] * out_token_stride + heads[:, None] * out_head_stride
-        _finish(out_at, largest, total, acc, sinks, heads, rows, HEAD_SIZE, SINKS, BLOCK_D)
+        _finish(out_at, largest, total, acc, sinks, heads, rows, VALUE_SIZE, SINKS, BLOCK_D)
 
 
 @triton.jit(do_not_specialize=["num_reqs", "max_splits"])  # they change from step to step
@@ -395,11 +404,13 @@ def _attention(
     max_splits,
     GROUP: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
     REST: tl.constexpr,
     ROW: tl.constexpr,
     BLOCK_STRIDE: tl.constexpr,
     PAGE: tl.constexpr,
     WINDOW: tl.constexpr,
+    LOCAL_CHUNK: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     ALIBI: tl.constexpr,
     SINKS: tl.constexpr,
@@ -454,6 +465,8 @@ def _attention(
         begin = 0
         if WINDOW:
             begin = tl.maximum(0, context + first_query - WINDOW + 1)
+        if LOCAL_CHUNK:
+            begin = (context + first_query) // LOCAL_CHUNK * LOCAL_CHUNK
         first_split = begin // SPLIT
         end_split = tl.cdiv(end, SPLIT)
         programs = tl.num_programs(2)
@@ -506,6 +519,7 @@ def _attention(
                 BLOCK_STRIDE,
                 PAGE,
                 WINDOW,
+                LOCAL_CHUNK,
                 SOFT_CAP,
                 ALIBI,
                 FP8,
@@ -533,7 +547,7 @@ def _attention(
                 )
         if (not shared) & (tl.program_id(2) == 0):
             out_at = out + tokens[:, None] * out_token_stride + heads[:, None] * out_head_stride
-            _finish(out_at, largest, total, acc, sinks, heads, rows, HEAD_SIZE, SINKS, BLOCK_D)
+            _finish(out_at, largest, total, acc, sinks, heads, rows, VALUE_SIZE, SINKS, BLOCK_D)
 
 
 @triton.jit(do_not_specialize=["max_splits"])
@@ -548,8 +562,9 @@ def _merge_splits(
     out_head_stride,
     max_splits,
     HEADS: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
+    LOCAL_CHUNK: tl.constexpr,
     SINKS: tl.constexpr,
     SPLIT: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -565,6 +580,8 @@ def _merge_splits(
     first_split = 0
     if WINDOW:
         first_split = tl.maximum(0, seq_len - WINDOW) // SPLIT
+    if LOCAL_CHUNK:
+        first_split = (seq_len - 1) // LOCAL_CHUNK * LOCAL_CHUNK // SPLIT
     end_split = tl.cdiv(seq_len, SPLIT)
     if (query_len == 1) & (end_split - first_split > 1):
         d = tl.arange(0, BLOCK_D)
@@ -613,7 +630,7 @@ def _merge_splits(
             sinks,
             head + one,
             rows,
-            HEAD_SIZE,
+            VALUE_SIZE,
             SINKS,
             BLOCK_D,
         )
@@ -621,12 +638,6 @@ def _merge_splits(
 
 def _block_d(head_size: int) -> int:
     return int(max(16, triton.next_power_of_2(head_size)))
-
-
-def splits_floats(out: Tensor, num_reqs: int, max_splits: int) -> int:
-    """Return the number of floats of the splits of a step's decode rows; `out` is [T, H, D]."""
-    _, heads, head_size = out.shape
-    return num_reqs * heads * max_splits * (_block_d(head_size) + 4)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -640,9 +651,10 @@ class Step:
         query_start_loc: int32 [R + 1].
         seq_lens: int32 [R].
         block_table: int32 [R, blocks].
-        out: [T, H, D], with latents [T, H, V], written.
+        out: [T, H, V], written; V is the size of the values.
         scale: factor of the logits.
         sliding_window: positions visible, or None.
+        chunk_size: positions of a chunk, or None.
         logits_soft_cap: or None.
         alibi_slopes: float32 [H], or None.
         sinks: [H] in the query's dtype, or None.
@@ -659,6 +671,7 @@ class Step:
     out: Tensor
     scale: float
     sliding_window: int | None = None
+    chunk_size: int | None = None
     logits_soft_cap: float | None = None
     alibi_slopes: Tensor | None = None
     sinks: Tensor | None = None
@@ -670,6 +683,16 @@ class Step:
     def latent(self) -> bool:
         """True if the cache has latents."""
         return self.kv_cache.dim() == 3
+
+    @property
+    def head_size(self) -> int:
+        """Number of elements of a key, or of those of a latent that are the value."""
+        return (self.out if self.latent else self.query).shape[2]
+
+    def splits_floats(self, max_splits: int) -> int:
+        """Return the number of floats of the splits of the step's decode rows."""
+        rows = self.seq_lens.shape[0] * self.out.shape[1]
+        return rows * max_splits * (_block_d(self.head_size) + 4)
 
     @property
     def groups(self) -> int:
@@ -685,7 +708,7 @@ class Step:
 
         They are those of the registers and of 99 KiB of shared memory.
         """
-        wide, block_d = self.query.element_size() == 4, _block_d(self.out.shape[2])
+        wide, block_d = self.query.element_size() == 4, _block_d(self.head_size)
         if block_d > 256:
             return (16, 16) if wide else (32, 16)
         match wide, block_d > 128:
@@ -699,7 +722,7 @@ class Step:
     def arguments(self, block_m: int) -> dict[str, Any]:
         """Return the arguments that both kernels have; `block_m` is the number of rows."""
         query, out, cache = self.query, self.out, self.kv_cache
-        head_size, size = out.shape[2], query.shape[2]
+        head_size, size = self.head_size, query.shape[2]
         page = cache.shape[1 if self.latent else 2]
         return {
             "out": out,
@@ -720,11 +743,13 @@ class Step:
             "table_stride": self.block_table.stride(0),
             "GROUP": query.shape[1] // self.groups,
             "HEAD_SIZE": head_size,
+            "VALUE_SIZE": out.shape[2],
             "REST": size - head_size if self.latent else None,
             "ROW": size if self.latent else self.groups * size,
             "BLOCK_STRIDE": cache.stride(0),
             "PAGE": page,
             "WINDOW": self.sliding_window or 0,
+            "LOCAL_CHUNK": self.chunk_size or 0,
             "SOFT_CAP": self.logits_soft_cap is not None,
             "ALIBI": self.alibi_slopes is not None,
             "SINKS": self.sinks is not None,
@@ -759,13 +784,13 @@ def attention(
         max_splits: number of splits of the longest context in the step, up to `MOST_SPLITS`.
         programs: number of programs that share the splits of a decode row and KV head; changes no
             bit.
-        workspace: float32, at least `splits_floats` numbers if `programs` is above 1.
+        workspace: float32, at least `Step.splits_floats` numbers if `programs` is above 1.
         block_m: maximum number of rows (queries times query heads of a KV head) of a program.
     """
     query, out = step.query, step.out
-    tokens, heads, head_size = out.shape
+    tokens, heads, value_size = out.shape
     num_reqs, groups = step.seq_lens.shape[0], step.groups
-    group, block_d = heads // groups, _block_d(head_size)
+    group, block_d = heads // groups, _block_d(step.head_size)
     most_rows, block_n = step.most
     block_m = max(min(block_m, most_rows), triton.next_power_of_2(group))
     large = block_m > 64 or (block_m > 16 and (block_d > 128 or query.element_size() == 4))
@@ -774,7 +799,7 @@ def attention(
     assert max_splits <= MOST_SPLITS
     partial_out = partial_stats = workspace
     if programs > 1:
-        assert len(workspace) >= splits_floats(out, num_reqs, max_splits)
+        assert len(workspace) >= step.splits_floats(max_splits)
         partial_stats = workspace[num_reqs * heads * max_splits * block_d :]
     tiles = tokens // (block_m // group) + num_reqs if rows == "tiles" else num_reqs
     _attention[(tiles, groups, programs)](
@@ -799,8 +824,9 @@ def attention(
             out.stride(1),
             max_splits,
             HEADS=heads,
-            HEAD_SIZE=head_size,
+            VALUE_SIZE=value_size,
             WINDOW=step.sliding_window or 0,
+            LOCAL_CHUNK=step.chunk_size or 0,
             SINKS=step.sinks is not None,
             SPLIT=split,
             BLOCK_D=block_d,

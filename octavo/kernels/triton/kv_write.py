@@ -39,6 +39,7 @@ def _rotate_and_write(
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
     PAGE: tl.constexpr,
     ROTARY: tl.constexpr,
     NEOX: tl.constexpr,
@@ -74,7 +75,8 @@ def _rotate_and_write(
             to += head * HEAD_SIZE
             rest = there & (d < HEAD_SIZE)
             v = value + token * value_token_stride + head * value_head_stride
-            _put(to + PAGE * rows + d, tl.load(v + d, mask=rest, other=0.0), rest, FP8)
+            v = tl.load(v + d, mask=rest & (d < VALUE_SIZE), other=0.0)
+            _put(to + PAGE * rows + d, v, rest, FP8)
             k = key + token * key_token_stride + head * key_head_stride
             if ROTARY:
                 pair = there & (i < half)
@@ -107,11 +109,11 @@ def write_kv(
     cos_sin_cache: Tensor | None = None,
     is_neox: bool = True,
 ) -> None:
-    """Store keys and values [T, KVH, D] in their slots; with `query`, rotate query and key first.
+    """Store keys and values in their slots; with `query`, rotate query and key first.
 
     Args:
-        key: not changed: rotated keys are only written to the cache.
-        value: not changed.
+        key: [T, KVH, D]; not changed: rotated keys are only written to the cache.
+        value: [T, KVH, V], V at most D; not changed. The cache receives zeros after it.
         kv_cache: [blocks, 2, block_size, KVH, D], any stride of blocks; uint8 for a cache in FP8.
         slot_mapping: int64 [T]; tokens with -1 are not stored.
         format: see `octavo.kernels.triton.fp8`.
@@ -151,6 +153,7 @@ def write_kv(
         HEADS=heads,
         KV_HEADS=kv_heads,
         HEAD_SIZE=head_size,
+        VALUE_SIZE=value.shape[2],
         PAGE=kv_cache.shape[2],
         ROTARY=rotary,
         NEOX=is_neox,

@@ -7,24 +7,18 @@ from collections.abc import Container, Sequence
 from octavo.kv_cache.kinds.base import SingleTypeKVCacheManager
 
 
-class SlidingWindowManager(SingleTypeKVCacheManager):
-    """Pages with a window.
+class LocalAttentionManager(SingleTypeKVCacheManager):
+    """Pages that are freed when no later token sees them.
 
-    Args:
-        block_size: tokens in a block.
-        sliding_window: number of positions visible to a token, including itself.
+    Subclasses decide the first visible position by `first_needed_block` and `max_blocks`.
     """
-
-    def __init__(self, block_size: int, sliding_window: int) -> None:
-        super().__init__(block_size)
-        self.sliding_window = sliding_window
 
     def longest_hit(
         self, block_hashes: Sequence[bytes], num_tokens: int, known: Container[bytes]
     ) -> int:
         """Implement `SingleTypeKVCacheManager`.
 
-        A prefix is usable if all blocks of the window before its end are known.
+        A prefix is usable if all blocks before its end that the next token sees are known.
         """
         end = len(block_hashes)
         while end:
@@ -38,8 +32,21 @@ class SlidingWindowManager(SingleTypeKVCacheManager):
         return 0
 
     def num_blocks_to_admit(self, end: int, num_tokens: int) -> int:
-        """Return the first step's entries: pages that leave the window make room for later ones."""
+        """Return the first step's entries: pages that are freed make room for later ones."""
         return self.num_blocks(end)
+
+
+class SlidingWindowManager(LocalAttentionManager):
+    """Pages with a window.
+
+    Args:
+        block_size: tokens in a block.
+        sliding_window: number of positions visible to a token, including itself.
+    """
+
+    def __init__(self, block_size: int, sliding_window: int) -> None:
+        super().__init__(block_size)
+        self.sliding_window = sliding_window
 
     def first_needed_block(self, num_computed_tokens: int) -> int:
         """Return the entry with the first position in the next token's window."""

@@ -10,8 +10,10 @@ import numpy as np
 
 from octavo.checkpoints.base import Source
 from octavo.errors import ConfigError
+from octavo.kernels.routing import Gate
 from octavo.layers.rope_spec import RopeSpec
 from octavo.models.blocks.base import BlockSpec, LargestStep, Table
+from octavo.models.blocks.factors import Factors
 from octavo.models.blocks.linear import LinearSpec
 from octavo.models.blocks.norm import HeadNormsSpec, RMSNormSpec
 from octavo.models.cache import AttentionCache
@@ -82,12 +84,20 @@ class AttentionSpec(BlockSpec):
     num_heads: int
     num_kv_heads: int
     head_size: int
+    """Number of elements of a head of queries or keys."""
     scale: float
     """Factor on the attention scores."""
     positions: RopeSpec | Alibi | None
     """Position encoding: rotary or ALiBi; None: the attention uses no positions."""
     sliding_window: int | None = None
     """Number of positions that a token sees, itself included; None: all."""
+    chunk_size: int | None = None
+    """Number of positions of a chunk: a token sees only those of its own (Llama 4); None: none."""
+    value_size: int | None = None
+    """Number of elements of a head of values, at most `head_size`; None: that of keys. The cache
+    has room for `head_size` elements of each (MiMo V2)."""
+    value_scale: float = 1.0
+    """Factor of the values (MiMo V2)."""
     soft_cap: float | None = None
     """Soft cap of the attention scores (Gemma 2)."""
     q_norm: RMSNormSpec | HeadNormsSpec | None = None
@@ -106,7 +116,10 @@ class AttentionSpec(BlockSpec):
     """Separate projections to a rank's queries and keys, if a norm covers the heads of all ranks.
     `qkv_proj` then computes only the rank's values. None: `qkv_proj` computes all three."""
     gated: bool = False
-    """True if the sigmoid of a gate is a factor of each head's result (Muse Glimmer)."""
+    """True if a gate is a factor of each head's result, after `gate_activation` (Muse Glimmer)."""
+    gate_activation: Gate = "sigmoid"
+    gates_of_heads: bool = False
+    """True if a head has one gate for all elements of its result (Laguna); False: one for each."""
     gates_follow_queries: bool = False
     """True if `qkv_proj` computes the gate of a head directly after its query (Qwen3-Next); False:
     all gates after the values."""
@@ -139,16 +152,22 @@ class AttentionSpec(BlockSpec):
             )
         (first, end), (first_kv, end_kv) = self._share(rank)
         heads, kv_heads = end - first, end_kv - first_kv
-        positions, size = self.positions, self.head_size
-        queries, keys = (self.num_heads, first, end), (self.num_kv_heads, first_kv, end_kv)
-        gates = [queries] if self.gated else []
+        positions, size, value_size = self.positions, self.head_size, self.size_of_values
+        queries = self.num_heads, first, end, size
+        keys = self.num_kv_heads, first_kv, end_kv, size
+        stacked = [queries, keys, (*keys[:3], value_size)]
+        if self.source is not None:
+            stacked = stacked[:1]
+        elif self.values_are_keys:
+            stacked = stacked[:2]
         if self.gates_follow_queries:
-            queries, gates = (2 * self.num_heads, 2 * first, 2 * end), []
-        keys_and_values = [] if self.source is not None else [keys] * (2 - self.values_are_keys)
+            stacked[0] = 2 * self.num_heads, 2 * first, 2 * end, size
+        elif self.gated:
+            stacked.append((*queries[:3], self.gate_size))
         before, parts = 0, []
-        for number, a, b in [queries, *keys_and_values, *gates]:
-            parts.append(((before + a) * size, (before + b) * size))
-            before += number
+        for number, a, b, each in stacked:
+            parts.append((before + a * each, before + b * each))
+            before += number * each
         qk_proj = None
         if any(norm and norm.size != size for norm in (self.q_norm, self.k_norm)):
             qk_proj = self.qkv_proj.split(parts[0]), self.qkv_proj.split(parts[1])
@@ -162,7 +181,7 @@ class AttentionSpec(BlockSpec):
         return replace(
             self,
             qkv_proj=self.qkv_proj.split(*parts),
-            o_proj=o_proj.split_inputs((first * size, end * size), rank)
+            o_proj=o_proj.split_inputs((first * value_size, end * value_size), rank)
             if rank.reduces and self.out_norm is None
             else o_proj.split(rank.share(o_proj.outputs)),
             num_heads=heads,
@@ -174,6 +193,18 @@ class AttentionSpec(BlockSpec):
             first_kv_head=first_kv,
             qk_proj=qk_proj,
         )
+
+    @property
+    def size_of_values(self) -> int:
+        """Number of elements of a head of values, and of a head's result."""
+        return self.head_size if self.value_size is None else self.value_size
+
+    @property
+    def gate_size(self) -> int:
+        """Number of gates of a head."""
+        if not self.gated:
+            return 0
+        return 1 if self.gates_of_heads else self.size_of_values
 
     def _share(self, rank: Rank) -> tuple[tuple[int, int], tuple[int, int]]:
         """Return a rank's query heads, and its heads of keys and values, as (begin, end)."""
@@ -204,7 +235,11 @@ class AttentionSpec(BlockSpec):
         """Return the cache of the keys and values of each token."""
         return (
             AttentionCache(
-                self.num_kv_heads, self.head_size, self.sliding_window, self.first_kv_head
+                self.num_kv_heads,
+                self.head_size,
+                self.sliding_window,
+                self.first_kv_head,
+                self.chunk_size,
             ),
         )
 
@@ -218,7 +253,7 @@ class AttentionSpec(BlockSpec):
 
     def tables(self) -> tuple[Table, ...]:
         """Return the tables of cosines and sines, or of slopes, of factors and of norms."""
-        tables: list[Table | None] = [self.positions, self.query_scale]
+        tables: list[Table | None] = [self.positions, self.query_scale, self._value_factor()]
         for norm in (self.q_norm, self.k_norm, self.v_norm):
             tables += norm.tables() if isinstance(norm, RMSNormSpec) else ()
         return tuple(table for table in tables if table is not None)
@@ -242,10 +277,10 @@ class AttentionSpec(BlockSpec):
         rope = self.positions if isinstance(self.positions, RopeSpec) else None
         alibi = self.positions if isinstance(self.positions, Alibi) else None
         scale = self.query_scale
+        value_factor, size = self._value_factor(), self.size_of_values
         columns = None
         if self.o_proj.parts is not None:
-            begin = self.first_head * self.head_size
-            part = begin, begin + self.num_heads * self.head_size
+            part = self.first_head * size, (self.first_head + self.num_heads) * size
             columns = parts.columns("heads", self.o_proj.inputs, part)
         return Attention(
             ops=parts.ops,
@@ -255,9 +290,11 @@ class AttentionSpec(BlockSpec):
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
             head_size=self.head_size,
+            value_size=size,
             params=AttentionParams(
                 scale=self.scale,
                 sliding_window=self.sliding_window,
+                chunk_size=self.chunk_size,
                 logits_soft_cap=self.soft_cap,
                 alibi_slopes=None
                 if alibi is None
@@ -270,7 +307,11 @@ class AttentionSpec(BlockSpec):
             is_neox=rope is None or rope.is_neox,
             q_norm=None if self.q_norm is None else self.q_norm.build(parts.of("q_norm")),
             k_norm=None if self.k_norm is None else self.k_norm.build(parts.of("k_norm")),
-            gated=self.gated,
+            gate_size=self.gate_size,
+            gate_activation=self.gate_activation,
+            value_factor=None
+            if value_factor is None
+            else parts.table(value_factor, lambda: value_factor.compute(parts.dtype)),
             gates_follow_queries=self.gates_follow_queries,
             query_factors=None
             if scale is None
@@ -284,6 +325,9 @@ class AttentionSpec(BlockSpec):
             columns=columns,
             out_norm=None if self.out_norm is None else self.out_norm.build(parts.of("out_norm")),
         )
+
+    def _value_factor(self) -> Factors | None:
+        return None if self.value_scale == 1.0 else Factors((self.value_scale,), (1,))
 
     def _build_qk_proj(self, parts: Parts) -> tuple[Linear, Linear] | None:
         if self.qk_proj is None:

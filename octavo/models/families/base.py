@@ -74,6 +74,8 @@ class Heads:
     num_heads: int
     num_kv_heads: int
     head_size: int
+    value_size: int | None = None
+    """Number of elements of a head of values; None: `head_size`."""
 
     @classmethod
     def read(cls, config: ConfigJson) -> Heads:
@@ -118,6 +120,11 @@ class Heads:
         return cls(hidden_size, num_heads, num_kv_heads, head_size)
 
     @property
+    def result_size(self) -> int:
+        """Number of elements of a head's result, which is a sum of values."""
+        return self.head_size if self.value_size is None else self.value_size
+
+    @property
     def scale(self) -> float:
         """Usual factor on attention scores."""
         return 1 / math.sqrt(self.head_size)
@@ -134,7 +141,7 @@ class Heads:
         `shards` is the number of parts of the heads, for the layout by_shard.
         """
         query, key = self.num_heads * self.head_size, self.num_kv_heads * self.head_size
-        rows = (query, key, key)
+        rows = (query, key, self.num_kv_heads * self.result_size)
         return LinearSpec(
             tuple(zip(modules, rows, strict=True))
             if len(modules) > 1
@@ -150,7 +157,7 @@ class Heads:
         self, module: str, *, bias: bool, layout: Literal["rows", "conv1d"] = "rows"
     ) -> LinearSpec:
         """Return the projection from the heads' results to the hidden size."""
-        inputs = self.num_heads * self.head_size
+        inputs = self.num_heads * self.result_size
         return LinearSpec(((module, self.hidden_size),), inputs, bias, layout)
 
 

@@ -259,7 +259,11 @@ def read_biased_experts(config: ConfigJson, names: ExpertNames, *, scale: float)
 
 
 def read_sparse_layers(
-    config: ConfigJson, block: BlockSpec, *, dense: int | None = None
+    config: ConfigJson,
+    block: BlockSpec,
+    *,
+    dense: int | None = None,
+    default: list[str] | None = None,
 ) -> tuple[BlockSpec | None, ...]:
     """Return the experts of each layer by mlp_layer_types; None for layers with a dense block.
 
@@ -268,10 +272,12 @@ def read_sparse_layers(
         block: the experts.
         dense: number of first layers with a dense block, for a config without mlp_layer_types;
             None: the field first_k_dense_replace.
+        default: the types of the layers of such a config, "dense" or "sparse", in place of `dense`.
     """
-    if dense is None:
-        dense = config.integer("first_k_dense_replace", default=0, least=0)
-    default = ["dense" if i < dense else "sparse" for i in range(read_num_layers(config))]
+    if default is None:
+        if dense is None:
+            dense = config.integer("first_k_dense_replace", default=0, least=0)
+        default = ["dense" if i < dense else "sparse" for i in range(read_num_layers(config))]
     types = read_layer_types(config, "mlp_layer_types", ("dense", "sparse"), default)
     return tuple(block if kind == "sparse" else None for kind in types)
 

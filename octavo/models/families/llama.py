@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from octavo.checkpoints.config_json import ConfigJson
+from octavo.kernels.routing import Gate
 from octavo.layers.rope_spec import RopeSpec
 from octavo.models.blocks.attention import AttentionSpec, QueryScale, Sinks
 from octavo.models.blocks.base import BlockSpec
@@ -102,6 +103,11 @@ class LlamaLike:
     """Modules of norms within the blocks: `AttentionSpec.out_norm` and `MLPSpec.inner_norm`."""
     attention_gate: str | None = None
     """Module of a gate of the heads' results."""
+    gate_activation: Gate = "sigmoid"
+    gates_of_heads: bool = False
+    value_size: int | None = None
+    value_scale: float = 1.0
+    """Fields of `AttentionSpec`."""
     queries_with_gates: bool = False
     """True if the first of `qkv_modules` computes the gate of a head directly after its query."""
 
@@ -128,7 +134,7 @@ class LlamaLike:
             config: config.json.
             mixer: the block in place of attention; None: attention.
         """
-        heads = Heads.read(config)
+        heads = replace(Heads.read(config), value_size=self.value_size)
         hidden, inner = heads.hidden_size, config.integer("intermediate_size")
         num_layers = read_num_layers(config)
         ropes: Sequence[RopeSpec | None] = self.ropes or (read_llama_rope(config),) * num_layers
@@ -163,8 +169,9 @@ class LlamaLike:
             final_norm = RMSNormSpec(self.final_norm, hidden, eps, self.final_norm_offset)
         qkv_proj = heads.qkv_proj(*self.qkv_modules, bias=self.qkv_bias, layout=self.qkv_layout)
         if self.attention_gate is not None:
-            gate = self.attention_gate, heads.num_heads * heads.head_size
-            qkv_proj = replace(qkv_proj, modules=(*qkv_proj.modules, gate))
+            gates = heads.num_heads * (1 if self.gates_of_heads else heads.result_size)
+            modules = *qkv_proj.modules, (self.attention_gate, gates)
+            qkv_proj = replace(qkv_proj, modules=modules)
         if self.queries_with_gates:
             (module, size), *others = qkv_proj.modules
             qkv_proj = replace(qkv_proj, modules=((module, 2 * size), *others))
@@ -197,6 +204,10 @@ class LlamaLike:
                 norms_rotated=self.norms_rotated,
                 clip=self.clip,
                 gated=self.attention_gate is not None or self.queries_with_gates,
+                gate_activation=self.gate_activation,
+                gates_of_heads=self.gates_of_heads,
+                value_size=self.value_size,
+                value_scale=self.value_scale,
                 gates_follow_queries=self.queries_with_gates,
                 query_scale=self.query_scale,
                 sinks=None if self.sinks is None else Sinks(self.sinks, heads.num_heads),

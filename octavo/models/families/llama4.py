@@ -1,7 +1,7 @@
 """Llama 4: experts whose inputs are weighed, layers without positions, norms after rotation.
 
-Layers with positions see only the part of a sequence that begins at a multiple of
-attention_chunk_size. Octavo computes the first such part: within it they see all earlier tokens.
+Layers with positions see only their own chunk of a sequence, which begins at a multiple of
+attention_chunk_size.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from octavo.kernels.routing import Routing
 from octavo.models.blocks.attention import AttentionSpec, QueryScale
 from octavo.models.blocks.experts import ExpertsSpec
 from octavo.models.blocks.layer import LayerSpec
-from octavo.models.families.base import read_layer_types, read_num_layers, text_part
+from octavo.models.families.base import read_layer_types, read_num_layers, text_part, visible
 from octavo.models.families.experts import (
     ExpertNames,
     experts,
@@ -72,13 +72,11 @@ def _read_query_scale(config: ConfigJson) -> QueryScale | None:
 
 
 def read(config: ConfigJson) -> ModelSpec:
-    """Read Llama 4, for contexts of at most attention_chunk_size tokens."""
+    """Read Llama 4."""
     rotated, length = read_rotated(config), read_max_position(config)
     chunk = config.optional_integer("attention_chunk_size", least=1)
     kinds = ["chunked_attention" if chunk and value else "full_attention" for value in rotated]
     kinds = read_layer_types(config, "layer_types", ("chunked_attention", "full_attention"), kinds)
-    if chunk is not None and "chunked_attention" in kinds:
-        length = min(length, chunk)
     bias = config.flag("attention_bias", False)
     rope = read_llama_rope(config, theta=5e5, is_neox=False)
     spec = LlamaLike(
@@ -94,15 +92,17 @@ def read(config: ConfigJson) -> ModelSpec:
     ).read(config.replaced("intermediate_size", config.integer("intermediate_size_mlp")))
     scale = _read_query_scale(config)
 
-    def layer(old: LayerSpec) -> LayerSpec:
+    def layer(old: LayerSpec, kind: str) -> LayerSpec:
         attention, block = old.blocks
         assert isinstance(attention, AttentionSpec)
-        if attention.positions is not None:
-            return old
-        changed = replace(attention, q_norm=None, k_norm=None, query_scale=scale)
-        return old.with_blocks([changed, block])
+        if kind == "chunked_attention":
+            attention = replace(attention, chunk_size=visible(chunk, length))
+        if attention.positions is None:
+            attention = replace(attention, q_norm=None, k_norm=None, query_scale=scale)
+        return old.with_blocks([attention, block])
 
-    return replace(spec, layers=tuple(layer(old) for old in spec.layers))
+    layers = zip(spec.layers, kinds, strict=True)
+    return replace(spec, layers=tuple(layer(old, kind) for old, kind in layers))
 
 
 ARCHITECTURES = {

@@ -378,6 +378,61 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "MiniCPM3ForCausalLM",
         LATENT | {"v_head_dim": 16, "scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 256},
     ),
+    "dots1": (
+        "Dots1ForCausalLM",
+        GROUPS | {"sliding_window": None, "n_group": 1, "topk_group": 1, "norm_topk_prob": True},
+    ),
+    "minimax-m2": (
+        "MiniMaxM2ForCausalLM",
+        {"head_dim": 32, "rotary_dim": 16, "num_local_experts": 5, "num_experts_per_tok": 2}
+        | {"scoring_func": "sigmoid"},
+    ),
+    "llama4": (
+        "Llama4ForCausalLM",
+        {"num_hidden_layers": 4, "head_dim": 16, "num_local_experts": 5, "intermediate_size": 32}
+        | {"intermediate_size_mlp": 96, "interleave_moe_layer_step": 2},
+    ),
+    "exaone-moe": (
+        "ExaoneMoeForCausalLM",
+        {"num_hidden_layers": 4, "sliding_window": 4, "num_experts": 6, "num_experts_per_tok": 2}
+        | {"moe_intermediate_size": 32, "first_k_dense_replace": 1, "n_group": 2}
+        | {"topk_group": 1, "scoring_func": "sigmoid", "num_nextn_predict_layers": 0},
+    ),
+    "afmoe": (
+        "AfmoeForCausalLM",
+        FEW
+        | {"num_hidden_layers": 4, "sliding_window": 4, "num_dense_layers": 1, "head_dim": 16}
+        | {"mup_enabled": True, "route_scale": 1.3, "route_norm": True, "score_func": "sigmoid"},
+    ),
+    "cohere2moe": (
+        "Cohere2MoeForCausalLM",
+        {"num_hidden_layers": 5, "sliding_window": 4, "logit_scale": 0.5, "head_dim": 16}
+        | {"num_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 32}
+        | {"prefix_dense_intermediate_size": 96, "first_k_dense_replace": 1}
+        | {"num_shared_experts": 2, "expert_selection_fn": "sigmoid", "norm_topk_prob": True},
+    ),
+    "nemotron_h_moe": (
+        "NemotronHForCausalLM",
+        {"layers_block_type": ["mamba", "moe", "attention", "moe"], "num_hidden_layers": 4}
+        | {"mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 24}
+        | {"conv_kernel": 4, "head_dim": 24, "n_routed_experts": 6, "num_experts_per_tok": 2}
+        | {"moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 64}
+        | {"routed_scaling_factor": 1.5, "n_group": 1, "topk_group": 1},
+    ),
+    "nemotron_h_moe latent": (
+        "NemotronHForCausalLM",
+        {"layers_block_type": ["mamba", "moe", "attention"], "num_hidden_layers": 3}
+        | {"mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 24}
+        | {"conv_kernel": 4, "head_dim": 24, "n_routed_experts": 5, "num_experts_per_tok": 3}
+        | {"moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 64}
+        | {"n_group": 1, "topk_group": 1, "moe_latent_size": 32, "norm_topk_prob": False},
+    ),
+    "jamba experts": (
+        "JambaForCausalLM",
+        {"num_hidden_layers": 5, "num_experts": 5, "num_experts_per_tok": 2, "mamba_expand": 2}
+        | {"attn_layer_period": 2, "attn_layer_offset": 1}
+        | {"expert_layer_period": 3, "expert_layer_offset": 1},
+    ),
     "ernie4_5-moe": (
         "Ernie4_5_MoeForCausalLM",
         {"num_hidden_layers": 3, "moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 32}

@@ -176,7 +176,7 @@ def test_drafts_of_another_model(folders, without_drafts, draft, acceptance):
 def test_what_does_not_go_together_is_refused(folders):
     with pytest.raises(ConfigError, match="60 tokens in its vocabulary"):
         tiny(folders.target, folders.other_vocabulary)
-    with pytest.raises(ConfigError, match="have sliding windows"):
+    with pytest.raises(ConfigError, match="see only near tokens"):
         tiny(folders.windows, folders.target)
     with pytest.raises(ConfigError, match="only on device=cpu"):
         tiny(folders.target, folders.narrow, attention_backend="triton")
