@@ -169,8 +169,16 @@ def generate(
     )
 
 
-def make_hf(architecture: str, seed: int = 0, **config: Any) -> Any:
-    """Return a tiny transformers model with random weights that generate varied greedy tokens."""
+def make_hf(architecture: str, seed: int = 0, factor: float = 1.0, **config: Any) -> Any:
+    """Return a tiny transformers model with random weights that generate varied greedy tokens.
+
+    Args:
+        architecture: a name in config.json's `architectures`.
+        seed: of the weights.
+        factor: factor of the weights of linear layers. It is not 1 where a model would enlarge the
+            errors of float32, so that those of transformers alone exceed the bounds of the tests.
+        config: fields of config.json.
+    """
     hf_config = _config_class(architecture)(**config)
     # The eager attention of transformers adds Falcon's ALiBi twice.
     hf_config._attn_implementation = "sdpa" if config.get("alibi") else "eager"
@@ -179,6 +187,7 @@ def make_hf(architecture: str, seed: int = 0, **config: Any) -> Any:
     torch.manual_seed(seed)
     model = _model_class(architecture)(hf_config).eval()
     linear_std = 0.45 if architecture.startswith(("OPT", "GPT2", "Bloom")) else 0.25
+    linear_std *= factor
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             norm = "norm" in name or "ln_" in name

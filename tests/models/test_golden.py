@@ -212,6 +212,13 @@ LATER: dict[str, tuple[int, str]] = {
     "nemotron-h-latent": (2257856, "e91a673fe829bce2"),
     "phimoe": (4797706, "f4bba31a0ba56454"),
     "phimoe-longrope": (6230848, "172f42b03f5b5043"),
+    "llama4-chunks": (3686224, "02c2c733c8e35ae0"),
+    "mimo-v2": (2510900, "3e99bfeaf1e58253"),
+    "mimo-v2-groups": (3518004, "7b248c1390c8b763"),
+    "mimo-v2-one": (2063518, "8c624d1b72f9aab7"),
+    "laguna": (2622184, "0bc4efb87902a88e"),
+    "laguna-elements": (2844976, "3b054e32366d7504"),
+    "laguna-all": (2564584, "caac395dd5d26b13"),
 }
 """Digests of the cases that have their own."""
 
