@@ -159,6 +159,12 @@ class GGUFFile:
         shapes = {name: tensor.shape for name, tensor in tensors.items()}
         config = self._described.config(embedding.shape[0], tied, shapes, factors)
         config |= self._constants
+        hidden = config.get("hidden_size", embedding.shape[1])
+        if hidden != embedding.shape[1]:
+            raise ModelError(
+                f"{self.path}: embedding_length={hidden}, but token_embd.weight has "
+                f"{embedding.shape[1]} numbers for each token. Download the model again."
+            )
         config["dtype"] = self.dtype
         types = self._block_types()
         if self._described.architecture.tiled and any(m.endswith(_OUTPUTS) for m in types):

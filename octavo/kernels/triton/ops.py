@@ -17,6 +17,7 @@ from octavo.kernels.base import (
     Codes,
     Gelu,
     PackedWeight,
+    PlacedExperts,
     QuantFormat,
     QuantizedWeight,
     StackedWeight,
@@ -166,10 +167,12 @@ class TritonOps(TritonStateOps):
         out: Tensor | None = None,
         counts: Tensor | None = None,
         slots: TokenSlots | None = None,
+        placed: PlacedExperts | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Run one kernel for each product."""
         assert counts is None, "on a CPU only"
         assert slots is None, "on a CPU only"
+        assert placed is None, "on a CPU only"
         given = None if up is not None else inner
         result, places = experts.experts(
             x, ids, up, down, activation, factors, given, upcast=self.upcast

@@ -885,7 +885,7 @@ def test_damaged_tensors(
         ({"llama.attention.sliding_window": 8}, "attention.sliding_window is not supported"),
         ({"llama.embedding_length": "x"}, "embedding_length='x' is not a finite number"),
         ({"llama.rope.freq_base": float("nan")}, "freq_base='nan' is not a finite number"),
-        ({"llama.embedding_length": 48}, "has 48 inputs, which blocks of 32 numbers .* divide"),
+        ({"llama.embedding_length": 48}, "m.gguf: embedding_length=48, but .* has 32 numbers"),
         ({"llama.feed_forward_length": [32, 64]}, "feed_forward_length differs between layers"),
         ({}, "hidden_size"),
     ],
@@ -910,12 +910,12 @@ def test_rejected_metadata(metadata: dict[str, Any], message: str, tmp_path: Pat
             r"rope_freqs.weight \[2, 2\] has type FLOAT32; it must be F32 and",
         ),
         (np.ones(2**17, "<f4"), "it must be F32 and one row of at most 65536"),
-        (np.ones(3, "<f4"), "short_factor.* a list of 32 finite numbers"),
+        (np.ones(3, "<f4"), "short_factor.* a list of 16 finite numbers"),
     ],
 )
 def test_rejected_factors(factors: Any, message: str, tmp_path: Path) -> None:
     fields = {"block_count": 1, "attention.head_count": 1, "feed_forward_length": 64}
-    fields |= {"embedding_length": 64, "context_length": 64}
+    fields |= {"embedding_length": 32, "context_length": 64}
     fields |= {"attention.layer_norm_rms_epsilon": 1e-5}
     tensors = {"rope_freqs.weight": (0, factors.shape, factors.tobytes())}
     metadata = {f"llama.{key}": value for key, value in fields.items()}
