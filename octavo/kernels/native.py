@@ -639,7 +639,8 @@ class NativeOps(NativeStateOps, NativeExpertOps):
         dim = x.shape[-1]
         assert x.dim() in (2, 3)
         assert out.shape == x.shape
-        assert x.stride(-1) == out.stride(-1) == factor.stride(-1) == 1
+        assert x.stride(-1) == out.stride(-1) == 1
+        assert factor.shape[-1] == 1 or factor.stride(-1) == 1
         assert x.dtype == factor.dtype == out.dtype
         assert factor.shape in (x.shape, (*x.shape[:-1], 1), (dim,), (x.shape[0], 1), (1,))
         kernels.multiply(

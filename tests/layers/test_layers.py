@@ -166,6 +166,7 @@ def test_attention_clips_and_scales(ops: Ops) -> None:
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_size=head,
+        value_size=head,
         params=AttentionParams(scale=0.3),
         clip=1.0,
     )
