@@ -84,7 +84,7 @@ def test_chunks(chunk: int, block_size: int, dtype: torch.dtype) -> None:
 @dtypes
 @pytest.mark.parametrize(("head_size", "small"), [(192, 128), (24, 16), (33, 32), (40, 7)])
 def test_values_smaller_than_keys(head_size: int, small: int, dtype: torch.dtype) -> None:
-    """What follows a value in the cache is NaN here, and must not be used."""
+    """The numbers after a value in the cache are NaN here, and must not be used."""
     case = Case(MIXED, head_size=head_size, small=small, dtype=dtype, scale=head_size**-0.5)
     assert_near(case.run(backend), case.truth())
     assert_same(case.run(backend, views=True), case.run(backend))

@@ -55,7 +55,7 @@ def test_every_kernel_compiles(tmp_path: Path) -> None:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=280,
     )
     assert compiler.returncode == 0, compiler.stderr[-4000:]
     lines = [line.split(maxsplit=3) for line in compiler.stdout.splitlines()]

@@ -106,7 +106,5 @@ def test_logits(kind: str, tmp_path: Path) -> None:
         runner = Runner(load(convert(model, tmp_path, outtype), max_model_len=128), 1, 128)
         found.append(runner.step({0: PROMPT})[0].log_softmax(-1))
     torch.testing.assert_close(found[0], expected, rtol=0, atol=1e-4)
-    if kind == "jamba":
-        return  # its five layers lose more to 8 bits; smaller models of this kind are compared
     # The bits change the choice of experts for few tokens.
     assert torch.nn.functional.cosine_similarity(found[1], expected).mean() > 0.999
