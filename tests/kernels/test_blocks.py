@@ -12,7 +12,7 @@ from octavo.kernels.base import QuantizedWeight
 from octavo.kernels.dequantize import dequantize
 from octavo.kernels.sizes import quantized_nbytes
 from octavo.system.block_types import BLOCK_TYPES
-from tests.torch_ops import native_ops, reference_ops
+from tests.torch_ops import native_ops, reference_ops, with_outliers
 
 ops, reference = native_ops(), reference_ops()
 pytestmark = pytest.mark.usefixtures("isa")
@@ -46,14 +46,6 @@ def random_blocks(
     if block_type.endswith("_levels"):
         blocks[..., 2:-128] &= 31
     return torch.from_numpy(blocks.reshape(n, -1))
-
-
-def random_rows(m: int, k: int, seed: int) -> torch.Tensor:
-    """Return x [m, k], float32; some groups of some rows are outliers."""
-    generator = torch.Generator().manual_seed(seed)
-    groups = torch.randn(m, k // 32, 32, generator=generator)
-    groups *= torch.randn(m, k // 32, 1, generator=generator).exp()
-    return groups.flatten(1)
 
 
 def pack(blocks: torch.Tensor, block_type: str, k: int) -> QuantizedWeight:
@@ -119,7 +111,7 @@ SHAPES = [
 def linear_case(block_type: str, m: int, n: int, k: int, dtype: torch.dtype) -> list[torch.Tensor]:
     """Return blocks, x, a bias and the reference's product."""
     blocks = random_blocks(n, k, block_type, seed=m)
-    x = random_rows(m, k, m).to(dtype)
+    x = with_outliers(torch.randn(m, k, generator=torch.Generator().manual_seed(m))).to(dtype)
     bias = torch.linspace(-1, 1, n).to(dtype)
     weight = reference.pack_blocks([blocks], block_type, k)
     return [blocks, x, bias, reference.linear(x, weight, bias, "float32")]
@@ -153,7 +145,7 @@ def test_largest_products(block_type: str, byte: int):
 def test_a_row_has_the_same_bits_among_other_rows(block_type: str):
     n, k = 128, 512
     weight = pack(random_blocks(n, k, block_type), block_type, k)
-    x = random_rows(97, k, 1).bfloat16()
+    x = with_outliers(torch.randn(97, k, generator=torch.Generator().manual_seed(1))).bfloat16()
     whole = ops.linear(x, weight)
     gated = ops.linear_act_and_mul(x, weight, None, "silu")
     assert torch.equal(gated, ops.act_and_mul(whole, "silu"))
