@@ -18,7 +18,8 @@
 // A block of nvfp4, as the kernels receive it, has 32 inputs: the output's factor, two scales in e4m3
 // for 16 inputs each, and the codes in the order of mxfp4.
 //
-// A result is the sum over groups, from first to last, in float32: for every number of rows of x.
+// A result is the sum over groups, from first to last, in float32: for every number of rows of x. The
+// second terms of outliers (bytes.h) follow, from first to last, too.
 #pragma once
 #include "bytes.h"
 #if defined(OCTAVO_TILES)
@@ -301,6 +302,7 @@ struct ByteRows {
   int64_t k;
   int groups;  // groups of a unit
   bool tiled = false;
+  Outliers outliers = {};  // units that are not zero; only of second terms
 
   int8_t* at(int64_t row, int64_t i) const {
 #if defined(OCTAVO_TILES)
@@ -310,32 +312,49 @@ struct ByteRows {
   }
 };
 
+// Stores unit u of a row: whole numbers, times the scale
+INLINE void store_unit(const vi (&numbers)[kUnit / W], float scale, const ByteRows& to, int64_t row,
+                       int64_t u) {
+  int32_t sums[2] = {};
+  UNROLL for (int j = 0; j < kUnit / W; j++) {
+    const vb b = to_bytes(numbers[j]);
+    memcpy(to.at(row, u * kUnit + j * W), &b, sizeof b);
+    sums[j * W / 16] += reduce_sum(numbers[j]);
+  }
+  if (to.groups == 1) sums[0] += sums[1];
+  if (!to.tiled) to.scales[row * (to.k / kUnit) + u] = scale;
+  for (int g = 0; g < to.groups; g++) {
+    const int64_t groups = to.k / kUnit * to.groups, group = u * to.groups + g;
+    const float total = scale * float(sums[g]);
+    if (to.tiled) {
+      to.scales[in_sixteens(row, group, groups)] = scale;
+      to.totals[in_sixteens(row, group, groups)] = total;
+    } else {
+      to.sums[row * groups + group] = sums[g];
+      to.totals[row * groups + group] = total;
+    }
+  }
+}
+
+// Quantizes a row of x, and the second terms.
 template <class T>
-void quantize_units(const T* x, const ByteRows& to, int64_t row) {
-  for (int64_t u = 0; u < to.k / kUnit; u++, x += kUnit) {
-    const float most = largest(x, kUnit);
-    const vf inverse = splat(inverse_scale(most));
-    int32_t sums[2] = {};
-    UNROLL for (int j = 0; j < kUnit; j += W) {
-      const vi r = round_to_int(load(x + j) * inverse);
-      const vb b = to_bytes(r);
-      memcpy(to.at(row, u * kUnit + j), &b, sizeof b);
-      sums[j / 16] += reduce_sum(r);
+void quantize_units(const T* x, const ByteRows& to, const ByteRows& second, int64_t row) {
+  const int64_t units = to.k / kUnit;
+  float* most = second.scales + row * units;  // until the scales are known
+  for (int64_t u = 0; u < units; u++) most[u] = largest(x + u * kUnit, kUnit);
+  second.outliers.mark(row, most, units);
+  for (int64_t u = 0; u < units; u++, x += kUnit) {
+    const vf inverse = splat(inverse_scale(most[u]));
+    const float scale = byte_scale(most[u]);
+    const bool outlier = second.outliers.marked(row, u);
+    vi numbers[kUnit / W], errors[kUnit / W] = {};
+    UNROLL for (int j = 0; j < kUnit / W; j++) {
+      const vf exact = load(x + j * W) * inverse;
+      numbers[j] = round_to_int(exact);
+      if (outlier) errors[j] = round_to_int((exact - to_float(numbers[j])) * splat(kFiner));
     }
-    if (to.groups == 1) sums[0] += sums[1];
-    const float scale = byte_scale(most);
-    if (!to.tiled) to.scales[row * (to.k / kUnit) + u] = scale;
-    for (int g = 0; g < to.groups; g++) {
-      const int64_t groups = to.k / kUnit * to.groups, group = u * to.groups + g;
-      const float total = scale * float(sums[g]);
-      if (to.tiled) {
-        to.scales[in_sixteens(row, group, groups)] = scale;
-        to.totals[in_sixteens(row, group, groups)] = total;
-      } else {
-        to.sums[row * groups + group] = sums[g];
-        to.totals[row * groups + group] = total;
-      }
-    }
+    store_unit(numbers, scale, to, row, u);
+    store_unit(errors, outlier ? scale / kFiner : 0, second, row, u);
   }
 }
 
@@ -394,11 +413,36 @@ void block_rows(int rows, const ByteRows& x, int64_t row, int64_t first, int64_t
   if constexpr (R > 1) block_rows<F, R - 1>(rows, x, row, first, count, c, columns);
 }
 
+// The packed units of a panel, from a column on
 template <QuantFormat F>
-void block_panel(const LinearQArgs& a, const ByteRows& x, int64_t first, int64_t rows, int64_t col,
-                 float* out) {
-  const uint8_t* panel =
-      static_cast<const uint8_t*>(a.weight) + col / kPanel * Blocks<F>::panel_nbytes(a.k);
+struct PackedColumns {
+  const uint8_t* panel;
+  INLINE PackedUnits<F> operator()(int col) const { return {panel, col}; }
+};
+
+template <QuantFormat F>
+INLINE PackedColumns<F> packed_columns(const LinearQArgs& a, int64_t col) {
+  return {static_cast<const uint8_t*>(a.weight) + col / kPanel * Blocks<F>::panel_nbytes(a.k)};
+}
+
+// c[rows][kPanel] += second terms of rows first ... first + rows times the panel at column col
+template <QuantFormat F>
+void add_outliers(const LinearQArgs& a, const ByteRows& second, int64_t first, int64_t rows,
+                  int64_t col, float* c) {
+  constexpr int R = kQuantRows4;
+  const PackedColumns<F> columns = packed_columns<F>(a, col);
+  for (int64_t i = 0; i < rows; i += R) {
+    const int64_t some = min<int64_t>(R, rows - i);
+    second.outliers.for_each(first + i, some, [&](int64_t u) {
+      block_rows<F, R>(int(some), second, first + i, u, 1, c + i * kPanel, columns);
+    });
+  }
+}
+
+template <QuantFormat F>
+void block_panel(const LinearQArgs& a, const ByteRows& x, const ByteRows& second, int64_t first,
+                 int64_t rows, int64_t col, float* out) {
+  const PackedColumns<F> columns = packed_columns<F>(a, col);
   memset(out, 0, rows * kPanel * sizeof(float));
   constexpr int R = kQuantRows4;
   const int64_t all = a.k / kUnit, passes = ceil_div(rows, R), some = ceil_div(rows, passes);
@@ -407,22 +451,21 @@ void block_panel(const LinearQArgs& a, const ByteRows& x, int64_t first, int64_t
     for (int64_t u = 0; u < all; u += stretch)
       for (int64_t i = 0; i < rows; i += some)
         block_rows<F, R>(int(min(some, rows - i)), x, first + i, u, min(stretch, all - u),
-                         out + i * kPanel, [&](int column) { return PackedUnits<F>{panel, column}; });
-    return;
-  }
-  if constexpr (!Blocks<F>::always_packed) {
+                         out + i * kPanel, columns);
+  } else if constexpr (!Blocks<F>::always_packed) {
     UnpackedUnits<F> units;
     for (int64_t u = 0; u < all; u += kStretch) {
       const int64_t count = min<int64_t>(kStretch, all - u);
-      units.unpack(panel, u, count);
+      units.unpack(columns.panel, u, count);
       for (int64_t i = 0; i < rows; i += some)
         block_rows<F, R>(int(min(some, rows - i)), x, first + i, u, count, out + i * kPanel,
                          [&](int column) {
-                           const uint8_t* ahead = panel + Blocks<F>::unit_at(u + kStretch);
+                           const uint8_t* ahead = columns.panel + Blocks<F>::unit_at(u + kStretch);
                            return UnpackedColumns<F>{units, column, u, i ? nullptr : ahead};
                          });
     }
   }
+  add_outliers<F>(a, second, first, rows, col, out);
 }
 
 // Calls f with the block type as a constant.
@@ -473,12 +516,19 @@ void linear_blocks(const LinearQArgs& a) {
   ByteRows x;
   x.k = a.k;
   x.groups = kUnit / block_shape(a.format).group;
-  const int64_t groups = rows16 * units * x.groups;
-  x.q = static_cast<int8_t*>(
-      scratch(rows16 * steps * 64 + groups * (2 * sizeof(float) + sizeof(int32_t))));
-  x.scales = reinterpret_cast<float*>(x.q + rows16 * steps * 64);
-  x.totals = x.scales + groups;
-  x.sums = reinterpret_cast<int32_t*>(x.totals + groups);
+  const int64_t groups = rows16 * units * x.groups, nbytes = rows16 * steps * 64;
+  const int64_t all = nbytes + groups * (2 * sizeof(float) + sizeof(int32_t));
+  ByteRows second = x;
+  second.outliers.words = ceil_div(units, 64);
+  x.q = static_cast<int8_t*>(scratch(2 * all + rows16 * second.outliers.words * sizeof(uint64_t)));
+  second.q = x.q + all;
+  ByteRows* both[] = {&x, &second};
+  for (ByteRows* rows : both) {
+    rows->scales = reinterpret_cast<float*>(rows->q + nbytes);
+    rows->totals = rows->scales + groups;
+    rows->sums = reinterpret_cast<int32_t*>(rows->totals + groups);
+  }
+  second.outliers.bits = reinterpret_cast<uint64_t*>(second.q + all);
   for (int64_t row0 = 0; row0 < a.m; row0 += some) {
     const int64_t m = min(some, a.m - row0);
 #if defined(OCTAVO_TILES)
@@ -487,7 +537,7 @@ void linear_blocks(const LinearQArgs& a) {
     with_type(a.dtype, [&](auto t) {
       using T = decltype(t);
       parallel_for(m, 4 * m * a.k / W, [&](int64_t i) {
-        quantize_units(static_cast<const T*>(a.x) + (row0 + i) * a.x_stride, x, i);
+        quantize_units(static_cast<const T*>(a.x) + (row0 + i) * a.x_stride, x, second, i);
       });
 #if defined(OCTAVO_TILES)
       if (x.tiled) {
@@ -496,13 +546,18 @@ void linear_blocks(const LinearQArgs& a) {
         GroupKernel kernel;
         with_block_type(a.format,
                         [&](auto format) { kernel = block_kernel<decltype(format)::value>(); });
-        return group_tiles(a, t, rows, row0, m, kernel);
+        return group_tiles(a, t, rows, row0, m, kernel,
+                           [&](int64_t first, int64_t rows, int64_t col, float* c) {
+                             with_block_type(a.format, [&](auto format) {
+                               add_outliers<decltype(format)::value>(a, second, first, rows, col, c);
+                             });
+                           });
       }
 #endif
       for_tiles(a, t, row0, m, panels * kVectors * m * ceil_div(a.k, kQuad),
                 [&](int64_t first, int64_t rows, int64_t col, float* c, int64_t) {
                   with_block_type(a.format, [&](auto format) {
-                    block_panel<decltype(format)::value>(a, x, first, rows, col, c);
+                    block_panel<decltype(format)::value>(a, x, second, first, rows, col, c);
                   });
                 });
     });

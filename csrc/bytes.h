@@ -197,6 +197,39 @@ INLINE float largest(const T* x, int64_t count) {
 INLINE float inverse_scale(float most) { return most < kTiny ? 0.0f : 127.0f / most; }
 INLINE float byte_scale(float most) { return most < kTiny ? 0.0f : most / 127.0f; }
 
+// Second terms of x: a group with large numbers has a large scale, so large rounding errors, which
+// are quantized, too. Few groups of a row need it: the others together have smaller errors.
+constexpr float kOutlier = 4;  // least ratio of the square of a group's largest number to their mean
+constexpr float kFiner = 254;  // ratio of a scale to that of the second term: errors are up to a half
+
+// The groups of each row that have second terms
+struct Outliers {
+  uint64_t* bits;  // [rows][words]
+  int64_t words;
+
+  // Marks groups of a row, whose largest magnitudes are `most`. Sums are in order, for equal bits.
+  INLINE void mark(int64_t row, const float* most, int64_t groups) const {
+    float total = 0;
+    for (int64_t g = 0; g < groups; g++) total += most[g] * most[g];
+    const float bound = kOutlier * (total / float(groups));
+    memset(bits + row * words, 0, words * sizeof *bits);
+    for (int64_t g = 0; g < groups; g++)
+      bits[row * words + g / 64] |= uint64_t(most[g] * most[g] > bound) << (g % 64);
+  }
+  INLINE bool marked(int64_t row, int64_t group) const {
+    return bits[row * words + group / 64] >> (group % 64) & 1;
+  }
+  // Calls f(group) for each group that is marked in any of some rows, in order.
+  template <class F>
+  INLINE void for_each(int64_t row, int64_t rows, F f) const {
+    for (int64_t w = 0; w < words; w++) {
+      uint64_t any = 0;
+      for (int64_t i = row; i < row + rows; i++) any |= bits[i * words + w];
+      for (; any; any &= any - 1) f(w * 64 + __builtin_ctzll(any));
+    }
+  }
+};
+
 typedef uint8_t vbytes __attribute__((vector_size(4 * W)));
 
 // Returns entries of a table of 16 bytes, which t repeats, for codes, one per byte.

@@ -152,10 +152,11 @@ struct GroupKernel {
   decltype(&group_block<32, GroupTerm::none>) multiply;
 };
 
-// Multiplies m rows, from row row0 of out on.
-template <class T>
+// Multiplies m rows, from row row0 of out on. `finish(first, rows, col, c)` may add to the sums
+// c [rows][kPanel] of rows first ... of this product and the panel at column col.
+template <class T, class Finish>
 INLINE void group_tiles(const LinearQArgs& a, T t, const GroupRows& x, int64_t row0, int64_t m,
-                        const GroupKernel& kernel) {
+                        const GroupKernel& kernel, Finish finish) {
   TileCut cut = cut_tiles(a, m, x.steps);
   cut.own = false;  // x is tiles already
   cut.depth = kDepth;
@@ -178,8 +179,10 @@ INLINE void group_tiles(const LinearQArgs& a, T t, const GroupRows& x, int64_t r
                         reinterpret_cast<float*>(c), from == 0, next, next + nbytes);
       },
       [&](int64_t first, int64_t rows, int64_t col, char* c, char* up) {
-        write_part(a, t, a.m, row0 + first, rows, col, reinterpret_cast<float*>(c),
-                   reinterpret_cast<float*>(up));
+        float *sums = reinterpret_cast<float*>(c), *others = reinterpret_cast<float*>(up);
+        finish(first, rows, col, sums);
+        if (up) finish(first, rows, a.n / 2 + col, others);
+        write_part(a, t, a.m, row0 + first, rows, col, sums, others);
       });
 }
 

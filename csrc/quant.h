@@ -18,6 +18,7 @@
 //   int8_groups  [n / kPanel][ceil(k / group)]{ codes [group / 4][kPanel][4], float32 scales
 //           [kPanel], zeros [kPanel] }
 //   nf4     as int4, with float32 scales
+// The second terms of outliers (bytes.h) follow for all formats but int8.
 // A weight may have an order of its inputs: x is gathered by it before it is quantized.
 #pragma once
 #include "blocks.h"
@@ -80,6 +81,7 @@ struct QuantRows {
   int zero;  // zero of all weights; 1 if each group has its own
   float unit;  // inverse of the factor of the weights' levels
   bool tiled = false;
+  Outliers outliers = {};  // groups that are not zero; only of second terms
 
   int8_t* at(int64_t row, int64_t k) const {
 #if defined(OCTAVO_TILES)
@@ -89,25 +91,41 @@ struct QuantRows {
   }
 };
 
+// Stores the scale and the sum of group g of a row.
+INLINE void store_group(float scale, int32_t sum, const QuantRows& to, int64_t row, int64_t g) {
+  const int64_t sixteens = in_sixteens(row, g, to.groups);
+  to.scales[to.tiled ? sixteens : row * to.groups + g] = scale * to.unit;
+  to.sums[row * to.groups + g] = -to.zero * sum;
+  if (to.tiled) to.terms[sixteens] = float(sum);
+}
+
+// Quantizes a row of x, and the second terms. A row of one group has none.
 template <class T>
-void quantize_row(const T* x, int64_t k, const QuantRows& to, int64_t row) {
+void quantize_row(const T* x, int64_t k, const QuantRows& to, const QuantRows& second, int64_t row) {
+  float* most = second.scales + row * to.groups;  // until the scales are known
+  for (int64_t g = 0; g < to.groups; g++)
+    most[g] = largest(x + g * to.group, min(to.group, k - g * to.group));
+  second.outliers.mark(row, most, to.groups);
   for (int64_t g = 0; g < to.groups; g++, x += to.group, k -= to.group) {
-    const int64_t count = min(to.group, k);
-    const float most = largest(x, count);
-    const vf inverse = splat(inverse_scale(most));
-    vi total = {};
+    const float scale = byte_scale(most[g]);
+    const vf inverse = splat(inverse_scale(most[g]));
+    const bool outlier = second.outliers.marked(row, g);
+    vi total = {}, total_errors = {};
     for (int64_t j = 0; j < to.group; j += W) {
-      vi r = {};
-      if (j < count) r = round_to_int(load(x + j, int(min<int64_t>(W, count - j))) * inverse);
-      total += r;
-      vb b = to_bytes(r);
-      memcpy(to.at(row, g * to.group + j), &b, sizeof b);
+      vi numbers = {}, errors = {};
+      if (j < min(to.group, k)) {
+        const vf exact = load(x + j, int(min<int64_t>(W, min(to.group, k) - j))) * inverse;
+        numbers = round_to_int(exact);
+        if (outlier) errors = round_to_int((exact - to_float(numbers)) * splat(kFiner));
+      }
+      total += numbers;
+      total_errors += errors;
+      const vb bytes = to_bytes(numbers), finer = to_bytes(errors);
+      memcpy(to.at(row, g * to.group + j), &bytes, sizeof bytes);
+      if (to.groups > 1) memcpy(second.at(row, g * to.group + j), &finer, sizeof finer);
     }
-    const int32_t sum = reduce_sum(total);
-    const int64_t sixteens = in_sixteens(row, g, to.groups);
-    to.scales[to.tiled ? sixteens : row * to.groups + g] = byte_scale(most) * to.unit;
-    to.sums[row * to.groups + g] = -to.zero * sum;
-    if (to.tiled) to.terms[sixteens] = float(sum);
+    store_group(scale, reduce_sum(total), to, row, g);
+    store_group(outlier ? scale / kFiner : 0, reduce_sum(total_errors), second, row, g);
   }
 }
 
@@ -206,10 +224,11 @@ constexpr int kGroupQuads = 8;  // quads of a group at once: sums in 16 bits hav
 constexpr int kGroupQuads = 2;
 #endif
 
-// c[R][V * W] = x[R][k] * w[k][V * W]: the columns of a panel from col on
+// c[R][V * W] += x[R][groups] * w[groups][V * W]: the columns of a panel from col on, and the groups
+// first ... end of rows row ... row + R
 template <int R, int V, QuantFormat F>
-void dots4(const LinearQArgs& a, const QuantRows& x, int64_t row, const uint8_t* w, int col,
-           float* c) {
+void dots4(const LinearQArgs& a, const QuantRows& x, int64_t row, int64_t first, int64_t end,
+           const uint8_t* w, int col, float* c) {
   constexpr bool bytes = F == QuantFormat::int8_groups, nf4 = F == QuantFormat::nf4;
   constexpr int64_t step_nbytes = kGroupQuads * kQuad * kPanel / (bytes ? 1 : 2);
   using Scale = std::conditional_t<bytes || nf4, float, f16>;
@@ -217,8 +236,11 @@ void dots4(const LinearQArgs& a, const QuantRows& x, int64_t row, const uint8_t*
   const int64_t step = group_nbytes(a.group, F);
   const float* x_scales = x.scales + row * x.groups;
   const int32_t* x_sums = x.sums + row * x.groups;
-  vf sum[R][V] = {};
-  for (int64_t g = 0; g < x.groups; g++, w += step) {
+  vf sum[R][V];
+  UNROLL for (int i = 0; i < R; i++)
+    UNROLL for (int j = 0; j < V; j++) sum[i][j] = load(c + i * kPanel + j * W);
+  w += first * step;
+  for (int64_t g = first; g < end; g++, w += step) {
     const uint8_t *scales = w + codes_nbytes + col * sizeof(Scale);
     [[maybe_unused]] const uint8_t* zeros = w + codes_nbytes + kPanel * sizeof(Scale) + col;
     vi acc[R][V];
@@ -264,34 +286,61 @@ void dots4(const LinearQArgs& a, const QuantRows& x, int64_t row, const uint8_t*
 }
 
 template <int R, QuantFormat F>
-INLINE void dots4(int rows, const LinearQArgs& a, const QuantRows& x, int64_t row, const uint8_t* w,
-                  float* c) {
+INLINE void dots4(int rows, const LinearQArgs& a, const QuantRows& x, int64_t row, int64_t first,
+                  int64_t end, const uint8_t* w, float* c) {
   if (rows == R) {
     constexpr int V = R == 1 || (W == 16 && R == 2) ? kVectors : kVectors / 2;
     for (int col = 0; col < kPanel; col += V * W)
-      dots4<R, V, F>(a, x, row, w, col, c + col);
+      dots4<R, V, F>(a, x, row, first, end, w, col, c + col);
     return;
   }
-  if constexpr (R > 1) dots4<R - 1, F>(rows, a, x, row, w, c);
+  if constexpr (R > 1) dots4<R - 1, F>(rows, a, x, row, first, end, w, c);
 }
 
-template <QuantFormat F>
-INLINE void panel4(const LinearQArgs& a, const QuantRows& x, int64_t first, int64_t rows, int64_t col,
-                   float* out) {
-  const uint8_t* w = static_cast<const uint8_t*>(a.weight) +
-                     col / kPanel * x.groups * group_nbytes(a.group, F);
-  for (int64_t i = 0; i < rows; i += kQuantRows4)
-    dots4<kQuantRows4, F>(int(min<int64_t>(kQuantRows4, rows - i)), a, x, first + i, w,
-                              out + i * kPanel);
-}
-
-#if defined(OCTAVO_TILES)
 template <QuantFormat F>
 const uint8_t* codes_at(const LinearQArgs& a, int64_t panel, int64_t group) {
   return static_cast<const uint8_t*>(a.weight) +
          (panel * ceil_div(a.k, a.group) + group) * group_nbytes(a.group, F);
 }
 
+// c[rows][kPanel] += second terms of rows first ... first + rows times the panel at column col
+template <QuantFormat F>
+void add_outliers4(const LinearQArgs& a, const QuantRows& second, int64_t first, int64_t rows,
+                   int64_t col, float* c) {
+  constexpr int R = kQuantRows4;
+  const uint8_t* w = codes_at<F>(a, col / kPanel, 0);
+  for (int64_t i = 0; i < rows; i += R) {
+    const int64_t some = min<int64_t>(R, rows - i);
+    second.outliers.for_each(first + i, some, [&](int64_t g) {
+      dots4<R, F>(int(some), a, second, first + i, g, g + 1, w, c + i * kPanel);
+    });
+  }
+}
+
+template <QuantFormat F>
+INLINE void panel4(const LinearQArgs& a, const QuantRows& x, const QuantRows& second, int64_t first,
+                   int64_t rows, int64_t col, float* out) {
+  const uint8_t* w = codes_at<F>(a, col / kPanel, 0);
+  memset(out, 0, rows * kPanel * sizeof(float));
+  for (int64_t i = 0; i < rows; i += kQuantRows4)
+    dots4<kQuantRows4, F>(int(min<int64_t>(kQuantRows4, rows - i)), a, x, first + i, 0, x.groups, w,
+                          out + i * kPanel);
+  add_outliers4<F>(a, second, first, rows, col, out);
+}
+
+// Calls f with a format that has groups, as a constant.
+template <class F>
+INLINE void with_groups(QuantFormat format, F f) {
+  switch (format) {
+#define CASE(type) \
+  case QuantFormat::type: return f(std::integral_constant<QuantFormat, QuantFormat::type>{});
+    CASE(int4_levels) CASE(int4) CASE(int4_zeros) CASE(int8_groups) CASE(nf4)
+#undef CASE
+    default: return;  // quantized_product passes others on
+  }
+}
+
+#if defined(OCTAVO_TILES)
 template <QuantFormat F>
 void unpack_codes(const LinearQArgs& a, int64_t panel, int64_t first, int64_t count, GroupWeights& to) {
   constexpr bool bytes = F == QuantFormat::int8_groups, nf4 = F == QuantFormat::nf4;
@@ -338,15 +387,6 @@ GroupKernel group_kernel(int64_t group) {
                         : group_block<128, term>};
 }
 
-INLINE GroupKernel group_kernel(QuantFormat format, int64_t group) {
-  switch (format) {
-    case QuantFormat::int4_levels: return group_kernel<QuantFormat::int4_levels>(group);
-    case QuantFormat::int4: return group_kernel<QuantFormat::int4>(group);
-    case QuantFormat::int4_zeros: return group_kernel<QuantFormat::int4_zeros>(group);
-    case QuantFormat::int8_groups: return group_kernel<QuantFormat::int8_groups>(group);
-    default: return group_kernel<QuantFormat::nf4>(group);
-  }
-}
 #endif
 
 // ---- the product ----
@@ -364,11 +404,18 @@ INLINE void linear_q_typed(const LinearQArgs& a, T) {
   x.unit = f == QuantFormat::int4_levels ? 0.0625f : 1.0f;
   const int64_t panels = ceil_div(a.n, kPanel), some = min(a.m, kQuantChunk);
   const int64_t rows16 = ceil_div(some, 16) * 16, groups = rows16 * x.groups;  // whole tiles
-  x.q = static_cast<int8_t*>(
-      scratch(rows16 * x.stride + groups * (2 * sizeof(float) + sizeof(int32_t))));
-  x.scales = reinterpret_cast<float*>(x.q + rows16 * x.stride);
-  x.terms = x.scales + groups;
-  x.sums = reinterpret_cast<int32_t*>(x.terms + groups);
+  const int64_t all = rows16 * x.stride + groups * (2 * sizeof(float) + sizeof(int32_t));
+  QuantRows second = x;
+  second.outliers.words = ceil_div(x.groups, 64);
+  x.q = static_cast<int8_t*>(scratch(2 * all + rows16 * second.outliers.words * sizeof(uint64_t)));
+  second.q = x.q + all;
+  QuantRows* both[] = {&x, &second};
+  for (QuantRows* rows : both) {
+    rows->scales = reinterpret_cast<float*>(rows->q + rows16 * x.stride);
+    rows->terms = rows->scales + groups;
+    rows->sums = reinterpret_cast<int32_t*>(rows->terms + groups);
+  }
+  second.outliers.bits = reinterpret_cast<uint64_t*>(second.q + all);
   for (int64_t row0 = 0; row0 < a.m; row0 += some) {
     const int64_t m = min(some, a.m - row0);
     const int64_t cost = panels * kVectors * m * ceil_div(a.k, kQuad);
@@ -382,7 +429,7 @@ INLINE void linear_q_typed(const LinearQArgs& a, T) {
         for (int64_t j = 0; j < a.k; j++) gathered[j] = row[a.order[j]];
         row = gathered;
       }
-      quantize_row(row, a.k, x, i);
+      quantize_row(row, a.k, x, second, i);
     });
 #if defined(OCTAVO_TILES)
     if (x.tiled && f == QuantFormat::int8) {
@@ -392,23 +439,22 @@ INLINE void linear_q_typed(const LinearQArgs& a, T) {
     if (x.tiled) {
       const GroupRows rows{x.q, x.scales, x.terms, x.stride / kTileBytes, x.groups};
       rows.clear_padding(m);
-      group_tiles(a, T{}, rows, row0, m, group_kernel(f, a.group));
+      GroupKernel kernel;
+      with_groups(f, [&](auto format) { kernel = group_kernel<decltype(format)::value>(a.group); });
+      group_tiles(a, T{}, rows, row0, m, kernel,
+                  [&](int64_t first, int64_t rows, int64_t col, float* c) {
+                    with_groups(f, [&](auto format) {
+                      add_outliers4<decltype(format)::value>(a, second, first, rows, col, c);
+                    });
+                  });
       continue;
     }
 #endif
     for_tiles(a, T{}, row0, m, cost, [&](int64_t first, int64_t rows, int64_t col, float* c, int64_t) {
-      switch (f) {
-        case QuantFormat::int8: return panel8(a, x, first, rows, col, c);
-        case QuantFormat::int4_levels:
-          return panel4<QuantFormat::int4_levels>(a, x, first, rows, col, c);
-        case QuantFormat::int4: return panel4<QuantFormat::int4>(a, x, first, rows, col, c);
-        case QuantFormat::int4_zeros:
-          return panel4<QuantFormat::int4_zeros>(a, x, first, rows, col, c);
-        case QuantFormat::int8_groups:
-          return panel4<QuantFormat::int8_groups>(a, x, first, rows, col, c);
-        case QuantFormat::nf4: return panel4<QuantFormat::nf4>(a, x, first, rows, col, c);
-        default: return;  // quantized_product passes others on
-      }
+      if (f == QuantFormat::int8) return panel8(a, x, first, rows, col, c);
+      with_groups(f, [&](auto format) {
+        panel4<decltype(format)::value>(a, x, second, first, rows, col, c);
+      });
     });
   }
 }

@@ -60,3 +60,14 @@ def reference_ops() -> Ops:
 
 def cpu_attention() -> AttentionBackend:
     return cast(AttentionBackend, WithTorch(CPUAttention()))
+
+
+def with_outliers(x: torch.Tensor) -> torch.Tensor:
+    """Multiply stretches of 32 inputs of x [rows, K] by random factors, so that some are outliers.
+
+    See `to_two_terms` in `octavo/kernels/reference.py`.
+    """
+    rows, k = x.shape
+    generator = torch.Generator().manual_seed(rows)
+    factors = torch.randn(rows, -(-k // 32), generator=generator).exp()
+    return (x * factors.repeat_interleave(32, 1)[:, :k]).to(x.dtype)

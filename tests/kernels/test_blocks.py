@@ -12,7 +12,7 @@ from octavo.kernels.base import QuantizedWeight
 from octavo.kernels.dequantize import dequantize
 from octavo.kernels.sizes import quantized_nbytes
 from octavo.system.block_types import BLOCK_TYPES
-from tests.torch_ops import native_ops, reference_ops
+from tests.torch_ops import native_ops, reference_ops, with_outliers
 
 ops, reference = native_ops(), reference_ops()
 pytestmark = pytest.mark.usefixtures("isa")
@@ -111,7 +111,7 @@ SHAPES = [
 def linear_case(block_type: str, m: int, n: int, k: int, dtype: torch.dtype) -> list[torch.Tensor]:
     """Return blocks, x, a bias and the reference's product."""
     blocks = random_blocks(n, k, block_type, seed=m)
-    x = torch.randn(m, k, generator=torch.Generator().manual_seed(m)).to(dtype)
+    x = with_outliers(torch.randn(m, k, generator=torch.Generator().manual_seed(m))).to(dtype)
     bias = torch.linspace(-1, 1, n).to(dtype)
     weight = reference.pack_blocks([blocks], block_type, k)
     return [blocks, x, bias, reference.linear(x, weight, bias, "float32")]
@@ -145,7 +145,7 @@ def test_largest_products(block_type: str, byte: int):
 def test_a_row_has_the_same_bits_among_other_rows(block_type: str):
     n, k = 128, 512
     weight = pack(random_blocks(n, k, block_type), block_type, k)
-    x = torch.randn(97, k, generator=torch.Generator().manual_seed(1)).bfloat16()
+    x = with_outliers(torch.randn(97, k, generator=torch.Generator().manual_seed(1))).bfloat16()
     whole = ops.linear(x, weight)
     gated = ops.linear_act_and_mul(x, weight, None, "silu")
     assert torch.equal(gated, ops.act_and_mul(whole, "silu"))

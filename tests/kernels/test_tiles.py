@@ -15,7 +15,7 @@ from octavo.kernels.base import Codes, QuantizedWeight
 from octavo.system.block_types import BLOCK_TYPES
 from tests.kernels.test_blocks import pack, random_blocks
 from tests.kernels.test_quant import FORMATS, random_codes
-from tests.torch_ops import native_ops
+from tests.torch_ops import native_ops, with_outliers
 
 ops = native_ops()
 
@@ -137,7 +137,7 @@ def test_groups_have_the_bits_of_vectors(
 ) -> None:
     """Up to 12 rows are multiplied on vectors; blocks of 32 have an odd number of them."""
     weight, bias = grouped_weight(format, group, n, k), random(n, seed=2)
-    x = random(49, weight.k)
+    x = with_outliers(random(49, weight.k))
     on_vectors = torch.cat([ops.linear(some, weight, bias) for some in x.split(7)])
     for first, last in ((0, 49), (3, 16), (5, 21), (1, 18), (7, 40)):
         y = ops.linear(x[first:last], weight, bias)
@@ -153,7 +153,7 @@ def test_groups_do_not_depend_on_the_partition(
     native.set_num_threads(threads)
     for n, k, rows in ((70, 4900, 150), (128, 256, 400)):
         weight = grouped_weight(format, group, n, k)
-        x = random(rows, weight.k)
+        x = with_outliers(random(rows, weight.k))
         y = ops.linear(x, weight)
         for at in (0, 16, 127, 149, rows - 1):
             assert torch.equal(y[at], ops.linear(x[at : at + 1], weight)[0]), (k, at)
