@@ -53,6 +53,7 @@ class CoreLauncher:
         default_batched_tokens: see `make_engine_core`.
         request_memory: see `make_engine_core`.
         warm_spare: see `make_engine_core`.
+        memory_limit: bytes that the first process may use; None: its share of the free memory.
         process: the first process, started or not; None: create one.
         log_level: minimum level that a process logs.
         log_format: "text" or "json".
@@ -70,6 +71,7 @@ class CoreLauncher:
         default_batched_tokens: int,
         request_memory: int | None,
         warm_spare: bool | None,
+        memory_limit: int | None = None,
         process: CoreProcess | None = None,
         log_level: str,
         log_format: str,
@@ -80,6 +82,7 @@ class CoreLauncher:
         self._default_batched_tokens = default_batched_tokens
         self._request_memory = request_memory
         self._warm_spare = warm_spare
+        self._memory_limit = memory_limit
         self._log_level, self._log_format = log_level, log_format
         self._record = record
         self._spare = process
@@ -119,8 +122,9 @@ class CoreLauncher:
     def make_setup(self, ready: CoreReady | None, engine_index: int) -> CoreProcessSetup:
         """Return the setup of a process; see `launch`."""
         config, warm_spare = self._config, self._warm_spare
-        memory_limit = None
+        memory_limit = self._memory_limit
         if ready is not None:
+            memory_limit = None
             config, warm_spare = with_kv_cache_of(config, ready.plan), ready.plan.warm_spare
             if config.parallel.data_parallel_size > 1:  # other engines need the free memory, too
                 memory_limit = ready.plan.limit

@@ -17,7 +17,7 @@ import msgspec
 
 from octavo.config import EngineConfig
 from octavo.engine.core_messages import CoreReady
-from octavo.errors import EngineDeadError, NodeMissingError, ScalingError
+from octavo.errors import EngineDeadError, NodeMissingError, ScalingBusyError, ScalingError
 from octavo.fleet.cluster import ClusterKey, Hub, RemoteLauncher
 from octavo.fleet.core_client import ElasticClient
 from octavo.fleet.core_launcher import CoreLauncher
@@ -230,8 +230,16 @@ class DataParallelClient:
 
     async def add_request(self, request: EngineCoreRequest) -> None:
         """Implement `EngineClient`."""
+        await self.adopt(request, 0)
+
+    async def adopt(self, request: EngineCoreRequest, deaths: int) -> None:
+        """Accept a request of other engines, with its `deaths_of` there."""
         index = self._router.place(request, self._candidates())
-        await self._supervisors[index].add_request(request)
+        await self._supervisors[index].adopt(request, deaths)
+
+    def deaths_of(self, request_id: str) -> int:
+        """Return the number of consecutive deaths of an engine with a request in flight."""
+        return max(supervisor.deaths_of(request_id) for supervisor in self._supervisors.values())
 
     async def abort_requests(self, request_ids: list[str]) -> None:
         """Implement `EngineClient`."""
@@ -282,10 +290,11 @@ class DataParallelClient:
 
         Raises:
             ScalingError: memory is insufficient, an engine cannot be started (then nothing has
-                changed), or another change is in progress.
+                changed).
+            ScalingBusyError: another change is in progress.
         """
         if self._scaling.locked():
-            raise ScalingError("The number of engines is being changed already; try again later.")
+            raise ScalingBusyError
         async with self._scaling:
             first = await asyncio.shield(self.ready)
             new = range(self._size, size)

@@ -156,6 +156,7 @@ def test_what_the_process_is_started_with(monkeypatch):
             "default_batched_tokens": 512,
             "request_memory": 2**30,
             "warm_spare": None,
+            "memory_limit": None,
             "process": None,
             "log_level": "info",
             "log_format": "text",
