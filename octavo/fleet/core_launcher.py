@@ -87,6 +87,7 @@ class CoreLauncher:
         self._record = record
         self._spare = process
         self._expert_memory: str | None = None
+        self._free = lambda: None
         if config.divides_experts:
             if not hasattr(os, "memfd_create"):
                 raise ConfigError(
@@ -94,7 +95,7 @@ class CoreLauncher:
                     "only; leave one of them out."
                 )
             descriptor = os.memfd_create("octavo-experts", os.MFD_CLOEXEC)
-            weakref.finalize(self, os.close, descriptor)
+            self._free = weakref.finalize(self, os.close, descriptor)
             self._expert_memory = f"/proc/{os.getpid()}/fd/{descriptor}"
 
     def launch(self, ready: CoreReady | None, engine_index: int = 0) -> CoreProcess:
@@ -151,6 +152,10 @@ class CoreLauncher:
         spare, self._spare = self._spare, None
         if spare is not None:
             spare.shutdown(0.0)
+
+    def close(self) -> None:
+        """Free what all engines share, once they have ended. May be called twice."""
+        self._free()
 
 
 def with_kv_cache_of(config: EngineConfig, plan: MemoryPlan) -> EngineConfig:

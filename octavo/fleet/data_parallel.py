@@ -130,7 +130,7 @@ class DataParallelClient:
                 is_held_up=partial(self._is_held_up, index),
             )
 
-        self._make = make
+        self._make, self._launcher = make, launcher
         self._supervisors: dict[int, Supervisor] = {}
         try:
             self._supervisors[0] = make(0, None)
@@ -360,6 +360,7 @@ class DataParallelClient:
             read.cancel()
         await asyncio.gather(*self._reads.values(), return_exceptions=True)
         await asyncio.gather(*(s.shutdown() for s in self._supervisors.values()))
+        self._launcher.close()
         if self._hub is not None:
             await self._hub.shutdown()
 

@@ -65,6 +65,9 @@ class Engines:
     def shutdown(self):
         pass
 
+    def close(self):
+        pass
+
     def process(self, index):
         """Return the newest process of an engine: its requests, and its answers."""
         numbers = [n for n, (i, _) in enumerate(self.launched) if i == index]
