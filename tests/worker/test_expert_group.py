@@ -1,5 +1,9 @@
 """Engines that divide experts: they step together, and survive each other's deaths."""
 
+import os
+import signal
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -120,6 +124,56 @@ def test_an_engine_dies_while_all_are_idle(memory):
         end.set()
         other.result(10)
     assert engines[1].done == 2
+
+
+# Engine 0 of two, in its own process: it completes one step.
+LEAVING = """
+import sys
+from octavo.errors import StepLostError
+from tests.worker.test_expert_group import Engine
+
+engine = Engine(sys.argv[1], 0, 2)
+try:
+    engine.group.run(engine.step, repeats=sys.argv[2] == "repeats")
+except StepLostError:
+    print("lost", end=" ")
+    engine.group.run(engine.step)
+print(engine.begun, engine.done)
+"""
+
+
+@pytest.mark.parametrize(("how", "result"), [("repeats", "2 1"), ("is lost", "lost 2 1")])
+def test_a_barrier_is_broken_while_another_engine_leaves_it(memory, how, result):
+    """The other one has completed the step, dies, and is replaced, before this one runs on.
+
+    The new one takes part in the repetition, or in the next step if the scheduler repeats it.
+    """
+    command = [sys.executable, "-c", LEAVING, str(memory), how]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        end = threading.Event()
+        other = Engine(memory, 1, 2)
+
+        def step():
+            for _ in range(2):
+                other.exchange.join()
+            arrived = other.group._memory._bytes[:4].view("int32")
+            while arrived[0] == 0:  # the process has not come to the last barrier
+                time.sleep(0.001)
+            os.kill(process.pid, signal.SIGSTOP)
+            os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+            other.exchange.join()
+
+        with ThreadPoolExecutor(1) as thread:
+            other.group.run(step)  # complete
+            new = Engine(memory, 1, 2)
+            serving = thread.submit(new.serve_until, end)
+            while not new.group._memory.broken:
+                time.sleep(0.001)
+            os.kill(process.pid, signal.SIGCONT)
+            assert process.communicate(timeout=20)[0].split() == result.split()
+            end.set()
+            serving.result(10)
+    assert new.done == 1
 
 
 def test_other_models_are_refused(memory):
