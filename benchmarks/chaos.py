@@ -174,7 +174,7 @@ class Load:
             base_url=url, timeout=600, limits=httpx.Limits(max_connections=None)
         )
         self.heard: dict[int, float] = {}
-        """Time of the latest event of each stream in flight."""
+        """Time of the latest event of each stream in flight; 0 before the first one."""
         self._count = 0
 
     async def close(self) -> None:
@@ -185,6 +185,8 @@ class Load:
         """Return the answer to one request."""
         answer = Answer()
         self._count = number = self._count + 1
+        if body.get("stream"):
+            self.heard[number] = 0.0
         try:
             async with self._client.stream("POST", path, json=body) as response:
                 if not body.get("stream") or response.status_code != 200:

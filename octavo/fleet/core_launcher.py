@@ -13,7 +13,9 @@ from octavo.config import EngineConfig
 from octavo.engine.core_messages import CoreProcessSetup, CoreReady
 from octavo.errors import ConfigError, reason_of
 from octavo.fleet.process import CoreProcess
+from octavo.plan.group_layout import ExpertGroupLayout
 from octavo.plan.memory_plan import MemoryPlan
+from octavo.system.distributed import GroupMemory
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +89,9 @@ class CoreLauncher:
         self._record = record
         self._spare = process
         self._expert_memory: str | None = None
-        self._free = lambda: None
+        self._expert_group = ExpertGroupLayout(config.parallel.data_parallel_size)
+        self._descriptor: int | None = None
+        """Descriptor of the memory of engines that divide experts."""
         if config.divides_experts:
             if not hasattr(os, "memfd_create"):
                 raise ConfigError(
@@ -95,7 +99,7 @@ class CoreLauncher:
                     "only; leave one of them out."
                 )
             descriptor = os.memfd_create("octavo-experts", os.MFD_CLOEXEC)
-            self._free = weakref.finalize(self, os.close, descriptor)
+            self._descriptor, self._free = descriptor, weakref.finalize(self, os.close, descriptor)
             self._expert_memory = f"/proc/{os.getpid()}/fd/{descriptor}"
 
     def launch(self, ready: CoreReady | None, engine_index: int = 0) -> CoreProcess:
@@ -155,7 +159,16 @@ class CoreLauncher:
 
     def close(self) -> None:
         """Free what all engines share, once they have ended. May be called twice."""
-        self._free()
+        if self._descriptor is not None:
+            self._descriptor = None
+            self._free()
+
+    def engines_behind(self) -> list[int]:
+        """Return the engines that others wait for, since they divide the experts of a step."""
+        if self._descriptor is None:
+            return []
+        begin, nbytes = GroupMemory.size(0), self._expert_group.nbytes
+        return self._expert_group.behind(os.pread(self._descriptor, nbytes, begin))
 
 
 def with_kv_cache_of(config: EngineConfig, plan: MemoryPlan) -> EngineConfig:

@@ -21,6 +21,7 @@ from octavo.errors import EngineDeadError, NodeMissingError, ScalingBusyError, S
 from octavo.fleet.cluster import ClusterKey, Hub, RemoteLauncher
 from octavo.fleet.core_client import ElasticClient
 from octavo.fleet.core_launcher import CoreLauncher
+from octavo.fleet.mp_client import EngineProcess
 from octavo.fleet.routing import Router
 from octavo.fleet.supervisor import SUSPECT, Recovery, Supervisor
 from octavo.messages import EngineCoreOutputs, EngineCoreRequest
@@ -128,6 +129,7 @@ class DataParallelClient:
                 first=first,
                 number=self._first + index,
                 is_held_up=partial(self._is_held_up, index),
+                blocker=partial(self._blocker, index),
             )
 
         self._make, self._launcher = make, launcher
@@ -375,6 +377,11 @@ class DataParallelClient:
         """Return True if an engine waits for the experts of one that is not up."""
         others = (s for i, s in self._supervisors.items() if i != index)
         return self._divides_experts and not all(supervisor.up for supervisor in others)
+
+    def _blocker(self, index: int) -> EngineProcess | None:
+        """Return the process of an engine that this one waits for, if they divide the experts."""
+        behind = self._launcher.engines_behind()
+        return None if index in behind or not behind else self._supervisors[behind[0]].process
 
     def _alive(self) -> Iterator[tuple[int, Supervisor]]:
         """Return the engines that run or are being started."""

@@ -12,7 +12,8 @@ import pytest
 
 from octavo.errors import ConfigError, EngineDeadError
 from octavo.layers.expert_exchange import ExpertExchange
-from octavo.system.distributed import Rank
+from octavo.plan.group_layout import ExpertGroupLayout
+from octavo.system.distributed import GroupMemory, Rank
 from octavo.worker.expert_group import ExpertGroup
 
 
@@ -43,6 +44,12 @@ class Engine:
             self.group.serve(self.step)
 
 
+def memory_of(path, offset):
+    """Return a function that reads a counter."""
+    begin = GroupMemory.size(offset)
+    return lambda: int.from_bytes(path.read_bytes()[begin : begin + 4], "little")
+
+
 @pytest.fixture
 def memory(tmp_path):
     path = tmp_path / "memory"
@@ -71,6 +78,36 @@ def test_engines_without_work_take_part(memory):
     woken.clear()
     assert not woken.wait(0.3)
     engines[2].group.shutdown()
+
+
+def test_who_waits_for_whom_is_in_the_shared_memory(memory):
+    """As the server reads it, in order to kill the engine that hangs, and not one that waits."""
+    layout, goes_on = ExpertGroupLayout(2), threading.Event()
+
+    def behind():
+        return layout.behind(memory.read_bytes()[GroupMemory.size(0) :][: layout.nbytes])
+
+    def hang():
+        engines[1].exchange.join()
+        assert goes_on.wait(10)
+        engines[1].exchange.join()
+        engines[1].exchange.join()
+
+    assert behind() == []
+    engines = [Engine(memory, index, 2) for index in range(2)]
+    with ThreadPoolExecutor(2) as threads:
+        waits = threads.submit(engines[0].group.run, engines[0].step)
+        while behind() != [1]:  # it has not come to the generation
+            time.sleep(0.001)
+        hangs = threads.submit(engines[1].group.run, hang)
+        arrivals = memory_of(memory, layout.arrivals(0))
+        while arrivals() < 2:
+            time.sleep(0.001)
+        assert behind() == [1]
+        goes_on.set()
+        assert waits.result(10) == 1
+        hangs.result(10)
+        assert behind() == []
 
 
 def test_an_engine_that_fails_holds_no_barrier(memory):
