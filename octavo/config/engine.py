@@ -141,9 +141,7 @@ class EngineConfig(Section, frozen=True):
     def resized(self, size: int) -> EngineConfig:
         """Return the settings for `size` engines that divide the experts; one has all of them."""
         replace = msgspec.structs.replace
-        parallel = replace(
-            self.parallel, data_parallel_size=size, data_parallel_size_local=None
-        )
+        parallel = replace(self.parallel, data_parallel_size=size, data_parallel_size_local=None)
         device = self.device
         if size == 1:
             device = replace(

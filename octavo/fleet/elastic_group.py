@@ -16,7 +16,6 @@ from typing import Any, Protocol
 
 from octavo.engine.core_messages import CoreReady
 from octavo.errors import (
-    EngineDeadError,
     OctavoError,
     ScalingBusyError,
     ScalingError,
@@ -154,7 +153,7 @@ class ElasticGroup:
                 self._read.cancel()
             await self._change
             self._size = size
-            old.fail_calls(StepFailedError("The engines were replaced before they answered; retry."))
+            old.fail_calls(StepFailedError("The engines were replaced; try again."))
             await old.shutdown()
 
     def _reserved(self, plan: MemoryPlan) -> int:
@@ -227,6 +226,7 @@ class ElasticGroup:
             group.fail_calls(error)
         if self._change is not None and not self._change.done():
             self._change.set_exception(error)
+            self._change.exception()  # marks it as retrieved
 
     async def shutdown(self) -> None:
         """Implement `EngineClient`."""
@@ -248,10 +248,9 @@ async def _load(group: DataParallelClient, size: int) -> None:
         ScalingError: it cannot be loaded, or not in time.
     """
     reading = asyncio.create_task(_read_on(group))
+    ends: set[asyncio.Future[Any]] = {reading, group.ready}
     try:
-        await asyncio.wait(
-            {reading, group.ready}, timeout=_START_SECONDS, return_when=asyncio.FIRST_COMPLETED
-        )
+        await asyncio.wait(ends, timeout=_START_SECONDS, return_when=asyncio.FIRST_COMPLETED)
     finally:
         reading.cancel()
         await asyncio.wait({reading})

@@ -615,7 +615,7 @@ def test_the_engine_that_others_wait_for_is_killed_in_their_place(hangs):
             await asyncio.sleep(0.005)
         assert guilty.process.reason.startswith("another engine waits for this one: ")
         assert waiting.process.reason is None
-        engines.engines_behind = lambda: []  # nobody is behind: it hangs itself
+        engines.engines_behind = list  # nobody is behind: it hangs itself
         while waiting.process.reason is None:
             await asyncio.sleep(0.005)
         assert not waiting.process.reason.startswith("another")

@@ -124,9 +124,7 @@ def test_the_new_group_continues_all_requests_once_it_is_loaded():
         assert all(process.closed for process in old)
         assert [groups.made[1][i] for i in (0, 1)] == [3, READY.plan]
         assert client.pids == [3, 4, 5]
-        moved = {
-            r.request_id: r.output_token_ids for i in range(3) for r in groups.process(i).sent
-        }
+        moved = {r.request_id: r.output_token_ids for i in range(3) for r in groups.process(i).sent}
         assert moved == {"a": [1], "b": [2], "c": [], "d": []}
         for index in range(3):
             tokens = dict.fromkeys(groups.ids(index), 7)
