@@ -56,6 +56,10 @@ LAYOUTS = {
     "front-ends": ["-asc", "2", "-dp", "2"],
     "front-ends-tp2": ["-asc", "2", "-tp", "2"],
     "elastic": ["-dp", "2", "--enable-elastic-ep", "--enable-admin"],
+    "experts": [
+        *("-dp", "2", "--enable-elastic-ep", "--enable-admin", "--enable-expert-parallel"),
+        *("--enable-eplb", "--eplb-config", '{"window_size": 1, "step_interval": 2}'),
+    ],
     "ray-tp2": ["-tp", "2", "--distributed-executor-backend", "ray", "--num-threads", "1"],
     "router": ["--replicas", "2", "--health-check-interval", "0.2"],
     "router-ray": ["--replicas", "2", "--backend", "ray", "--num-threads", "1"],
@@ -69,7 +73,7 @@ _MODULES = {
 }
 # What the titles of Ray's actors begin with.
 _ACTORS = {"ray::WorkerActor": "worker", "ray::ServerActor": "actor"}
-# Numbers of engines in the layout "elastic", in turn; it ends with the last one.
+# Numbers of engines in elastic layouts, in turn; they end with the last one.
 _SIZES = (3, 1, 2)
 # In the environment of all processes of a run.
 _MARK = "OCTAVO_CHAOS_RUN"
@@ -170,7 +174,7 @@ class Load:
             base_url=url, timeout=600, limits=httpx.Limits(max_connections=None)
         )
         self.heard: dict[int, float] = {}
-        """Time of the latest event of each stream in flight."""
+        """Time of the latest event of each stream in flight; 0 before the first one."""
         self._count = 0
 
     async def close(self) -> None:
@@ -181,6 +185,8 @@ class Load:
         """Return the answer to one request."""
         answer = Answer()
         self._count = number = self._count + 1
+        if body.get("stream"):
+            self.heard[number] = 0.0
         try:
             async with self._client.stream("POST", path, json=body) as response:
                 if not body.get("stream") or response.status_code != 200:
@@ -240,7 +246,7 @@ class Site:
         self._head_flags += ["--max-engine-restarts", "1000000"]
         self._head_flags += ["--no-enable-prompt-tokens-details"]
         self._has_node = layout.startswith("nodes")
-        self.is_elastic = layout == "elastic"
+        self.is_elastic = "--enable-elastic-ep" in LAYOUTS[layout]
         self._command = "router" if layout.startswith("router") else "serve"
         self._node: subprocess.Popen[bytes] | None = None
         self._of_node: list[psutil.Process] = []

@@ -64,6 +64,7 @@ void shared_barrier(const BarrierArgs& a) {
   };
   const uint32_t round = b.round.load();  // cannot change before this rank arrives
   check();
+  if (a.arrivals) a.arrivals->value.fetch_add(1);
   if (b.arrived.fetch_add(1) + 1 == uint32_t(a.ranks)) {
     b.arrived.store(0);
     b.round.fetch_add(1);

@@ -17,6 +17,8 @@ struct SharedBarrier {
 };
 static_assert(sizeof(SharedBarrier) == 256 && std::atomic<uint32_t>::is_always_lock_free);
 
+struct SharedCounter;
+
 // Error: one of the processes will not arrive.
 struct GroupError : std::runtime_error {
   using std::runtime_error::runtime_error;
@@ -24,6 +26,7 @@ struct GroupError : std::runtime_error {
 
 struct BarrierArgs {
   SharedBarrier* barrier;
+  SharedCounter* arrivals;  // of this rank; may be null
   int64_t ranks;
   double timeout;  // seconds
   int64_t rows;

@@ -342,11 +342,13 @@ NB_MODULE(_native, m) {
   nb::exception<GroupError>(m, "GroupError", PyExc_RuntimeError);
   m.def(
       "shared_barrier",
-      [](Address barrier, int64_t ranks, double timeout) {
+      [](Address barrier, Address arrivals, int64_t ranks, double timeout) {
         submit("shared_barrier", &shared_barrier,
-               BarrierArgs{at<SharedBarrier>(barrier), ranks, timeout, 0});
+               BarrierArgs{at<SharedBarrier>(barrier), at<SharedCounter>(arrivals), ranks, timeout,
+                           0});
       },
-      nb::kw_only(), nb::arg("barrier"), nb::arg("ranks"), nb::arg("timeout"));
+      nb::kw_only(), nb::arg("barrier"), nb::arg("arrivals"), nb::arg("ranks"),
+      nb::arg("timeout"));
   m.def("break_group", [](Address barrier) { break_group(at<SharedBarrier>(barrier)); });
   // Only while no process waits at the barrier
   m.def("mend_group", [](Address barrier) {

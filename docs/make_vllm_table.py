@@ -116,6 +116,12 @@ PARTLY = {
 }
 """Fields with some rejected values."""
 
+ROUTES = {
+    "POST /scale_elastic_ep": "the same, but requests are served meanwhile, and `drain_timeout` "
+    "has no effect; 503 for a second change at the same time, 409 if a change fails"
+}
+"""Routes with differences."""
+
 
 def document() -> str:
     """Return the whole text of docs/vllm.md."""
@@ -251,7 +257,7 @@ def route_status(words: list[str]) -> str:
         raise LookupError(
             f"{route}: add it either to the application or to octavo/compat/routes.py"
         )
-    return "the same" if reason is None else f"none: {reason}"
+    return ROUTES.get(route, "the same") if reason is None else f"none: {reason}"
 
 
 def metric_status(words: list[str]) -> str:

@@ -198,8 +198,11 @@ def load_pages(
 class GroupError(RuntimeError):
     """Error raised when a process of a group fails or does not reach a barrier in time."""
 
-def shared_barrier(*, barrier: int, ranks: int, timeout: float) -> None:
-    """Wait at a barrier for the other processes, at most `timeout` seconds; see csrc/barrier.h."""
+def shared_barrier(*, barrier: int, arrivals: int, ranks: int, timeout: float) -> None:
+    """Wait at a barrier for the other processes, at most `timeout` seconds; see csrc/barrier.h.
+
+    `arrivals` is a counter of this process's arrivals, or 0.
+    """
 
 def break_group(barrier: int, /) -> None:
     """End all present and future waiting at a barrier."""

@@ -18,6 +18,7 @@ The tree::
     |   |-- SleepError                      the engine sleeps, or cannot fall asleep or wake up
     |   |-- KVLoadError                     a KV connector could not load its part of the prompt
     |   |-- ScalingError                    the number of engines cannot be changed so, or now
+    |   |   `-- ScalingBusyError            it is being changed already
     |   |-- ProfilerError                   a profile is started twice, or stopped without a start
     |   |-- QueueFullError                  too many requests wait; try again after `retry_after`
     |   |-- UnmetDeadlineError              a deadline cannot be met; try again after `retry_after`
@@ -165,6 +166,19 @@ class ScalingError(RequestError):
 
     def __init__(self, message: str) -> None:
         super().__init__(message, "new_data_parallel_size", "scaling_failed")
+
+
+class ScalingBusyError(ScalingError):
+    """Change of the number of engines during another one; vLLM answers 503, too."""
+
+    status = 503
+    type = "server_error"
+    retry_after = 5
+
+    def __init__(
+        self, message: str = "The number of engines is being changed already; try again later."
+    ) -> None:
+        super().__init__(message)
 
 
 class ProfilerError(RequestError):

@@ -6,6 +6,8 @@ import importlib.util
 import typing
 from typing import Any
 
+import msgspec
+
 from octavo.config.cache import CacheConfig
 from octavo.config.device import DeviceConfig
 from octavo.config.model import LoadConfig, ModelConfig, read_hub_address
@@ -130,24 +132,37 @@ class EngineConfig(Section, frozen=True):
         """True if several engines divide the experts of a model."""
         return self.device.enable_expert_parallel and self.parallel.data_parallel_size > 1
 
+    @property
+    def scales_experts(self) -> bool:
+        """True if the number of engines that divide the experts of a model may change."""
+        divides = self.device.enable_expert_parallel and self.device.tensor_parallel_size == 1
+        return divides and self.parallel.enable_elastic_ep
+
+    def resized(self, size: int) -> EngineConfig:
+        """Return the settings for `size` engines that divide the experts; one has all of them."""
+        replace = msgspec.structs.replace
+        parallel = replace(self.parallel, data_parallel_size=size, data_parallel_size_local=None)
+        device = self.device
+        if size == 1:
+            device = replace(
+                device, enable_expert_parallel=False, enable_eplb=False, eplb_config=None
+            )
+        return replace(self, parallel=parallel, device=device)
+
     def _check_expert_parallel(self) -> None:
         size, engines = self.device.tensor_parallel_size, self.parallel.data_parallel_size
-        if size == 1 and engines == 1:
+        is_elastic = self.parallel.enable_elastic_ep
+        if size == 1 and engines == 1 and not is_elastic:
             raise ConfigError(
                 "enable_expert_parallel divides experts among the processes of "
                 "tensor_parallel_size or among the engines of data_parallel_size, and both are 1; "
                 "set one to 2 or more, or leave the other out."
             )
-        if engines == 1:
+        if engines == 1 and size > 1:
             return
         which = f"enable_expert_parallel with data_parallel_size={engines}"
         backend, parallel = self.executor_backend, self.parallel
-        if parallel.enable_elastic_ep:
-            raise ConfigError(
-                f"{which} divides the experts among a fixed number of engines, since all of them "
-                "take part in each step, and is not supported with enable_elastic_ep; leave out "
-                "one of them, or start the server again to change data_parallel_size."
-            )
+        events = self.cache.kv_events_config
         for is_wrong, setting in (
             (size > 1, f"tensor_parallel_size={size}"),
             (
@@ -163,6 +178,10 @@ class EngineConfig(Section, frozen=True):
             ),
             (self.device.attention_backend == "triton", "attention_backend=triton"),
             (self.load.expert_cache is not None, "expert_cache"),
+            (
+                is_elastic and events is not None and events.enable_kv_cache_events,
+                "kv_events_config and enable_elastic_ep",
+            ),
         ):
             if is_wrong:
                 raise ConfigError(

@@ -63,7 +63,8 @@ class ElasticClient(Protocol):
         """Change the number of engines while requests continue.
 
         Raises:
-            ScalingError: it cannot be changed, or not now; then nothing has changed.
+            ScalingError: it cannot be changed, or not now (`ScalingBusyError`); then nothing has
+                changed.
         """
         ...
 

@@ -13,7 +13,9 @@ from octavo.config import EngineConfig
 from octavo.engine.core_messages import CoreProcessSetup, CoreReady
 from octavo.errors import ConfigError, reason_of
 from octavo.fleet.process import CoreProcess
+from octavo.plan.group_layout import ExpertGroupLayout
 from octavo.plan.memory_plan import MemoryPlan
+from octavo.system.distributed import GroupMemory
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +55,7 @@ class CoreLauncher:
         default_batched_tokens: see `make_engine_core`.
         request_memory: see `make_engine_core`.
         warm_spare: see `make_engine_core`.
+        memory_limit: bytes that the first process may use; None: its share of the free memory.
         process: the first process, started or not; None: create one.
         log_level: minimum level that a process logs.
         log_format: "text" or "json".
@@ -70,6 +73,7 @@ class CoreLauncher:
         default_batched_tokens: int,
         request_memory: int | None,
         warm_spare: bool | None,
+        memory_limit: int | None = None,
         process: CoreProcess | None = None,
         log_level: str,
         log_format: str,
@@ -80,10 +84,14 @@ class CoreLauncher:
         self._default_batched_tokens = default_batched_tokens
         self._request_memory = request_memory
         self._warm_spare = warm_spare
+        self._memory_limit = memory_limit
         self._log_level, self._log_format = log_level, log_format
         self._record = record
         self._spare = process
         self._expert_memory: str | None = None
+        self._expert_group = ExpertGroupLayout(config.parallel.data_parallel_size)
+        self._descriptor: int | None = None
+        """Descriptor of the memory of engines that divide experts."""
         if config.divides_experts:
             if not hasattr(os, "memfd_create"):
                 raise ConfigError(
@@ -91,7 +99,7 @@ class CoreLauncher:
                     "only; leave one of them out."
                 )
             descriptor = os.memfd_create("octavo-experts", os.MFD_CLOEXEC)
-            weakref.finalize(self, os.close, descriptor)
+            self._descriptor, self._free = descriptor, weakref.finalize(self, os.close, descriptor)
             self._expert_memory = f"/proc/{os.getpid()}/fd/{descriptor}"
 
     def launch(self, ready: CoreReady | None, engine_index: int = 0) -> CoreProcess:
@@ -119,8 +127,9 @@ class CoreLauncher:
     def make_setup(self, ready: CoreReady | None, engine_index: int) -> CoreProcessSetup:
         """Return the setup of a process; see `launch`."""
         config, warm_spare = self._config, self._warm_spare
-        memory_limit = None
+        memory_limit = self._memory_limit
         if ready is not None:
+            memory_limit = None
             config, warm_spare = with_kv_cache_of(config, ready.plan), ready.plan.warm_spare
             if config.parallel.data_parallel_size > 1:  # other engines need the free memory, too
                 memory_limit = ready.plan.limit
@@ -147,6 +156,19 @@ class CoreLauncher:
         spare, self._spare = self._spare, None
         if spare is not None:
             spare.shutdown(0.0)
+
+    def close(self) -> None:
+        """Free what all engines share, once they have ended. May be called twice."""
+        if self._descriptor is not None:
+            self._descriptor = None
+            self._free()
+
+    def engines_behind(self) -> list[int]:
+        """Return the engines that others wait for, since they divide the experts of a step."""
+        if self._descriptor is None:
+            return []
+        begin, nbytes = GroupMemory.size(0), self._expert_group.nbytes
+        return self._expert_group.behind(os.pread(self._descriptor, nbytes, begin))
 
 
 def with_kv_cache_of(config: EngineConfig, plan: MemoryPlan) -> EngineConfig:

@@ -17,10 +17,11 @@ import msgspec
 
 from octavo.config import EngineConfig
 from octavo.engine.core_messages import CoreReady
-from octavo.errors import EngineDeadError, NodeMissingError, ScalingError
+from octavo.errors import EngineDeadError, NodeMissingError, ScalingBusyError, ScalingError
 from octavo.fleet.cluster import ClusterKey, Hub, RemoteLauncher
 from octavo.fleet.core_client import ElasticClient
 from octavo.fleet.core_launcher import CoreLauncher
+from octavo.fleet.mp_client import EngineProcess
 from octavo.fleet.routing import Router
 from octavo.fleet.supervisor import SUSPECT, Recovery, Supervisor
 from octavo.messages import EngineCoreOutputs, EngineCoreRequest
@@ -128,9 +129,10 @@ class DataParallelClient:
                 first=first,
                 number=self._first + index,
                 is_held_up=partial(self._is_held_up, index),
+                blocker=partial(self._blocker, index),
             )
 
-        self._make = make
+        self._make, self._launcher = make, launcher
         self._supervisors: dict[int, Supervisor] = {}
         try:
             self._supervisors[0] = make(0, None)
@@ -230,8 +232,16 @@ class DataParallelClient:
 
     async def add_request(self, request: EngineCoreRequest) -> None:
         """Implement `EngineClient`."""
+        await self.adopt(request, 0)
+
+    async def adopt(self, request: EngineCoreRequest, deaths: int) -> None:
+        """Accept a request of other engines, with its `deaths_of` there."""
         index = self._router.place(request, self._candidates())
-        await self._supervisors[index].add_request(request)
+        await self._supervisors[index].adopt(request, deaths)
+
+    def deaths_of(self, request_id: str) -> int:
+        """Return the number of consecutive deaths of an engine with a request in flight."""
+        return max(supervisor.deaths_of(request_id) for supervisor in self._supervisors.values())
 
     async def abort_requests(self, request_ids: list[str]) -> None:
         """Implement `EngineClient`."""
@@ -282,10 +292,11 @@ class DataParallelClient:
 
         Raises:
             ScalingError: memory is insufficient, an engine cannot be started (then nothing has
-                changed), or another change is in progress.
+                changed).
+            ScalingBusyError: another change is in progress.
         """
         if self._scaling.locked():
-            raise ScalingError("The number of engines is being changed already; try again later.")
+            raise ScalingBusyError
         async with self._scaling:
             first = await asyncio.shield(self.ready)
             new = range(self._size, size)
@@ -351,6 +362,7 @@ class DataParallelClient:
             read.cancel()
         await asyncio.gather(*self._reads.values(), return_exceptions=True)
         await asyncio.gather(*(s.shutdown() for s in self._supervisors.values()))
+        self._launcher.close()
         if self._hub is not None:
             await self._hub.shutdown()
 
@@ -365,6 +377,11 @@ class DataParallelClient:
         """Return True if an engine waits for the experts of one that is not up."""
         others = (s for i, s in self._supervisors.items() if i != index)
         return self._divides_experts and not all(supervisor.up for supervisor in others)
+
+    def _blocker(self, index: int) -> EngineProcess | None:
+        """Return the process of an engine that this one waits for, if they divide the experts."""
+        behind = self._launcher.engines_behind()
+        return None if index in behind or not behind else self._supervisors[behind[0]].process
 
     def _alive(self) -> Iterator[tuple[int, Supervisor]]:
         """Return the engines that run or are being started."""

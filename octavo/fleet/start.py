@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,17 +15,19 @@ from octavo.checkpoints.registry import open_checkpoint
 from octavo.config import EngineConfig
 from octavo.engine.checks import check_requirements
 from octavo.errors import OctavoError, reason_of
-from octavo.fleet.core_launcher import CoreLauncher
+from octavo.fleet.core_launcher import CoreLauncher, with_kv_cache_of
 from octavo.fleet.process import CoreProcess
 from octavo.fleet.supervisor import Recovery, Supervisor
 from octavo.messages import EngineCoreRequest
 from octavo.models.hub import local_folder
 from octavo.observability.recording import RecordSettings
+from octavo.plan.memory_plan import MemoryPlan
 from octavo.platforms.registry import get_platform
-from octavo.system.device import num_cpus, numa_cpus
+from octavo.system.device import cpu_memory, num_cpus, numa_cpus
 
 if TYPE_CHECKING:
     from octavo.fleet.data_parallel import DataParallelClient
+    from octavo.fleet.elastic_group import ElasticGroup
 
 logger = logging.getLogger(__name__)
 
@@ -112,7 +114,7 @@ def start_engines(
     processes: EngineProcesses,
     unfinished: Unfinished,
     on_recovery: OnRecovery,
-) -> Supervisor | DataParallelClient:
+) -> Supervisor | DataParallelClient | ElasticGroup:
     """Start the engines of a server; return while the model still loads.
 
     Args:
@@ -124,6 +126,8 @@ def start_engines(
             them.
         on_recovery: see `Supervisor`.
     """
+    if config.scales_experts:
+        return _start_elastic_group(config, path, processes, unfinished, on_recovery)
     config = _of_server(config)
     parallel = config.parallel
     size = parallel.data_parallel_size
@@ -154,18 +158,56 @@ def start_engines(
     )
 
 
+def _start_elastic_group(
+    config: EngineConfig,
+    path: Path,
+    processes: EngineProcesses,
+    unfinished: Unfinished,
+    on_recovery: OnRecovery,
+) -> ElasticGroup:
+    """Start engines that divide the experts, and whose number may change; see `start_engines`."""
+    from octavo.fleet.data_parallel import DataParallelClient
+    from octavo.fleet.elastic_group import ElasticGroup
+
+    def make(size: int, plan: MemoryPlan | None = None, reserved: int = 0) -> DataParallelClient:
+        resized, own, limit = share_cores(config.resized(size)), processes, None
+        if plan is not None:
+            resized, own = with_kv_cache_of(resized, plan), replace(processes, process=None)
+            free = max(0, cpu_memory(config.device.numa_node)[1] - reserved)
+            limit = int(free * config.cache.gpu_memory_utilization) // size
+        return DataParallelClient(
+            _make_launcher(resized, path, own, limit),
+            unfinished,
+            config=resized,
+            max_restarts=processes.max_engine_restarts,
+            progress_timeout=processes.progress_timeout,
+            on_recovery=on_recovery,
+        )
+
+    return ElasticGroup(make, config.parallel.data_parallel_size, unfinished)
+
+
 def _of_server(config: EngineConfig) -> EngineConfig:
     """Return the settings of each engine of a server."""
-    return share_cores(msgspec.structs.replace(config, parallel=config.parallel.of_server()))
+    config = msgspec.structs.replace(config, parallel=config.parallel.of_server())
+    if config.scales_experts:
+        config = config.resized(config.parallel.data_parallel_size)
+    return share_cores(config)
 
 
-def _make_launcher(config: EngineConfig, path: Path, processes: EngineProcesses) -> CoreLauncher:
+def _make_launcher(
+    config: EngineConfig,
+    path: Path,
+    processes: EngineProcesses,
+    memory_limit: int | None = None,
+) -> CoreLauncher:
     return CoreLauncher(
         config,
         path,
         default_batched_tokens=get_platform(config.device.device).server_batched_tokens,
         request_memory=processes.request_memory,
         warm_spare=processes.warm_spare,
+        memory_limit=memory_limit,
         process=processes.process,
         log_level=processes.log_level,
         log_format=processes.log_format,

@@ -20,7 +20,7 @@ import msgspec
 
 from octavo.engine.core_messages import CoreReady
 from octavo.errors import EngineDeadError, EngineStoppedError, StepFailedError, reason_of
-from octavo.fleet.mp_client import AsyncMPClient
+from octavo.fleet.mp_client import AsyncMPClient, EngineProcess
 from octavo.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from octavo.observability.scheduler_stats import SchedulerStats
 from octavo.system import clock
@@ -112,6 +112,8 @@ class Supervisor:
         number: number of the engine among those of all servers, for log lines; None: there is only
             one.
         is_held_up: returns True while the engine may stand still, since it waits for another one.
+        blocker: returns the process of the engine that this one waits for, to be killed in place of
+            it; None: there is none.
     """
 
     def __init__(
@@ -127,8 +129,9 @@ class Supervisor:
         first: CoreReady | None = None,
         number: int | None = None,
         is_held_up: Callable[[], bool] = lambda: False,
+        blocker: Callable[[], EngineProcess | None] = lambda: None,
     ) -> None:
-        self._is_held_up = is_held_up
+        self._is_held_up, self._blocker = is_held_up, blocker
         self._launcher = launcher
         self._unfinished = unfinished
         self._max_restarts = max_restarts
@@ -170,6 +173,11 @@ class Supervisor:
     def ready(self) -> asyncio.Future[CoreReady]:
         """Future that resolves after the first load of the model; `EngineDeadError` if it fails."""
         return asyncio.get_running_loop().create_future()
+
+    @property
+    def process(self) -> EngineProcess:
+        """The engine process."""
+        return self._client.process
 
     @property
     def pid(self) -> int:
@@ -522,7 +530,9 @@ class Supervisor:
             stuck = waits and not self._is_held_up() and stats.num_scheduled_tokens == num_scheduled
             stalled = stalled + interval if stuck else 0.0
             if stalled >= self._progress_timeout:
-                client.process.kill(f"no step for {stalled:.1f} s although requests are waiting")
+                reason = f"no step for {stalled:.1f} s although requests are waiting"
+                self._kill(client.process, reason)
+                stalled = 0.0
             num_scheduled = stats.num_scheduled_tokens
             await asyncio.sleep(interval)
 
@@ -546,10 +556,18 @@ class Supervisor:
                     silent += interval
                 self._process.kill_if_stopped(interval, self._progress_timeout / 2)
                 if silent >= self._progress_timeout:
-                    client.process.kill(f"the engine has not answered for {silent:.1f} s")
+                    self._kill(client.process, f"the engine has not answered for {silent:.1f} s")
+                    silent = 0.0
             return msgspec.convert(answer.result(), SchedulerStats)
         finally:
             answer.cancel()
+
+    def _kill(self, process: EngineProcess, reason: str) -> None:
+        """Kill a process that hangs, or the one that it waits for."""
+        blocker = self._blocker()
+        if blocker is not None:
+            process, reason = blocker, f"another engine waits for this one: {reason}"
+        process.kill(reason)
 
 
 def _retrieve(watcher: asyncio.Task[None]) -> None:

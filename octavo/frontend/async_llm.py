@@ -27,9 +27,10 @@ from octavo.errors import (
     DeadlineError,
     EngineDeadError,
     FirstTokenError,
+    ScalingBusyError,
     ScalingError,
 )
-from octavo.fleet.core_client import WatchedClient
+from octavo.fleet.core_client import ElasticClient, WatchedClient
 from octavo.fleet.start import EngineProcesses, OnRecovery, Unfinished, start_engines
 from octavo.fleet.supervisor import Recovery
 from octavo.frontend.beam_search import (
@@ -568,11 +569,19 @@ class AsyncLLM:
             raise ScalingError(
                 "The number of engines is fixed; start the server with --enable-elastic-ep."
             )
-        if self.asleep:
-            raise ScalingError("The engines sleep; wake them up first.")
+        if elastic.scaling:
+            raise ScalingBusyError
         # The change continues even if the caller is cancelled.
-        self._change_of_size = asyncio.create_task(self._engines.scale(elastic, size))
+        self._change_of_size = asyncio.create_task(self._change_size(elastic, size))
         await asyncio.shield(self._change_of_size)
+
+    async def _change_size(self, elastic: ElasticClient, size: int) -> None:
+        async with self._sleep_lock:  # new engines are awake
+            if self.asleep:
+                raise ScalingError("The engines sleep; wake them up first.")
+            await self._engines.scale(elastic, size)
+        if self.config.scales_experts:  # all engines are new
+            self.cache_emptied_at = time.monotonic()
 
     async def start_profile(self) -> None:
         """Record spans of steps and kernels in the engine process; this needs `profiler_dir`.

@@ -94,5 +94,59 @@ class GroupLayout:
         return COUNTER_NBYTES + _aligned(8 * numbers * self.num_slots)
 
 
+@dataclass(frozen=True)
+class ExpertGroupLayout:
+    """Layout of the counters of engines that divide experts: one, and three for each engine."""
+
+    engines: int
+
+    @property
+    def begun(self) -> int:
+        """Offset of the number of the last step that an engine has begun in this generation."""
+        return 0
+
+    def came(self, engine: int) -> int:
+        """Return the offset of the generation that an engine has come to."""
+        return (1 + engine) * COUNTER_NBYTES
+
+    def mended(self, engine: int) -> int:
+        """Return the offset of the generation for which an engine has mended the barrier."""
+        return (1 + self.engines + engine) * COUNTER_NBYTES
+
+    def arrivals(self, engine: int) -> int:
+        """Return the offset of an engine's number of arrivals at the barrier in a generation."""
+        return (1 + 2 * self.engines + engine) * COUNTER_NBYTES
+
+    @property
+    def nbytes(self) -> int:
+        """Size of all counters in bytes."""
+        return (1 + 3 * self.engines) * COUNTER_NBYTES
+
+    def behind(self, counters: bytes) -> list[int]:
+        """Return the engines that others wait for.
+
+        Args:
+            counters: contents of the counters, or nothing before an engine has made them.
+        """
+        if len(counters) < self.nbytes:
+            return []
+
+        def value(offset: int) -> int:
+            return int.from_bytes(counters[offset : offset + 4], "little")
+
+        def progress(engine: int) -> tuple[int, int, int]:
+            came, mended = value(self.came(engine)), value(self.mended(engine))
+            # Until it has mended the barrier, its arrivals are those of an earlier generation.
+            return came, mended, value(self.arrivals(engine)) if came == mended else 0
+
+        first = progress(0)
+        # Differences, since a counter begins at 0 again after 2**32.
+        found = [
+            [(n - m + 2**31) % 2**32 for n, m in zip(progress(engine), first, strict=True)]
+            for engine in range(self.engines)
+        ]
+        return [engine for engine, its in enumerate(found) if its < max(found)]
+
+
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT

@@ -164,6 +164,8 @@ class GroupMemory:
         self._rank = rank
         self._native = _native
         self._timeout = timeout
+        self.arrivals: Counter | None = None
+        """Counter of this process's arrivals at the barrier, if they are counted."""
 
     @staticmethod
     def create(nbytes: int, num_stages: int = 1) -> int:
@@ -208,7 +210,10 @@ class GroupMemory:
                 did not arrive in time.
         """
         self._native.shared_barrier(
-            barrier=self.barrier_address, ranks=self._rank.size, timeout=self._timeout
+            barrier=self.barrier_address,
+            arrivals=0 if self.arrivals is None else self.arrivals.address,
+            ranks=self._rank.size,
+            timeout=self._timeout,
         )
 
     def break_(self) -> None:
@@ -242,20 +247,20 @@ class Counter:
 
         self._memory = memory
         self._native = _native
-        self._address: int = memory.data.ctypes.data + begin
+        self.address: int = memory.data.ctypes.data + begin
 
     def post(self, value: int) -> None:
         """Set the value; earlier writes are visible to processes that read it."""
-        self._native.counter_post(self._address, value & 0xFFFFFFFF)
+        self._native.counter_post(self.address, value & 0xFFFFFFFF)
 
     @property
     def value(self) -> int:
         """The value, modulo 2**32."""
-        return self._native.counter_value(self._address)
+        return self._native.counter_value(self.address)
 
     def reached(self, value: int) -> bool:
         """Return True if the counter has reached a value."""
-        return self._native.counter_reached(self._address, value & 0xFFFFFFFF)
+        return self._native.counter_reached(self.address, value & 0xFFFFFFFF)
 
     def wait(self, value: int, timeout: float = STAGE_TIMEOUT) -> None:
         """Wait until the counter has reached a value, for at most `timeout` seconds.
@@ -264,7 +269,7 @@ class Counter:
             GroupError: another process has failed, or the value is not reached in time.
         """
         self._native.counter_wait(
-            counter=self._address,
+            counter=self.address,
             value=value & 0xFFFFFFFF,
             barrier=self._memory.barrier_address,
             timeout=timeout,

@@ -23,9 +23,9 @@ from typing import TypeVar
 from octavo import _native
 from octavo.errors import EngineDeadError, StepLostError
 from octavo.layers.expert_exchange import ExpertExchange
+from octavo.plan.group_layout import ExpertGroupLayout
 from octavo.plan.setup import WorkerSetup
 from octavo.system.distributed import (
-    COUNTER_NBYTES,
     STAGE_TIMEOUT,
     Counter,
     GroupMemory,
@@ -66,7 +66,8 @@ class ExpertGroup:
         self, path: str, exchange: ExpertExchange, balancer: ExpertBalancer | None = None
     ) -> None:
         rank = exchange.rank
-        header = (1 + 2 * rank.size) * COUNTER_NBYTES
+        counters = ExpertGroupLayout(rank.size)
+        header = counters.nbytes
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
             nbytes = header + exchange.nbytes
@@ -77,13 +78,14 @@ class ExpertGroup:
             self._memory = GroupMemory(descriptor, nbytes, rank, timeout=STAGE_TIMEOUT)
         finally:
             os.close(descriptor)
-        counters = [self._memory.counter(i * COUNTER_NBYTES) for i in range(1 + 2 * rank.size)]
-        self._begun: Counter = counters[0]
+        self._begun: Counter = self._memory.counter(counters.begun)
         """Number of the last step of this generation that an engine has begun."""
-        self._came = counters[1 : 1 + rank.size]
+        engines = range(rank.size)
+        self._came = [self._memory.counter(counters.came(i)) for i in engines]
         """Generation that each engine has come to: it uses nothing of an earlier one any more."""
-        self._mended = counters[1 + rank.size :]
+        self._mended = [self._memory.counter(counters.mended(i)) for i in engines]
         """Generation for which each engine has mended the barrier."""
+        self._arrivals = self._memory.arrivals = self._memory.counter(counters.arrivals(rank.index))
         exchange.attach(self._memory, header)
         self._balancer = balancer
         if balancer is not None:
@@ -183,6 +185,7 @@ class ExpertGroup:
                     raise self._fail(error) from error
             _native.mend_group(self._memory.barrier_address)
             self._begun.post(0)
+            self._arrivals.post(0)
             self._mended[self._index].post(generation)
             generation = self._gather(generation, self._mended, breaks=False)
             if generation == self._came[self._index].value:

@@ -197,7 +197,7 @@ def test_rows_of_one_process_are_not_divided():
         {"tensor_parallel_size": 2},
         {"pipeline_parallel_size": 2},
         {"distributed_executor_backend": "mp"},
-        {"enable_elastic_ep": True},
+        {"kv_events_config": {"enable_kv_cache_events": True}, "enable_elastic_ep": True},
         {"data_parallel_rank": 1},
         {"data_parallel_hybrid_lb": True},
         {"data_parallel_size_local": 1},
@@ -210,6 +210,24 @@ def test_engines_that_divide_experts_have_one_process_each(setting):
     message = refused(enable_expert_parallel=True, data_parallel_size=2, **setting)
     assert message.startswith("enable_expert_parallel with data_parallel_size=2 divides")
     assert next(iter(setting)) in message
+
+
+def test_another_number_of_engines_that_divide_experts():
+    settings = {"enable_expert_parallel": True, "enable_elastic_ep": True, "enable_eplb": True}
+    config = EngineConfig.from_kwargs(**settings)
+    assert config.scales_experts
+    two = config.resized(2)
+    assert two.divides_experts
+    assert two.device.eplb == EplbConfig()
+    one = two.resized(1)
+    assert not one.divides_experts
+    assert one.device.eplb is None
+    assert EngineConfig.from_kwargs(**settings, data_parallel_size_local=1).resized(3) == (
+        config.resized(3)
+    )
+    # Each engine divides its experts among its own processes.
+    assert not EngineConfig.from_kwargs(**settings, tensor_parallel_size=2).scales_experts
+    assert not EngineConfig.from_kwargs(enable_elastic_ep=True).scales_experts
 
 
 def test_experts_move_between_processes_only():

@@ -65,6 +65,12 @@ class Engines:
     def shutdown(self):
         pass
 
+    def close(self):
+        pass
+
+    def engines_behind(self):
+        return []
+
     def process(self, index):
         """Return the newest process of an engine: its requests, and its answers."""
         numbers = [n for n, (i, _) in enumerate(self.launched) if i == index]
@@ -596,6 +602,25 @@ def test_engines_come_and_go_while_requests_go_on():
         assert engines.ids(1) == ["f"]
 
     run(test, size=1)
+
+
+@pytest.mark.parametrize("hangs", ["answer", "step"])
+def test_the_engine_that_others_wait_for_is_killed_in_their_place(hangs):
+    async def test(engines):
+        waiting, guilty = (engines.process(index) for index in (0, 1))
+        engines.engines_behind = lambda: [1]
+        waiting.stats = SchedulerStats(num_running_reqs=1, num_scheduled_tokens=5)
+        waiting.answers = hangs == "step"
+        while guilty.process.reason is None:
+            await asyncio.sleep(0.005)
+        assert guilty.process.reason.startswith("another engine waits for this one: ")
+        assert waiting.process.reason is None
+        engines.engines_behind = list  # nobody is behind: it hangs itself
+        while waiting.process.reason is None:
+            await asyncio.sleep(0.005)
+        assert not waiting.process.reason.startswith("another")
+
+    run(test, progress_timeout=0.1)
 
 
 def test_an_engine_that_cannot_be_started_leaves_all_as_it_was():

@@ -19,6 +19,7 @@ from octavo.errors import (
     FirstTokenError,
     QueueFullError,
     RequestError,
+    ScalingBusyError,
     ScalingError,
     UnmetDeadlineError,
 )
@@ -156,6 +157,7 @@ def test_what_the_process_is_started_with(monkeypatch):
             "default_batched_tokens": 512,
             "request_memory": 2**30,
             "warm_spare": None,
+            "memory_limit": None,
             "process": None,
             "log_level": "info",
             "log_format": "text",
@@ -735,6 +737,33 @@ def test_the_number_of_engines_is_changed_though_nobody_waits_for_it(monkeypatch
         assert len(engine._engines) == 3
         await engine.scale(1)
         assert len(engine._engines) == 1
+
+    run(test, monkeypatch, {"enable_elastic_ep": True})
+
+
+def test_engines_do_not_pause_while_their_number_changes(monkeypatch):
+    """New engines would not know of it."""
+    monkeypatch.setattr(data_parallel, "DataParallelClient", Several)
+
+    async def test(engine, client):
+        client.ready.set_result(READY)
+        scaling = asyncio.create_task(engine.scale(3))
+        await until(lambda: len(engine._engines) == 3)
+        client.scaling = True
+        with pytest.raises(ScalingBusyError):
+            await engine.scale(2)
+        client.scaling = False
+        pausing = asyncio.create_task(engine.pause_generation(mode="keep", clear_cache=False))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert client.sleeps == []
+        client.may_go_on.set()
+        await scaling
+        await pausing
+        assert client.sleeps == [("sleep", 0, "keep")]
+        with pytest.raises(ScalingError, match="wake them up first"):
+            await engine.scale(2)
+        assert client.sizes == [3]
 
     run(test, monkeypatch, {"enable_elastic_ep": True})
 

@@ -1,10 +1,11 @@
 """Layout of memory that ranks share: no parts overlap."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from octavo.layers.step_table import StepSize
-from octavo.plan.group_layout import HANDED_SLOTS, GroupLayout
+from octavo.plan.group_layout import HANDED_SLOTS, ExpertGroupLayout, GroupLayout
 from octavo.system.distributed import COUNTER_NBYTES, Rank
 
 
@@ -35,3 +36,28 @@ def test_places_are_apart(size, drafts, slots, ranks, buffers, handed):
         assert begin >= end
         end = begin + nbytes
     assert end <= layout.nbytes
+
+
+@pytest.mark.parametrize(
+    ("came", "mended", "arrivals", "behind"),
+    [
+        ((1, 1, 1), (1, 1, 1), (7, 7, 7), []),
+        ((1, 1, 1), (1, 1, 1), (8, 7, 8), [1]),
+        ((1, 1, 1), (1, 1, 1), (2**32 - 1, 0, 2**32 - 1), [0, 2]),
+        ((2, 1, 2), (1, 1, 1), (0, 7, 9), [1]),  # of an earlier generation
+        ((2, 2, 2), (2, 1, 2), (0, 7, 0), [1]),
+        ((0, 0, 2**32 - 1), (0, 0, 0), (0, 0, 0), [2]),
+    ],
+)
+def test_the_engines_that_others_wait_for(came, mended, arrivals, behind):
+    layout = ExpertGroupLayout(3)
+    counters = bytearray(layout.nbytes)
+    for offset, values in (
+        (layout.came, came),
+        (layout.mended, mended),
+        (layout.arrivals, arrivals),
+    ):
+        for engine, value in enumerate(values):
+            counters[offset(engine) : offset(engine) + 4] = value.to_bytes(4, "little")
+    assert layout.behind(bytes(counters)) == behind
+    assert layout.behind(b"") == []

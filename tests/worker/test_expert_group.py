@@ -1,5 +1,9 @@
 """Engines that divide experts: they step together, and survive each other's deaths."""
 
+import os
+import signal
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -8,7 +12,8 @@ import pytest
 
 from octavo.errors import ConfigError, EngineDeadError
 from octavo.layers.expert_exchange import ExpertExchange
-from octavo.system.distributed import Rank
+from octavo.plan.group_layout import ExpertGroupLayout
+from octavo.system.distributed import GroupMemory, Rank
 from octavo.worker.expert_group import ExpertGroup
 
 
@@ -39,6 +44,12 @@ class Engine:
             self.group.serve(self.step)
 
 
+def memory_of(path, offset):
+    """Return a function that reads a counter."""
+    begin = GroupMemory.size(offset)
+    return lambda: int.from_bytes(path.read_bytes()[begin : begin + 4], "little")
+
+
 @pytest.fixture
 def memory(tmp_path):
     path = tmp_path / "memory"
@@ -67,6 +78,36 @@ def test_engines_without_work_take_part(memory):
     woken.clear()
     assert not woken.wait(0.3)
     engines[2].group.shutdown()
+
+
+def test_who_waits_for_whom_is_in_the_shared_memory(memory):
+    """As the server reads it, in order to kill the engine that hangs, and not one that waits."""
+    layout, goes_on = ExpertGroupLayout(2), threading.Event()
+
+    def behind():
+        return layout.behind(memory.read_bytes()[GroupMemory.size(0) :][: layout.nbytes])
+
+    def hang():
+        engines[1].exchange.join()
+        assert goes_on.wait(10)
+        engines[1].exchange.join()
+        engines[1].exchange.join()
+
+    assert behind() == []
+    engines = [Engine(memory, index, 2) for index in range(2)]
+    with ThreadPoolExecutor(2) as threads:
+        waits = threads.submit(engines[0].group.run, engines[0].step)
+        while behind() != [1]:  # it has not come to the generation
+            time.sleep(0.001)
+        hangs = threads.submit(engines[1].group.run, hang)
+        arrivals = memory_of(memory, layout.arrivals(0))
+        while arrivals() < 2:
+            time.sleep(0.001)
+        assert behind() == [1]
+        goes_on.set()
+        assert waits.result(10) == 1
+        hangs.result(10)
+        assert behind() == []
 
 
 def test_an_engine_that_fails_holds_no_barrier(memory):
@@ -120,6 +161,56 @@ def test_an_engine_dies_while_all_are_idle(memory):
         end.set()
         other.result(10)
     assert engines[1].done == 2
+
+
+# Engine 0 of two, in its own process: it completes one step.
+LEAVING = """
+import sys
+from octavo.errors import StepLostError
+from tests.worker.test_expert_group import Engine
+
+engine = Engine(sys.argv[1], 0, 2)
+try:
+    engine.group.run(engine.step, repeats=sys.argv[2] == "repeats")
+except StepLostError:
+    print("lost", end=" ")
+    engine.group.run(engine.step)
+print(engine.begun, engine.done)
+"""
+
+
+@pytest.mark.parametrize(("how", "result"), [("repeats", "2 1"), ("is lost", "lost 2 1")])
+def test_a_barrier_is_broken_while_another_engine_leaves_it(memory, how, result):
+    """The other one has completed the step, dies, and is replaced, before this one runs on.
+
+    The new one takes part in the repetition, or in the next step if the scheduler repeats it.
+    """
+    command = [sys.executable, "-c", LEAVING, str(memory), how]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        end = threading.Event()
+        other = Engine(memory, 1, 2)
+
+        def step():
+            for _ in range(2):
+                other.exchange.join()
+            arrived = other.group._memory._bytes[:4].view("int32")
+            while arrived[0] == 0:  # the process has not come to the last barrier
+                time.sleep(0.001)
+            os.kill(process.pid, signal.SIGSTOP)
+            os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+            other.exchange.join()
+
+        with ThreadPoolExecutor(1) as thread:
+            other.group.run(step)  # complete
+            new = Engine(memory, 1, 2)
+            serving = thread.submit(new.serve_until, end)
+            while not new.group._memory.broken:
+                time.sleep(0.001)
+            os.kill(process.pid, signal.SIGCONT)
+            assert process.communicate(timeout=20)[0].split() == result.split()
+            end.set()
+            serving.result(10)
+    assert new.done == 1
 
 
 def test_other_models_are_refused(memory):

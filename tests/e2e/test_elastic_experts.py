@@ -1,0 +1,158 @@
+"""Engines that divide the experts of a model: their number changes while requests run.
+
+The tests are in order: each begins with the engines that the one before has left.
+"""
+
+import json
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import psutil
+import pytest
+
+from octavo import LLM, SamplingParams
+from tests.e2e import harness
+from tests.mixture import save_mixture
+
+NUM_TOKENS = 120
+PROMPTS = [f"Once upon a time there were {i} dogs" for i in range(8)]
+PARAMS = [
+    {"max_tokens": NUM_TOKENS, "seed": i, "temperature": 0.9 * (i % 3), "n": 1 + (i == 5)}
+    for i in range(len(PROMPTS))
+]
+# Experts move all the time. They are divided evenly: 12 and 0 copies by 1, 2 and 3.
+FLAGS = ["--enable-expert-parallel", "--enable-elastic-ep", "--enable-admin", "--enable-eplb"]
+FLAGS += ["--eplb-config", json.dumps({"window_size": 1, "step_interval": 2})]
+FLAGS += ["--max-model-len", "256", "--kv-cache-memory-bytes", "4M", "--num-threads", "1"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_mixture(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def expected(model):
+    llm = LLM(model, max_model_len=256, kv_cache_memory_bytes="4M", num_threads=1)
+    params = [SamplingParams(**p, ignore_eos=True) for p in PARAMS]
+    answers = llm.generate(PROMPTS, params, use_tqdm=False)
+    return [[list(output.token_ids) for output in answer.outputs] for answer in answers]
+
+
+@pytest.fixture(scope="module")
+def server(model, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("server")
+    with harness.serve(folder, "-dp", "2", *FLAGS, model=model) as made:
+        yield made
+
+
+def engines(server):
+    """Return the engine processes, the oldest first."""
+    children = psutil.Process(server.process.pid).children()
+    found = [c for c in children if "octavo.engine.core_process" in c.cmdline()]
+    return sorted(found, key=psutil.Process.create_time)
+
+
+def ask(server, number):
+    """Return the tokens of the streamed answers to a prompt."""
+    tokens = [[] for _ in range(PARAMS[number]["n"])]
+    body = {"prompt": PROMPTS[number], "stream": True, "ignore_eos": True, **PARAMS[number]}
+    body["return_token_ids"] = True
+    with httpx.stream("POST", server.url + "/v1/completions", json=body, timeout=120) as response:
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                event = json.loads(line[6:])
+                assert "error" not in event, event
+                for choice in event["choices"]:
+                    tokens[choice["index"]] += choice["token_ids"]
+    return tokens
+
+
+class Load:
+    """Clients that repeat all prompts, and compare each answer with the expected one."""
+
+    def __init__(self, server, expected):
+        self._server, self._expected, self._end = server, expected, threading.Event()
+        self.num_answers = 0
+
+    def __enter__(self):
+        self._pool = ThreadPoolExecutor(len(PROMPTS))
+        self._clients = [self._pool.submit(self._repeat, i) for i in range(len(PROMPTS))]
+        return self
+
+    def __exit__(self, *error):
+        self._end.set()
+        for client in self._clients:
+            client.result(120)
+        self._pool.shutdown()
+
+    def _repeat(self, number):
+        while not self._end.is_set():
+            assert ask(self._server, number) == self._expected[number]
+            self.num_answers += PARAMS[number]["n"]
+
+
+def scale(server, size):
+    return server.post("/scale_elastic_ep", {"new_data_parallel_size": size})
+
+
+def wait_until_scaling(server):
+    while not server.post("/is_scaling_elastic_ep", {}).json()["is_scaling_elastic_ep"]:
+        time.sleep(0.01)
+
+
+def test_streams_have_the_same_tokens_while_the_number_changes(server, expected):
+    before = server.metric("octavo:generation_tokens_total")
+    with Load(server, expected) as load:
+        for size in (3, 1, 2):
+            response = scale(server, size)
+            assert response.json() == {"message": f"Scaled to {size} data parallel engines"}
+            assert len(engines(server)) == size
+            done = load.num_answers
+            while load.num_answers < done + 4:  # the new group computes
+                time.sleep(0.01)
+    count = server.metric("octavo:generation_tokens_total") - before
+    assert count == load.num_answers * NUM_TOKENS  # each token once
+    assert server.get("/health").json() == {"status": "ok", "reason": "ok"}
+    assert server.metric("octavo:eplb_rearrangements_total") > 0
+
+
+def test_only_one_change_at_a_time_and_an_engine_may_die_meanwhile(server, expected):
+    with Load(server, expected), ThreadPoolExecutor(1) as pool:
+        scaling = pool.submit(scale, server, 3)
+        wait_until_scaling(server)
+        response = scale(server, 1)
+        assert response.status_code == 503
+        assert "being changed already" in response.json()["error"]["message"]
+        assert int(response.headers["retry-after"]) > 0
+        engines(server)[0].send_signal(signal.SIGKILL)
+        assert scaling.result(120).status_code == 200
+    assert len(engines(server)) == 3
+    harness.wait_for(server, "/ready")
+    assert server.get("/health").json()["reason"] == "ok"
+
+
+def test_a_new_engine_that_dies_changes_nothing(server, expected):
+    with Load(server, expected), ThreadPoolExecutor(1) as pool:
+        old = engines(server)
+        scaling = pool.submit(scale, server, 1)
+        while len(engines(server)) == 3:
+            time.sleep(0.005)
+        engines(server)[-1].send_signal(signal.SIGKILL)
+        response = scaling.result(120)
+        assert response.status_code == 409
+        assert "was killed by SIGKILL" in response.json()["error"]["message"]
+        assert engines(server) == old
+
+
+def test_a_size_that_is_impossible_changes_nothing(server, expected):
+    old = engines(server)
+    response = scale(server, 5)
+    assert response.status_code == 409
+    assert response.json()["error"]["code"] == "scaling_failed"
+    assert "cannot be divided evenly among 5 processes" in response.json()["error"]["message"]
+    assert engines(server) == old
+    assert ask(server, 0) == expected[0]
