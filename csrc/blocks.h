@@ -339,28 +339,35 @@ INLINE void store_unit(const vi (&numbers)[kUnit / W], float scale, const ByteRo
 // Quantizes a row of x, and the second terms.
 template <class T>
 void quantize_units(const T* x, const ByteRows& to, const ByteRows& second, int64_t row) {
-  const int64_t units = to.k / kUnit;
+  const int64_t units = to.k / kUnit, groups = units * to.groups;
   float* most = second.scales + row * units;  // until the scales are known
   for (int64_t u = 0; u < units; u++) most[u] = largest(x + u * kUnit, kUnit);
   second.outliers.mark(row, most, units);
+  memset(second.at(row, 0), 0, to.k);
+  memset(second.sums + row * groups, 0, groups * sizeof(int32_t));
+  memset(second.totals + row * groups, 0, groups * sizeof(float));
   for (int64_t u = 0; u < units; u++, x += kUnit) {
     const vf inverse = splat(inverse_scale(most[u]));
     const float scale = byte_scale(most[u]);
     const bool outlier = second.outliers.marked(row, u);
-    vi numbers[kUnit / W], errors[kUnit / W] = {};
+    vi numbers[kUnit / W], errors[kUnit / W];
     UNROLL for (int j = 0; j < kUnit / W; j++) {
       const vf exact = load(x + j * W) * inverse;
       numbers[j] = round_to_int(exact);
-      if (outlier) errors[j] = round_to_int((exact - to_float(numbers[j])) * splat(kFiner));
+      errors[j] = round_to_int((exact - to_float(numbers[j])) * splat(kFiner));
     }
     store_unit(numbers, scale, to, row, u);
-    store_unit(errors, outlier ? scale / kFiner : 0, second, row, u);
+    if (outlier)
+      store_unit(errors, scale / kFiner, second, row, u);
+    else
+      most[u] = 0;
   }
 }
 
-// c[R][V * W] += x[R][units] * w[units][V * W]
+// c[R][V * W] += x[R][units] * w[units][V * W], for `count` units from the first one or those of a list
 template <QuantFormat F, int R, int V, class Units>
-INLINE void block_dots(Units w, const ByteRows& x, int64_t row, int64_t first, int64_t count, float* c) {
+INLINE void block_dots(Units w, const ByteRows& x, int64_t row, int64_t first, int64_t count, float* c,
+                       const int32_t* list) {
   using B = Blocks<F>;
   constexpr int quads = kUnitQuads / B::groups;
   const int64_t units = x.k / kUnit;
@@ -371,9 +378,10 @@ INLINE void block_dots(Units w, const ByteRows& x, int64_t row, int64_t first, i
   vf sum[R][V];
   UNROLL for (int i = 0; i < R; i++)
     UNROLL for (int j = 0; j < V; j++) sum[i][j] = load(c + i * kPanel + j * W);
-  for (int64_t u = first; u < first + count; u++) {
+  for (int64_t at = 0; at < count; at++) {
+    const int64_t u = list ? list[at] : first + at;
     w.go_to(u);
-    w.template fetch<V>();
+    if (!list) w.template fetch<V>();
     UNROLL for (int g = 0; g < B::groups; g++) {
       vi acc[R][V];
       UNROLL for (int i = 0; i < R; i++) {
@@ -403,14 +411,14 @@ INLINE void block_dots(Units w, const ByteRows& x, int64_t row, int64_t first, i
 // Multiplies `rows` rows; `columns(col)` returns the units from a column on.
 template <QuantFormat F, int R, class Columns>
 void block_rows(int rows, const ByteRows& x, int64_t row, int64_t first, int64_t count, float* c,
-                Columns columns) {
+                Columns columns, const int32_t* list = nullptr) {
   if (rows == R) {
     constexpr int V = R == 1 || (W == 16 && R == 2) ? kVectors : kVectors / 2;
     for (int col = 0; col < kPanel; col += V * W)
-      block_dots<F, R, V>(columns(col), x, row, first, count, c + col);
+      block_dots<F, R, V>(columns(col), x, row, first, count, c + col, list);
     return;
   }
-  if constexpr (R > 1) block_rows<F, R - 1>(rows, x, row, first, count, c, columns);
+  if constexpr (R > 1) block_rows<F, R - 1>(rows, x, row, first, count, c, columns, list);
 }
 
 // The packed units of a panel, from a column on
@@ -433,8 +441,9 @@ void add_outliers(const LinearQArgs& a, const ByteRows& second, int64_t first, i
   const PackedColumns<F> columns = packed_columns<F>(a, col);
   for (int64_t i = 0; i < rows; i += R) {
     const int64_t some = min<int64_t>(R, rows - i);
-    second.outliers.for_each(first + i, some, [&](int64_t u) {
-      block_rows<F, R>(int(some), second, first + i, u, 1, c + i * kPanel, columns);
+    int32_t list[64];
+    second.outliers.for_each(first + i, some, list, [&](int64_t count) {
+      block_rows<F, R>(int(some), second, first + i, 0, count, c + i * kPanel, columns, list);
     });
   }
 }

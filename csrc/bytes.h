@@ -219,13 +219,15 @@ struct Outliers {
   INLINE bool marked(int64_t row, int64_t group) const {
     return bits[row * words + group / 64] >> (group % 64) & 1;
   }
-  // Calls f(group) for each group that is marked in any of some rows, in order.
+  // Lists the groups that are marked in any of some rows, in order, and calls f(count) for up to 64.
   template <class F>
-  INLINE void for_each(int64_t row, int64_t rows, F f) const {
+  INLINE void for_each(int64_t row, int64_t rows, int32_t (&list)[64], F f) const {
     for (int64_t w = 0; w < words; w++) {
       uint64_t any = 0;
       for (int64_t i = row; i < row + rows; i++) any |= bits[i * words + w];
-      for (; any; any &= any - 1) f(w * 64 + __builtin_ctzll(any));
+      int64_t count = 0;
+      for (; any; any &= any - 1) list[count++] = int32_t(w * 64 + __builtin_ctzll(any));
+      if (count) f(count);
     }
   }
 };

@@ -106,23 +106,28 @@ void quantize_row(const T* x, int64_t k, const QuantRows& to, const QuantRows& s
   for (int64_t g = 0; g < to.groups; g++)
     most[g] = largest(x + g * to.group, min(to.group, k - g * to.group));
   second.outliers.mark(row, most, to.groups);
+  if (to.groups > 1) memset(second.at(row, 0), 0, to.groups * to.group);
   for (int64_t g = 0; g < to.groups; g++, x += to.group, k -= to.group) {
+    const int64_t count = min(to.group, k);
     const float scale = byte_scale(most[g]);
     const vf inverse = splat(inverse_scale(most[g]));
     const bool outlier = second.outliers.marked(row, g);
     vi total = {}, total_errors = {};
     for (int64_t j = 0; j < to.group; j += W) {
-      vi numbers = {}, errors = {};
-      if (j < min(to.group, k)) {
-        const vf exact = load(x + j, int(min<int64_t>(W, min(to.group, k) - j))) * inverse;
+      vi numbers = {};
+      if (j < count) {
+        const vf exact = load(x + j, int(min<int64_t>(W, count - j))) * inverse;
         numbers = round_to_int(exact);
-        if (outlier) errors = round_to_int((exact - to_float(numbers)) * splat(kFiner));
+        if (outlier) {
+          const vi errors = round_to_int((exact - to_float(numbers)) * splat(kFiner));
+          const vb finer = to_bytes(errors);
+          memcpy(second.at(row, g * to.group + j), &finer, sizeof finer);
+          total_errors += errors;
+        }
       }
       total += numbers;
-      total_errors += errors;
-      const vb bytes = to_bytes(numbers), finer = to_bytes(errors);
+      const vb bytes = to_bytes(numbers);
       memcpy(to.at(row, g * to.group + j), &bytes, sizeof bytes);
-      if (to.groups > 1) memcpy(second.at(row, g * to.group + j), &finer, sizeof finer);
     }
     store_group(scale, reduce_sum(total), to, row, g);
     store_group(outlier ? scale / kFiner : 0, reduce_sum(total_errors), second, row, g);
@@ -311,8 +316,10 @@ void add_outliers4(const LinearQArgs& a, const QuantRows& second, int64_t first,
   const uint8_t* w = codes_at<F>(a, col / kPanel, 0);
   for (int64_t i = 0; i < rows; i += R) {
     const int64_t some = min<int64_t>(R, rows - i);
-    second.outliers.for_each(first + i, some, [&](int64_t g) {
-      dots4<R, F>(int(some), a, second, first + i, g, g + 1, w, c + i * kPanel);
+    int32_t list[64];
+    second.outliers.for_each(first + i, some, list, [&](int64_t count) {
+      for (int64_t j = 0; j < count; j++)
+        dots4<R, F>(int(some), a, second, first + i, list[j], list[j] + 1, w, c + i * kPanel);
     });
   }
 }
