@@ -28,7 +28,10 @@ ESCAPES = [
     r"caf\u00e9 \u00E9",
     r"\ud83d\ude00\uD83D\uDE00",
     r"\u0022}, \u0022x\u0022: {\u005c",
-    *(f"{mark} {mark[1:]}" for mark in (r"\u003c/tool_call\u003e", r"\u005B/TOOL_CALLS]", r"\u007d")),
+    *(
+        f"{mark} {mark[1:]}"
+        for mark in (r"\u003c/tool_call\u003e", r"\u005B/TOOL_CALLS]", r"\u007d")
+    ),
 ]
 NO_ESCAPES = [r"\ud83d", r"\ud83d!", r"\ude00", r"\ude00\ud83d", r"\u00e", r"\u00eg", r"\U0001f600"]
 MARK = re.compile(r"<[^<>{}\s]*>|\[[A-Z/_]+\]|｜DSML｜")
