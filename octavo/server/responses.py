@@ -355,7 +355,8 @@ async def _all_items(
         if item["type"] == "item_reference":
             owner = owner_of(item["id"])
             is_known = item["id"] in known or owner in owners
-            if owner is not None and not is_known and has_store(state):
+            if owner is not None and not is_known:
+                store_of(state, f"input[{i}]: an item_reference", f"input[{i}].id")
                 owners.add(owner)
                 if len(owners) > MAX_REFERENCED:
                     raise too_many_owners()
