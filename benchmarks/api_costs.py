@@ -1,5 +1,8 @@
 """Compare the APIs of a server, and parsers of answers, by tokens per second of many streams.
 
+On a busy machine compare the processor time instead: the microseconds a token that the server's own
+process, without its engine, has used for all rounds.
+
     python benchmarks/api_costs.py MODEL [--streams 256] [--tokens 64] [--rounds 5]
 
 Two servers run MODEL: one without a parser, one that looks for reasoning and tool calls (hermes).
@@ -23,13 +26,20 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
 
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 WORDS = "the cold rain fell on a small town and nobody went out of the house that day "
 _COUNT = re.compile(rb'"(?:completion_tokens|output_tokens|eval_count)": ?(\d+)')
+
+
+class Server(NamedTuple):
+    """Server that is measured."""
+
+    url: str
+    pid: int
 
 
 def bodies(tokens: int) -> dict[str, tuple[str, dict[str, Any]]]:
@@ -47,26 +57,35 @@ def bodies(tokens: int) -> dict[str, tuple[str, dict[str, Any]]]:
     }
 
 
-async def speed(url: str, path: str, body: dict[str, Any], streams: int) -> float:
-    """Return the tokens per second of all streams together."""
+async def measure(
+    server: Server, path: str, body: dict[str, Any], streams: int
+) -> tuple[float, float]:
+    """Return tokens per second of all streams together, and microseconds of processor a token."""
     connector = aiohttp.TCPConnector(limit=streams)
 
     async with aiohttp.ClientSession(connector=connector) as session:
 
         async def one() -> int:
-            async with session.post(url + path, json=body) as response:
+            async with session.post(server.url + path, json=body) as response:
                 answer = await response.read()
                 assert response.status == 200, answer[:500]
             return int(_COUNT.findall(answer)[-1])
 
-        start = time.perf_counter()
-        counts = await asyncio.gather(*(one() for _ in range(streams)))
-        return sum(counts) / (time.perf_counter() - start)
+        start, used = time.perf_counter(), processor_seconds(server.pid)
+        tokens = sum(await asyncio.gather(*(one() for _ in range(streams))))
+        seconds, used = time.perf_counter() - start, processor_seconds(server.pid) - used
+        return tokens / seconds, used / tokens * 1e6
+
+
+def processor_seconds(pid: int) -> float:
+    """Return the processor time of all threads of a process (Linux)."""
+    threads = Path(f"/proc/{pid}/task").iterdir()
+    return sum(int(Path(thread, "schedstat").read_text().split()[0]) for thread in threads) / 1e9
 
 
 @contextmanager
-def serving(model: str, template: Path, *flags: str) -> Iterator[str]:
-    """Serve a model; yield the address."""
+def serving(model: str, template: Path, *flags: str) -> Iterator[Server]:
+    """Serve a model."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port = sock.getsockname()[1]
@@ -83,7 +102,7 @@ def serving(model: str, template: Path, *flags: str) -> Iterator[str]:
                     if process.poll() is not None:
                         raise SystemExit("the server did not start") from None
                     time.sleep(0.05)
-            yield f"http://127.0.0.1:{port}"
+            yield Server(f"http://127.0.0.1:{port}", process.pid)
         finally:
             process.terminate()
 
@@ -97,6 +116,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
     found: dict[str, list[float]] = {}
+    used: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as folder:
         template = Path(folder, "template.jinja")
         template.write_text(TEMPLATE)
@@ -111,16 +131,21 @@ def main() -> None:
             cases = {"with a parser": (other, path, chat)}
             cases |= {name: (base, *case) for name, case in asked.items()}
             for number in range(args.rounds + 1):
-                rates = {
-                    name: asyncio.run(speed(*case, args.streams)) for name, case in cases.items()
+                results = {
+                    name: asyncio.run(measure(*case, args.streams)) for name, case in cases.items()
                 }
                 if number:  # the first round warms up
-                    for name, rate in rates.items():
-                        found.setdefault(name, []).append(rate / rates["/v1/chat/completions"])
-                    print({name: round(rate) for name, rate in rates.items()}, flush=True)
+                    basis = results["/v1/chat/completions"][0]
+                    for name, (rate, microseconds) in results.items():
+                        found.setdefault(name, []).append(rate / basis)
+                        used.setdefault(name, []).append(microseconds)
+                    print({name: round(rate) for name, (rate, _) in results.items()}, flush=True)
     for name, ratios in found.items():
-        middle = statistics.median(ratios)
-        print(f"{name}: {middle:.3f} ({min(ratios):.3f} to {max(ratios):.3f})")
+        middle, times = statistics.median(ratios), used[name]
+        print(
+            f"{name}: {middle:.3f} ({min(ratios):.3f} to {max(ratios):.3f}); processor "
+            f"{statistics.median(times):.1f} us a token ({min(times):.1f} to {max(times):.1f})"
+        )
 
 
 if __name__ == "__main__":

@@ -40,6 +40,7 @@ from octavo.plan.memory_plan import (
 from octavo.plan.setup import WorkerSetup
 from octavo.platforms.registry import get_platform
 from octavo.quantization.packed import PackedBlocks
+from octavo.sampling.plugins import import_plugins
 from octavo.scheduler.listener import LogListener, StepListener
 from octavo.scheduler.scheduler import Scheduler
 from octavo.structured_output.client import GrammarHelper, HelperSetup
@@ -319,6 +320,9 @@ def _memory_items(config: EngineConfig, spec: ModelSpec) -> list[MemoryItem]:
     if transfer is not None:
         nbytes = get_connector(transfer).host_nbytes(transfer)
         items.append(MemoryItem("KV connector", nbytes, note=" for blocks"))
+    # The modules are imported before the plan, here and in each worker process.
+    nbytes = import_plugins(config.model.logits_processors) * (1 + config.num_worker_processes)
+    items.append(MemoryItem("plug-ins", nbytes, note=" for logits processors, as measured"))
     if not config.model.skip_tokenizer_init:
         note = " at most, for processes of structured output"
         nbytes = grammar_memory(spec.vocab_size, grammar_backends())

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib
 import logging
 import pkgutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 import msgspec
@@ -22,6 +23,7 @@ from octavo.sampling.logits_processors.base import LogitsProcessor, LongArray, N
 from octavo.sampling.sizes import rows_per_chunk
 from octavo.sampling.vllm_logits_processors import LogitsProcessor as VllmLogitsProcessor
 from octavo.sampling.vllm_logits_processors import PerRequest
+from octavo.system.device import resident_memory
 from octavo.system.tensor import Tensor
 
 logger = logging.getLogger(__name__)
@@ -31,6 +33,30 @@ ENTRY_POINTS = "octavo.logits_processors"
 
 # Exceptions of another package's code, including those that would end this process.
 _FAULTS = (Exception, SystemExit)
+
+
+def import_plugins(names: Sequence[str]) -> int:
+    """Import the processors of all installed packages and those of `names`, and torch for them.
+
+    Returns the bytes by which the resident memory of this process has grown.
+
+    Raises:
+        ConfigError: a processor cannot be imported.
+    """
+    points = _find_points()
+    if not (points or names):
+        return 0
+    before = resident_memory()
+    for point in points:
+        with _naming(point):
+            point.load()
+            _import_torch()
+    for name in names:
+        with _naming(name):
+            _find_class(name)
+            _import_torch()
+    after = resident_memory()
+    return 0 if before is None or after is None else max(0, after - before)
 
 
 def load_plugins(max_num_rows: int, vocab_size: int) -> list[LogitsProcessor]:
@@ -45,10 +71,8 @@ def load_plugins(max_num_rows: int, vocab_size: int) -> list[LogitsProcessor]:
     """
     plugins: list[LogitsProcessor] = []
     owners: dict[str, str] = {}
-    for point in sorted(entry_points(group=ENTRY_POINTS), key=lambda point: point.name):
-        package = point.dist.name if point.dist else "?"
-        where = f"{ENTRY_POINTS} entry point {point.name} = {point.value} of the package {package}"
-        try:
+    for point in _find_points():
+        with _naming(point):
             kind = point.load()
             if not issubclass(kind, LogitsProcessor):
                 raise TypeError("it is not a subclass of LogitsProcessor")
@@ -61,10 +85,6 @@ def load_plugins(max_num_rows: int, vocab_size: int) -> list[LogitsProcessor]:
                     raise ValueError(f"{owners[key]} already accepts the key {key!r} of extra_args")
                 owners[key] = point.name
             plugins.append(_Plugin(point.name, kind(max_num_rows, vocab_size)))
-        except Exception as error:
-            raise ConfigError(
-                f"The {where} cannot be used: {error!r}. {_advice(error)}Fix or uninstall it."
-            ) from error
     return plugins
 
 
@@ -87,7 +107,7 @@ def load_named(
     """
     plugins: list[LogitsProcessor] = []
     for name in names:
-        try:
+        with _naming(name):
             kind = _find_class(name)
             inner: LogitsProcessor
             if issubclass(kind, VllmLogitsProcessor):
@@ -100,11 +120,33 @@ def load_named(
                     "LogitsProcessor, nor of vllm.v1.sample.logits_processor.LogitsProcessor"
                 )
             plugins.append(_Plugin(name, inner))
-        except _FAULTS as error:
-            raise ConfigError(
-                f"logits_processors has {name!r}, which cannot be used: {error!r}. {_advice(error)}"
-            ) from error
     return plugins
+
+
+def _find_points() -> list[EntryPoint]:
+    return sorted(entry_points(group=ENTRY_POINTS), key=lambda point: point.name)
+
+
+@contextlib.contextmanager
+def _naming(source: EntryPoint | str) -> Iterator[None]:
+    """Turn any fault into a ConfigError that names a processor: an entry point or a class."""
+    try:
+        yield
+    except _FAULTS as error:
+        if isinstance(source, str):
+            raise ConfigError(
+                f"logits_processors has {source!r}, which cannot be used: {error!r}. "
+                f"{_advice(error)}"
+            ) from error
+        package = source.dist.name if source.dist else "?"
+        raise ConfigError(
+            f"The {ENTRY_POINTS} entry point {source.name} = {source.value} of the package "
+            f"{package} cannot be used: {error!r}. {_advice(error)}Fix or uninstall it."
+        ) from error
+
+
+def _import_torch() -> None:
+    importlib.import_module("torch")  # the logits of plug-ins are torch's tensors
 
 
 def _advice(error: BaseException) -> str:
@@ -148,7 +190,7 @@ class _Plugin(LogitsProcessor):
 
     def __init__(self, name: str, inner: LogitsProcessor) -> None:
         super().__init__(inner.max_num_rows, inner.vocab_size)
-        importlib.import_module("torch")  # the logits of plug-ins are torch's tensors
+        _import_torch()
         self._name, self._inner = name, inner
         self.extra_args, self.needs_tokens = inner.extra_args, inner.needs_tokens
         self.takes_all = inner.takes_all

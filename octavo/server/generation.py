@@ -215,16 +215,18 @@ class Generation(ABC, Generic[B]):
 
     def chunks(self, prompt: int, newest: RequestOutput) -> list[bytes]:
         """Return the JSON of the choices of the next chunks."""
-        template = self.text_chunk if self.make_parser is None else None
+        template = self.text_chunk
         chunks = []
         for output in self.ready(prompt, newest):
             for completion in output.outputs:
                 index = prompt * self.n + completion.index
-                if template is not None and completion.finish_reason is None:
-                    if completion.text:
-                        chunks.append(template % (index, encode(completion.text)))
-                    continue
                 parts = self._parse(index, completion)
+                if template is not None and completion.finish_reason is None:
+                    if not parts:
+                        continue
+                    if len(parts) == 1 and type(parts[0]) is Text:
+                        chunks.append(template % (index, encode(parts[0].text)))
+                        continue
                 choice = self._write(Delta(index, prompt, parts, completion, output))
                 if choice is not None:
                     chunks.append(encode(choice))

@@ -5,10 +5,26 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from octavo.parsers.parts import CallArguments, CallStart, Part, Reasoning
+import msgspec
+
+from octavo.parsers.parts import CallArguments, CallStart, Part, Reasoning, Text
 from octavo.server.response_items import Item
 
 Event = dict[str, Any]
+
+_DELTAS = {
+    "function_call": (CallArguments, "response.function_call_arguments.delta"),
+    "reasoning": (Reasoning, "response.reasoning_text.delta"),
+    "message": (Text, "response.output_text.delta"),
+}
+"""Part that continues an item of a type, and the type of its event."""
+
+
+def write_event(event: Event, number: object) -> bytes:
+    """Return an event with its number, as a server-sent event."""
+    kind = event["type"]
+    numbered = {"type": kind, "sequence_number": number, **event}
+    return b"event: %b\ndata: %b\n\n" % (kind.encode(), msgspec.json.encode(numbered))
 
 
 class OutputItems:
@@ -37,6 +53,10 @@ class OutputItems:
         """Pieces of its text."""
         self._logprobs: list[object] = []
         """Logprobs of its text."""
+        self._grows: type[Part] | None = None
+        """Part that continues it."""
+        self._template = b""
+        """Template of the event of such a part; see `grow`."""
 
     def add(self, part: Part, logprobs: Sequence[object] = ()) -> list[Event]:
         """Add a part, and the logprobs of its tokens; return the events that tell it."""
@@ -48,20 +68,24 @@ class OutputItems:
             if namespace is not None:
                 call["namespace"] = namespace
             return events + self._begin("function_call", call)
-        if isinstance(part, CallArguments):
-            kind, delta = "function_call", "response.function_call_arguments.delta"
-        elif isinstance(part, Reasoning):
-            kind, delta = "reasoning", "response.reasoning_text.delta"
-        else:
-            kind, delta = "message", "response.output_text.delta"
+        kind = next(kind for kind, (part_type, _) in _DELTAS.items() if isinstance(part, part_type))
         if self._open is None or self._open["type"] != kind:
             events = self.close() + self._begin_text(kind)
         self._pieces.append(part.text)
-        told: Event = {"type": delta, **self._place(), "delta": part.text}
         if kind == "message":
             self._logprobs += logprobs
-            told["logprobs"] = list(logprobs)
-        return [*events, told]
+        return [*events, self._delta(part.text, logprobs)]
+
+    def grow(self, part: Part) -> bytes | None:
+        """Add a part that has no logprobs to the item that grows.
+
+        Returns the server-sent event that tells it, as a template for its number and its text in
+        JSON. None: the part begins another item, and is not added.
+        """
+        if type(part) is not self._grows:
+            return None
+        self._pieces.append(part.text)
+        return self._template
 
     def close(self, status: str = "completed") -> list[Event]:
         """End the item that grows; return the events that tell it."""
@@ -87,7 +111,7 @@ class OutputItems:
         index = len(self._done)
         events.append({"type": "response.output_item.done", "output_index": index, "item": item})
         self._done.append(item)
-        self._open, self._pieces, self._logprobs = None, [], []
+        self._open, self._grows, self._pieces, self._logprobs = None, None, [], []
         return events
 
     def end(self, status: str = "completed") -> list[Event]:
@@ -106,6 +130,9 @@ class OutputItems:
 
     def _begin(self, kind: str, fields: Item) -> list[Event]:
         self._open = {"type": kind, "id": self._new_id(kind), **fields, "status": "in_progress"}
+        self._grows, _ = _DELTAS[kind]
+        # Ids and names of types contain no percent sign.
+        self._template = write_event(self._delta(msgspec.Raw(b"%b"), []), msgspec.Raw(b"%d"))
         index = len(self._done)
         return [{"type": "response.output_item.added", "output_index": index, "item": self._open}]
 
@@ -114,6 +141,13 @@ class OutputItems:
         events = self._begin(kind, {**fields, "content": []})
         part = _part(kind, "", [])
         return [*events, {"type": "response.content_part.added", **self._place(), "part": part}]
+
+    def _delta(self, text: object, logprobs: Sequence[object]) -> Event:
+        """Return the event that tells a piece of the item's text."""
+        assert self._open is not None
+        kind = self._open["type"]
+        event = {"type": _DELTAS[kind][1], **self._place(), "delta": text}
+        return event | {"logprobs": list(logprobs)} if kind == "message" else event
 
     def _place(self) -> Event:
         """Return the fields that tell the place of an event's part."""

@@ -40,7 +40,7 @@ from octavo.server.response_items import (
     too_many_owners,
     with_ids,
 )
-from octavo.server.response_output import Event, OutputItems
+from octavo.server.response_output import Event, OutputItems, write_event
 from octavo.server.responses_schema import LOGPROBS, InputTokensBody, ResponseBody, renamed
 from octavo.server.resumable_streams import Events
 from octavo.server.schema import ChatBody
@@ -355,7 +355,8 @@ async def _all_items(
         if item["type"] == "item_reference":
             owner = owner_of(item["id"])
             is_known = item["id"] in known or owner in owners
-            if owner is not None and not is_known and has_store(state):
+            if owner is not None and not is_known:
+                store_of(state, f"input[{i}]: an item_reference", f"input[{i}].id")
                 owners.add(owner)
                 if len(owners) > MAX_REFERENCED:
                     raise too_many_owners()
@@ -494,7 +495,7 @@ class ResponseAnswer(ChatCompletion):
             async for _, output in stream:
                 (completion,) = output.outputs
         assert completion is not None
-        self._add(completion)
+        self._told(completion)
         await self._end(completion)
         await self._save()
         return answers.respond(self.snapshot())
@@ -509,9 +510,8 @@ class ResponseAnswer(ChatCompletion):
                     begun = ["created", "in_progress"][bool(self.log) :]
                     yield [self._lifecycle(name) for name in begun]
                 (completion,) = output.outputs
-                made = self._add(completion)
-                if made:
-                    yield self._written(made)
+                if written := self._told(completion):
+                    yield written
         assert completion is not None
         made = await self._end(completion)
         last = "completed" if self._status == "completed" else "incomplete"
@@ -609,16 +609,21 @@ class ResponseAnswer(ChatCompletion):
         self._num_items += 1
         return item_id(kind, self.id, self._num_items - 1)
 
-    def _add(self, completion: CompletionOutput) -> list[Event]:
-        """Add the new tokens of the answer; return the events that tell them."""
+    def _told(self, completion: CompletionOutput) -> list[bytes]:
+        """Add the new tokens of the answer; return the server-sent events that tell them."""
         found = self._logprobs(completion)
         if found is not None:
             self._logprobs_ahead += found["content"]
-        events: list[Event] = []
+        written: list[bytes] = []
         for part in self._parse(0, completion):
-            events += self._output.add(part, self._logprobs_ahead)
-            self._logprobs_ahead = []
-        return events
+            template = None if self._logprobs_ahead else self._output.grow(part)
+            if template is None:
+                written += self._written(self._output.add(part, self._logprobs_ahead))
+                self._logprobs_ahead = []
+            else:
+                written.append(template % (self._sequence, encode(part.text)))
+                self._sequence += 1
+        return written
 
     async def _end(self, completion: CompletionOutput) -> list[Event]:
         """End the output; return the events that tell it."""
@@ -643,12 +648,9 @@ class ResponseAnswer(ChatCompletion):
 
     def _written(self, events: Sequence[Event]) -> list[bytes]:
         """Return events with their numbers, as server-sent events."""
-        written = []
-        for event in events:
-            numbered = {"type": event["type"], "sequence_number": self._sequence, **event}
-            self._sequence += 1
-            written.append(b"event: %b\ndata: %b\n\n" % (event["type"].encode(), encode(numbered)))
-        return written
+        first = self._sequence
+        self._sequence += len(events)
+        return [write_event(event, number) for number, event in enumerate(events, first)]
 
     def _lifecycle(self, name: str) -> bytes:
         """Return an event with the response as it is now."""

@@ -223,7 +223,8 @@ def _write_schema(schema: Any, spec: GrammarSpec) -> str:
     _check_schema(schema)
     _mend(schema)
     _check_bounds(schema)
-    options: dict[str, Any] = {"lenient": False}
+    # Escapes of printable characters (\u00e9) and surrogate pairs in texts without a pattern.
+    options: dict[str, Any] = {"lenient": False, "json_allow_general_unicode_escapes": True}
     if not spec.any_whitespace:
         options |= {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
     return json.dumps(schema | {"x-guidance": options}, ensure_ascii=False)

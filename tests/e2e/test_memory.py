@@ -1,12 +1,14 @@
 """Memory of real processes, against the memory plan: each test in a separate process."""
 
 import json
+import os
 import subprocess
 import sys
 
 import pytest
 
 from octavo.system import device
+from tests.plugins import NO_REPEAT
 
 SCRIPT = """
 import json, sys
@@ -40,3 +42,23 @@ def test_the_resident_size_keeps_to_the_plan():
     # Of the plan only the allowance for libraries and some buffers may be unused.
     assert planned - full < 0.5 * runtime
     assert "memory plan: " in done.stderr
+
+
+@pytest.mark.skipif(device.resident_memory() is None, reason="the system does not tell the size")
+def test_the_plan_counts_plug_ins(tmp_path):
+    """The class's module holds 64 MiB, and the plug-in needs torch."""
+    (tmp_path / "heavy.py").write_text(NO_REPEAT + "\nHELD = bytes(2**26).replace(b'\\0', b'x')\n")
+    script = SCRIPT.replace("LLM(", "LLM(logits_processors=['heavy:NoRepeat'], ")
+    script = script.replace('plan.nbytes("runtime")', 'plan.nbytes("plug-ins")')
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+    )
+    assert done.returncode == 0, done.stderr
+    start, full, planned, kv_cache, plugins = json.loads(done.stdout)
+    assert plugins > 96 * 2**20
+    assert start <= planned - kv_cache
+    assert full <= planned
+    assert start > planned - kv_cache - plugins

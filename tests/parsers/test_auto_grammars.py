@@ -3,6 +3,7 @@
 import json
 import random
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -21,6 +22,18 @@ BARE_NAMES = [name for name in NAMES if has_bare_calls(FORMATS[name].calls)]
 MARKED = [name for name in NAMES if FORMATS[name].calls.trigger]
 # Their models write keys or quotes that the writer of the tests does not write.
 OTHER_FORM = {"cohere", "internlm", "lfm2", "llama3_json", "olmo3", "pythonic"}
+# Gemma 4 writes texts without escapes.
+JSON_NAMES = [name for name in NAMES if name != "gemma4"]
+ESCAPES = [
+    r"caf\u00e9 \u00E9",
+    r"\ud83d\ude00\uD83D\uDE00",
+    r"\u0022}, \u0022x\u0022: {\u005c",
+    *(
+        f"{mark} {mark[1:]}"
+        for mark in (r"\u003c/tool_call\u003e", r"\u005B/TOOL_CALLS]", r"\u007d")
+    ),
+]
+NO_ESCAPES = [r"\ud83d", r"\ud83d!", r"\ude00", r"\ude00\ud83d", r"\u00e", r"\u00eg", r"\U0001f600"]
 MARK = re.compile(r"<[^<>{}\s]*>|\[[A-Z/_]+\]|｜DSML｜")
 
 
@@ -153,3 +166,36 @@ def test_white_space_between_the_marks_of_an_argument():
     answer = write(fmt, None, "", CALLS[:1])
     for gap in (" ", "\n", ""):
         assert accepts(compiled, words, answer.replace("</arg_key> <", f"</arg_key>{gap}<"))
+
+
+def noted(text):
+    """Return the schemas of a function whose argument is an object with a text.
+
+    Also formats with an element for each argument write the object as JSON.
+    """
+    note = {"type": "object", "properties": {"text": text}, "required": ["text"]}
+    return {"find": {"type": "object", "properties": {"note": note}, "required": ["note"]}}
+
+
+@pytest.mark.parametrize("name", JSON_NAMES)
+def test_escapes_of_characters(name):
+    """A call may have them, also those of quotes and marks, and means what JSON says."""
+    fmt, words = replace(FORMATS[name], thoughts=None), vocabulary()
+    constant = compile_tag(fmt.structural_tag(noted({"enum": ["X7X"]}), required=True), words)
+    call = sample(constant.start(), words, random.Random(name))
+    assert call.count("X7X") == 1, call
+    free = [
+        compile_tag(fmt.structural_tag(noted({"type": "string"}), required=required), words)
+        for required in (False, True)
+    ]
+    for escape in ESCAPES:
+        answer = call.replace("X7X", escape)
+        for compiled in free:
+            assert accepts(compiled, words, answer), answer
+        for pieces in ([answer], [*answer]):
+            ((kind, function, arguments),) = parse(fmt, pieces, noted({"type": "string"}))
+            assert (kind, function) == ("call", "find")
+            assert json.loads(arguments) == {"note": {"text": json.loads(f'"{escape}"')}}
+    for escape in NO_ESCAPES:
+        for compiled in free:
+            assert not accepts(compiled, words, call.replace("X7X", escape)), escape

@@ -470,7 +470,7 @@ def test_cancel():
 
 def test_cancel_at_once():
     async def scenario(served):
-        batch = await begin(served, *lines(5))
+        batch = await begin(served, *lines(500))  # more than are answered meanwhile
         found = await served.http.post(f"/v1/batches/{batch['id']}/cancel")
         assert found.json()["status"] == "cancelling"
         again = await served.http.post(f"/v1/batches/{batch['id']}/cancel")

@@ -787,6 +787,10 @@ def test_several_front_ends_store_nothing():
             error = await refused(served, **fields)
             assert error["param"] == next(iter(fields))
             assert "--api-server-count" in error["message"]
+        reference = {"type": "item_reference", "id": response["output"][0]["id"]}
+        error = await refused(served, [reference])
+        assert (error["param"], error["code"]) == ("input[0].id", "no_store")
+        assert "--api-server-count" in error["message"]
         for path in (f"{PATH}/{response['id']}", f"/v1/conversations/conv_{'0' * 32}"):
             error = (await served.http.get(path)).json()["error"]
             assert error["code"] == "no_store"

@@ -304,6 +304,9 @@ TEXTS = [
         ['{"a": 1, "a": 1}'],
     ),
     ({"type": "integer", "divisibleBy": 2}, ["3"]),
+    ({"type": "string", "maxLength": 2}, [r'"\u00e9\ud83d\ude00a"', r'"\ud83d"', r'"\ude00"']),
+    ({"type": "string", "minLength": 2}, [r'"\u00e9"', r'"\ud83d\ude00"']),
+    ({"type": "string", "pattern": "^[^é]*$"}, [r'"\u00e9"']),
 ]
 
 
@@ -318,7 +321,8 @@ def test_no_text_is_accepted_wrongly(backend, schema, texts):
 
 # Schemas that one of the two must support, and texts that follow them.
 SUPPORTED = [
-    ({"type": "string", "maxLength": 3}, [r'"a\n\""', '""', '"中😀a"']),
+    ({"type": "string", "maxLength": 3}, [r'"a\n\""', '""', '"中😀a"', r'"\u4e2d\uD83D\uDE00a"']),
+    ({}, [r'{"\u00e9": "\u0061\u001f"}']),
     ({"type": "string", "pattern": "^[^x]{0,1000}$"}, [r'"a\n\""']),
     ({"type": "string", "pattern": r"^[A-Z\d_.-]+(/|\.)\w$"}, ['"AB-1/x"']),
     ({"type": "string", "pattern": '^[^"]{1,300}[^@]$'}, [r'"a b\n"', r'"a\""']),
@@ -344,6 +348,21 @@ def test_what_one_refuses_the_other_takes(schema, texts):
         assert [text for text in texts if not accepts(compiled, text)] == []
         return
     pytest.fail("both refuse it")
+
+
+def test_an_escape_may_have_several_tokens():
+    pieces = [rb"\u", rb"\ud83", rb"d\ude", b'00"', b'0g"', b"00e", b'9"', b'"']
+    words = Vocabulary([*pieces, b""], [len(pieces)], lambda text: [])
+    compiled = LLGuidanceBackend(words).compile(GrammarSpec("json", '{"type": "string"}'))
+    for tokens in ([7, 0, 5, 6, 8], [7, 1, 2, 3, 8]):
+        grammar = compiled.start()
+        for token in tokens:
+            assert token in allowed(grammar, words.size)
+            assert grammar.accept_tokens([token]) == 1
+        assert grammar.is_terminated
+    grammar = compiled.start()
+    assert grammar.accept_tokens([7, 1, 2]) == 3
+    assert allowed(grammar, words.size) == [3, 5]
 
 
 @pytest.mark.parametrize(("schema", "values"), CASES, ids=lambda v: json.dumps(v)[:60])
