@@ -114,8 +114,8 @@ class Pairs:
 def _find(bounds, tile_ends, experts, TILE_R: tl.constexpr):
     """Return this program's expert, the rows [TILE_R] of its tile, and which of these exist.
 
-    The last result is the end of the expert's rows. The expert is `experts` if the program has no tile: the grid has room for the most possible
-    tiles.
+    The last result is the end of the expert's rows. The expert is `experts` if the program has no
+    tile, since the grid has room for the most possible tiles.
     """
     tile = tl.program_id(0)
     low = tl.full([], 0, tl.int32)
