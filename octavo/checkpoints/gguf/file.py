@@ -46,7 +46,7 @@ float32 in every file."""
 _VALUES = ("in_proj_z.weight", "in_proj_b.weight", "in_proj_a.weight", "A_log", "dt_bias")
 """Ends of the names of tensors with rows for the heads of values of linear attention."""
 _QUERIES_KEYS_VALUES = ("in_proj_qkv.weight", "conv1d.weight")
-"""Ends of the names of tensors with rows for queries, keys and the heads of values, in this order."""
+"""Ends of the names of tensors with rows for queries, then keys, then the heads of values."""
 _OUTPUTS = "linear_attn.out_proj"
 """End of the name of a module whose inputs are the results of the heads of values."""
 _GROUPED = ("in_proj_qkvz.weight", "in_proj_ba.weight")
