@@ -199,7 +199,7 @@ INLINE float byte_scale(float most) { return most < kTiny ? 0.0f : most / 127.0f
 
 // Second terms of x: a group with a large number has a large scale, and so large rounding errors.
 // These errors are quantized, too. Few groups of a row need a second term.
-constexpr float kOutlier = 4;  // a group's largest number, squared, over the mean of these squares
+constexpr float kOutlier = 4;  // least ratio of a group's largest number, squared, to the mean of these squares
 constexpr float kFiner = 254;  // a scale over that of its second term, since errors are up to 1/2
 
 // Set of the groups of each row that have second terms
