@@ -12,8 +12,8 @@
 // the value. Tile registers read the rows as the left factor; otherwise each tile's keys are
 // transposed first.
 //
-// Values may have fewer numbers than keys. They are stored at the same distances; what lies between
-// them is never used.
+// Values may have fewer numbers than keys. They are stored at the distances of keys; the numbers
+// between them are never used.
 //
 // A row is one query head of one token. It iterates over its visible positions in tiles of kTile,
 // cut at absolute positions, with the online softmax of Milakov and Gimelshein (arXiv:1805.02867).
@@ -150,7 +150,7 @@ INLINE void score_kernels(int rows, const typename Keys<T>::Q* q, int64_t q_stri
     score_kernels<T, N, R - 1>(rows, q, q_stride, keys, next, at, block_size, head_size, scores);
 }
 
-// Probabilities stored as P: e^x for x <= 0, and a store of two vectors of them.
+// Computes and stores probabilities of type P: e^x for x <= 0, and a store of two vectors.
 template <class P>
 INLINE vf exponential(vf x) {
   return exp_or_zero(x);
@@ -586,7 +586,7 @@ struct Attention {
     Place here, next;
     for (int64_t tile = begin / kTile * kTile; tile < end; tile += kTile) {
       locate(here, t.request, t.kv_head, tile, max(begin, tile), min(end, tile + kTile));
-      // Few rows finish a tile before the next one has arrived: prefetch it meanwhile.
+      // Few rows finish a tile before the next one has arrived from memory: prefetch that meanwhile.
       const bool ahead = (t.count <= kFewRows || a.latent) && locate_next(next, t, tile);
       const int64_t from = max(begin, tile), to = min(end, tile + kTile);
       if constexpr (kBytes) {
@@ -742,7 +742,7 @@ struct Attention {
 
   static constexpr int kTileVectors = kTile / W;
 
-  // Selects v at visible positions of the tile, and `instead` elsewhere.
+  // Keeps v at visible positions of the tile, and sets `instead` elsewhere.
   static INLINE void hide(const Row& row, vf (&v)[kTileVectors], float instead) {
     for (int i = 0; i < kTileVectors; i++) {
       const vf key = lanes() + float(i * W);

@@ -3,8 +3,8 @@
 // quantized to signed bytes with one float32 scale for each row and 32 inputs.
 //
 // A weight is scale * (code - zero) or scale * table[code], for some types minus or plus a minimum.
-// The types iq1_levels to iq3_s_levels are Octavo's: blocks of ggml's types that refer to grids of
-// vectors, with the indices of the vectors' numbers in a table.
+// The types iq1_levels to iq3_s_levels are Octavo's. ggml's types iq1 to iq3 refer to grids of
+// vectors; Octavo's have for each number its index in a table of levels.
 // `BlockShape` describes a type. Its packed form: panels of kPanel outputs as in gemm.h; a panel is
 // a list of units of 32 inputs. A unit holds
 //   - its codes in bit planes: lane n of a vector belongs to output n, its bytes to four inputs (a
@@ -18,7 +18,7 @@
 // A block of nvfp4, as the kernels receive it, has 32 inputs: the output's factor, two scales in e4m3
 // for 16 inputs each, and the codes in the order of mxfp4.
 //
-// A result is the sum over groups, from first to last, in float32: for every number of rows of x. The
+// For every number of rows of x, a result is the sum over groups, from first to last, in float32. The
 // second terms of outliers (bytes.h) follow, from first to last, too.
 #pragma once
 #include "bytes.h"
@@ -254,7 +254,7 @@ INLINE void unpack_units(const uint8_t* panel, int64_t first, int64_t count, flo
   }
 }
 
-// Units whose codes are unpacked to bytes, and scales to float32.
+// Units with their codes unpacked to bytes, and their scales to float32.
 template <QuantFormat F>
 struct UnpackedUnits {
   using B = Blocks<F>;

@@ -197,12 +197,12 @@ INLINE float largest(const T* x, int64_t count) {
 INLINE float inverse_scale(float most) { return most < kTiny ? 0.0f : 127.0f / most; }
 INLINE float byte_scale(float most) { return most < kTiny ? 0.0f : most / 127.0f; }
 
-// Second terms of x: a group with large numbers has a large scale, so large rounding errors, which
-// are quantized, too. Few groups of a row need it: the others together have smaller errors.
-constexpr float kOutlier = 4;  // least ratio of the square of a group's largest number to their mean
-constexpr float kFiner = 254;  // ratio of a scale to that of the second term: errors are up to a half
+// Second terms of x: a group with a large number has a large scale, and so large rounding errors.
+// These errors are quantized, too. Few groups of a row need a second term.
+constexpr float kOutlier = 4;  // least ratio of a group's largest number, squared, to the mean of these squares
+constexpr float kFiner = 254;  // a scale over that of its second term, since errors are up to 1/2
 
-// The groups of each row that have second terms
+// Set of the groups of each row that have second terms
 struct Outliers {
   uint64_t* bits;  // [rows][words]
   int64_t words;

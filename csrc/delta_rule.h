@@ -184,7 +184,8 @@ NOINLINE void delta_tile(const DeltaRuleArgs& a, const DeltaTokens& tokens, int6
 
 void gated_delta_rule(const DeltaRuleArgs& a) {
   const int64_t tiles = ceil_div(a.value_size, kStateColumns), tile_numbers = a.key_size * kStateColumns;
-  // Columns are shared by threads only if there are too few heads: each part prepares all tokens.
+  // Threads share the columns of a head only if there are too few heads, since each part prepares
+  // all tokens again.
   const int64_t parts = max<int64_t>(min(ceil_div(num_threads(), max<int64_t>(a.num_reqs * a.heads, 1)), tiles), 1);
   const int64_t tokens = a.query_start_loc[a.num_reqs] - a.query_start_loc[0];
   const int64_t cost = (tokens + a.num_reqs) * a.heads * a.key_size * tiles * kStateVectors * 4;

@@ -151,7 +151,7 @@ int64_t ExpertCache::find_slot() const {
   return best;
 }
 
-// Makes all uses so far count less: the weight of new ones grows instead.
+// Makes all earlier uses count less, by a larger weight of later ones.
 void ExpertCache::age() {
   weight_ *= std::exp2(1.0 / (kHalfLife * double(layers_.size())));
   if (weight_ < 1e100) return;

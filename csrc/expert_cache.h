@@ -25,7 +25,7 @@ struct ExpertLayer {
   int64_t down;   // position of the weight down in an expert; the weight up is first
 };
 
-// Numbers that the cache counts. They are in memory of the caller, who may read them at any time.
+// Numbers that the cache counts, in memory of the caller, who may read them at any time.
 enum ExpertCount : int { kHits, kMisses, kBytesRead, kFailures, kExpertCounts };
 
 class ExpertCache {
@@ -53,8 +53,9 @@ class ExpertCache {
   // Returns the reason of the last failed read, once; empty: none failed since.
   std::string take_error();
 
-  // Computes `a`, in parts: first the experts that are in memory, while the others are read; then
-  // those that have arrived. Rows of experts that cannot be read are NaN.
+  // Computes the kernel `experts` with the arguments `a`, in parts: first the experts that are in
+  // memory, while threads read the others; then those that have arrived. Rows of experts that cannot
+  // be read are NaN.
   void run(const ExpertLayer& layer, const ExpertsArgs& a);
 
  private:

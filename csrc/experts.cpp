@@ -1,8 +1,8 @@
-// Feed-forward blocks of experts, as one set of tasks that threads take as they are free. It calls the
-// kernels of the chosen variant, so it is compiled once.
+// Feed-forward blocks of experts, as one set of tasks that threads take as they become free. This file
+// calls the kernels of the chosen variant, so it is compiled only once.
 //
-// The rows of an expert, and parts of its outputs, are a task. A task of the second product waits for
-// the expert's tasks of the first; these have lower numbers, so some thread works on them already.
+// A task computes some outputs for some rows of an expert. A task of the second product waits for the
+// expert's tasks of the first one. These have lower numbers, so some thread works on them already.
 #include <algorithm>
 #include <atomic>
 #include <cstring>

@@ -32,13 +32,13 @@ struct Fp8 {
   uint8_t bits;
 };
 
-// Factor that unpacked numbers lack
+// Factor by which unpacked numbers are still to be multiplied
 template <class A>
 constexpr float kFp8Unit = 256.0f;
 
 #if defined(__AVX512BF16__)
-// Lanes have codes of inputs 2, 0, 3 and 1 of four: shifts move those of 0 and 1, or of 2 and 3, to the
-// upper bytes of two bfloat16 numbers, of which a dot product needs pairs.
+// A lane has the codes of inputs 2, 0, 3 and 1 of four. Shifts move the codes of inputs 0 and 1, or of 2
+// and 3, to the upper bytes of two bfloat16 numbers: a dot product needs such pairs.
 constexpr int kPacked = 4;
 typedef vu Packed;  // codes of W outputs
 constexpr int kPlace[kPacked] = {1, 3, 0, 2};  // byte of each input

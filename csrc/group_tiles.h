@@ -2,8 +2,8 @@
 // blocks.h), for more rows than kGroupRows.
 //
 // A few steps of K of a panel are unpacked to signed bytes, which stay in L1 for all rows. A group's
-// sums are integers. They go through memory to vectors, which scale and add them in the order of the
-// product on vectors, so the bits are the same.
+// sums are integers. They go through memory to vectors, which scale and add them in the same order
+// as the product without tiles, so the bits are the same.
 #pragma once
 #include "bytes.h"
 #include "gemm_tiles.h"
@@ -16,7 +16,7 @@ constexpr int64_t kGroupRows = 12;  // vectors are as fast for fewer rows
 constexpr int64_t kGroupInputs = kDepth * kTileBytes;  // of a panel, unpacked at once
 constexpr int64_t kMostUnpacked = kGroupInputs / 16;  // groups among them
 
-// What the group of an output has in addition to bytes and a scale
+// Additional term of the group of an output, besides bytes and a scale
 enum class GroupTerm {
   none,
   minimum,  // number that is multiplied by the sum of x

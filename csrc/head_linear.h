@@ -1,6 +1,6 @@
 // A product for each head with the head's own rows of one packed weight: the two products of
-// multi-head latent attention. A panel on the border of two heads is multiplied by each, and each
-// writes its own columns. Sums have the order of `linear`.
+// multi-head latent attention. A panel on the border of two heads is multiplied by rows of both heads,
+// and each head writes its own columns. Sums have the order of `linear`.
 #pragma once
 #include "linear.h"
 

@@ -696,7 +696,7 @@ enum class Score : int { softmax = 0, sigmoid = 1, sqrt_softplus = 2, none = 3 }
 struct RouteArgs {
   const float* logits;  // [tokens, experts]
   int64_t logits_stride;
-  const float* bias;  // [experts] or null: it chooses, and never weighs
+  const float* bias;  // [experts] or null: added to scores for the choice, not for the weights
   const float* factors;  // [experts] or null: factors of the weights
   int32_t* ids;  // [tokens, top_k], the largest score first
   float* weights;  // [tokens, top_k]
@@ -798,7 +798,7 @@ struct SumExpertsArgs {
   Work work() const { return {double(size_of(dtype)) * tokens * dim * (top_k + 1), 2.0 * tokens * top_k * dim}; }
 };
 
-// x + (the request's token before - x) * mix, for each of several mixes.
+// x + (previous - x) * mix, for each of several mixes; previous: the request's previous token.
 struct TokenShiftArgs {
   const void* x;  // [tokens, channels]
   int64_t x_stride;

@@ -18,8 +18,9 @@
 //   int8_groups  [n / kPanel][ceil(k / group)]{ codes [group / 4][kPanel][4], float32 scales
 //           [kPanel], zeros [kPanel] }
 //   nf4     as int4, with float32 scales
-// The second terms of outliers (bytes.h) follow for all formats but int8.
-// A weight may have an order of its inputs: x is gathered by it before it is quantized.
+// The second terms of outliers (bytes.h) are added last, for all formats but int8.
+// A weight may have an order of its inputs: the columns of x are put in this order before x is
+// quantized.
 #pragma once
 #include "blocks.h"
 #include "fp8.h"
@@ -99,7 +100,7 @@ INLINE void store_group(float scale, int32_t sum, const QuantRows& to, int64_t r
   if (to.tiled) to.terms[sixteens] = float(sum);
 }
 
-// Quantizes a row of x, and the second terms. A row of one group has none.
+// Quantizes a row of x, and its second terms. A row of one group has no second term.
 template <class T>
 void quantize_row(const T* x, int64_t k, const QuantRows& to, const QuantRows& second, int64_t row) {
   float* most = second.scales + row * to.groups;  // until the scales are known

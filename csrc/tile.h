@@ -22,9 +22,9 @@ inline thread_local Tile emulated_tiles[8];
 
 inline thread_local int emulated_depth;
 
-// Call before a thread's first tile operation in a parallel region, and after its last. `depth`:
-// bytes along K of the tiles that are multiplied: 4 and 5 have rows of so many, 6 and 7 a quarter as
-// many rows.
+// Call configure_tiles before a thread's first tile operation in a parallel region, and release_tiles
+// after its last one. `depth`: bytes along K of the tiles that are multiplied. Rows of tiles 4 and 5
+// have `depth` bytes; tiles 6 and 7 have depth / 4 rows.
 inline void configure_tiles(int depth = kTileBytes) { emulated_depth = depth; }
 inline void release_tiles() {}
 

@@ -6,8 +6,8 @@
 // Here w = exp(-e^-0.5 sigmoid(decay)), a = sigmoid(rate), and v is the value, or its mean with the
 // first layer's: value + sigmoid(value_rate) * (first_value - value).
 //
-// It is the gated delta rule with other vectors, and one more product: see delta_rule.h, whose pass
-// over a tile of columns computes it.
+// It is the gated delta rule with other vectors and one more product. The pass over a tile of columns
+// is that of delta_rule.h.
 #pragma once
 #include "delta_rule.h"
 

@@ -17,8 +17,8 @@ The tree::
     |   |-- GivenUpError                    the engine died repeatedly during the request
     |   |-- SleepError                      the engine sleeps, or cannot fall asleep or wake up
     |   |-- KVLoadError                     a KV connector could not load its part of the prompt
-    |   |-- ScalingError                    the number of engines cannot be changed so, or now
-    |   |   `-- ScalingBusyError            it is being changed already
+    |   |-- ScalingError                    this number of engines is impossible, or not now
+    |   |   `-- ScalingBusyError            the number is being changed already
     |   |-- ProfilerError                   a profile is started twice, or stopped without a start
     |   |-- QueueFullError                  too many requests wait; try again after `retry_after`
     |   |-- UnmetDeadlineError              a deadline cannot be met; try again after `retry_after`

@@ -22,9 +22,10 @@ MIN_LOOP = 128
 """Minimum number of tokens of a loop, all repeats together."""
 
 _PERIODS = np.arange(1, MAX_PERIOD + 1, dtype=np.int32)
-# Number of tokens in a row that equal the token one period earlier.
+# By period: number of tokens in a row that must equal the token one period earlier.
 _NEEDED = np.maximum((MIN_REPEATS - 1) * _PERIODS, MIN_LOOP - _PERIODS)
-# A loop is found at its last token from these tokens; the rest is for tokens that wait for a force.
+# In an answer that continues after a preemption, loops are sought in this number of last tokens:
+# those of the longest loop, and some that follow it while a forced token waits for the grammar.
 _WINDOW = MIN_REPEATS * MAX_PERIOD + 64
 _NO_TOKEN = -1
 
@@ -79,7 +80,7 @@ class _Marker:
 
 
 class Guard:
-    """State of an answer; see the module.
+    """State of an answer's reasoning and loops; see the module's docstring.
 
     Args:
         spec: limits of the answer.

@@ -96,7 +96,7 @@ class Repetition(msgspec.Struct, array_like=True, frozen=True):
     period: int
     """Number of tokens that the answer repeats."""
     action: RepetitionGuard
-    """Actions of the guard."""
+    """Action of the guard."""
 
 
 class CoreSamplingParams(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
@@ -462,8 +462,8 @@ class ExpertLoad(msgspec.Struct, array_like=True):
     num_rearrangements: int = 0
     """Number of changes of the place of a layer's experts."""
     process_tokens: tuple[float, float] = (0.0, 0.0)
-    """Mean and maximum of the choices that a process computes, over all layers; of the last window
-    of the balancing."""
+    """Mean and maximum of the choices that a process computes, each summed over all layers, in the
+    last window of the balancing."""
 
 
 class ModelRunnerOutput(msgspec.Struct, array_like=True):

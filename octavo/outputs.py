@@ -197,7 +197,7 @@ class RequestMetrics:
     finished_time: float | None = None
     num_preemptions: int = 0
     num_draft_tokens: int = 0
-    """Number of drafts proposed, of all answers; after an engine's end, since then."""
+    """Number of drafts proposed for all answers; after an engine's death, those since then."""
     num_accepted_tokens: int = 0
     """Number of accepted ones."""
     num_stored_tokens: int = 0

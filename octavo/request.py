@@ -144,7 +144,7 @@ class Request:
         self.num_cached_tokens = 0
         """Number of prompt tokens found in the prefix cache when first scheduled."""
         self.num_stored_tokens = 0
-        """Number of prompt tokens with cached keys and values then."""
+        """Number of prompt tokens with cached keys and values at that time."""
         self.num_preemptions = 0
         self.num_draft_tokens = 0
         """Number of drafts proposed for it."""

@@ -123,9 +123,9 @@ class AttentionParams:
     """Parameters of a layer's attention.
 
     A token at position p attends to positions max(0, p - sliding_window + 1) to p, or with chunks
-    from the last multiple of `chunk_size` to p. The logit of
-    a position is soft_cap(scale * q.k) + slope * (position - p). A sink is a logit without a
-    position: it only joins the sum by which the softmax divides.
+    from the last multiple of `chunk_size` to p. The logit of a position is
+    soft_cap(scale * q.k) + slope * (position - p). A sink is a logit without a position: it only
+    joins the sum by which the softmax divides.
 
     Attributes:
         scale: factor of the logits.

@@ -36,9 +36,9 @@ class Source:
     [outputs, inputs] (Conv1D); GGUF files store the result. swap: exchange rows and columns, also
     of GGUF files. flat: one dimension with all numbers (Kimi Linear). by_group: reorder rows from
     queries, keys and values of each group of heads in turn to all queries, all keys, all values
-    (BLOOM, Falcon); a group may have other parts. by_shard: the same from
-    queries, values and keys of each of several equal parts of the heads (CodeGen). skip_rows: drop
-    the first rows (OPT's positions)."""
+    (BLOOM, Falcon); a group may have other parts. by_shard: the same from queries, values and keys
+    of each of several equal parts of the heads (CodeGen). skip_rows: drop the first rows (OPT's
+    positions)."""
     groups: int = 1
     """by_group: number of heads of keys and values. by_shard: number of parts."""
     group_queries: int = 1

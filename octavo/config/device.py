@@ -18,7 +18,7 @@ class EplbConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     step_interval: PositiveInt = 3000
     """Number of steps from one rebalancing to the next."""
     num_redundant_experts: Annotated[int, Meta(ge=0)] = 0
-    """Number of copies of a layer's experts in addition to the experts, of all processes."""
+    """Number of copies of a layer's experts in all processes together, besides the experts."""
     log_balancedness: bool = False
     """Log the mean load of a process over the largest."""
     log_balancedness_interval: PositiveInt = 1

@@ -139,7 +139,7 @@ class EngineConfig(Section, frozen=True):
         return divides and self.parallel.enable_elastic_ep
 
     def resized(self, size: int) -> EngineConfig:
-        """Return the settings for `size` engines that divide the experts; one has all of them."""
+        """Return the settings for `size` engines that divide the experts; one engine has all."""
         replace = msgspec.structs.replace
         parallel = replace(self.parallel, data_parallel_size=size, data_parallel_size_local=None)
         device = self.device

@@ -10,7 +10,7 @@ import msgspec
 
 FILE = Path(__file__).with_name("cases.jsonl")
 FILLER = "%FILLER%"
-"""Place in a long case's text, and in its arguments, that a long text takes."""
+"""Placeholder in a long case's text and arguments, which a long text replaces."""
 
 
 class Call(msgspec.Struct, frozen=True):
@@ -35,9 +35,9 @@ class Case(msgspec.Struct, frozen=True, omit_defaults=True):
     """Blocks of reasoning."""
     calls: list[Call] = []
     subject: str | None = None
-    """Law of its own that the case tries; None: the laws that hold for every case."""
+    """Law with cases of its own that the case tries; None: only the laws of every case."""
     cuts: bool = False
-    """True: the answer is also cut by max_tokens."""
+    """True if the suite also tries an answer that max_tokens cuts."""
     tools: list[dict[str, Any]] = []
     """Tools of the request, in OpenAI's form."""
 

@@ -55,7 +55,7 @@ class Answer:
     written: bytes | None = None
     """Text of the model, from the logprobs of its tokens; None: not stated."""
     faults: list[str] = field(default_factory=list)
-    """Offenses of a stream's deltas against the law of that name."""
+    """Problems of a stream's deltas, by which it breaks the law `deltas`."""
 
 
 class Result:

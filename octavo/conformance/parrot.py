@@ -154,7 +154,7 @@ def _tokenizer() -> dict[str, object]:
             "lstrip": False,
             "rstrip": False,
             "normalized": False,
-            # Models have tokens such as <think> as plain ones.
+            # In models, tokens such as <think> are not special.
             "special": token.startswith(("<|", "[")) or token.endswith("|>"),
         }
         for number, token in enumerate(_ALL)

@@ -8,9 +8,9 @@ Each case is a text that a model of the format may write. The server's model has
 - parrot: the server has a checkpoint of `python -m octavo.conformance.parrot`, which repeats what
   the prompt has.
 
-The tokens of the answer, from its logprobs, show whether it did. If it did not, the case cannot be
-forced here, and does not count. Exit status: 0 if no law is broken, 1 if one is, 2 if nothing could
-be tried.
+The tokens of the answer, from its logprobs, show whether the model wrote the text. If not, the case
+cannot be forced here, and does not count. Exit status: 0 if no law is broken, 1 if one is, 2 if
+nothing could be tried.
 """
 
 from __future__ import annotations

@@ -374,7 +374,7 @@ class DataParallelClient:
             self._hub.close()
 
     def _is_held_up(self, index: int) -> bool:
-        """Return True if an engine waits for the experts of one that is not up."""
+        """Return True if an engine waits for the experts of another engine that is not up."""
         others = (s for i, s in self._supervisors.items() if i != index)
         return self._divides_experts and not all(supervisor.up for supervisor in others)
 
@@ -499,7 +499,7 @@ class DataParallelClient:
     def _can_serve(self, but: int) -> bool:
         """Return True if another engine serves.
 
-        Engines that divide the experts do not while one is missing.
+        Engines that divide the experts cannot serve while one of them is missing.
         """
         return not self._divides_experts and any(
             self._supervisors[i].serving for i in self._candidates(but)

@@ -1,9 +1,9 @@
 """Client of engines that divide the experts of a model, and whose number changes.
 
-Each number of engines divides the experts in another way, so it is another group of engines. A new
-group is loaded beside the present one, which serves meanwhile. Then the new group continues all
-requests from their tokens so far, as after an engine's death, and the old group is ended. If the
-new group cannot be loaded, the present one has noticed nothing.
+Another number of engines divides the experts in another way. So it needs a new group of engines,
+which is loaded beside the present group. The present group serves meanwhile. Then the new group
+continues all requests from their tokens so far, as after an engine's death, and the old group is
+ended. If the new group cannot be loaded, nothing changes for the present one.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _START_SECONDS = 600.0
 
 
 class MakeGroup(Protocol):
-    """Function that starts a group of engines; it returns while the model still loads."""
+    """Function that starts a group of engines, and returns while the engines still load."""
 
     def __call__(
         self, size: int, plan: MemoryPlan | None = None, reserved: int = 0
@@ -45,7 +45,8 @@ class MakeGroup(Protocol):
 
         Args:
             size: number of engines.
-            plan: plan of the present group, of which the KV cache and context are used.
+            plan: memory plan of the present group: the new group gets the same KV cache and
+                context. None: make a new plan.
             reserved: bytes of the free memory that the present group may still need.
 
         Raises:
@@ -77,19 +78,21 @@ class ElasticGroup:
         self._is_loaded = False
         """True if the new group is loaded."""
         self._change: asyncio.Future[None] | None = None
-        """Future that resolves when the new group has replaced the other."""
+        """Future that resolves when the new group has replaced the present one."""
         self._old: DataParallelClient | None = None
-        """Group of which the requests are being moved."""
+        """Group whose requests are being moved."""
         self._read: asyncio.Task[EngineCoreOutputs] | None = None
-        """Task that reads the group's next outputs."""
+        """Task that reads the present group's next outputs."""
         self._idle: deque[int] = deque()
-        """Engines of the old group of which the last statistics are not deleted yet."""
+        """Engines whose statistics are still those of the old group. `get_output` returns empty
+        statistics for them."""
         self._scaling = asyncio.Lock()
 
     async def get_output(self) -> EngineCoreOutputs:
-        """Return the next outputs; move all requests to the new group if it is loaded.
+        """Return the next outputs; first move all requests to a new group that is loaded.
 
-        The caller has processed all earlier outputs, so the records of the requests are complete.
+        The caller must have processed all earlier outputs, so that the records of the requests are
+        complete.
         """
         while True:
             if self._read is None and self._is_loaded:
@@ -110,7 +113,7 @@ class ElasticGroup:
         self._old, self._group, self._new, self._is_loaded = self._group, self._new, None, False
         count = 0
         for request in self._unfinished():
-            # It may have ended while another one was sent.
+            # The request may have ended while another one was sent.
             if any(self._old.engine_of(i) is not None for i in request.child_ids):
                 await self._group.adopt(request, self._old.deaths_of(request.request_id))
                 count += len(request.child_ids)
@@ -125,7 +128,7 @@ class ElasticGroup:
         return self._scaling.locked()
 
     async def scale(self, size: int) -> None:
-        """Replace the group by one with another number of engines while requests continue.
+        """Replace the group by one of `size` engines while requests continue.
 
         Raises:
             ScalingError: the group cannot be started; then nothing has changed.
@@ -264,7 +267,7 @@ async def _load(group: DataParallelClient, size: int) -> None:
 
 
 async def _read_on(group: DataParallelClient) -> None:
-    """Read the outputs of a group without requests, which replaces its dead engines.
+    """Read the outputs of a group without requests, so that its dead engines are replaced.
 
     Raises:
         EngineDeadError: an engine cannot be loaded.

@@ -112,8 +112,8 @@ class Supervisor:
         number: number of the engine among those of all servers, for log lines; None: there is only
             one.
         is_held_up: returns True while the engine may stand still, since it waits for another one.
-        blocker: returns the process of the engine that this one waits for, to be killed in place of
-            it; None: there is none.
+        blocker: returns the process of the engine that this one waits for; that process is killed
+            instead of this engine's. None: this engine waits for no other.
     """
 
     def __init__(

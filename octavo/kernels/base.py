@@ -200,7 +200,7 @@ class PlacedExperts:
     """Place of a layer's experts, which may change between steps, and their loads.
 
     Attributes:
-        loads: int64 [E]: the pairs of each expert are added, those of all processes.
+        loads: int64 [E]: the number of each expert's pairs in all processes is added.
         shares: int32 [E, 2]: if several processes have an expert, the part of its rows that this
             one computes, and the number of parts.
     """
@@ -259,7 +259,7 @@ class StateSlots(Protocol):
 
     @property
     def snapshots(self) -> Tensor:
-        """Second slot that receives it: int32 [T]; -1: none."""
+        """Second slot that receives the state after each token: int32 [T]; -1: none."""
         ...
 
 

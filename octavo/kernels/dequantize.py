@@ -111,7 +111,10 @@ def _nvfp4(b: Bytes) -> Floats:
 
 
 def _two_bits(b: Bytes) -> NDArray[Any]:
-    """Return the 256 numbers of two bits in 64 bytes: of 32 bytes all lowest bits first."""
+    """Return the 256 numbers of two bits in 64 bytes.
+
+    The numbers of 32 bytes follow one another; among these, first those in all bytes' lowest bits.
+    """
     shifts = np.array([0, 2, 4, 6], np.uint8)[:, None]
     return (b.reshape(-1, 2, 1, 32) >> shifts & 3).reshape(-1, 256)
 
@@ -145,7 +148,10 @@ def _scales_and_minima(b: Bytes) -> tuple[Floats, Floats]:
 
 
 def _four_bits(b: Bytes) -> Floats:
-    """Return the 256 numbers of four bits in 128 bytes: of 32 bytes all low halves first."""
+    """Return the 256 numbers of four bits in 128 bytes.
+
+    The numbers of 32 bytes follow one another; among these, first those in all bytes' low halves.
+    """
     return _nibbles(b.reshape(-1, 4, 32)).reshape(-1, 256)
 
 

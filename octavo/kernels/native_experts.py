@@ -98,7 +98,7 @@ class NativeExpertOps(NativeMemory):
         slots: TokenSlots | None = None,
         placed: PlacedExperts | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Compute all as one set of tasks, see csrc/experts.cpp."""
+        """Compute both products as one set of tasks; see csrc/experts.cpp."""
         check_rows(x)
         (tokens, top_k), stacked = ids.shape, up or down
         assert stacked is not None

@@ -13,22 +13,22 @@ Score = Literal["softmax", "sigmoid", "sqrt_softplus", "none"]
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """Rules by which `Ops.route` chooses and weighs experts.
+    """Rules by which `Ops.route` chooses experts and computes their weights.
 
     Attributes:
         top_k: experts of a token.
         score: function of the logits.
-        soft_cap: cap of the logits before that, cap * tanh(logit / cap) (Laguna); 0: none.
+        soft_cap: cap of the logits before this function, cap * tanh(logit / cap) (Laguna); 0: none.
         groups: number of equal parts of the experts; a token uses experts of some parts only.
-        top_groups: number of these parts.
-        group_best: number of the largest scores of a part whose sum is the part's score.
+        top_groups: number of the parts that a token uses.
+        group_best: a part's score is the sum of this number of its largest scores.
         softmax_chosen: True if the weights are the softmax of the chosen experts' scores.
-        tolerance: relative distance from a chosen score within which others join the softmax that
-            is the weight, if they are not chosen yet (SparseMixer, arXiv 2409.12136); 0: none of
-            this.
+        tolerance: not 0: a chosen expert's weight is a softmax over its score and those of experts
+            that are not chosen yet, and whose relative distance from it is at most this number
+            (SparseMixer, arXiv 2409.12136).
         renormalize: True if the weights are divided by their sum.
-        epsilon: term of that sum.
-        least: lower bound of the sum with the term.
+        epsilon: term that is added to this sum.
+        least: lower bound of the sum with this term.
         scale: factor of all weights.
     """
 

@@ -21,9 +21,9 @@ _END = 0
 """Token that ends messages."""
 _SYSTEM = 1
 _MOST_SNAPSHOTS = 64
-"""More snapshots than a request takes."""
+"""Upper bound of the snapshots that a request takes."""
 _MOST_TOKENS = 2**26
-"""Most tokens of all prompts together: the simulation of these takes a minute."""
+"""Most tokens of all prompts together: so many take a minute to simulate."""
 
 
 @dataclass(frozen=True)
@@ -135,8 +135,8 @@ def find_hits(
             "answer_tokens."
         )
     left_out, shape = shape.turns - turns, replace(shape, turns=turns)
-    # More blocks than the sessions' tokens have, and the running requests again, make no
-    # difference. Nor do more slots than all requests together use.
+    # Enough blocks for the tokens of all sessions, and once more for the running requests: more
+    # make no difference. The same holds for slots: all requests together use no more.
     longest = -(-(shape.prompt_tokens(turns - 1) + shape.answer_tokens) // config.block_size) + 1
     used = (shape.sessions + min(shape.sessions, max_num_seqs)) * longest
     num_blocks = 2 + used * max(1, len(config.paged_groups))
@@ -176,8 +176,8 @@ class _Session:
 class _Engine:
     """Scheduler of the sessions: first come, first served; the last one is preempted first.
 
-    An answer's tokens are computed a block at a time: the manager's records change at the ends of
-    blocks only.
+    An answer's tokens are computed a block at a time, since the manager's records change only at
+    the ends of blocks.
     """
 
     def __init__(

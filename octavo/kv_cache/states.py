@@ -9,14 +9,15 @@ A snapshot is taken where later prompts are likely to part from this one:
 
 - at the ends of the first message and of the last ones. A message ends with a token that ends
   answers, or with the prompt;
-- where a prompt parts from earlier ones: its blocks are known up to there, but no snapshot was. A
-  model without attention has no blocks, so the manager remembers the hashes of recent ones;
+- where a prompt begins to differ from earlier ones: blocks are known up to this place, but it has
+  no snapshot. A model without attention has no blocks, so the manager remembers the hashes of
+  recent ones;
 - at distances from the end that double, in long prompts;
 - in the answer, at each multiple of `ANSWER_SPACING`; the next one replaces it.
 
 The least valuable snapshots make room for new states, by GreedyDual (Young, "On-Line File Caching",
-1998): the value is the number of tokens to compute again without it, plus the value of the last one
-that was given up.
+1998): a snapshot's value is the number of tokens that must be computed again without it, plus the
+value of the last snapshot that was given up.
 
 Steps run in order, so a slot may have a new owner in the next step. Within a step, the slots that a
 request reads, or receives a snapshot in, are pinned: no other request gets them. So no slot is
@@ -50,7 +51,7 @@ class Snapshot:
     num_tokens: int
     """Number of tokens in the state."""
     cost: int
-    """Number of these that would have to be computed again without it."""
+    """Number of these tokens that would have to be computed again without the snapshot."""
     in_prompt: bool = True
     """False if its tokens end in an answer."""
     value: int = 0
@@ -63,7 +64,7 @@ class SnapshotLog:
     new: list[Snapshot] = field(default_factory=list)
     """Snapshots that became known."""
     dropped: list[bytes] = field(default_factory=list)
-    """Hashes of snapshots that are not wanted any more; those given up for others are not here."""
+    """Hashes of snapshots that are not wanted any more, without those given up for others."""
 
 
 @dataclass(slots=True)
@@ -78,11 +79,11 @@ class _RequestStates:
     pending: list[tuple[int, int]] = field(default_factory=list)
     """Pairs (number of tokens, slot) of the snapshots that steps write, in order; not known yet."""
     scheduled: list[tuple[int, int]] = field(default_factory=list)
-    """Those of the step being scheduled."""
+    """Pairs (number of tokens, slot) of the snapshots that the step being scheduled takes."""
     last: int = 0
-    """Number of tokens of its last known snapshot."""
+    """Number of tokens of the request's last known snapshot."""
     taken: list[Snapshot] = field(default_factory=list)
-    """Its snapshots; the last one of the answer replaces the one before."""
+    """The request's snapshots; the last one of the answer replaces the one before."""
 
 
 def id_of_state(slot: int) -> int:
@@ -143,7 +144,7 @@ class StateManager:
 
     @property
     def num_pinned(self) -> int:
-        """Number of slots that the step being scheduled uses, so that no other request can."""
+        """Number of slots that the step being scheduled keeps from other requests."""
         return len(self._pinned)
 
     def has_room(self, source: Snapshot | None) -> bool:
@@ -154,7 +155,7 @@ class StateManager:
         return len(self._free) + usable >= self.slots_per_request
 
     def reserve(self) -> int | None:
-        """Return a slot for a state that a KV connector loads; None if a request needs all slots.
+        """Return a slot for a state that a KV connector loads; None if requests need all slots.
 
         Steps in flight may still write to the slot, so the load begins after these steps.
         """
@@ -173,7 +174,7 @@ class StateManager:
             self._touch(loaded)
 
     def take_changes(self) -> SnapshotLog:
-        """Return the entries of the log, since the last call, that still apply, after `end_step`.
+        """Return the log's entries since the last call that still apply. Call it after `end_step`.
 
         The slots of the new snapshots have their contents once the step has run.
         """
@@ -206,7 +207,7 @@ class StateManager:
         Args:
             request: request without a state.
             source: the snapshot that it starts from.
-            parted: number of its first tokens that earlier prompts share.
+            parted: number of the request's first tokens that an earlier prompt has, too.
         """
         if source is not None:
             self._pinned.add(source.slot)
@@ -230,8 +231,8 @@ class StateManager:
         Args:
             request: request with a state.
             end: end of the step's tokens, drafts included.
-            num_slots: number of tokens that the request's blocks can hold. Later steps up to this
-                end are not noted.
+            num_slots: number of tokens that the request's blocks can hold. Later steps within these
+                blocks are not noted.
         """
         states = self._requests[request.request_id]
         self._publish(request, states)
@@ -253,7 +254,7 @@ class StateManager:
         self._publish(request, states, min(end, request.num_prompt_tokens))
 
     def take_scheduled(self, request: Request) -> list[tuple[int, int]]:
-        """Return the snapshots that a step is to take of a request, as in `ScheduledRequest`."""
+        """Return the snapshots that a step must take of a request, as in `ScheduledRequest`."""
         states = self._requests[request.request_id]
         scheduled, states.scheduled = states.scheduled, []
         return scheduled
@@ -317,7 +318,7 @@ class StateManager:
             for i, token in enumerate(request.all_token_ids[:total])
             if token in self._message_ends
         ]
-        last = (total - 1) // size * size  # one token at least is left for a hit
+        last = (total - 1) // size * size  # a hit must leave at least one token to compute
         if not ends or last - ends[-1] >= ANSWER_SPACING:
             ends.append(last)
         points = {parted, ends[0], *ends[-_LAST_MESSAGES:]}
@@ -361,7 +362,7 @@ class StateManager:
             entry = heapq.heappop(self._heap)
             value, _, snapshot = entry
             if self._known.get(snapshot.block_hash) is not snapshot or value != snapshot.value:
-                continue  # forgotten, or used since then
+                continue  # the snapshot was forgotten, or used since then
             if snapshot.slot in self._pinned:
                 kept.append(entry)
                 continue

@@ -45,7 +45,7 @@ class SavedState(NamedTuple):
     """Recurrent state that a connector may save."""
 
     state_id: int
-    """Its id, as in the block ids of `update_state_after_alloc`."""
+    """Id of the state, as in the block ids of `update_state_after_alloc`."""
     block_hash: bytes
     """Hash of the last block of its tokens."""
     in_prompt: bool
@@ -142,10 +142,10 @@ class KVConnectorScheduler(ABC):
                 where it or the connector has a state, before the request's last token.
 
         Returns:
-            The number of tokens after these, in whole blocks; and True if they are loaded
-            concurrently with steps, until `get_finished` reports them. If False, they are loaded
-            when `start_load_kv` of the next step, and `wait_for_layer_load` for each layer, have
-            returned. The request waits either way.
+            The number of tokens to load after `num_computed_tokens`, in whole blocks; and True if
+            they are loaded concurrently with steps, until `get_finished` reports them. If False,
+            they are loaded once `start_load_kv` of the next step, and `wait_for_layer_load` for
+            each layer, have returned. The request waits either way.
         """
 
     @abstractmethod

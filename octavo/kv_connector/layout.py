@@ -25,7 +25,7 @@ _PIECE_NBYTES, _PIECE_SLICES = 2**16, 64
 
 
 class KVPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Part of a model's blocks that is in a rank's copies, and the offsets in a copy."""
+    """Part of a model's blocks that a rank's copies have, and the sizes in a copy."""
 
     layers: list[list[int]]
     """Layers of each group, by their numbers in the model."""

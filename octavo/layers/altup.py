@@ -67,9 +67,9 @@ class AltUpLayer:
     router: Linear
     """Projection of a stream to `num_streams` numbers."""
     predict: Linear
-    """Projection of these to a coefficient for each pair of streams."""
+    """Projection of the `num_streams` numbers to a coefficient for each pair of streams."""
     correct: Linear
-    """Projection of these to a coefficient for each stream; its bias is 1."""
+    """Projection of the `num_streams` numbers to a coefficient for each stream; its bias is 1."""
     correct_scale: Tensor
     """Factors [hidden_size] of the active stream before the per-layer input."""
     laurel: tuple[Linear, Linear]

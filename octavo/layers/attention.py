@@ -44,13 +44,14 @@ class Attention:
     v_norm: RMSNorm | None = None
     """Norm of each head of the values."""
     values_are_keys: bool = False
-    """True if the values are the normed keys; `qkv_proj` then computes no values."""
+    """True if the values are the keys before their own norm and rotation, with `v_norm`; `qkv_proj`
+    then computes no values."""
     stores: bool = True
-    """False if the keys and values are those that another layer has stored; `qkv_proj` then
-    computes neither."""
+    """False if the layer reads keys and values that another layer has stored; `qkv_proj` then
+    computes queries only."""
     gate_size: int = 0
-    """Number of gates of a head, `value_size` or 1 for all elements: factors of its result, after
-    the activation. 0: no gates."""
+    """Number of gates of a head: `value_size`, or 1 for all elements of its result. The activation
+    of a gate is a factor of the result. 0: no gates."""
     gate_activation: Gate = "sigmoid"
     gates_follow_queries: bool = False
     """True if `qkv_proj` computes the gate of a head directly after its query; False: all gates

@@ -1,9 +1,9 @@
 """Exchange of rows among engines that divide the experts of a model.
 
-Each engine computes requests of its own, and some experts of every layer. At a mixture all engines
-meet twice: after the first barrier each computes its experts for the tokens of all, and after the
-second one each sums the results of its own tokens. An engine without a step takes part without
-tokens.
+Each engine computes requests of its own, and has some experts of every layer. At a mixture all
+engines meet twice. After the first barrier each engine computes its experts for the tokens of all
+engines. After the second barrier each engine sums the results of its own tokens. An engine without
+a step takes part without tokens.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ _ALIGNMENT = 64  # a cache line
 
 
 class ExpertExchange:
-    """Rows of all engines of a group, in memory that they share.
+    """Rows of all engines of a group, in memory that the engines share.
 
-    The mixtures reserve them when they are built, so their sizes follow from the model alone. All
-    layers use the same memory, one after the other.
+    The memory has a slot for each engine, with room for its largest step. The mixtures reserve the
+    rows when they are built, so the sizes follow from the model alone. All layers use the same
+    memory, one after the other.
 
     Args:
         rank: this engine among those of the group.
@@ -36,7 +37,7 @@ class ExpertExchange:
         self.rank = rank
         self._most_tokens, self._dtype = most_tokens, dtype
         self._hidden = self._top_k = 0
-        """Largest of all mixtures."""
+        """Largest sizes of all mixtures."""
         self._memory: GroupMemory | None = None
         self._begin = 0
 
@@ -47,7 +48,7 @@ class ExpertExchange:
 
     @property
     def tokens(self) -> int:
-        """Tokens of all slots."""
+        """Number of tokens that all slots have room for: T."""
         return self._most_tokens * self.rank.size
 
     @property
@@ -81,7 +82,10 @@ class ExpertExchange:
         return TokenSlots(counts, self._most_tokens, self.rank.index)
 
     def inputs(self, hidden: int, top_k: int) -> tuple[HostTensor, HostTensor, HostTensor]:
-        """Return x [T, H], experts int32 [T, K] and factors float32 [T, K] of all slots."""
+        """Return x [T, H], experts int32 [T, K] and factors float32 [T, K] of all slots.
+
+        T is `tokens`, H is `hidden` and K is `top_k`.
+        """
         return (
             self._tensor(1, (self.tokens, hidden), self._dtype),
             self._tensor(2, (self.tokens, top_k), "int32"),
@@ -89,7 +93,7 @@ class ExpertExchange:
         )
 
     def results(self, hidden: int, top_k: int) -> HostTensor:
-        """Return the rows of all pairs: [T * K, H]."""
+        """Return the rows of all pairs of a token and one of its experts: [T * K, H]."""
         return self._tensor(4, (self.tokens * top_k, hidden), self._dtype)
 
     def send(self, x: Tensor, ids: Tensor, factors: Tensor | None) -> None:
@@ -116,7 +120,7 @@ class ExpertExchange:
         )
 
     def send_nothing(self) -> None:
-        """Note that this engine has no tokens."""
+        """Note in this engine's slot that it has no tokens."""
         self._tensor(0, (self.rank.size,), "int32").numpy()[self.rank.index] = 0
 
     def join(self) -> None:

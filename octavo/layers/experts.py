@@ -22,7 +22,7 @@ class Router:
     proj: Linear
     routing: Routing
     choice_bias: Tensor | None = None
-    """Terms of the scores for the choice: float32 [experts]."""
+    """Numbers that are added to the scores for the choice: float32 [experts]."""
     factors: Tensor | None = None
     """Factors of the experts' weights: float32 [experts]."""
     norm: Norm | None = None
@@ -43,15 +43,16 @@ class Router:
 class Divided:
     """Buffers of the ranks that compute a mixture together.
 
-    A buffer with K * N columns holds rows [T * K, N], of which each rank fills a part.
+    K is the number of a token's experts. A buffer with K * N columns holds rows [T * K, N], of
+    which each rank fills a part.
     """
 
     inner: tuple[Columns, tuple[int, int]] | None = None
-    """Results of the first product, and the columns of this rank; if ranks divide these."""
+    """Results of the first product, and this rank's columns of them; None: ranks divide experts."""
     result: Columns | None = None
-    """Columns of the block's result, if ranks divide these."""
+    """This rank's columns of the block's result; None: ranks divide experts."""
     rows: Columns | None = None
-    """Results of the second product, if ranks divide the experts."""
+    """Results of the second product; None: ranks divide columns."""
 
 
 @dataclass(slots=True)
@@ -70,7 +71,7 @@ class Experts:
     divided: Divided | None = None
     """Buffers of several ranks; None: this one computes the whole block."""
     norm: Norm | None = None
-    """Norm of the experts' input, which the router reads without it."""
+    """Norm of the experts' input; the router reads the input before this norm."""
     latent: tuple[Linear, Linear] | None = None
     """Projections to the experts' input, and from the sum of their results."""
     exchange: ExpertExchange | None = None
@@ -78,7 +79,7 @@ class Experts:
     counts: Tensor | None = None
     """Sums over all steps of the tokens that chose each expert: int64 [experts]; None: unknown."""
     placed: PlacedExperts | None = None
-    """Place of the experts in several processes, if it may change."""
+    """Processes that have each expert, if experts move; None: they stay where they are."""
 
     def __call__(self, x: Tensor, step: StepContext) -> Tensor:
         """Map [T, hidden_size] to [T, hidden_size]."""

@@ -25,13 +25,13 @@ class GatedDelta:
     cache: int
     """Index of the layer's states in `StepContext.caches`."""
     in_proj: Linear
-    """Projection to queries, keys and values, and to gates without `gate`, stacked."""
+    """Projection to queries, keys, values and, if `gate` is None, gates, stacked."""
     rates_proj: Linear
-    """Projection to a beta of each head, and to a decay of each without `decay`, stacked."""
+    """Projection to a beta and, if `decay` is None, a decay for each head, stacked."""
     decay: LowRank | None
-    """Projection to a decay of each channel of each key: [T, num_heads * key_size]."""
+    """Projection to a decay for each channel of each head's key: [T, num_heads * key_size]."""
     gate: LowRank | None
-    """Projection to gates, whose sigmoids are factors; those of `in_proj` are SiLUs."""
+    """Projection to gates, whose sigmoids are factors. For the gates of `in_proj` SiLU is used."""
     out_proj: Linear
     """Projection from the heads' results to the hidden size."""
     conv_weight: Tensor
@@ -55,9 +55,9 @@ class GatedDelta:
     columns: Columns | None = None
     """Columns of these heads in the result of all heads, if other ranks have the others."""
     tiled_from: int | None = None
-    """Index of the first of these heads of keys among those of all ranks, if the result has the
-    first head of values of each head of keys, then the second ones, and so on; None: it has all
-    heads of values of each head of keys in turn."""
+    """Index of this rank's first head of keys among those of all ranks, if the result is tiled: it
+    has the first head of values of each head of keys, then the second ones, and so on. None: the
+    result has all heads of values of each head of keys in turn."""
 
     def __call__(self, x: Tensor, step: StepContext) -> Tensor:
         """Map [T, hidden_size] to [T, hidden_size]; store the states of this step."""

@@ -43,7 +43,7 @@ class Layer(Protocol):
 
         Args:
             x: [T, hidden_size].
-            residual: [T, hidden_size]; x + residual is the residual stream. None: x alone is it.
+            residual: [T, hidden_size]; x + residual is the residual stream. None: x is the stream.
             step: the step.
 
         Returns:
@@ -54,7 +54,7 @@ class Layer(Protocol):
 
 @dataclass(slots=True)
 class SequentialLayer:
-    """Layer in which each block reads the residual stream with the outputs of the blocks before."""
+    """Layer in which each block reads the residual stream with all earlier blocks' outputs."""
 
     ops: Ops
     sublayers: Sequence[LiveSublayer]

@@ -21,12 +21,12 @@ class Linear:
     bias: Tensor | None = None
     """Bias [out_features] in the model's dtype."""
     columns: Columns | None = None
-    """Columns of the result that out_features are, if other ranks compute the others."""
+    """This rank's columns of the result; None: there are no other columns."""
 
     def __call__(self, x: Tensor, out_dtype: str | None = None) -> Tensor:
         """Map [T, in_features] to [T, out_features], in `out_dtype` or else the model's dtype.
 
-        With other ranks, return the columns of all, in memory that must not be changed.
+        With `columns`, return the columns of all ranks, in memory that must not be changed.
         """
         if self.columns is None:
             return self.ops.linear(x, self.weight, self.bias, out_dtype)

@@ -27,7 +27,7 @@ class Mamba:
     x_proj: Linear
     """Projection of the x of all channels to a token's step, B and C, stacked."""
     norms: tuple[RMSNorm, ...]
-    """Norms of these three; empty: they are not normed."""
+    """Norms of a token's step, B and C; empty: they are not normed."""
     dt_proj: Linear
     """Projection of a token's step to the step sizes of the channels."""
     out_proj: Linear

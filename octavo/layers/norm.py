@@ -150,7 +150,7 @@ class RowsNorm:
     columns: Columns
     """Columns of the buffer that collects all rows."""
     joins: bool = True
-    """False if the rows need not be collected, since the next layer only uses own rows."""
+    """False if nobody reads the rows of other ranks, so that the rows need not be collected."""
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return the norm of x [T, D]."""

@@ -16,13 +16,13 @@ from octavo.system.tensor import Tensor
 
 @dataclass(slots=True)
 class TokenShift:
-    """Mixes of each token with the one before it."""
+    """Mixes of each token with the previous one of its request."""
 
     ops: Ops
     cache: int
     """Index of the block's states in `StepContext.caches`; the first array has the last token."""
     mix: Tensor
-    """Shares of the token before in each mix: float32 [M, hidden_size]."""
+    """Shares of the previous token in each mix: float32 [M, hidden_size]."""
 
     def __call__(self, x: Tensor, step: StepContext) -> Sequence[Tensor]:
         """Return M mixes [T, hidden_size] of x [T, hidden_size]; store the last tokens."""
@@ -45,7 +45,7 @@ class TimeMix:
     rate: LowRank
     gate: LowRank
     value_rate: LowRank | None
-    """Share of the first layer's value; None: this is the first layer."""
+    """Projection to the share of the first layer's value; None: this is the first layer."""
     out_proj: Linear
     parameters: Wkv7Parameters
     num_heads: int
@@ -92,7 +92,7 @@ class TimeMix:
 
 @dataclass(slots=True)
 class ChannelMix:
-    """Feed-forward block whose input is mixed with the token before."""
+    """Feed-forward block whose input is mixed with the previous token."""
 
     shift: TokenShift
     mlp: MLP

@@ -32,7 +32,7 @@ class StepContext:
         handed: filled by the model if another stage has the next layers.
         arrays: arrays that blocks declare, by name; see `StepArray`.
         layer_inputs: filled by the model: [T, layers, size], inputs of the layers besides the
-            residual stream; one for all layers is the value of the first one (RWKV 7).
+            residual stream. With RWKV 7 it is [T, 1, size]: the value of the first layer.
     """
 
     positions: Tensor

@@ -57,9 +57,9 @@ _NOT_WRITTEN |= {
     kind for kind in ARCHITECTURES if "expert_count" in ARCHITECTURES[kind].fields.values()
 } - {"qwen2moe", "qwen3moe", "olmoe"}
 _NOT_WRITTEN |= {"minicpm3"}
-"""Architectures that are read only: llama.cpp computes another activation (bitnet), they have state
-spaces, the mixers of RWKV, latent attention or experts of other kinds, they are parts of models, or
-their models in Hugging Face's form have other names than those of Llama."""
+"""Architectures that Octavo reads, but does not write. llama.cpp computes another activation
+(bitnet); or the models have state spaces, RWKV's mixers, latent attention or experts of other
+kinds; or they are parts of models; or their tensors in Hugging Face's form lack Llama's names."""
 WRITTEN: tuple[str, ...] = tuple(kind for kind in ARCHITECTURES if kind not in _NOT_WRITTEN)
 """Architectures that are written, by `general.architecture`."""
 _OTHER_KINDS = {
@@ -97,7 +97,7 @@ class Mix:
     number: int
     """Number of the mix, `general.file_type`."""
     base: str
-    """Type of all but these:"""
+    """Type of all matrices except those of the fields below."""
     head: str
     """Type of the LM head, and of a table that is shared with it."""
     better: str | None = None

@@ -96,7 +96,7 @@ class AttentionCache:
     first_kv_head: int = 0
     """Index of the rank's first head in the whole model."""
     chunk_size: int | None = None
-    """Number of positions of a chunk: a token sees only those of its own; None: no chunks."""
+    """Number of positions of a chunk: a token sees only those of its own chunk; None: no chunks."""
 
     rolls_back = True
 
@@ -144,7 +144,7 @@ class AttentionCache:
 class LatentCache:
     """Latent of each token, in pages: one vector for the keys and values of all heads.
 
-    It is that of multi-head latent attention (DeepSeek-V2, arXiv:2405.04434). Ranks with different
+    Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434) computes it. Ranks with different
     heads have equal caches.
     """
 
@@ -156,7 +156,7 @@ class LatentCache:
     def block_nbytes(self, block_size: int, dtype: str) -> int:
         """Implement `CacheSpec`. In int8 each latent has a float32 scale.
 
-        Blocks are whole numbers of 16 bytes, so that their halves are of 8.
+        The size is a multiple of 16 bytes, so that half of a block is a multiple of 8 bytes.
         """
         return -(-self._numbers_nbytes(block_size, dtype) // 16) * 16
 
@@ -183,7 +183,7 @@ class LatentCache:
         return _attention_metadata(table, group, max_query_len, max_seq_len)
 
     def pages(self) -> Pages:
-        """Return the two halves of a block; connectors copy bytes and know no latents."""
+        """Return the two halves of a block: connectors copy bytes, whatever these contain."""
         return Pages(2, 1)
 
 

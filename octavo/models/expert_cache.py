@@ -1,7 +1,7 @@
-"""Expert cache: the experts of a model stay in the file of packed weights, the most used in memory.
+"""Expert cache: all experts stay in the file of packed weights, and the most used are in memory.
 
-The native part (csrc/expert_cache.h) reads missing experts while a step computes. Here is its
-connection with a loaded model, and the speed to expect.
+The native part (csrc/expert_cache.h) reads missing experts while a step computes. This file
+connects it with a loaded model, and estimates the speed to expect.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class ExpertCache:
 def find_file(config: EngineConfig, spec: ModelSpec, path: Path, dtype: str) -> Path | None:
     """Return a file for `describe_speed`, if there is one.
 
-    It is the file of packed weights, or the largest of the checkpoint before that is written.
+    It is the file of packed weights or, until that is written, the largest file of the checkpoint.
 
     Args:
         config: the settings.
@@ -133,8 +133,8 @@ def find_file(config: EngineConfig, spec: ModelSpec, path: Path, dtype: str) -> 
 def describe_speed(per_token: int, others: int, file: Path, num_threads: int) -> str:
     """Return the range of the expected tokens/s of one request, as a phrase.
 
-    The slowest is if every expert is read from the disk, the fastest if none is. Both speeds are
-    measured, briefly.
+    The slowest speed holds if every expert is read from the disk, the fastest one if no expert is.
+    The speeds of disk and memory are measured, for at most 0.3 s.
 
     Args:
         per_token: bytes of the experts that a token uses.

@@ -20,9 +20,9 @@ class ExpertSizes:
     largest: int
     """Bytes of the largest expert: those of a slot."""
     least: int
-    """Slots that one token needs at once: its experts of one block."""
+    """Slots that one token needs at once: its number of experts in one block."""
     per_token: int
-    """Bytes of the experts that a token uses; of a rank with some of the experts, on average."""
+    """Bytes of the experts that a token uses; the average if a rank has only some experts."""
 
     @classmethod
     def of(cls, weights: Iterable[Weight], dtype: str) -> ExpertSizes:
@@ -49,10 +49,10 @@ class ExpertSizes:
 
 
 def divide_slots(size: int, ranks: Sequence[ExpertSizes], architecture: str) -> list[int]:
-    """Return the slots of each rank: the cache is divided like the bytes of the experts.
+    """Return the number of slots of each rank: the cache is divided like the experts' bytes.
 
     Args:
-        size: bytes of the cache, of all ranks.
+        size: bytes of the cache of all ranks together.
         ranks: the experts of each rank.
         architecture: name of the model.
 

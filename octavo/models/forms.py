@@ -158,7 +158,7 @@ class _Targets:
         self._patterns = [_pattern(text, config) for text in texts if text.startswith("re:")]
 
     def match(self, names: Sequence[str], texts: Set[str]) -> bool:
-        """Return True if a module is among them.
+        """Return True if the texts name a module.
 
         Args:
             names: the names that the module may have in a checkpoint.

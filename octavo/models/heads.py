@@ -209,7 +209,8 @@ class MTPSpec(EagleSpec):
         """Return the MTP layer of a model.
 
         Args:
-            spec: the model, with the MTP layer as its first layer. The norms are like its last one.
+            spec: the model, whose first layer stands for the MTP layer. The norms of the MTP layer
+                are like the model's final norm.
             architecture: name of the MTP layer, for messages.
             prefix: prefix of the names of all tensors of the MTP layer.
             layer: prefix of the names of the layer's tensors, after `prefix`.
@@ -254,8 +255,8 @@ def read_lm_head(target: ModelSpec, draft: ModelSpec, rank: Rank) -> LMHeadSpec 
     """Return the target's LM head if `draft` must load it, else None.
 
     EAGLE (not EAGLE-3) and MTP layers guess with the target's LM head. If several ranks share the
-    target, each has only a part of the head, and ranks that do not draft cannot compute their parts
-    for it.
+    target, each rank has only a part of the LM head. Ranks that do not draft cannot compute their
+    parts for the rank that drafts.
     """
     if rank.size == 1 or not isinstance(draft, EagleSpec) or draft.num_draft_tokens:
         return None

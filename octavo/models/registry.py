@@ -34,7 +34,8 @@ for _module in pkgutil.iter_modules(families.__path__, families.__name__ + "."):
     FAMILIES.update(getattr(_family, "ARCHITECTURES", {}))
     MTP_LAYERS.update(getattr(_family, "MTP_LAYERS", {}))
 _CAUSAL = ("PaliGemmaForConditionalGeneration",)
-"""Architectures that are run with causal attention, and say so, where the original is not."""
+"""Architectures whose attention is not causal in the original. They are run with causal attention,
+and a warning says so."""
 _EXPERTS = (
     "AfmoeForCausalLM",
     "Cohere2MoeForCausalLM",

@@ -82,7 +82,7 @@ class StateMetadata:
         query_start_loc: int32 [R + 1], first token of each request, and the end of the last one.
         sources: int32 [R], slot with the state before each request's first token; -1: zeros.
         slots: int32 [T], slot that receives the state after each token; -1: none.
-        snapshots: int32 [T], second slot that receives it; -1: none.
+        snapshots: int32 [T], second slot that receives the state after each token; -1: none.
     """
 
     query_start_loc: Tensor

@@ -1,10 +1,10 @@
 """Cache of packed weights on disk, so that the next start reads them and packs nothing.
 
 A file contains the memory of a loaded model (`octavo.models.loader`), a checksum for each chunk,
-and a digest of the checksums and of the key: the sources of the memory. A file that does not match
-is deleted and written again. The weights are copied from the file, not mapped: mapped files use
-small pages, or huge pages of the system's choice, which slows down every decode step. Experts may
-stay in the file (`octavo.models.expert_cache`).
+and a digest of the checksums and of the key, which describes the sources of the memory. A file that
+does not match is deleted and written again. The weights are copied from the file, not mapped:
+mapped files use small pages, or huge pages of the system's choice, which slows down every decode
+step. Experts may stay in the file (`octavo.models.expert_cache`).
 """
 
 from __future__ import annotations
@@ -84,11 +84,11 @@ def weights_key(spec: ModelSpec, checkpoint: Checkpoint, dtype: str) -> bytes | 
 
 
 _NOT_IN_KEYS = ("dtypes", "dummy", "optional", "other_shapes")
-"""Fields of a `Source` that depend on the others, or do not change the weights of a file."""
+"""Fields of a `Source` that depend on other fields, or do not change the weights of a file."""
 
 
 _LATER = ("group_parts", "alternate", "index")
-"""Fields of a `Source` that are only in keys of weights that use them."""
+"""Fields of a `Source` that a key contains only if the weight uses them."""
 
 
 def _describe_forms(weights: list[Weight]) -> str | list[str] | None:

@@ -14,7 +14,7 @@ from octavo.system.dtypes import DTYPE_NBYTES
 
 @dataclass(frozen=True)
 class ExpertOf:
-    """Expert that has a weight."""
+    """Expert that a weight belongs to."""
 
     block: str
     """Prefix of the names of the block's weights, e.g. layers.0.mlp."""
@@ -45,7 +45,7 @@ class Weight:
     """Type in memory of a weight that is not linear; None: the model's."""
 
     expert: ExpertOf | None = None
-    """Expert that has the weight; None: none. Weights of an expert are successive."""
+    """Expert that the weight belongs to; None: no expert. An expert's weights are successive."""
 
     @property
     def whole_rows(self) -> int:

@@ -59,16 +59,17 @@ class SchedulerStats(msgspec.Struct, array_like=True):
     num_expert_rearrangements: int = 0
     """Number of changes of the place of a layer's experts, to balance the loads of processes."""
     mean_process_tokens: float = 0.0
-    """Mean of the choices that a process computes, in the last window of the balancing."""
+    """Mean of the choices that a process computes, summed over all layers, in the last window of
+    the balancing."""
     most_process_tokens: float = 0.0
-    """Maximum of these choices, of each layer, over all layers."""
+    """Largest number of these choices of a process in each layer, summed over all layers."""
 
     expert_cache_hits: int = 0
     """Experts that a layer used and found in memory."""
     expert_cache_misses: int = 0
     """Experts that a layer used and read from the file."""
     expert_cache_bytes_read: int = 0
-    """Bytes of these."""
+    """Bytes of the experts that were read."""
 
     @property
     def num_ready_reqs(self) -> int:
@@ -131,8 +132,8 @@ class SchedulerMetric(NamedTuple):
     field: str
     """Attribute of `SchedulerStats`."""
     labels: Mapping[str, str] = {}
-    """Labels in addition to those of every metric. For a list, the one without a value counts its
-    items."""
+    """Labels in addition to those of every metric. For a list, the label with an empty value gets
+    the index of each item."""
 
 
 SCHEDULER_METRICS = (

@@ -16,7 +16,7 @@ from octavo.parsers.reader import Markers, Reader, Steps
 
 
 class HasSpecialTokens(Protocol):
-    """Interface that is needed of a tokenizer."""
+    """Part of a tokenizer's interface that formats need."""
 
     all_special_ids: frozenset[int]
 
@@ -54,13 +54,13 @@ class Format:
 
         Args:
             schemas: JSON schemas of the parameters by the name of the function.
-            required: the answer, after reasoning, consists of calls.
-            parallel: it may have several.
-            thinks: the prompt ends inside of reasoning.
+            required: True if the answer, after reasoning, consists of calls.
+            parallel: True if the answer may have several calls.
+            thinks: True if the prompt ends inside of reasoning.
 
         Returns:
-            The structural tag. None if calls are not required, and no grammar describes their
-            arguments.
+            The structural tag. None if calls are not required, and no grammar describes the
+            arguments of all schemas.
 
         Raises:
             UnsupportedError: calls are required, and no grammar describes arguments of a schema.
@@ -106,7 +106,7 @@ class Format:
         }
 
     def _either(self, schemas: Mapping[str, Any], parallel: bool, thinks: bool) -> Form:
-        """Return reasoning, and then calls without a marker, or a text that begins like no call."""
+        """Return reasoning, and then calls without a marker or a text that begins like no call."""
         calls = self.calls
         assert isinstance(calls, JsonCalls | PythonCalls)
         text: Form = {"type": "any_text"}
@@ -148,17 +148,18 @@ class Format:
 class AnswerParser:
     """Parser of one choice; see `Parser`.
 
-    White space next to a marker belongs to the marker. All other text becomes text or reasoning,
-    also the beginning of a call that does not go on like one.
+    White space next to a marker belongs to the marker. All text that is no marker and no call
+    becomes text or reasoning, even if it begins like a call.
 
     Args:
         answer_format: format of the model.
         schemas: JSON schemas of the parameters by the name of the function; None: the request has
-            no tools, and what looks like a call is text.
-        thinks: the prompt ends inside of reasoning.
-        only_known: a call of a function that `schemas` lacks is text.
-        held: a grammar holds calls to their schemas, so what it does not hold is text: a call
-            without its marker, but for formats that have none and the beginning of the answer.
+            no tools, and all that looks like a call is text.
+        thinks: True if the prompt ends inside of reasoning.
+        only_known: True if a call of a function that `schemas` lacks is text.
+        held: True if a grammar holds calls to their schemas. Then a call without its marker is
+            text, since the grammar did not hold it. Exception: in a format without a marker, calls
+            at the beginning of the answer are calls.
     """
 
     def __init__(
@@ -187,7 +188,7 @@ class AnswerParser:
         """Implement `Parser`."""
         sought = self._sought
         if sought is not None and self._reader.is_empty and sought.cannot_begin_in(text):
-            # As `_read` would do it, in a fraction of the time
+            # The same result as that of `_read`, in a fraction of the time.
             out = self._out
             if out.written and not out.spaces and text and not text[-1].isspace():
                 return [self._kind(text)]
@@ -248,7 +249,7 @@ class AnswerParser:
 
 
 class _Output:
-    """Parts that were made; it omits white space next to markers."""
+    """Collector of an answer's parts, which omits white space next to markers."""
 
     def __init__(self) -> None:
         self.parts: list[Part] = []

@@ -39,8 +39,9 @@ def bare_calls(calls: JsonCalls | PythonCalls, schemas: Mapping[str, Any], paral
     Raises:
         UnsupportedError: no grammar describes arguments of this schema.
     """
-    # A text may begin like a call up to the end of the name. So all before the arguments of the
-    # first call is one terminal for each function, which the lexer keeps beside the text.
+    # A text may begin like a call up to the end of the name. So everything before the arguments of
+    # the first call is one terminal for each function. The lexer keeps it as an alternative to the
+    # text's terminal.
     in_list = calls.begins[0] == "["
     opening = [SPACES, const("["), SPACES] if in_list else [SPACES]
     first = any_of(sequence(*opening, *call) for call in _each(calls, schemas))
@@ -74,8 +75,8 @@ def _each(calls: JsonCalls | PythonCalls, schemas: Mapping[str, Any]) -> Iterabl
 def like_a_call(calls: JsonCalls | PythonCalls, names: Iterable[str]) -> str:
     """Return a regular expression of the beginnings of texts that the parser reads as calls.
 
-    It also covers some texts that are none: JSON objects whose first key is one of a call's other
-    than the name's, such as {"arguments": ...}.
+    It also matches some texts that are no calls: JSON objects whose first key is a key of calls
+    other than that of the name, such as {"arguments": ...}.
 
     Args:
         calls: way to write calls; `begins[0]` is "{" or "[".

@@ -1,7 +1,7 @@
 """Ways to write tool calls.
 
-Each has `begins`, the texts that may begin a call, and `read`, which reads what follows one of
-them.
+Each way has `begins`, the texts that may begin a call, and `read`, which reads the text that
+follows one of them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from octavo.parsers.reader import Markers, Reader, Steps, ignore
 
 _NAME = re.compile(r"[\w.:/-]*")
 _MOST_NULL = 64
-"""Characters, white space included, of a text that may become null."""
+"""Maximum number of characters, white space included, of an argument that may become null."""
 _SPACES = re.compile(r"\s*")
 _BETWEEN = re.compile("(?<=>) (?=<)")
 """White space between two marks."""
@@ -64,9 +64,9 @@ def _properties(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def text_schema(schema: object) -> tuple[Mapping[str, Any], bool] | None:
-    """Return the schema of a text if a JSON schema allows texts and no other value but null.
+    """Return the schema of a text, and True if null is allowed, too.
 
-    The second value is True if it allows null.
+    None if the JSON schema allows a value that is neither a text nor null, or only null.
     """
     if not isinstance(schema, Mapping):
         return None
@@ -89,8 +89,8 @@ class Sink:
     Args:
         parts: list to which the parts are added.
         schemas: JSON schemas of the parameters by the name of the function.
-        only_known: a call of a function that `schemas` lacks is none.
-        held: a grammar holds calls to their schemas; see `AnswerParser`.
+        only_known: True if a call of a function that `schemas` lacks is no call.
+        held: True if a grammar holds calls to their schemas; see `AnswerParser`.
     """
 
     def __init__(
@@ -106,22 +106,25 @@ class Sink:
         self.count = 0
         """Number of calls so far."""
         self.is_bare = False
-        """True: a call without a marker is read, and it must name a tool."""
+        """True while a call without a marker is read, which must name a tool."""
         self.rest = ""
-        """Text after the last call that was read, but is no call."""
+        """Text that was read after the last call, and that is no call."""
         self._only_known = only_known
         self._properties: Mapping[str, Any] = {}
         self._separator = ""
 
     def next_call(self, call: Steps[bool], reader: Reader, first: int) -> Steps[bool]:
-        """Read the next call after a marker; return False if it is none, or is not whole.
+        """Read the next call after a marker.
 
-        What is no call, and follows a call after the same marker, becomes `rest`.
+        A text that follows a call after the same marker, and is no call itself, becomes `rest`.
 
         Args:
             call: reads the call.
             reader: reader of the answer.
             first: `count` at the marker.
+
+        Returns:
+            False if the text is no call, or the call is not whole.
         """
         before = self.count
         if (yield from call):
@@ -166,7 +169,7 @@ class Sink:
             self._parts.append(CallArguments(_encodable(text)))
 
     def key(self, key: str) -> None:
-        """Begin the next argument, for calls whose arguments are not written as one JSON text."""
+        """Begin the next argument, in a format that writes each argument by itself."""
         self.arguments(f"{self._separator}{json.dumps(key, ensure_ascii=False)}: ")
         self._separator = ", "
 
@@ -207,7 +210,7 @@ class Calls(Protocol):
         """Text that begins each call that has a marker; None: no call has one."""
 
     def triggered(self, schemas: Mapping[str, Any], parallel: bool) -> list[Tag]:
-        """Return what may follow `trigger`, as tags that begin with it.
+        """Return the calls that may follow free text, as tags that begin with `trigger`.
 
         Args:
             schemas: JSON schemas of the arguments by the name of the function.
@@ -247,9 +250,9 @@ class JsonCalls:
     begins: tuple[str, ...]
     end: str = ""
     named_by_key: bool = False
-    """True: an object's only key is the name, and its value the arguments."""
+    """True if an object's only key is the function's name, and its value the arguments."""
     as_list: bool = True
-    """True: the model writes a list of objects."""
+    """True if the model writes a list of objects."""
     keys: tuple[str, str] = ("name", "arguments")
     """Keys that the model writes."""
     space: str = ""
@@ -261,7 +264,7 @@ class JsonCalls:
         marked = [text for text in self.begins if text not in BARE]
         if not marked:
             return None
-        # A word that a text may contain, too.
+        # The marker is a word that a text may contain, too: only the bracket makes it a call.
         return f"{marked[0]}[" if marked[0].isalpha() else marked[0]
 
     def triggered(self, schemas: Mapping[str, Any], parallel: bool) -> list[Tag]:
@@ -441,7 +444,7 @@ class JsonCalls:
             emit("{}")
             return True
         if not (yield from reader.json_value(emit)):
-            # What is no JSON belongs to the arguments, too, up to the end of the call.
+            # Text that is no JSON belongs to the arguments, too, up to the end of the call.
             yield from reader.until(self._end, emit)
             return False
         return True
@@ -487,7 +490,11 @@ class _Pattern:
         self.first = next((literal for kind, literal in self._steps if kind == "literal"), "")
 
     def read(self, reader: Reader, fields: dict[str, str], skip: int = 0) -> Steps[bool]:
-        """Read the pattern without its first `skip` steps; return False at the first difference."""
+        """Read the pattern without its first `skip` steps, and add its fields to `fields`.
+
+        Returns:
+            False at the first difference between text and pattern.
+        """
         steps = iter(self._steps[skip:])
         for kind, literal in steps:
             if kind == "spaces":
@@ -509,7 +516,7 @@ class _Pattern:
         return True
 
     def skim(self, reader: Reader) -> Steps[None]:
-        """Read those literals of the pattern that come next."""
+        """Read the literals of the pattern as far as they are the next text."""
         for kind, literal in self._steps:
             yield from reader.spaces()
             if kind == "literal":
@@ -525,8 +532,8 @@ def _name_of(call_id: str) -> str:
 class PatternCalls:
     """Calls that follow a pattern; see `_Pattern` for the fields.
 
-    The arguments are one JSON value between the two parts of `call`, or follow the pattern of
-    `argument`, each. Without `{name}` in the pattern, `{id}` contains it.
+    The arguments are one JSON value between the two parts of `call`, or each argument follows the
+    pattern `argument`. Without `{name}` in the pattern, `{id}` contains the function's name.
     """
 
     call: tuple[str, str]
@@ -670,7 +677,7 @@ class PatternCalls:
             if (yield from reader.char()) != "{":
                 return False
         elif not (yield from reader.follows(self._argument.first)):
-            # A call without arguments is none if it names no tool, or does not end.
+            # Without arguments it is a call only if it names a tool, and ends like a call.
             known = fields["name"] in sink.schemas
             if not known or not (yield from reader.follows(self._end.first)):
                 return False
@@ -680,7 +687,7 @@ class PatternCalls:
         sink.start(name, call_id)
         if self.argument is None:
             if not (yield from reader.json_value(sink.arguments)):
-                # What is no JSON belongs to the arguments, too, up to the end of the call.
+                # Text that is no JSON belongs to the arguments, too, up to the end of the call.
                 ends = [self._end.first] if self._end.first else []
                 yield from reader.until(Markers(ends), sink.arguments)
                 return False
@@ -784,7 +791,7 @@ def _refuse(constant: str) -> None:
 
 
 def to_json(text: str) -> str:
-    """Return JSON: the text if it is JSON, else Python's literal that it is, else a string."""
+    """Return a value as JSON: the text itself if it is JSON, or a Python literal, or a string."""
     try:
         json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError):
@@ -818,7 +825,7 @@ class PythonCalls:
             sequence(const(f"{name}("), self.arguments_form(schema), const(")"))
             for name, schema in schemas.items()
         ]
-        # Without another end, the bracket ends the calls.
+        # In a format without an end marker, the bracket ends the calls.
         bracket = [optional(const(mark)) if self.end else const(mark) for mark in "[]"]
         end = [SPACES, const(self.end)] if self.end else []
         inner = [SPACES, listed(any_of(calls), parallel), SPACES]

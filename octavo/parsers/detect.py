@@ -131,7 +131,7 @@ def _end_of_common(prompt: str, whole: str) -> int:
         (i for i, (a, b) in enumerate(zip(prompt, whole, strict=False)) if a != b),
         min(len(prompt), len(whole)),
     )
-    # The difference may be inside of a marker that both have.
+    # The first difference may be inside of a marker that both texts have.
     while end and whole[end - 1] not in ">]\n":
         end -= 1
     return end
@@ -152,7 +152,7 @@ def _calls_in(candidate: Format, turn: str) -> list[tuple[str, object]]:
 
 
 def _score(candidate: Format, shown: str) -> int:
-    """Return a number that is larger for formats with more of their markers in the template."""
+    """Return a number that is larger for formats with more of their markers in `shown`."""
     score = 0
     if candidate.thoughts is not None:
         score += 4 if _shows_thoughts(candidate, shown) else -4

@@ -56,10 +56,15 @@ def listed(form: Form, parallel: bool) -> Form:
 
 
 def members(items: Sequence[tuple[Form, bool]], comma: str) -> Form:
-    """Return items in their order, with commas between them; True: the item is required.
+    """Return the form of items in their order, with commas between them.
+
+    Args:
+        items: form of each item, and True if the item is required.
+        comma: text between two items.
 
     Raises:
-        UnsupportedError: none of many items is required; the form would grow with their square.
+        UnsupportedError: none of more than `MAX_OPTIONAL` items is required. The form would grow
+            with the square of their number.
     """
     if not items:
         return const("")
@@ -82,7 +87,7 @@ def members(items: Sequence[tuple[Form, bool]], comma: str) -> Form:
 
 
 def size(form: object) -> int:
-    """Return the number of objects and lists of a form in JSON, where a shared part counts anew."""
+    """Return the number of objects and lists of a form in JSON; a shared part counts each time."""
     sizes: dict[int, int] = {}
 
     def count(value: object) -> int:
@@ -102,5 +107,5 @@ def tag(begin: str, content: Form, end: str) -> Form:
 
 
 def spaced(text: str) -> list[Form]:
-    """Return the form of a text, whose white space may be any."""
+    """Return the form of a text, in which any white space may stand for each white space."""
     return [SPACES if part.isspace() else const(part) for part in _SPACE.split(text) if part]

@@ -1,4 +1,4 @@
-"""Message that an answer of `LLM.chat` is: text, reasoning and calls of tools."""
+"""Messages of answers of `LLM.chat`: text, reasoning and calls of tools."""
 
 from __future__ import annotations
 

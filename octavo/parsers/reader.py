@@ -1,8 +1,8 @@
 """Reader of a text that arrives in pieces.
 
-A function that reads is a generator (`Steps`): it yields when it needs more text, and continues
-once there is more, or the text has ended. So it is written as if the text were whole. Its time is
-linear in the length of the text: each function consumes all but the beginning of a marker.
+A function that reads is a generator (`Steps`). It yields when it needs more text, and continues
+once there is more text, or the text has ended. So it is written as if the text were whole. The time
+is linear in the length of the text: a function leaves no more unread than a marker's beginning.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Markers:
         self._starts = {marker[:n] for marker in self.markers for n in range(1, len(marker))}
         self._firsts = frozenset(marker[0] for marker in self.markers)
         self.cannot_begin_in = self._firsts.isdisjoint
-        """Function of a text that returns True if no marker begins in it, for sure."""
+        """Function of a text: True if certainly no marker begins in the text."""
         self._longest = max(map(len, self.markers), default=1)
 
     def find(self, text: str, at: int) -> re.Match[str] | None:
@@ -50,7 +50,7 @@ class Markers:
         return self._search(text, at) if self.markers else None
 
     def certain(self, text: str, at: int) -> int:
-        """Return the end of the text that is no beginning of a marker, from a position on."""
+        """Return the position up to which the text from `at` on is no beginning of a marker."""
         for i in range(max(at, len(text) - self._longest + 1), len(text)):
             if text[i] in self._firsts and text[i:] in self._starts:
                 return i
@@ -130,7 +130,7 @@ class Reader:
     def run(self, pattern: re.Pattern[str], most: int) -> Steps[str]:
         """Read the longest text of characters that `pattern` (of the form `[...]*`) matches.
 
-        Reading stops after `most` characters, or up to a piece more.
+        Reading stops after `most` characters, or up to one piece of the text later.
         """
         pieces: list[str] = []
         length = 0

@@ -15,15 +15,18 @@ _ALIGNMENT = 64  # a cache line; every part of the memory begins at one
 
 @dataclass(frozen=True)
 class LayerSlots:
-    """Experts of a mixture, and the slots that each rank has for them."""
+    """Number of experts of a mixture, and the slots that each rank has for them."""
 
     block: str
     """Prefix of the names of the block's weights; see `ExpertOf`."""
     experts: int
+    """Number of all experts."""
     slots: int
-    """Number of a rank's experts."""
+    """Number of a rank's slots; each has one expert."""
     up_nbytes: int
+    """Bytes of an expert's packed weight up."""
     down_nbytes: int
+    """Bytes of an expert's packed weight down."""
 
     @property
     def expert_nbytes(self) -> int:
@@ -42,7 +45,13 @@ class BalanceLayout:
 
     @classmethod
     def of(cls, weights: Iterable[Weight], dtype: str, ranks: int) -> BalanceLayout:
-        """Return the layout for a model in `dtype`, of which `weights` are a rank's part."""
+        """Return the layout for a model.
+
+        Args:
+            weights: a rank's part of the model's weights.
+            dtype: type of the model.
+            ranks: number of ranks that divide the experts.
+        """
         found: dict[str, dict[int, list[Weight]]] = {}
         for weight in weights:
             if (expert := weight.expert) is not None:
@@ -76,7 +85,10 @@ class BalanceLayout:
         return list(accumulate(self.ranks * layer.slots for layer in self.layers))
 
     def placement(self, version: int) -> tuple[int, int]:
-        """Return the bytes [begin, end) of a placement; those of two versions are kept."""
+        """Return the bytes [begin, end) of a version's placement.
+
+        The memory keeps the placements of the last two versions.
+        """
         nbytes = 4 * self.placement_ends[-1]
         begin = 3 * self.ranks * COUNTER_NBYTES + version % 2 * _aligned(nbytes)
         return begin, begin + nbytes
@@ -94,7 +106,7 @@ class BalanceLayout:
 
     @property
     def counts_shape(self) -> tuple[int, int]:
-        """Shape of an array of numbers for each expert of each mixture."""
+        """Shape of an array with a number for each expert of each mixture: [mixtures, experts]."""
         return len(self.layers), max(layer.experts for layer in self.layers)
 
     def rank_nbytes(self, config: EplbConfig) -> int:

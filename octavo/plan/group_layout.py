@@ -96,7 +96,11 @@ class GroupLayout:
 
 @dataclass(frozen=True)
 class ExpertGroupLayout:
-    """Layout of the counters of engines that divide experts: one, and three for each engine."""
+    """Layout of the counters of engines that divide experts.
+
+    One counter belongs to all engines, and three belong to each engine. A generation is a set of
+    engines that step together; see `ExpertGroup`.
+    """
 
     engines: int
 
@@ -123,10 +127,10 @@ class ExpertGroupLayout:
         return (1 + 3 * self.engines) * COUNTER_NBYTES
 
     def behind(self, counters: bytes) -> list[int]:
-        """Return the engines that others wait for.
+        """Return the indices of the engines that others wait for.
 
         Args:
-            counters: contents of the counters, or nothing before an engine has made them.
+            counters: bytes of the counters; fewer than `nbytes` before an engine has made them.
         """
         if len(counters) < self.nbytes:
             return []
@@ -136,11 +140,11 @@ class ExpertGroupLayout:
 
         def progress(engine: int) -> tuple[int, int, int]:
             came, mended = value(self.came(engine)), value(self.mended(engine))
-            # Until it has mended the barrier, its arrivals are those of an earlier generation.
+            # Until the engine has mended the barrier, its arrivals are of an earlier generation.
             return came, mended, value(self.arrivals(engine)) if came == mended else 0
 
         first = progress(0)
-        # Differences, since a counter begins at 0 again after 2**32.
+        # Compare differences, since a counter begins at 0 again after 2**32.
         found = [
             [(n - m + 2**31) % 2**32 for n, m in zip(progress(engine), first, strict=True)]
             for engine in range(self.engines)

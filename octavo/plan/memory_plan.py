@@ -315,8 +315,8 @@ def _num_states(
 ) -> int:
     """Return the number of slots for recurrent states, at most `useful`.
 
-    They may use half of the cache's memory, or all of it in a model without attention. Useful are
-    a request's live state and `SNAPSHOTS_PER_REQUEST` snapshots for each seat.
+    States may use half of the cache's memory, or all of it in a model without attention. A live
+    state and `SNAPSHOTS_PER_REQUEST` snapshots for each seat are useful.
 
     Raises:
         ConfigError: there is no room for one request.
@@ -375,7 +375,8 @@ def _fit_context(
 ) -> int:
     """Return `max_model_len`, or the longest context that fits if the settings allow less.
 
-    `most_states` is the number of bytes that recurrent states use if half of the cache has room.
+    `most_states` is the number of bytes that recurrent states use if half of the cache's memory has
+    room for them.
     """
     needed = blocks_for(max_model_len)
     if needed <= num_blocks - 1:

@@ -96,7 +96,7 @@ class WorkerSetup:
 
     @cached_property
     def expert_slots(self) -> int:
-        """Number of this rank's experts in memory; 0: all are.
+        """Number of slots of this rank's expert cache; 0: there is no cache.
 
         Raises:
             ConfigError: the model has no experts, or expert_cache is too small for one token.
@@ -247,9 +247,9 @@ class WorkerSetup:
 
     @property
     def states_per_request(self) -> int:
-        """Slots of a request's recurrent state: one, and one for each draft of a step.
+        """Number of slots of a request's recurrent state: one, and one for each draft of a step.
 
-        Without speculation grammars draft nothing, since each draft needs a copy of the state.
+        Each draft needs a copy of the state. So without speculation grammars draft nothing.
         """
         drafts = self.num_speculative_tokens
         return 1 + (max(drafts, MAX_FORCED) if drafts else 0)

@@ -73,8 +73,8 @@ def read_awq(config: ConfigJson) -> Groups:
 def _to_pattern(text: str) -> str:
     """Return the regular expression for the names that contain a text.
 
-    It must begin before an expert's number, and a text that ends in "gate" must end a part of the
-    name: it stands for the router, not for projections such as gate_proj.
+    The text must begin before an expert's number. A text that ends in "gate" must also end a part
+    of the name, since it stands for the router, not for projections such as gate_proj.
     """
     text = re.escape(text) + (r"(?!\w)" if text.endswith("gate") else "")
     return rf"re:(?!.*experts\.\d).*{text}|.*(?={text}).*experts\.\d"

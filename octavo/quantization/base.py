@@ -31,8 +31,8 @@ class PackedShape:
     dtype: str
     """Type of the model: "float32", "float16" or "bfloat16"."""
     whole: int | None = None
-    """Number of outputs of the whole weight, if this may be a rank's part: the whole weight's shape
-    decides the format of all parts."""
+    """Number of outputs of the whole weight, if the weight may be a rank's part: the shape of the
+    whole weight decides the format of all parts."""
 
 
 class TensorError(Exception):

@@ -35,7 +35,8 @@ _MOST_STATE = 4096
 class LLMInt8(Grouped):
     """Weights SCB / 127 * number, a scale for each output.
 
-    A token's activations have a scale for each 128 inputs, instead of 16 bits for large ones.
+    LLM.int8() computes inputs with large activations in 16 bits. Here a token's activations have 8
+    bits, with a scale for each 128 inputs.
     """
 
     group_size: int = 0

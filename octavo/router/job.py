@@ -90,8 +90,9 @@ def read_job(
 
     A request without a seed receives one, so that another server would give the same answer. A
     request with several prompts receives none, as a seed would correlate their answers; nor does a
-    beam search, which does not sample. If the router has API keys, each key has its own scope of
-    cached prefixes, as at a server.
+    beam search, which does not sample. Nor do answers of the Responses API and of Anthropic's and
+    Ollama's APIs, which no other server continues. If the router has API keys, each key has its own
+    scope of cached prefixes, as at a server.
 
     Args:
         method: GET, POST ...
@@ -100,9 +101,6 @@ def read_job(
         headers: headers to pass on.
         body: the whole body.
         api_key: the client's key, if the router has keys.
-
-    Answers of the Responses API and of Anthropic's and Ollama's have no such seed, because another
-    server does not continue them.
 
     Raises:
         RequestError: the body is not a JSON object, or contains kv_transfer_params.
@@ -153,7 +151,7 @@ def _salt(fields: dict[str, Any], api_key: str | None) -> dict[str, Any]:
 
 
 def _place(job: Job, changes: dict[str, Any]) -> None:
-    """Set what the choice of a server depends on; add the salt to the body if it lacks it."""
+    """Set the fields by which a server is chosen; add the salt to the body if it has none."""
     if not job.generates:
         job.body = with_fields(job.body, changes)
     fields = job.fields

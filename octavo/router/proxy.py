@@ -111,7 +111,7 @@ class ProxyResponse(Response):
         self._seeks = False
         """True if it is unknown which server stores what the request names."""
         self._lacking: set[Upstream] = set()
-        """Servers that do not store it."""
+        """Servers that do not store what the request names."""
         self._write_failure = failure_writer(job.path)
         self._next_number = 0
 

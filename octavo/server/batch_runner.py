@@ -136,7 +136,7 @@ class BatchRunner:
             self._keys[None] = None
         self.slots = _Slots(state.engine_config.scheduler.max_num_seqs)
         self.working = asyncio.Lock()
-        """Lock for long work on a thread, which many batches must not take from others."""
+        """Lock for long work on a thread, so that many batches do not keep all threads busy."""
         self._saving = asyncio.Lock()
 
     # Lifecycle
@@ -186,7 +186,7 @@ class BatchRunner:
                 self._start(batch)
 
     def stop(self) -> None:
-        """Stop to answer lines; the batches continue when a server opens the folder again."""
+        """Stop answering lines; the batches continue when a server opens the folder again."""
         self._stopped = True
         for job in self._jobs.values():
             job.task.cancel()
@@ -362,7 +362,7 @@ async def runner_of(request: Request) -> BatchRunner:
 
 
 class _Slots:
-    """Places for lines that are answered at a time; batches that wait take turns.
+    """Places for lines that are answered at the same time; batches that wait take turns.
 
     Args:
         count: number of lines.
@@ -520,7 +520,7 @@ class _Job:
             for task in (work, cancelled):
                 task.cancel()
             await asyncio.gather(work, cancelled, return_exceptions=True)
-            # What has been answered is written, even now.
+            # Finish writing the answers that exist, even now.
             await asyncio.gather(*self._appends, return_exceptions=True)
 
     async def _answer_lines(self, journal: Journal) -> None:

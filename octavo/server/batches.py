@@ -26,7 +26,7 @@ class ExpiresAfter(Body):
     """Time after which a file is deleted."""
 
     anchor: Literal["created_at"]
-    """Begin of the time."""
+    """Beginning of the time."""
     seconds: Annotated[int, Field(ge=MIN_EXPIRY, le=MAX_EXPIRY)]
     """Length of the time."""
 

@@ -203,7 +203,7 @@ class FileStore:
         self._num_bytes[owner] += nbytes
 
     def give_back(self, owner: str | None, nbytes: int) -> None:
-        """Stop to count bytes that are not written after all."""
+        """Stop counting bytes that are not written after all."""
         self._num_bytes[owner] -= nbytes
 
     def _check(

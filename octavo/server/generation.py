@@ -99,7 +99,7 @@ class Generation(ABC, Generic[B]):
     make_parser: Callable[[int], Parser] | None = None
     """Maker of the parser of a choice, from the number of its prompt; None: an answer is text."""
     reports_cache_misses = True
-    """True if the usage explains missed prefixes; it has no place for that in other APIs."""
+    """True if the usage explains missed prefixes; the usage of other APIs has no place for that."""
     text_chunk: bytes | None = None
     """Template of a choice with only text, faster than `write`; None: use `write`."""
 
@@ -166,7 +166,7 @@ class Generation(ABC, Generic[B]):
 
     @property
     def reports_cached_tokens(self) -> bool:
-        """True if the usage has details; the same batch has the same answers without them."""
+        """True if the usage has details. Those of a batch's lines would differ from run to run."""
         return self.state.config.enable_prompt_tokens_details and not self.context.background
 
     @property

@@ -60,7 +60,7 @@ async def create_ollama_generation(request: Request) -> Response:
 async def _respond(
     request: Request, kind: type[OllamaAnswer], body: OllamaBody, *, empty: bool
 ) -> Response:
-    """Answer a body, as a stream or at once; without a question, when the model is loaded."""
+    """Answer a body, as a stream or at once; answer an empty body once the model is loaded."""
     state = state_of(request)
     model = served_name(state, body.model)
     if empty:

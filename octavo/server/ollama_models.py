@@ -1,6 +1,6 @@
 """Ollama's descriptions of the served model: GET /api/tags, /api/ps, /api/version, POST /api/show.
 
-The listed names are those of /v1/models, so that a client may use both APIs with a name.
+The listed names are those of /v1/models, so that a client may use both APIs with the same name.
 """
 
 from __future__ import annotations

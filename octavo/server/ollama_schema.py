@@ -252,10 +252,10 @@ def _convert_call(call: object, where: str) -> dict[str, Any]:
 
 
 def _number_calls(messages: list[dict[str, Any]]) -> None:
-    """Add the ids that Ollama's clients leave out: of calls, and of the calls of results.
+    """Add the ids that Ollama's clients leave out, to calls and to their results.
 
-    A result belongs to the first unanswered call of its tool, or without a name to the first
-    unanswered call. Some chat templates need ids of nine letters and digits.
+    A result belongs to the first unanswered call of its tool, or, without a tool's name, to the
+    first unanswered call. Some chat templates need ids of nine letters and digits.
     """
     calls: list[dict[str, Any]] = []
     answered: set[int] = set()

@@ -37,7 +37,7 @@ class Recorded:
         prompt: token ids as int32.
         since: second of `time.monotonic` from which a later request could find the prompt.
         answer: token ids of the answer as int32; empty until the request ends.
-        ended: the same second for the answer.
+        ended: second of `time.monotonic` from which a later request could find the answer.
     """
 
     __slots__ = ("answer", "ended", "prompt", "scope", "since")
@@ -50,15 +50,15 @@ class Recorded:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it holds."""
+        """Bytes of the record."""
         return _ENTRY + len(self.scope or "") + len(self.prompt) + len(self.answer)
 
     def num_common(self, prompt: bytes, before: float) -> int:
-        """Return the number of tokens at its beginning that `prompt` has, too.
+        """Return the number of tokens that prompt and answer share with the beginning of `prompt`.
 
         Args:
             prompt: token ids as int32.
-            before: what became available after this second of `time.monotonic` does not count.
+            before: an answer that ended after this second of `time.monotonic` does not count.
         """
         common = _num_common(self.prompt, prompt)
         if common == len(self.prompt) // _TOKEN and self.answer and self.ended <= before:
@@ -88,7 +88,7 @@ class RecentPrompts:
         self.nbytes = 0
 
     def find(self, scope: str | None, prompt: bytes, before: float) -> Found | None:
-        """Return the prompt of a scope that is most like a new one, of equals the newest.
+        """Return the prompt of a scope that is most like a new one; among equals, the newest.
 
         Args:
             scope: scope of the new prompt.

@@ -114,9 +114,10 @@ class Rank:
         return begin, begin + each + (self.index < more)
 
     def experts(self, n: int) -> tuple[int, ...]:
-        """Return the experts, of n of a layer, that it has at first, in ascending order.
+        """Return the experts of n that the rank has at first in a layer, in ascending order.
 
-        Copies of the first experts follow the last one. All are divided evenly if there are any.
+        Copies of the first experts follow the last expert. If there are copies, experts and copies
+        are divided evenly.
         """
         begin, end = self.share(n + self.redundant_experts)
         return tuple(sorted(expert % n for expert in range(begin, end)))

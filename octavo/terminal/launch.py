@@ -207,7 +207,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def find_problems(agent: Agent, server: Served) -> list[str]:
-    """Return what will not work well.
+    """Return a message about each thing that will not work well.
 
     Raises:
         ServerError: the agent cannot work with the server at all.

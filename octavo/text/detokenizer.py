@@ -129,7 +129,7 @@ def make_text_stream(
         tokenizer: the model's tokenizer.
         prompt_token_ids: preceding tokens.
         skip_special_tokens: True to omit special tokens.
-        preserved_token_ids: special tokens that are not omitted nevertheless.
+        preserved_token_ids: special tokens that are kept even so.
     """
     skipped = tokenizer.all_special_ids if skip_special_tokens else frozenset[int]()
     kind = ByteStream if tokenizer.has_bytes else WindowStream

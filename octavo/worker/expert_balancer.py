@@ -1,17 +1,18 @@
-"""Balancing of experts: they move between ranks while steps run.
+"""Balancing of experts, which move between ranks while steps run.
 
-All ranks count the tokens of every expert, in the same steps and with the same results. So each of
-them makes the same decisions in the same steps, and nothing is sent but the experts themselves.
-Layer by layer the moving experts go through shared memory:
+All ranks count the tokens of every expert in the same steps, with the same results. So all ranks
+make the same decisions in the same steps. They send each other nothing but the experts themselves.
+Layer by layer, the moving experts go through shared memory:
 
 1. In some steps, ranks copy experts that others will have to the shared memory.
 2. Between two steps all ranks switch to the new placement. New experts are read from the shared
    memory.
 3. In some steps, ranks copy their new experts to their own memory, in place of those that they
-   gave away, and then use these.
+   gave away. Then they use these copies.
 
-Each part is done at the beginning of a step, of which the barriers separate it from the next part.
-A step copies `_STEP_NBYTES` at most, so no step takes much longer.
+Each part of this work is done at the beginning of a step. The barriers within the step separate
+that part from the next one. Before a step a rank copies `_STEP_NBYTES` at most, so no step takes
+much longer.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ _STEP_NBYTES = 8 * 2**20
 
 
 class ExpertSource(Protocol):
-    """Weights of the experts, apart from those in memory."""
+    """Source of the experts' weights that are not in this process's memory."""
 
     @property
     def is_busy(self) -> bool:
@@ -57,7 +58,13 @@ class ExpertSource(Protocol):
         ...
 
     def load(self, block: str, index: int, up: Bytes, down: Bytes) -> None:
-        """Read an expert of a block, packed, from the checkpoint.
+        """Read an expert of a block from the checkpoint, and pack it.
+
+        Args:
+            block: prefix of the names of the block's weights.
+            index: number of the expert in the block.
+            up: receives the packed weight up (with the gate).
+            down: receives the packed weight down.
 
         Raises:
             ModelError: the checkpoint cannot be read.
@@ -70,10 +77,10 @@ class ExpertBalancer:
 
     Args:
         mixtures: mixtures of the model, before a step is recorded.
-        layout: the memory of all ranks.
+        layout: layout of the memory that all ranks share.
         rank: this rank among those that divide the experts.
-        config: the settings.
-        source: the weights.
+        config: settings of the balancing.
+        source: source of the experts that this rank lacks when it takes over a placement.
     """
 
     def __init__(
@@ -87,7 +94,7 @@ class ExpertBalancer:
         self.layout, self.config = layout, config
         self._index, self._source = rank.index, source
         self.loads: Loads = np.zeros(layout.counts_shape, np.int64)
-        """Tokens by mixture and expert, of all ranks, since the last `restart`."""
+        """Tokens of all ranks since the last `_restart`: int64 [mixtures, experts]."""
         self._layers = [
             _Layer(mixture, slots, row, rank)
             for mixture, slots, row in zip(mixtures, layout.layers, self.loads, strict=True)
@@ -100,22 +107,22 @@ class ExpertBalancer:
         self._version = 0
         """Number of switches to a new placement."""
         self._step = 0
-        """Number of steps that have begun since the last `restart`."""
+        """Number of steps that have begun since the last `_restart`."""
         self._is_ready = False
         self._earlier: deque[Loads] = deque()
-        """Loads at the beginnings of windows."""
+        """Loads at the beginnings of the windows that have not ended yet."""
         self._logged: Loads = self.loads.copy()
         self._window: Loads = self.loads
-        """Loads that the current rebalancing is for."""
+        """Loads of the window by which the current rebalancing decides."""
         self.process_tokens = 0.0, 0.0
         """Mean and maximum of the tokens of a rank in the last window, over all layers."""
         self._left: list[int] = []
-        """Layers that it has not come to yet."""
+        """Layers that the current rebalancing has not come to yet."""
         self._move: _Move | None = None
         """Move of the experts of the current layer."""
 
     def attach(self, memory: GroupMemory, begin: int) -> None:
-        """Use a group's memory, from byte `begin` on."""
+        """Use the memory of a group, from byte `begin` on."""
         layout = self.layout
         self._memory, self._begin = memory, begin
         self._versions, self._ready, self._decisions = (
@@ -134,7 +141,7 @@ class ExpertBalancer:
         return self._version
 
     def advance(self) -> None:
-        """Do the part of the next step. All ranks call this before each step that they share.
+        """Do the balancing's work before the next step. All ranks call this before each step.
 
         Raises:
             EngineDeadError: ranks have decided differently.
@@ -166,9 +173,9 @@ class ExpertBalancer:
     def settle(self) -> None:
         """Take over the newest placement of all ranks, while none of them runs a step.
 
-        If one of them has switched to a new placement, all have copied their experts for it to the
-        shared memory. A new process does not know what is there, and reads its experts from the
-        checkpoint.
+        If one rank has switched to a new placement, all ranks have copied the moving experts to the
+        shared memory. So a rank that has not switched yet does so now. A new process does not know
+        what is in the shared memory, and reads its experts from the checkpoint.
 
         Raises:
             ModelError: the checkpoint cannot be read.
@@ -187,7 +194,7 @@ class ExpertBalancer:
         self._restart()
 
     def _restart(self) -> None:
-        """Begin to count the steps and the loads: all ranks begin with the same step."""
+        """Count steps and loads from 0. All ranks do so before the same step."""
         self._step, self._is_ready, self._left = 0, False, []
         self._ready[self._index].post(0)
         self.loads[:] = 0
@@ -195,7 +202,11 @@ class ExpertBalancer:
         self._earlier.clear()
 
     def _all_ready(self, step: int) -> bool:
-        """Return True if all ranks were ready before a step. All see the same: steps separate."""
+        """Return True if all ranks were ready before a step.
+
+        All ranks get the same answer, since the barriers of a step separate its `post` from the
+        next step's check.
+        """
         return all(0 < counter.value < step for counter in self._ready)
 
     def _take_window(self, done: int) -> Loads | None:
@@ -222,7 +233,7 @@ class ExpertBalancer:
         )
 
     def _balance(self, loads: Loads) -> tuple[float, float]:
-        """Return the mean and the maximum of the ranks' loads, over all layers."""
+        """Return the mean and the maximum of the ranks' loads, each summed over all layers."""
         pairs = zip(self._layers, loads, strict=True)
         of_layers = [layer.rank_loads(row) for layer, row in pairs]
         return (
@@ -342,7 +353,7 @@ class BalancedSteps:
 
 
 class _Layer:
-    """Mixture, with the memory of this rank's experts."""
+    """A layer's mixture, with the memory of this rank's experts."""
 
     def __init__(self, mixture: Experts, slots: LayerSlots, loads: Loads, rank: Rank) -> None:
         self.slots, self._index = slots, rank.index
@@ -352,7 +363,7 @@ class _Layer:
             for up, down in zip(mixture.up.weights, mixture.down.weights, strict=True)
             if up is not None and down is not None
         ]
-        """Up and down of each slot."""
+        """Bytes of the weights up and down in each slot."""
         self._tables = [
             cast("HostTensor", stacked.addresses).numpy() for stacked in (mixture.up, mixture.down)
         ]
@@ -360,7 +371,7 @@ class _Layer:
         mixture.placed = PlacedExperts(from_numpy(loads[: slots.experts]), from_numpy(self._shares))
         self.placement = self.first
         self.in_slots: NDArray[np.int32] = self.first[self._index].copy()
-        """Experts of which the weights are in this rank's slots."""
+        """Expert whose weights are in each of this rank's slots."""
         self.use(self.first)
 
     def rank_loads(self, loads: Loads) -> NDArray[np.float64]:
@@ -368,7 +379,13 @@ class _Layer:
         return rank_loads(loads[: self.slots.experts], self.placement)
 
     def pieces(self, slot: int, staged: Bytes, *, outgoing: bool) -> list[tuple[Bytes, Bytes]]:
-        """Return the parts of an expert's copy, as pairs (to, from)."""
+        """Return the copies of an expert's weights up and down, as pairs (to, from).
+
+        Args:
+            slot: the slot of this rank.
+            staged: the expert's place in the shared memory.
+            outgoing: True: copy from the slot to the shared memory; False: copy back.
+        """
         up, down = self.memory[slot]
         pairs = [(staged[: len(up)], up), (staged[len(up) :], down)]
         return pairs if outgoing else [(own, place) for place, own in pairs]
@@ -377,8 +394,9 @@ class _Layer:
         """Use a placement from the next step on.
 
         Args:
-            placement: the placement.
-            staged: shared memory of the experts that have moved; None: all are in their slots.
+            placement: the placement: int32 [ranks, slots].
+            staged: shared memory of the experts that have moved; None: the weights of this rank's
+                experts are all in its slots.
         """
         own = placement[self._index].tolist()
         for table, part in zip(self._tables, (0, 1), strict=True):
@@ -409,12 +427,13 @@ class _Move:
     outgoing: list[tuple[Bytes, Bytes]]
     """Copies from this rank to the shared memory: pairs (to, from)."""
     incoming: list[tuple[Bytes, Bytes]]
-    """Copies to this rank."""
+    """Copies from the shared memory to this rank: pairs (to, from)."""
     num_outgoing: int
-    """Number of steps in which a rank copies experts to the shared memory."""
+    """Number of steps in which ranks copy experts to the shared memory."""
     num_incoming: int
+    """Number of steps in which ranks copy experts from the shared memory."""
     tick: int = 0
-    """Number of steps since the beginning."""
+    """Number of steps since the beginning of the move."""
     has_switched: bool = False
 
     @property
@@ -436,7 +455,7 @@ def _bytes(weight: PackedWeight | QuantizedWeight) -> Bytes:
 
 
 def _copy(pairs: Sequence[tuple[Bytes, Bytes]], tick: int) -> None:
-    """Copy a step's part of arrays: pairs (to, from)."""
+    """Copy the `tick`-th `_STEP_NBYTES` of all pairs (to, from), one pair after the other."""
     begin = tick * _STEP_NBYTES
     end = begin + _STEP_NBYTES
     for target, source in pairs:

@@ -1,15 +1,16 @@
 """Engines that divide the experts of a model: they step together, in waves.
 
-A wave begins when one of the engines has a step. Until it ends, each engine takes part in every
-step, with tokens of its own or without. All of this is in shared memory: the number of the last
-step that an engine has begun wakes the others, and the barriers of `ExpertExchange` keep them
-together.
+A wave begins when one of the engines has a step. Until the wave ends, each engine takes part in
+every step, with or without tokens of its own. A counter in shared memory has the number of the last
+step that an engine has begun. It wakes the other engines, and the barriers of `ExpertExchange` keep
+all of them together.
 
-When an engine dies, the others wait for the new one. Engines that have come together are a
-generation; each new one begins with all of them between two steps. An engine whose step was cut off
-computes it again from its inputs, which gives the same bits. With recurrent states, which a step
-changes, the scheduler repeats its requests from their tokens instead. Where experts have moved, a
-generation begins with the newest placement that an engine has used; see `ExpertBalancer.settle`.
+When an engine dies, the others wait for the engine that replaces it. Engines that have come
+together are a generation. Each generation begins with all engines between two steps. An engine
+whose step was cut off computes this step again from its inputs, which gives the same bits. A step
+changes recurrent states: with these, the scheduler repeats the requests from their tokens instead.
+If experts have moved, a generation begins with the newest placement that an engine has used; see
+`ExpertBalancer.settle`.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ from octavo.worker.expert_balancer import ExpertBalancer
 
 T = TypeVar("T")
 
-# Interval at which an idle engine looks for changes that wake no one.
+# Interval at which an idle engine looks for changes that do not wake it.
 _LOOK_SECONDS = 0.1
-# Interval of looking for the other engines while they come together.
+# Interval at which an engine looks for the others while they come together.
 _MEET_SECONDS = 0.002
 
 
@@ -52,8 +53,8 @@ class ExpertGroup:
     """This engine's place in the group. All methods but `wanted` and `watch` are for one thread.
 
     Args:
-        path: memory of the group, an empty file at first.
-        exchange: exchange of the built model.
+        path: file with the memory of the group; the first engine finds it empty.
+        exchange: exchange of the built model's mixtures.
         balancer: balances the experts of the engines; None: they stay where they are.
 
     Raises:
@@ -74,7 +75,7 @@ class ExpertGroup:
             nbytes += 0 if balancer is None else balancer.layout.nbytes
             if os.fstat(descriptor).st_size == 0:
                 os.ftruncate(descriptor, GroupMemory.size(nbytes))
-            # A step may take long. The engine that replaces a dead one ends the waiting.
+            # A step may take long. An engine that replaces a dead one ends the waiting of others.
             self._memory = GroupMemory(descriptor, nbytes, rank, timeout=STAGE_TIMEOUT)
         finally:
             os.close(descriptor)
@@ -82,7 +83,7 @@ class ExpertGroup:
         """Number of the last step of this generation that an engine has begun."""
         engines = range(rank.size)
         self._came = [self._memory.counter(counters.came(i)) for i in engines]
-        """Generation that each engine has come to: it uses nothing of an earlier one any more."""
+        """Generation that each engine has come to; it takes no more part in an earlier one."""
         self._mended = [self._memory.counter(counters.mended(i)) for i in engines]
         """Generation for which each engine has mended the barrier."""
         self._arrivals = self._memory.arrivals = self._memory.counter(counters.arrivals(rank.index))
@@ -108,10 +109,10 @@ class ExpertGroup:
         return max(came.value for came in self._came) > 0
 
     def run(self, step: Callable[[], T], *, repeats: bool = True) -> T:
-        """Run a step with tokens; run it again if an engine dies meanwhile.
+        """Run a step with tokens, and return its result; run it again if an engine dies meanwhile.
 
         Args:
-            step: the step.
+            step: runs the step.
             repeats: False if a step that was cut off cannot run again.
 
         Raises:
@@ -130,7 +131,14 @@ class ExpertGroup:
                 raise self._fail(error) from error
 
     def serve(self, step: Callable[[], object]) -> None:
-        """Run a step without tokens, if others wait for this engine."""
+        """Run a step without tokens, if others wait for this engine.
+
+        Args:
+            step: computes this engine's experts for the tokens of the others.
+
+        Raises:
+            EngineDeadError: the step has failed, so this engine must end.
+        """
         while self.wanted:
             self._meet()
             if not self.wanted:
@@ -147,7 +155,7 @@ class ExpertGroup:
     def _fail(self, error: Exception) -> EngineDeadError:
         """Leave the generation, since this engine has failed within a step; return the error.
 
-        Else a later step of this engine would complete the barriers of a step of the others.
+        If the engine stayed, its later steps would complete the barriers of the others' steps.
         """
         self._is_met = False
         return group_failure(error)
@@ -160,11 +168,11 @@ class ExpertGroup:
         return step()
 
     def _meet(self) -> None:
-        """Wait until all engines have come to a new generation, unless there is one.
+        """Wait until all engines have come to a new generation, unless this one is still whole.
 
-        An engine that is new ends the generation of the one that it replaces. All engines leave the
-        barrier, then all mend it, and then the generation begins. Each does all of the work, so
-        none depends on another one that may die.
+        A new engine ends the generation of the engine that it replaces. All engines leave the
+        barrier, then all of them mend it, and then the new generation begins. Each engine does all
+        of the mending, so none depends on another engine, which may die.
         """
         if self._is_met:
             if not self._memory.broken:
@@ -193,7 +201,16 @@ class ExpertGroup:
         self._is_met, self._steps = True, 0
 
     def _gather(self, generation: int, counters: list[Counter], *, breaks: bool) -> int:
-        """Wait until all counters reach a generation; return the newest one, if that is later."""
+        """Wait until all counters reach a generation, or until an engine has come to a later one.
+
+        Args:
+            generation: the generation.
+            counters: the counters.
+            breaks: True if the barrier must be broken meanwhile, so that all engines leave it.
+
+        Returns:
+            `generation`, or the later one.
+        """
         while not all(counter.reached(generation) for counter in counters):
             newest = max(came.value for came in self._came)
             if newest != generation:
@@ -204,7 +221,7 @@ class ExpertGroup:
         return generation
 
     def watch(self, wake: Callable[[], object]) -> None:
-        """Call `wake`, on a thread, when others want this engine after a call of `sleep`."""
+        """Start a thread that calls `wake` when others want this engine after a call of `sleep`."""
         self._watcher = threading.Thread(target=self._watch, args=(wake,), daemon=True)
         self._watcher.start()
 
@@ -216,7 +233,7 @@ class ExpertGroup:
             self._watcher.join()
 
     def sleep(self) -> None:
-        """Note that this engine has nothing to do, and must be woken."""
+        """Note that this engine has nothing to do: the thread of `watch` must wake it."""
         self._idle.set()
 
     def _watch(self, wake: Callable[[], object]) -> None:

@@ -14,7 +14,7 @@ from octavo.system.tensor import from_numpy
 
 
 class ExpertLoads:
-    """Sums over all steps, which the kernel of the experts adds to.
+    """Numbers of tokens of each expert, summed over all steps by the kernel of the experts.
 
     Args:
         model: the model; its mixtures count from now on.
@@ -39,7 +39,7 @@ class ExpertLoads:
         return cls(model, first)
 
     def summary(self) -> ExpertLoad:
-        """Return the sums and the maxima by layer."""
+        """Return each layer's sum over its experts, and its largest number; 0 without experts."""
         zeros = [0] * (self.layers[-1] + 1)
         load = ExpertLoad(self.counts.shape[1], tokens=zeros, most=zeros.copy())
         sums, most = self.counts.sum(1).tolist(), self.counts.max(1).tolist()
@@ -49,6 +49,6 @@ class ExpertLoads:
         return load
 
     def by_layer(self) -> list[tuple[int, list[int]]]:
-        """Return the numbers of each mixture with its layer."""
+        """Return (layer, tokens of each expert) for each mixture."""
         rows = zip(self.layers, self.counts.tolist(), self.num_experts, strict=True)
         return [(layer, counts[:count]) for layer, counts, count in rows]

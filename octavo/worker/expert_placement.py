@@ -4,9 +4,10 @@ A placement of a layer is int32 [ranks, slots]: the expert in each slot of each 
 is in at least one slot, and no rank has an expert twice. If several ranks have an expert, they
 divide its tokens evenly.
 
-The most loaded experts get the copies, and then the largest parts are placed first, each on the
-least loaded rank, as in DeepSeek's EPLB (2025). That is the rule LPT (Graham, "Bounds on
-multiprocessing timing anomalies", 1969) with a number of slots for each rank.
+If there are more slots than experts, the most loaded experts get copies. Then the largest parts of
+loads are placed first, each on the least loaded rank, as in DeepSeek's EPLB (2025). That is the
+rule LPT (Graham, "Bounds on multiprocessing timing anomalies", 1969) with a number of slots for
+each rank.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 Placement = NDArray[np.int32]
 Loads = NDArray[np.int64]
 
-# Least part by which the largest load must fall: moving experts has a cost.
+# Least share by which the largest load must fall, since moving experts has a cost.
 _LEAST_GAIN = 0.05
 
 
@@ -38,13 +39,14 @@ def rank_loads(loads: Loads, placement: Placement) -> NDArray[np.float64]:
 
 
 def balance(loads: Loads, current: Placement) -> Placement:
-    """Return a placement that makes the largest load of a rank smaller; else `current` itself.
+    """Return a better placement, or `current` itself if there is none.
 
-    The same arguments give the same result in every process.
+    A placement is better if the largest load of a rank is smaller by at least `_LEAST_GAIN`. The
+    same arguments give the same result in every process.
 
     Args:
-        loads: int64 [experts].
-        current: the present placement.
+        loads: tokens of each expert: int64 [experts].
+        current: the present placement: int32 [ranks, slots].
     """
     ranks, slots = current.shape
     copies = _copies(loads, ranks, slots)
@@ -65,7 +67,14 @@ def _copies(loads: Loads, ranks: int, slots: int) -> NDArray[np.int64]:
 def _place(
     parts: NDArray[np.float64], copies: NDArray[np.int64], ranks: int, slots: int
 ) -> list[set[int]]:
-    """Return the experts of each rank, from the loads of their copies."""
+    """Return the experts of each rank.
+
+    Args:
+        parts: load of one copy of each expert: float64 [experts].
+        copies: number of ranks that get each expert: int64 [experts].
+        ranks: number of ranks.
+        slots: number of experts of a rank.
+    """
     held: list[set[int]] = [set() for _ in range(ranks)]
     totals = [0.0] * ranks
     loads = parts.tolist()
@@ -80,7 +89,8 @@ def _place(
         for rank in free:
             add(rank, expert)
         for _ in range(copies[expert] - len(free)):
-            # All ranks with room have it. A full rank takes it, and gives another to one of them.
+            # All ranks with a free slot have the expert. So a full rank takes it, and gives one of
+            # its experts to a rank with a free slot.
             full, room, moved = min(
                 (
                     (full, room, moved)
@@ -102,7 +112,10 @@ def _place(
 
 
 def _keep_places(held: list[set[int]], current: Placement) -> Placement:
-    """Return a placement with the given sets of experts in which few experts move."""
+    """Return a placement with the given sets of experts, in which few experts move.
+
+    Each set goes to the rank that has most of its experts now, and these experts keep their slots.
+    """
     ranks = len(held)
     have = [set(row) for row in current.tolist()]
     pairs = sorted(product(range(ranks), repeat=2), key=lambda p: -len(held[p[0]] & have[p[1]]))

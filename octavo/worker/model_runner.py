@@ -158,7 +158,8 @@ class ModelRunner:
         self._caches: list[Tensor] = []
         """KV caches of all models; a sleeping engine releases them."""
         self._released = False
-        # Before the weights: errors in the settings must be reported at once. So make one block.
+        # Make the caches with one block before the weights are loaded, so that errors in the
+        # settings are reported at once.
         groups = setup.kv_cache_groups
         self._make_caches(KVCacheConfig(1, config.cache.block_size, groups, num_states=1))
         vocab_size, rows = setup.spec.vocab_size, config.scheduler.max_num_seqs

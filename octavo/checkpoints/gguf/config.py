@@ -72,8 +72,8 @@ _MOST, _MOST_LAYERS = 1e30, 4096
 NOT_ROTATED = float(np.float32(1e30))
 """Factor of the wavelengths of pairs that Gemma 4 does not rotate."""
 _NORMS_WRITTEN = ("deepseek2", "glm4moe", "dots1", "exaone-moe", "nemotron_h_moe")
-"""Architectures whose files say if the weights of experts are divided by their sum; those of the
-others always are, or never."""
+"""Architectures whose files say if the weights of experts are divided by their sum. In other
+architectures they always are, or never."""
 _LARGE_GEMMAS: dict[tuple[str, Any], float] = {("gemma2", 46): 144.0, ("gemma3", 62): 168.0}
 """Scalars of queries of the 27B models, by architecture and layers; others use the head's size."""
 
@@ -505,7 +505,9 @@ class Description:
         return fields | {"attention_chunk_size": 8192, "attn_temperature_tuning": True}
 
     def _latent_attention(self, config: Mapping[str, Any], tensors: Set[str]) -> dict[str, Any]:
-        """Return the fields of latent attention, which may be described as one of few large heads.
+        """Return the fields of latent attention.
+
+        Files with key_length_mla describe the absorbed form, whose heads of keys are larger.
 
         Args:
             config: the other fields.

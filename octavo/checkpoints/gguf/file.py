@@ -46,9 +46,9 @@ float32 in every file."""
 _VALUES = ("in_proj_z.weight", "in_proj_b.weight", "in_proj_a.weight", "A_log", "dt_bias")
 """Ends of the names of tensors with rows for the heads of values of linear attention."""
 _QUERIES_KEYS_VALUES = ("in_proj_qkv.weight", "conv1d.weight")
-"""The same with rows for queries and keys before them."""
+"""Ends of the names of tensors with rows for queries, then keys, then the heads of values."""
 _OUTPUTS = "linear_attn.out_proj"
-"""End of the name of a module whose inputs are these heads."""
+"""End of the name of a module whose inputs are the results of the heads of values."""
 _GROUPED = ("in_proj_qkvz.weight", "in_proj_ba.weight")
 """Ends of the names of tensors whose rows are in the order of groups of heads, as in the model."""
 _MOST_PARTS = 1000
@@ -66,9 +66,9 @@ class Heads(NamedTuple):
     linear_values: int = 1
     """Heads of values of linear attention."""
     value_size: int = 0
-    """Size of one of these."""
+    """Size of a head of values of linear attention."""
     tiled_inputs: bool = False
-    """True if the inputs of the projection of their results keep the file's order."""
+    """True if the inputs of `_OUTPUTS` keep the file's order."""
 
 
 class Place(NamedTuple):

@@ -15,7 +15,7 @@ _BLOCK = 1024
 
 @triton.jit
 def tanh(x):
-    """Compute by the exponential: Triton's interpreter lacks the math library's tanh."""
+    """Return tanh(x), by the exponential: Triton's interpreter lacks the math library's tanh."""
     e = tl.exp(-2.0 * tl.abs(x))
     y = (1.0 - e) / (1.0 + e)
     return tl.where(x < 0.0, -y, y)
@@ -23,7 +23,7 @@ def tanh(x):
 
 @triton.jit
 def sigmoid(x):
-    """Compute by the exponential of a negative number, which does not overflow."""
+    """Return 1 / (1 + e^-x), by the exponential of a negative number, which does not overflow."""
     e = tl.exp(-tl.abs(x))
     return tl.where(x < 0.0, e, 1.0) / (1.0 + e)
 

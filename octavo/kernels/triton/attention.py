@@ -5,15 +5,16 @@ Gimelshein, "Online normalizer calculation for softmax", 2018). Tiles begin at a
 `prefill` computes requests with several queries: a program for each tile of queries.
 
 `attention` computes decode rows, and all queries if a token must have the same bits decoded and
-prefilled. It cuts the KV into splits that begin at absolute positions, too. A row's result merges
-that of its splits, from first to last. Usually one program computes all splits of a row and merges
-them. If a step has few rows, several programs share their splits to fill the GPU (Flash-Decoding),
-and a second kernel merges them with the same arithmetic. So a row's bits depend neither on the
-other rows nor on the sharing.
+prefilled. It cuts the KV into splits that begin at absolute positions, too. The results of a row's
+splits are merged from first to last. Usually one program computes all splits of a row and merges
+them. If a step has few rows, several programs share the splits of a row to fill the GPU
+(Flash-Decoding), and a second kernel merges them with the same arithmetic. So a row's bits depend
+neither on the other rows nor on the sharing.
 
 Latents (see `AttentionBackend.attend_latents`) are one head of keys, whose first numbers are the
 value: one load of a tile gives keys and values. Query heads are divided into groups, each with a
-program. Keys have two parts, that of the value and the rest, so that neither is padded by much.
+program. Keys are multiplied in two parts, the value and the rest, so that neither part is padded by
+much.
 """
 
 from __future__ import annotations

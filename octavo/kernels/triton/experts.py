@@ -2,8 +2,8 @@
 
 Pairs of a token and an expert are sorted by expert. A program multiplies a tile of rows of one
 expert by a tile of its weight, with the inner loops of gemm.py and quantized.py. Weights of experts
-are separate tensors: a program reads the address of its own. The whole of K is one sum, since many
-experts are enough to fill a GPU.
+are separate tensors: a program reads the address of its expert's weight from a table. K is not
+split, since many experts are enough to fill a GPU.
 """
 
 from __future__ import annotations
@@ -112,9 +112,10 @@ class Pairs:
 
 @triton.jit
 def _find(bounds, tile_ends, experts, TILE_R: tl.constexpr):
-    """Return this program's expert, the rows [TILE_R] of its tile, and which of them exist.
+    """Return this program's expert, the rows [TILE_R] of its tile, and which of these exist.
 
-    There is no such expert if the result is `experts`: the grid has the most possible tiles.
+    The last result is the end of the expert's rows. The expert is `experts` if the program has no
+    tile, since the grid has room for the most possible tiles.
     """
     tile = tl.program_id(0)
     low = tl.full([], 0, tl.int32)
@@ -408,7 +409,7 @@ def multiply(
 
 
 def _rows_of_expert(pairs: Pairs) -> int:
-    """Return the mean number of rows of an expert, which chooses the tile."""
+    """Return the mean number of rows of an expert, by which the tile is chosen."""
     return -(-len(pairs.order) // pairs.experts)
 
 

@@ -1,12 +1,13 @@
 """Matrix product whose results do not depend on the number of rows.
 
-cuBLAS chooses the kernel, and so the order of summation, by the number of rows. Here K is cut into
-splits by the shape of the weight alone. A result is the sum of its splits' sums, from first to
-last, and every split is summed in the same order for every batch. With few rows each split has a
-program of its own, and a second kernel adds their sums; with many rows one program adds them.
+cuBLAS chooses the kernel, and so the order of summation, by the number of rows. Here only the shape
+of the weight decides how K is cut into splits. A result is the sum of its splits' sums, from first
+to last, and every split is summed in the same order for every batch. With few rows each split has a
+program of its own, and a second kernel adds the splits' sums. With many rows one program computes
+all splits and adds their sums.
 
-The weight is the left operand: matrix instructions then have the same shape for every number of
-rows, except for the number of columns, which changes no order of summation.
+The weight is the left operand. So the matrix instructions for different numbers of rows differ in
+their number of columns only, which changes no order of summation.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ STEP = 128
 SUM_BLOCK = 512
 _FEWEST_SHARED = 99 * 1024  # bytes, on cards of capability 8.6, 8.9 and 12.0
 _LONGEST_SPLIT = 4096
-_MOST_PROGRAMS = 256  # that several splits may have with few rows: about two for each core
+_MOST_PROGRAMS = 256  # of one row with several splits: about two for each multiprocessor
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +54,15 @@ class Tile:
 
 @functools.cache
 def shared_memory(device: torch.device) -> int:
-    """Return the bytes of shared memory that a program may have; off a GPU, the fewest of all."""
+    """Return the bytes of shared memory that a program may have; off a GPU, `_FEWEST_SHARED`."""
     return cuda_shared_memory(device) if device.type == "cuda" else _FEWEST_SHARED
 
 
 def count_splits(n: int, k: int, longest: int) -> int:
-    """Return the number of splits of a weight [n, k]: more if they would be longer than `longest`.
+    """Return the number of splits of a weight [n, k], a power of two.
 
-    There are no more than keep the GPU busy with one row.
+    It is the first one that makes splits of at most `longest` inputs; but if one row would then
+    have more than `_MOST_PROGRAMS` programs, it is smaller.
     """
     splits = 1
     while 2 * splits * triton.cdiv(n, 64) <= _MOST_PROGRAMS and k > splits * longest:
@@ -211,7 +213,13 @@ def _linear(
 
 
 def tile_of(rows: int, element_size: int, shared: int) -> Tile:
-    """Return the tile for a number of rows; `shared` is as of `shared_memory`."""
+    """Return the tile for a number of rows.
+
+    Args:
+        rows: number of rows of x.
+        element_size: bytes of a number of x.
+        shared: result of `shared_memory`.
+    """
     if element_size == 4:
         return Tile(16, 64, 64, 4, 3, True) if rows <= 16 else Tile(64, 64, 32, 4, 4, rows <= 256)
     if rows <= 16:

@@ -73,7 +73,7 @@ class TritonOps(TritonStateOps):
         out_dtype: str | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Use cuBLAS, or the kernels that use the same tile for every number of rows."""
+        """Use cuBLAS, or the kernels whose sums have one order for every number of rows."""
         dtype = x.dtype if out_dtype is None else torch_dtype(out_dtype)
         if isinstance(weight, QuantizedWeight):
             assert isinstance(weight, quantized.CodesWeight), "blocks have no kernels on CUDA yet"
@@ -91,7 +91,7 @@ class TritonOps(TritonStateOps):
     def head_linear(
         self, x: Tensor, weight: PackedWeight, num_heads: int, out: Tensor | None = None
     ) -> Tensor:
-        """Use one tile for every number of rows."""
+        """Use the kernel of `gemm`, whose sums have one order for every number of rows."""
         return gemm.head_linear(x, weight, num_heads, out, upcast=self.upcast)
 
     def pack_quantized(
@@ -104,7 +104,7 @@ class TritonOps(TritonStateOps):
         out: HostTensor | None = None,
         order: NDArray[np.int32] | None = None,
     ) -> QuantizedWeight:
-        """Keep rows; see `quantized.CodesWeight`."""
+        """Pack on the device; see `quantized.CodesWeight`."""
         assert out is None
         own = None if order is None else self.to_device(order)
         return quantized.pack(n, k, format, group_size, parts, own)

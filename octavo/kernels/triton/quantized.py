@@ -120,7 +120,10 @@ def pack(
 
 
 def _with_nan(codes: Tensor, scales: Tensor, group: int) -> Tensor:
-    """Return the scales [rows, groups], NaN for groups with a code of NaN: kernels ignore that."""
+    """Return the scales [rows, groups], with NaN for groups that have a code of NaN.
+
+    Kernels read such a code as an ordinary number, so the scale must carry the NaN.
+    """
     broken = F.pad(codes & 127 == 127, (0, -codes.shape[1] % group))
     return torch.where(broken.view(len(codes), -1, group).any(2), torch.nan, scales)
 
@@ -328,7 +331,7 @@ def add_split(
 def panels(weight, tile_n, n, blocks, TILE_N: tl.constexpr, WORDS: tl.constexpr):
     """Return the addresses of the words [TILE_N, WORDS] of a tile's first block, and its outputs.
 
-    A tile of 128 outputs may end after the last panel: it reads that again.
+    A tile of 128 outputs may end after the last panel. It then reads the last panel again.
     """
     lanes = tl.arange(0, TILE_N)
     first = tile_n * (TILE_N // 64)
@@ -419,7 +422,14 @@ def _linear_codes(
 
 
 def tile_of(rows: int, element_size: int, block: int, shared: int) -> gemm.Tile:
-    """Return the tile for a number of rows and codes in blocks; see `gemm.tile_of`."""
+    """Return the tile for a number of rows and a weight of codes.
+
+    Args:
+        rows: number of rows of x.
+        element_size: bytes of a number of x.
+        block: number of inputs of a block of codes.
+        shared: result of `gemm.shared_memory`.
+    """
     if rows <= 256 or element_size == 4:
         tile = 16 if rows <= 16 else 32 if rows <= 32 else 64
         return gemm.Tile(tile, 64, block, 4, 3 if element_size == 2 else 1, True)

@@ -1,4 +1,4 @@
-"""Operations with recurrent states, token by token: a step's size changes no bit.
+"""Operations with recurrent states, computed token by token, so that a step's size changes no bit.
 
 A program has a tile of columns of a request's state in registers, and walks the request's tokens.
 `causal_conv` and `token_shift` compute all tokens at once; they read a copy of the states, since
@@ -39,7 +39,7 @@ def _row(x, token, stride, at, mask):
 
 @triton.jit
 def _load_state(state, sources, request, stride, at, mask):
-    """Return a tile of the state before a request's first token."""
+    """Return a tile of the state before a request's first token in the step."""
     source = tl.load(sources + request)
     there = _only_if(source >= 0, mask, at)
     return tl.load(state + source.to(tl.int64) * stride + at, mask=there, other=0.0)
@@ -367,7 +367,7 @@ def _wkv7(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Compute a head of a request. Index i is that of keys, j that of values."""
+    """Compute a head of a request. Index i counts a key's elements, j a value's."""
     request = tl.program_id(0)
     head = tl.program_id(1)
     i = tl.arange(0, BLOCK)

@@ -1,11 +1,15 @@
 """Conversion of the codes of quantized weights to numbers, in registers.
 
-A word of 16 bits has the codes of 4 inputs of 4 bits each, or of 2 inputs of 8 bits each; the
-inputs are some distance apart, see `quantized.CodesWeight`. Two words of neighbouring inputs share
-a register. `assembly` converts it to the pairs of neighbouring numbers that matrix instructions
-read. A code becomes the low bits of the mantissa of a power of two, which is then subtracted (Kim
-et al., "Who Says Elephants Can't Run: Bringing Large Scale MoE Models into Cloud Scale Production",
-2022), or selects the bytes of its number in a table, or is shifted into place.
+A word of 16 bits has the codes of 4 inputs of 4 bits each, or of 2 inputs of 8 bits each. These
+inputs are some distance apart; see `quantized.CodesWeight`. Two words of neighbouring inputs share
+a register. `assembly` converts this register to the pairs of neighbouring numbers that matrix
+instructions read. There are three ways:
+
+- The code becomes the low bits of the mantissa of a power of two, which is then subtracted (Kim et
+  al., "Who Says Elephants Can't Run: Bringing Large Scale MoE Models into Cloud Scale Production",
+  2022).
+- The code selects the bytes of its number in a table.
+- The code is shifted to the place of a number's bits.
 """
 
 from __future__ import annotations
@@ -39,10 +43,10 @@ def _twice(bits: int) -> str:
 
 @functools.cache
 def assembly(format: str, kind: str, dtype: torch.dtype) -> str:
-    """Return the PTX for `unpack` in a 16-bit type.
+    """Return the PTX that `planes` runs for numbers of a 16-bit type.
 
-    The operands are 4 results (2 with 8 bits), the register of two words, and, with zeros, those of
-    each plane: 16-bit pairs of `zero_bits` for 4 bits, two float32 for 8 bits.
+    Operands: 4 results (2 for codes of 8 bits), then the register of two words. With zeros, the
+    zeros of each plane follow: results of `_pair` for 4 bits, two float32 for 8 bits.
     """
     if kind == "levels":
         lines = _levels(format, dtype)
@@ -126,7 +130,8 @@ def _levels(format: str, dtype: torch.dtype) -> list[str]:
     for byte in range(2):
         for part in range(4):
             lines.append(f"mov.b32 t{byte}{part}, {int(words[byte, part]) & 0xFFFFFFFF:#010x}")
-    # Selectors of bytes: the low 3 bits of codes select in half of the table, bit 3 the half.
+    # Selectors of bytes: the low 3 bits of a code select in one half of the table, and bit 3
+    # selects the half.
     lines += [
         "and.b32 seven, $4, 0x77777777",
         "shr.u32 side, $4, 1",

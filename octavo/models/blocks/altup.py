@@ -1,8 +1,8 @@
 """Specification of layers with several residual streams (Gemma 3n).
 
 Baykal et al., "Alternating Updates for Efficient Transformers" (arXiv 2301.13310). A layer computes
-one stream, the active one; it predicts all streams from the ones before, and corrects them by the
-difference of the active stream from its prediction.
+one stream, the active one. It predicts all streams from those of the layer before. Then it corrects
+them by the difference between the computed active stream and its prediction.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class StreamsSpec:
     make: tuple[LinearSpec, ...]
     """Projections of the embedding to the streams from the second on."""
     join: tuple[LinearSpec, ...]
-    """Projections of these streams; the result is the mean of all."""
+    """Projections of these streams; the result is the mean of the first stream and of these."""
 
     def weights(self, names: Names) -> Iterator[Weight]:
         """Yield the weights of all projections."""

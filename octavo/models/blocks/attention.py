@@ -92,10 +92,11 @@ class AttentionSpec(BlockSpec):
     sliding_window: int | None = None
     """Number of positions that a token sees, itself included; None: all."""
     chunk_size: int | None = None
-    """Number of positions of a chunk: a token sees only those of its own (Llama 4); None: none."""
+    """Number of positions of a chunk (Llama 4): a token sees only the positions of its own chunk.
+    None: there are no chunks."""
     value_size: int | None = None
-    """Number of elements of a head of values, at most `head_size`; None: that of keys. The cache
-    has room for `head_size` elements of each (MiMo V2)."""
+    """Number of elements of a head of values, at most `head_size`; None: `head_size`. The cache has
+    room for `head_size` elements of each head of values (MiMo V2)."""
     value_scale: float = 1.0
     """Factor of the values (MiMo V2)."""
     soft_cap: float | None = None
@@ -116,7 +117,7 @@ class AttentionSpec(BlockSpec):
     """Separate projections to a rank's queries and keys, if a norm covers the heads of all ranks.
     `qkv_proj` then computes only the rank's values. None: `qkv_proj` computes all three."""
     gated: bool = False
-    """True if a gate is a factor of each head's result, after `gate_activation` (Muse Glimmer)."""
+    """True if each head's result is multiplied by `gate_activation` of gates (Muse Glimmer)."""
     gate_activation: Gate = "sigmoid"
     gates_of_heads: bool = False
     """True if a head has one gate for all elements of its result (Laguna); False: one for each."""
@@ -130,11 +131,11 @@ class AttentionSpec(BlockSpec):
     v_norm: RMSNormSpec | None = None
     """Norm of each head of the values (Gemma 4)."""
     values_are_keys: bool = False
-    """True if the values are the normed keys, before the keys' own norm and rotation (Gemma 4).
+    """True if the values are the keys before their own norm and rotation, with `v_norm` (Gemma 4).
     `qkv_proj` then has no values, and `v_norm` is required."""
     source: int | None = None
-    """Index of an earlier layer whose keys and values this one reads (Gemma 4); `qkv_proj` then has
-    neither. None: the layer stores its own."""
+    """Index of an earlier layer whose keys and values this one reads (Gemma 4). `qkv_proj` then has
+    queries only. None: the layer stores its own keys and values."""
 
     def split(self, rank: Rank) -> AttentionSpec:
         """Return the attention of a rank's query heads, and of their heads of keys and values.

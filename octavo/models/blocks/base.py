@@ -88,7 +88,7 @@ class BlockSpec(ABC):
         return self
 
     def in_stage(self, begin: int) -> BlockSpec:
-        """Return the block in a stage of which `begin` is the first layer."""
+        """Return the block in a pipeline stage whose first layer is `begin`."""
         return self
 
     def layer_inputs(self) -> tuple[int, int] | None:

@@ -36,7 +36,7 @@ class ConvSpec:
 
     @property
     def state_shape(self) -> tuple[int, ...]:
-        """Shape of the state: the inputs before the next one."""
+        """Shape of the state, which is the last inputs: [taps - 1, size]."""
         return self.taps - 1, self.size
 
     def split(self, *parts: tuple[int, int]) -> ConvSpec:

@@ -42,7 +42,7 @@ class LayerInputsSpec:
     rows: int
     """Number of tokens in the checkpoint's table."""
     vocab_size: int
-    """Number of all tokens; those without a row have that of token 0."""
+    """Number of all tokens; a token without a row in the table uses the row of token 0."""
     num_layers: int
     size: int
     """Size of an input of one layer."""

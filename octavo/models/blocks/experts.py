@@ -86,12 +86,12 @@ class ExpertsSpec(BlockSpec):
     shared: MLPSpec | None = None
     """Block that all tokens use in addition."""
     norm: RMSNormSpec | None = None
-    """Norm of the experts' input, which the router reads without it (Gemma 4)."""
+    """Norm of the experts' input; the router reads the input before this norm (Gemma 4)."""
     shared_gate: LinearSpec | None = None
     """Projection to one number, whose sigmoid is a factor of the shared block's result."""
     latent: tuple[LinearSpec, LinearSpec] | None = None
     """Projections to the experts' input and from the sum of their results (Nemotron-H); the router
-    and the shared block read the hidden state. Each rank computes them whole."""
+    and the shared block read the hidden state. Each rank computes both projections as a whole."""
     own: tuple[int, ...] | None = None
     """Experts that a rank has, in ascending order, if ranks divide the experts; None: all."""
     exchanged: bool = False
@@ -148,7 +148,7 @@ class ExpertsSpec(BlockSpec):
                 ]
                 sources = tuple(source for bias in biases for source in bias.sources)
                 shape = (len(stack) * biases[0].shape[0],)
-                whole = biases[0].whole_rows  # of one expert: each source has these
+                whole = biases[0].whole_rows  # rows of one source, which is one expert's bias
                 yield Weight(f"{names.own}{name}", "vector", shape, sources, whole)
         if self.shared is not None:
             yield from self.shared.weights(names.of("shared"))
@@ -168,7 +168,7 @@ class ExpertsSpec(BlockSpec):
         """
         from octavo import _native
 
-        tokens = _MOST_ROWS if self.exchanged else largest.num_tokens  # also those of others
+        tokens = _MOST_ROWS if self.exchanged else largest.num_tokens  # with other engines' tokens
         rows, widest = min(tokens, _MOST_ROWS), max(self.hidden, self.inner)
         numbers = rows * (self.hidden + self.up[0].outputs)
         return largest.num_threads * (4 * numbers + _native.linear_scratch(rows, widest, 1))
@@ -177,8 +177,8 @@ class ExpertsSpec(BlockSpec):
         """Return the block that computes a rank's part.
 
         The rank computes its inner columns of all experts and, from the inner columns of all ranks,
-        some columns of the result. With `Rank.splits_experts`, it computes some experts as a whole.
-        The router is whole.
+        some columns of the result. With `Rank.splits_experts`, it computes some experts as a whole
+        instead. Each rank computes the whole router.
         """
         shared = None if self.shared is None else self.shared.split(replace(rank, reduces=False))
         if rank.splits_experts:

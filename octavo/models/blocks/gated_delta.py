@@ -40,8 +40,8 @@ class GatedDeltaSpec(BlockSpec):
     rates_proj: LinearSpec
     """Projection to all betas and all decays."""
     decay: LowRankSpec | None = None
-    """Projection to a decay of each channel of each key; None: `rates_proj` computes one of each
-    head."""
+    """Projection to a decay for each channel of each head's key; None: `rates_proj` computes one
+    decay for each head."""
     gate: LowRankSpec | None = None
     """Projection to the gates, which are sigmoids; None: `in_proj` computes them, and they are
     SiLUs."""
@@ -51,7 +51,7 @@ class GatedDeltaSpec(BlockSpec):
     module: str
     """Module of the checkpoint with the convolution, A_log and dt_bias."""
     convs: tuple[str, ...]
-    """Convolutions in `module`: one of queries, keys and values, or one of each."""
+    """Convolutions in `module`: one of queries, keys and values together, or three."""
     num_key_heads: int
     """Number of heads of queries and keys."""
     num_heads: int

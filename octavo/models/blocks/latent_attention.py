@@ -35,8 +35,8 @@ class LatentAttentionSpec(BlockSpec):
     """
 
     in_proj: LinearSpec
-    """Projection to the queries' input for `q_b_proj` (or else to all queries), to the latent and
-    to the rotated key."""
+    """Projection to the input of `q_b_proj` (without `q_b_proj`: to all queries), to the latent and
+    to the rotated part of the keys."""
     q_norm: RMSNormSpec | None
     """Norm of the input of `q_b_proj`; None without `q_b_proj`."""
     q_b_proj: LinearSpec | None
@@ -44,8 +44,9 @@ class LatentAttentionSpec(BlockSpec):
     kv_norm: RMSNormSpec
     """Norm of the latent."""
     kv_b_proj: tuple[LinearSpec, ...]
-    """Projection from the latent to each head's key and value in turn, whose two parts are used
-    separately, as plain weights; or both parts: that of keys, transposed, and that of values."""
+    """Projection from the latent to the key and the value of each head in turn; or (GGUF) two
+    projections: that to keys, transposed, and that to values. The rows for keys and those for
+    values are used separately, as plain weights."""
     o_proj: LinearSpec
     num_heads: int
     key_size: int
@@ -118,8 +119,8 @@ class LatentAttentionSpec(BlockSpec):
     def _head_weight(self, part: str, names: Names) -> Weight:
         """Return the rows of `kv_b_proj` for keys or values, for `Ops.head_linear`.
 
-        Those of keys are transposed: they multiply queries. Both are plain also if the others are
-        quantized.
+        The rows for keys are transposed, since they multiply queries. Both parts are plain, even if
+        the other weights are quantized.
         """
         is_key = part == "key"
         size = self.key_size if is_key else self.value_size

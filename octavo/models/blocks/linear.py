@@ -37,13 +37,13 @@ class LinearSpec:
     group_parts: tuple[int, ...] = ()
     """Sizes of a group's parts, for by_group; see `Source`."""
     expert: tuple[int, int] | None = None
-    """Index of an expert, and number of experts, if tensors of the checkpoint have the weights of
-    all experts, and the modules' names are those of these tensors; None: they have one weight."""
+    """Index of an expert, and number of experts, if each tensor of the checkpoint has the weights
+    of all experts. `modules` then names these tensors. None: a tensor has one weight."""
     alternate: bool = False
     """True if the rows of the single module are gate and up in turn (gpt-oss)."""
     exact: bool = False
-    """True for routers: the engine does not quantize the weight, and some methods leave it
-    plain."""
+    """True for routers: --quantization does not quantize the weight, and some tools that quantize
+    checkpoints leave it plain, too."""
     parts: tuple[tuple[int, int], ...] | None = None
     """Outputs (begin, end) that a rank computes; None: all."""
     columns: tuple[int, int] | None = None

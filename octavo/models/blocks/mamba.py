@@ -29,7 +29,7 @@ class MambaSpec(BlockSpec):
     """Mixer of Mamba-1 (Gu and Dao, arXiv 2312.00752)."""
 
     in_proj: LinearSpec
-    """Projection to all x, which are convolved, then all gates."""
+    """Projection to all x (the convolution's input), then all gates."""
     conv: ConvSpec
     x_proj: LinearSpec
     """Projection of the convolved x of all channels to a token's step, B and C."""
@@ -39,7 +39,7 @@ class MambaSpec(BlockSpec):
     module: str
     """Module of the checkpoint with A_log, D and dt_proj.bias."""
     state_size: int
-    """Number of rows of the state: of numbers of each channel."""
+    """Number of rows of the state, which is the number of elements of each channel's vector."""
     norms: tuple[RMSNormSpec, RMSNormSpec, RMSNormSpec] | None = None
     """Norms of a token's step, B and C (Falcon Mamba, Jamba)."""
 

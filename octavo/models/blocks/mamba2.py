@@ -32,7 +32,7 @@ class Mamba2Spec(BlockSpec):
     """Mixer of Mamba-2 (Dao and Gu, arXiv 2405.21060)."""
 
     in_proj: LinearSpec
-    """Projection to all gates, then all x, B and C, which are convolved, then all step sizes."""
+    """Projection to all gates, then all x, B and C (the convolution's input), then all steps."""
     conv: ConvSpec
     out_proj: LinearSpec
     module: str
@@ -41,7 +41,7 @@ class Mamba2Spec(BlockSpec):
     head_size: int
     """Number of columns of a head's state."""
     num_groups: int
-    """Number of B and C of a token; divides `num_heads`."""
+    """Number of vectors B, and of vectors C, of a token; divides `num_heads`."""
     state_size: int
     """Number of rows of a head's state."""
     dt_range: tuple[float, float] = (0.0, float("inf"))

@@ -38,7 +38,7 @@ class MLPSpec(BlockSpec):
     inner_norm: RMSNormSpec | None = None
     """Norm of the input of the projection down (BitNet)."""
     layer_input: int | None = None
-    """Index in `StepContext.layer_inputs` of a factor of the inner values (Gemma 4)."""
+    """Index of the layer whose `StepContext.layer_inputs` multiply the inner values (Gemma 4)."""
 
     def weights(self, names: Names) -> Iterator[Weight]:
         """Yield the weights of the projection up, then those of the projection down."""
@@ -54,8 +54,8 @@ class MLPSpec(BlockSpec):
         """Return the block that computes a rank's inner columns, and its part of the result.
 
         From the inner columns of all ranks, the rank computes some columns of the result. With
-        `Rank.reduces`, it computes all columns from its own inner columns only, and the ranks sum
-        their results; not if a norm needs the inner columns of all ranks.
+        `Rank.reduces`, unless a norm needs the inner columns of all ranks, it computes all columns
+        from its own inner columns only, and the ranks sum their results.
         """
         down = self.down
         part = begin, end = rank.share(down.inputs)
@@ -96,8 +96,8 @@ class MLPSpec(BlockSpec):
 class SparseMLPSpec(MLPSpec):
     """Feed-forward block down(act(cutoff(gate(x))) * up(x)) (Gemma 3n).
 
-    About a share of the gate's values, `sparsity`, becomes 0: those below this quantile of a normal
-    distribution with the mean and the deviation of a token's values.
+    A cutoff makes about the share `sparsity` of the gate's values 0. It is this quantile of a
+    normal distribution with the mean and the deviation of the token's values.
     """
 
     gate: LinearSpec

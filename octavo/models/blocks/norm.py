@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Ones:
-    """Weight of a norm without one in the checkpoint."""
+    """Weight of ones, for a norm without a weight in the checkpoint."""
 
     size: int
 

@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TokenShiftSpec:
-    """Mixes of each token with the one before it."""
+    """Mixes of each token with the previous one of its request."""
 
     names: tuple[str, ...]
-    """Tensors of the checkpoint with the shares of the token before, one for each mix."""
+    """Tensors of the checkpoint with the shares of the previous token, one for each mix."""
     shape: tuple[int, ...]
-    """Shape of each; its last number is the size of a token."""
+    """Shape of each tensor; its last number is the size of a token."""
 
     def weights(self, names: Names) -> Iterator[Weight]:
         """Yield the shares of all mixes."""
@@ -60,7 +60,7 @@ class TimeMixSpec(BlockSpec):
     rate: LowRankSpec
     gate: LowRankSpec
     value_rate: LowRankSpec | None
-    """Share of the first layer's value; None: this is the first layer."""
+    """Projection to the share of the first layer's value; None: this is the first layer."""
     out_proj: LinearSpec
     module: str
     """Module of the checkpoint with k_k, k_a, r_k and the norm of each head."""
@@ -194,12 +194,12 @@ class TimeMixSpec(BlockSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class ChannelMixSpec(MLPSpec):
-    """Channel mix of RWKV 7: feed-forward block whose input is mixed with the token before."""
+    """Channel mix of RWKV 7: feed-forward block whose input is mixed with the previous token."""
 
     shift: TokenShiftSpec
 
     def weights(self, names: Names) -> Iterator[Weight]:
-        """Yield the share of the token before, then the weights of the projections."""
+        """Yield the share of the previous token, then the weights of the projections."""
         yield from self.shift.weights(names.of("shift"))
         yield from super().weights(names)
 

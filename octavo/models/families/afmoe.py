@@ -1,4 +1,4 @@
-"""AFMoE (Trinity): gates of attention, norms of results; layers without a window rotate nothing."""
+"""AFMoE (Trinity): gated attention, norms of results; layers without a window have no positions."""
 
 from __future__ import annotations
 

@@ -190,7 +190,16 @@ def read_activation(
 def read_windows(
     config: ConfigJson, layer_types: list[str], window: int | None
 ) -> tuple[int | None, ...]:
-    """Return the window of each layer by its type in the config, or else in `layer_types`."""
+    """Return the window of each layer by its type in the config, or else in `layer_types`.
+
+    Args:
+        config: config.json.
+        layer_types: type of each layer, for a config without the field layer_types.
+        window: number of positions that a layer with sliding attention sees.
+
+    Raises:
+        ModelError: a type is unknown, or a layer has sliding attention and `window` is None.
+    """
     if config.has("layer_types"):
         layer_types = config.get("layer_types")
         if not isinstance(layer_types, list) or len(layer_types) != read_num_layers(config):
@@ -208,9 +217,16 @@ def read_windows(
 def read_layer_types(
     config: ConfigJson, name: str, known: tuple[str, ...], default: list[str]
 ) -> list[str]:
-    """Return the type of each layer, one of `known`; without the field `name` those of `default`.
+    """Return the type of each layer from the field `name`, or else from `default`.
 
-    The default has one type for each layer.
+    Args:
+        config: config.json.
+        name: field with the list of types.
+        known: types that the family supports.
+        default: type of each layer, for a config without the field.
+
+    Raises:
+        ModelError: the field has another number of types, or an unknown type.
     """
     types = config.get(name)
     if types is None:
@@ -223,7 +239,7 @@ def read_layer_types(
 
 
 def visible(window: int | None, max_model_len: int) -> int | None:
-    """Return a window, or None for one as long as the context, which hides nothing."""
+    """Return `window`; None if it is as long as the context, since it then hides no token."""
     return window if window is not None and window < max_model_len else None
 
 
@@ -255,7 +271,7 @@ def model_spec(
 ) -> ModelSpec:
     """Make a spec from a family's parts and the fields that all families share.
 
-    `head_module` is the module of an own LM head, which is ignored in a tied model.
+    `head_module` is the checkpoint's module of a separate LM head. A tied model ignores its weight.
     """
     bos_token_ids = config.token_ids("bos_token_id")
     spec = ModelSpec(
@@ -280,9 +296,10 @@ def model_spec(
 
 
 def text_part(read: Family) -> Family:
-    """Return the reader of models that read pictures or sound, too: only their text is computed.
+    """Return a reader of models with towers for pictures or sound, from one of text models.
 
-    `read_spec` moves the fields of text_config to config.json itself.
+    The models that it returns leave the towers out. `read_spec` has moved the fields of text_config
+    to config.json itself.
     """
 
     def read_text_part(config: ConfigJson) -> ModelSpec:

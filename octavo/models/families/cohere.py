@@ -1,4 +1,7 @@
-"""Cohere's Command: parallel blocks, layer norms, neighbours rotated, scaled logits, experts."""
+"""Cohere's Command: parallel blocks, layer norms, rotated neighbours, scaled logits, experts.
+
+"Rotated neighbours" are the pairs (2 i, 2 i + 1) of a head; see `RopeSpec.is_neox`.
+"""
 
 from __future__ import annotations
 

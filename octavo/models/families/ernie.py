@@ -1,6 +1,7 @@
-"""ERNIE 4.5, dense or with experts: Llama with neighbours rotated, and one switch for all biases.
+"""ERNIE 4.5, dense or with experts: Llama with one switch for all biases.
 
-The text part of PaddleOCR-VL rotates halves; its positions have parts that are equal in texts.
+It rotates pairs of neighbours in a head, and the text part of PaddleOCR-VL rotates halves (see
+`RopeSpec.is_neox`). PaddleOCR-VL's positions have several parts, which are equal in texts.
 """
 
 from __future__ import annotations

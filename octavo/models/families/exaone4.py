@@ -1,4 +1,4 @@
-"""EXAONE 4 and EXAONE-MoE: norms of heads; layers without a window rotate nothing.
+"""EXAONE 4 and EXAONE-MoE: norms of heads; layers without a window have no positions.
 
 EXAONE 4 norms the results of its blocks, EXAONE-MoE their inputs.
 """

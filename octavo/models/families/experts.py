@@ -50,15 +50,15 @@ class ExpertNames:
 
 
 def has_modules_of_experts(config: ConfigJson) -> bool:
-    """Return True if each expert has modules of its own, though plain checkpoints stack them.
+    """Return True if each expert has modules of its own, in a family whose experts are stacked.
 
-    Tools that quantize linear modules divide the stacks; of the stacked formats mxfp4 is known.
+    Tools that quantize linear modules divide the stacks into modules. Only mxfp4 keeps the stacks.
     """
     return quant_method(config) not in (None, "mxfp4") or config.flag("split_experts", False)
 
 
 def read_gate(config: ConfigJson, field: str, default: str | None = None) -> Gate:
-    """Return the activation of experts with a gate: the field's."""
+    """Return the activation of experts with a gate, which `field` names."""
     return GATES[read_activation(config, field, GATED, default)]
 
 
@@ -210,7 +210,7 @@ def read_grouped_experts(
 ) -> ExpertsSpec:
     """Return experts that are chosen by scores, with or without a bias, from the best groups.
 
-    Only experts with the usual activation may have a shared block.
+    With `activation` the result has no shared block: the caller adds it.
 
     Source: DeepSeek-V3, arXiv 2412.19437, section 2.1.2.
 

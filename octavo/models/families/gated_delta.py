@@ -22,7 +22,7 @@ from octavo.models.heads import MTPSpec
 from octavo.models.spec import ModelSpec
 
 _NOT_RUN = (r"(model\.)?(mtp|visual)\..*",)
-"""Names of the weights of the MTP layer, or that process pictures."""
+"""Patterns of the names of weights of the MTP layer, and of those that process pictures."""
 _QWEN = LlamaLike(norm_offset=1.0, qk_norm="head", queries_with_gates=True, ignored=_NOT_RUN)
 
 
@@ -140,7 +140,10 @@ def read_qwen3_5_mtp(config: ConfigJson) -> MTPSpec | None:
 
 
 def read_qwen3_next_mtp(config: ConfigJson) -> MTPSpec | None:
-    """Read the MTP layer of Qwen3-Next; None: the model has none. Configs do not mention it."""
+    """Read the MTP layer of Qwen3-Next; None: the model has none.
+
+    Published configs have no field for it, so a config without the field has one layer.
+    """
     return _read_qwen_mtp(config, "Qwen3NextMTP", "num_nextn_predict_layers", 1)
 
 
@@ -225,10 +228,11 @@ def _make_delta(
 
     Args:
         config: config.json.
-        in_modules: modules with queries, keys, values and gates: all, or two, or one of each.
+        in_modules: modules with queries, keys, values and gates: one module with all, two (the
+            gates are in the second), or one for each.
         rates_modules: modules with betas and decays.
         out_module: module of the output projection.
-        convs: convolutions.
+        convs: modules of the convolutions.
         norm: module of the norm.
         eps: term of the norm; None: the field rms_norm_eps.
     """

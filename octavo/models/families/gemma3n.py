@@ -39,7 +39,7 @@ def read(config: ConfigJson) -> ModelSpec:
     usual = [0.95 if i < 10 < count else 0.0 for i in range(count)]
     sparse = parts.read_of_layers(config, "activation_sparsity_pattern", count, usual)
     spec = parts.with_sparsity(spec, config, sparse)
-    # The ids of pictures and sounds have no row.
+    # The table of per-layer embeddings has no rows for the ids of pictures and sounds.
     return parts.with_streams(parts.with_layer_inputs(spec, config, most_without=1024), config)
 
 

@@ -28,10 +28,13 @@ from octavo.models.spec import ModelSpec
 
 
 def read_sources(config: ConfigJson, windows: Sequence[int | None]) -> tuple[int | None, ...]:
-    """Return the layer whose keys and values each layer reads; None: its own.
+    """Return for each layer the index of the layer whose keys and values it reads; None: its own.
 
-    The last num_kv_shared_layers layers read those of the last layer before them with the same
-    window.
+    Each of the last num_kv_shared_layers layers reads those of one layer: the last one before all
+    of them that has the same window.
+
+    Raises:
+        ModelError: no layer before them has the window.
     """
     first = len(windows) - config.integer("num_kv_shared_layers", default=0, least=0)
     last = {window: i for i, window in enumerate(windows[: max(0, first)])}
@@ -79,7 +82,8 @@ def with_sources(
     Args:
         spec: the model.
         config: its config.
-        sources: see `read_sources`. Tensors for keys and values of layers that read are ignored.
+        sources: see `read_sources`. The checkpoint's keys and values of a layer with a source are
+            ignored.
         values_are_keys: for each layer, True if its own values are its keys.
     """
     made: dict[tuple[int, int | None, bool], LayerSpec] = {}
@@ -122,7 +126,7 @@ def _read_source(
 def read_of_layers(
     config: ConfigJson, name: str, count: int, default: list[float] | None = None
 ) -> Sequence[float]:
-    """Return a number for each layer, from a field with one for all, or one for each."""
+    """Return a number for each layer from a field with one number, or with a list of them."""
     if default is not None and not config.has(name):
         return default
     if isinstance(config.get(name), list):
@@ -225,7 +229,7 @@ def with_layer_inputs(spec: ModelSpec, config: ConfigJson, *, most_without: int 
     Args:
         spec: the model.
         config: its config.
-        most_without: most tokens without a row of the table.
+        most_without: largest number of tokens that may have no row in the table.
     """
     size = config.integer("hidden_size_per_layer_input", default=0, least=0)
     if not size:
@@ -242,7 +246,8 @@ def with_layer_inputs(spec: ModelSpec, config: ConfigJson, *, most_without: int 
         size,
         size**0.5,
         LinearSpec((("model.per_layer_model_projection", count * size),), hidden),
-        # The factor 1 / sqrt(hidden) of the projection changes nothing but the share of eps.
+        # The model divides the projection by sqrt(hidden). The norm cancels this factor, except in
+        # its eps: so eps is multiplied by the square.
         RMSNormSpec("model.per_layer_projection_norm", size, hidden * eps),
     )
     norm = RMSNormSpec("post_per_layer_input_norm", hidden, eps)

@@ -38,7 +38,7 @@ def read_solar(config: ConfigJson) -> ModelSpec:
 
 
 def read_dots(config: ConfigJson) -> ModelSpec:
-    """Read dots.llm1: whole heads are rotated, and normed before."""
+    """Read dots.llm1: heads of queries and keys are normed, and then rotated as a whole."""
     window = config.optional_integer("sliding_window", least=1)
     first = config.integer("max_window_layers", default=62, least=0)
     kinds = [

@@ -28,7 +28,7 @@ from octavo.models.spec import ModelSpec
 
 @dataclass(frozen=True, kw_only=True)
 class GPTLike:
-    """Sizes, parts and names of such a decoder."""
+    """Sizes, parts and names of a decoder with layer norms and an MLP without a gate."""
 
     heads: Heads
     num_layers: int

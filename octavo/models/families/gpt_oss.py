@@ -1,4 +1,4 @@
-"""gpt-oss: experts with biases and a clamped activation, sinks, windows in each other layer."""
+"""gpt-oss: experts with biases and a clamped activation, sinks, windows in every other layer."""
 
 from __future__ import annotations
 

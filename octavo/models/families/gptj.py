@@ -1,4 +1,4 @@
-"""GPT-J and CodeGen: parallel blocks, neighbours rotated in part of each head, biased logits."""
+"""GPT-J and CodeGen: parallel blocks, rotated neighbours in part of each head, biased logits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from octavo.models.families.gpt import GPTLike
 from octavo.models.spec import ModelSpec
 
 _SHARDS = 4
-"""Parts of the heads in the fused projection of CodeGen: those of the machines that trained it."""
+"""Number of parts of the heads in CodeGen's fused projection: one for each training device."""
 
 
 def _gptj_like(config: ConfigJson) -> GPTLike:

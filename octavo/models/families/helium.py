@@ -1,4 +1,4 @@
-"""Helium: Llama with neighbours rotated."""
+"""Helium: Llama that rotates pairs of neighbours in a head; see `RopeSpec.is_neox`."""
 
 from __future__ import annotations
 

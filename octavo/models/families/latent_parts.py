@@ -12,7 +12,7 @@ from octavo.models.families.llama import read_max_position
 from octavo.models.positions import read_rope, yarn_mscale
 
 _LATENT_EPS = 1e-6
-"""Term of the norms within the attention; the field rms_norm_eps is that of the others."""
+"""Term of the norms within the attention; the other norms have the field rms_norm_eps."""
 
 
 def read_latent_rope(config: ConfigJson, *, is_neox: bool) -> RopeSpec:
@@ -71,7 +71,7 @@ def read_latent_attention(config: ConfigJson, rope: RopeSpec | None) -> LatentAt
 
 
 def _temperature(config: ConfigJson, rope: RopeSpec | None) -> float:
-    """Return the factor of queries, and of keys, that comes with scaled positions."""
+    """Return YaRN's factor of queries, and of keys: that of mscale_all_dim; otherwise 1."""
     params = config.section("rope_parameters" if config.has("rope_parameters") else "rope_scaling")
     all_dim = params.optional_number("mscale_all_dim")
     if rope is None or rope.rope_type == "default" or not all_dim:

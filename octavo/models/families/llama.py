@@ -45,7 +45,7 @@ class LlamaLike:
     gate_up_modules: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     down_module: str = "mlp.down_proj"
     gated: bool = True
-    """False: the MLP has no gate, and `gate_up_modules` is the module up."""
+    """False: the MLP has no gate, and `gate_up_modules` has only the projection up."""
     input_norm: str | None = "input_layernorm"
     mixer_out_norm: str | None = None
     feed_forward_norm: str | None = "post_attention_layernorm"
@@ -62,8 +62,9 @@ class LlamaLike:
 
     norm: Literal["rms", "layer"] = "rms"
     norm_weight: bool = True
+    """True if layer norms have a weight."""
     norm_bias: bool = False
-    """True if layer norms have a weight, and a bias."""
+    """True if layer norms have a bias."""
     norm_offset: float = 0.0
     eps: float | None = None
     """Term of the norms; None: the field rms_norm_eps, or layer_norm_eps."""
@@ -79,7 +80,8 @@ class LlamaLike:
     alphas: tuple[str, str] | None = None
     """Value of `MLPSpec.alphas`."""
     feed_forwards: tuple[BlockSpec | None, ...] | None = None
-    """Feed-forward block of each layer, where that is no `MLPSpec` (None); None: no layer's."""
+    """Feed-forward block of each layer; None for a layer with the MLP that the fields above
+    describe. None in place of the tuple: all layers have this MLP."""
 
     windows: tuple[int | None, ...] | None = None
     """Window of each layer; None: no layer has one."""

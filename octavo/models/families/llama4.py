@@ -1,4 +1,4 @@
-"""Llama 4: experts whose inputs are weighed, layers without positions, norms after rotation.
+"""Llama 4: experts with weighted inputs, layers without positions, norms after rotation.
 
 Layers with positions see only their own chunk of a sequence, which begins at a multiple of
 attention_chunk_size.

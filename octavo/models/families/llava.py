@@ -1,4 +1,7 @@
-"""Models that read pictures or sound, of which only the text part is run: another family."""
+"""Models that read pictures or sound, and whose text part is a model of another family.
+
+Only the text part is run.
+"""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def read(config: ConfigJson) -> ModelSpec:
 def read_minicpm3(config: ConfigJson) -> ModelSpec:
     """Read MiniCPM3."""
     hidden, layers = config.integer("hidden_size"), read_num_layers(config)
-    # null means no factor, and values as in Llama.
+    # An absent or null field means: no factor, and heads of values as large as Llama's.
     neutral = {"scale_depth": math.sqrt(layers), "dim_model_base": hidden}
     neutral["v_head_dim"] = hidden // read_num_heads(config)
     for name, value in neutral.items():

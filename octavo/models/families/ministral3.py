@@ -1,6 +1,6 @@
 """Ministral 3, Mistral Small 4, and Mistral's models that read pictures, too.
 
-Their queries grow beyond the original context.
+At positions beyond the original context, queries have a factor that grows with the position.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _read_query_scale(config: ConfigJson) -> QueryScale | None:
 
 def read_mistral4(config: ConfigJson) -> ModelSpec:
     """Read Mistral Small 4: latent attention, and experts."""
-    # It says again which part of a head is rotated: qk_rope_head_dim.
+    # partial_rotary_factor repeats what qk_rope_head_dim says: which part of a head is rotated.
     rope = config.section("rope_parameters").fields
     rope.pop("partial_rotary_factor", None)
     config = config.replaced("rope_parameters", rope)
@@ -48,8 +48,8 @@ def read_mistral4(config: ConfigJson) -> ModelSpec:
 def read_mistral3(config: ConfigJson) -> ModelSpec:
     """Read Mistral Small 3.1 and later, and Ministral 3, which also read pictures."""
     text = config.section("text_config")
-    # Published checkpoints have an LM head of their own where only the whole model is said to be
-    # tied, as transformers assumes.
+    # Only text_config decides. The outer config is tied by transformers' default, but published
+    # checkpoints have an LM head of their own.
     config = config.replaced("tie_word_embeddings", text.flag("tie_word_embeddings", False))
     kinds = {DEFAULTS[name]["model_type"]: name for name in _TEXT_PARTS}
     architecture = text.choice("model_type", kinds, "mistral")

@@ -1,4 +1,4 @@
-"""Nemotron 3 and 4, Minitron: layer norms whose weights lack 1, and the square of ReLU."""
+"""Nemotron 3 and 4, Minitron: layer norms with 1 added to the weight, and the square of ReLU."""
 
 from __future__ import annotations
 

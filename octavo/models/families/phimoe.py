@@ -1,4 +1,4 @@
-"""Phi-3.5-MoE: experts weighed by SparseMixer, layer norms with biases, longrope."""
+"""Phi-3.5-MoE: experts weighted by SparseMixer, layer norms with biases, longrope."""
 
 from __future__ import annotations
 
@@ -44,7 +44,11 @@ def read(config: ConfigJson) -> ModelSpec:
 
 
 def _read_rope(config: ConfigJson) -> RopeSpec:
-    """Return the rotary positions; factors of cosines and sines are fields of their own."""
+    """Return the rotary positions. The factor of cosines and sines is a field, long_mscale.
+
+    Raises:
+        ModelError: short_mscale differs from long_mscale.
+    """
     rope = read_llama_rope(config, theta=1e6, aliases={"su": "longrope"}, default_original=4096)
     if rope.rope_type == "default":
         return rope

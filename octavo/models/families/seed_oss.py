@@ -1,4 +1,4 @@
-"""Seed-OSS: Llama with separate switches for the biases of attention's products."""
+"""Seed-OSS: Llama with separate switches for the biases of attention's projections."""
 
 from __future__ import annotations
 

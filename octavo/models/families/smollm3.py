@@ -9,11 +9,11 @@ from octavo.models.spec import ModelSpec
 
 
 def read_rotated(config: ConfigJson) -> list[bool]:
-    """Return for each layer whether it has positions."""
+    """Return for each layer whether it has rotary positions."""
     num_layers = read_num_layers(config)
     interval = config.integer("no_rope_layer_interval", default=4)
     rotated = [int((i + 1) % interval != 0) for i in range(num_layers)]
-    if config.get("no_rope_layers"):  # an empty list is as none
+    if config.get("no_rope_layers"):  # an empty list counts as absent
         rotated = config.get("no_rope_layers")
         if not isinstance(rotated, list) or len(rotated) < num_layers:
             raise config.error("no_rope_layers", "it must have 0 or 1 for each layer")

@@ -14,8 +14,8 @@ class ReasoningEnd(LogitsProcessor):
     """Processor that excludes all tokens but the one that the request's guard forces.
 
     It comes after the grammar, which may exclude this token for a moment, such as within a
-    character; then it waits. It comes before all other processors: if the request itself excludes
-    the token, no token is left, and the request fails.
+    character. Then the processor waits. It comes before all other processors: if the request itself
+    excludes the token, no token is left, and the request fails.
     """
 
     needs_tokens = True
