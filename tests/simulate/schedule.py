@@ -162,11 +162,16 @@ class Schedule:
 _WINDOWS: tuple[tuple[int | None, ...], ...] = ((None, 9), (11,), (24, None, 24), (5, 12, None))
 
 
-def make_schedule(seed: int) -> Schedule:
-    """Return the schedule of a seed: mostly a few small requests, in which faults show."""
+def make_schedule(seed: int, states: bool = False) -> Schedule:
+    """Return the schedule of a seed: mostly a few small requests, in which faults show.
+
+    Args:
+        seed: any number.
+        states: True for a model with recurrent states; otherwise chance decides.
+    """
     rng = random.Random(seed)
     chance = rng.random
-    settings = _make_settings(rng)
+    settings = _make_settings(rng, states)
     events: list[Event] = []
     longest = settings.max_model_len - 1
     at, num_requests = 0.0, rng.choice((2, 2, 3, 3, 4, 4, 5, 6, 9))
@@ -241,8 +246,8 @@ def make_schedule(seed: int) -> Schedule:
     return Schedule(settings, tuple(sorted(events, key=lambda event: event.at)))
 
 
-def _make_settings(rng: random.Random) -> Settings:
-    spare_states = rng.choice((0, 1, 4, 12, 40)) if rng.random() < 0.15 else None
+def _make_settings(rng: random.Random, states: bool) -> Settings:
+    spare_states = rng.choice((0, 1, 4, 12, 40)) if rng.random() < 0.15 or states else None
     windows: tuple[int | None, ...] = (None,)
     if rng.random() < 0.25:
         windows = rng.choice(_WINDOWS)
