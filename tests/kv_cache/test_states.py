@@ -195,6 +195,45 @@ class TestSlots:
         engine.run()
         assert snapshots(engine) == []
 
+    def test_a_preempted_request_that_fails_leaves_none(self):
+        """Those from before the preemption may contain NaN, too."""
+        engine = make_engine(fail=("a",))
+        request = engine.add("a", [*text(600), END, *text(600)])
+        engine.step()
+        engine.step()
+        engine.scheduler.pause("keep")
+        assert 600 in snapshots(engine)
+        assert not request.num_output_tokens
+        engine.scheduler.resume()
+        engine.run()
+        assert request.num_preemptions == 1
+        assert engine.outputs["a"][-1].error
+        assert snapshots(engine) == []
+
+    def test_an_answer_has_one_snapshot_after_a_preemption(self):
+        engine = make_engine()
+        request = engine.add("a", text(10), max_tokens=400)
+        while request.num_output_tokens < 200:
+            engine.step()
+        engine.scheduler.pause("keep")
+        engine.scheduler.resume()
+        engine.run()
+        assert request.num_preemptions == 1
+        assert len([n for n in snapshots(engine) if n > 10]) == 1
+
+    def test_hits_take_no_memory(self):
+        engine, prompt = make_engine(), text(100)
+        states = engine.scheduler.kv_cache_manager.states
+        for i in range(100):
+            assert hit(engine, f"a{i}", prompt) == (96 if i else 0)
+        assert len(states._heap) <= 2 * states.num_slots
+
+    def test_of_two_of_the_same_value_the_used_one_stays(self):
+        engine = make_engine(num_states=3)
+        for name in ("a", "b", "a", "c", "a"):
+            found = hit(engine, f"{name}{len(engine.outputs)}", text(20, ord(name)), max_tokens=1)
+        assert found == 16
+
     def test_a_failed_request_leaves_those_of_others(self):
         engine, system = make_engine(fail=("b",)), [*text(600), END]
         hit(engine, "a", [*system, *text(300, 7)])
