@@ -151,6 +151,9 @@ class StateManager:
 
     def has_room(self, source: Snapshot | None) -> bool:
         """Return True if a request can begin, from the snapshot `source` if there is one."""
+        least = len(self._free) + len(self._known) - len(self._pinned) - 1
+        if least >= self.slots_per_request:  # without a look at all of them
+            return True
         usable = sum(snapshot.slot not in self._pinned for snapshot in self._known.values())
         if source is not None and source.slot not in self._pinned:
             usable -= 1

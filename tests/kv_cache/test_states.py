@@ -262,6 +262,44 @@ class TestSlots:
         assert snapshots(engine) == []
 
 
+class TestAttacks:
+    @pytest.mark.parametrize("caches", [(*pages(None), STATE), (STATE,)], ids=len)
+    def test_other_salts_find_nothing(self, caches):
+        """Neither a snapshot, nor the place where prompts part."""
+        engine, shared = make_engine(caches=caches), text(333)
+        hit(engine, "a", [*shared, *text(30, 7)], salt="a")
+        before = snapshots(engine)
+        for salt in ("b", None):
+            prompt = [*shared, *text(30, 7)]
+            assert hit(engine, f"r{salt}", prompt, salt=salt) == 0
+            stored = engine.outputs[f"r{salt}"][0].num_stored_tokens
+            assert stored == (360 if len(caches) == 1 else 0)  # those of its own prompt
+        assert snapshots(engine) == sorted(before * 3)
+        assert hit(engine, "own", [*shared, *text(30, 7)], salt="a") == 360
+
+    def test_thousands_of_branches_do_not_displace_what_is_used(self):
+        engine, system = make_engine(num_states=8), [*text(600), END]
+        hit(engine, "first", system + text(20, 5))
+        for i in range(1000):
+            hit(engine, f"r{i}", text(9 + i % 40, i), max_tokens=1)
+            if i % 50 == 0:
+                assert hit(engine, f"used{i}", system + text(20, i)) == 600
+        assert engine.scheduler.make_stats().num_snapshot_evictions > 900
+
+    @pytest.mark.parametrize("num_states", [1, 2, 30])
+    def test_a_prompt_of_ends_of_messages_has_few_snapshots(self, num_states):
+        engine = make_engine(num_states=num_states, num_blocks=600)
+        hit(engine, "a", [END] * 4000)
+        assert len(snapshots(engine)) <= min(7, num_states)
+
+    @pytest.mark.parametrize("length", [1, 2, 7, 8, 9, 15, 16, 17, 4095])
+    @pytest.mark.parametrize("caches", [(*pages(None), STATE), (STATE,)], ids=len)
+    def test_lengths(self, length, caches):
+        engine, prompt = make_engine(caches=caches, num_blocks=600, num_states=3), text(length)
+        assert hit(engine, "a", prompt, max_tokens=1) == 0
+        assert hit(engine, "b", prompt, max_tokens=1) == (length - 1) // 8 * 8
+
+
 def test_loads_leave_slots_for_a_request():
     """A loaded state must not take the last slots: no request could start from it."""
     assert StateManager(4, 4, 8, enable_caching=True).reserve() is None

@@ -188,9 +188,7 @@ def snapshots_of_a_wrong_place(monkeypatch):
 
 
 def slots_that_are_not_pinned(monkeypatch):
-    monkeypatch.setattr(
-        StateManager, "_release", lambda self, slot: self._free.append(slot)
-    )
+    monkeypatch.setattr(StateManager, "_release", lambda self, slot: self._free.append(slot))
 
 
 @pytest.mark.parametrize(
