@@ -45,7 +45,7 @@ _KINDS = {
     ),
     "mamba2": (
         "Mamba2ForCausalLM",
-        {"num_hidden_layers": 3, "num_heads": 8, "head_dim": 16, "n_groups": 2, "state_size": 16},
+        {"num_hidden_layers": 3, "num_heads": 8, "head_dim": 16, "n_groups": 2, "state_size": 32},
     ),
 }
 HYBRIDS = tuple(_KINDS)
