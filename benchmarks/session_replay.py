@@ -45,7 +45,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 
 from octavo.bench.process import running_server
 
@@ -529,6 +528,8 @@ def replay(
 
 def kill_engine() -> None:
     """Kill the engine core of the server that this process started."""
+    import psutil  # replays without --kill do without it
+
     for process in psutil.Process().children(recursive=True):
         if "octavo.engine.core_process" in process.cmdline():
             os.kill(process.pid, signal.SIGKILL)

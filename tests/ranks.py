@@ -50,6 +50,10 @@ class RanksExecutor(Executor):
         for rank in self.ranks:
             rank.initialize_kv_cache(kv_cache)
 
+    def register_transfer_callback(self, callback):
+        for rank in self.ranks:
+            rank.register_transfer_callback(callback)
+
     def execute(self, work):
         return _Step([rank.execute(work) for rank in self.ranks], self.teller)
 

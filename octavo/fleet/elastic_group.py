@@ -236,11 +236,12 @@ class ElasticGroup:
         if self._read is not None:
             self._read.cancel()
             await asyncio.wait({self._read})
-        await asyncio.gather(*(g.shutdown() for g in (self._new, self._group) if g is not None))
+        groups = filter(None, (self._new, self._old, self._group))
+        await asyncio.gather(*(group.shutdown() for group in groups))
 
     def close(self) -> None:
         """Shut down without an event loop."""
-        for group in filter(None, (self._new, self._group)):
+        for group in filter(None, (self._new, self._old, self._group)):
             group.close()
 
 

@@ -31,6 +31,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from weakref import WeakKeyDictionary
 
 from octavo.request import Request
 
@@ -54,7 +55,8 @@ class Snapshot:
     """Number of these tokens that would have to be computed again without the snapshot."""
     in_prompt: bool = True
     """False if its tokens end in an answer."""
-    value: int = 0
+    rank: tuple[int, int] = (0, 0)
+    """Value, and number of the last use: the lowest one is given up first."""
 
 
 @dataclass(slots=True)
@@ -82,8 +84,6 @@ class _RequestStates:
     """Pairs (number of tokens, slot) of the snapshots that the step being scheduled takes."""
     last: int = 0
     """Number of tokens of the request's last known snapshot."""
-    taken: list[Snapshot] = field(default_factory=list)
-    """The request's snapshots; the last one of the answer replaces the one before."""
 
 
 def id_of_state(slot: int) -> int:
@@ -122,8 +122,11 @@ class StateManager:
         self._message_ends = frozenset(message_ends)
         self._free = list(range(num_slots - 1, -1, -1))
         self._requests: dict[str, _RequestStates] = {}
+        self._taken: WeakKeyDictionary[Request, list[Snapshot]] = WeakKeyDictionary()
+        """Snapshots of each request, also from before a preemption; one of its answer at most."""
         self._known: dict[bytes, Snapshot] = {}
-        self._heap: list[tuple[int, int, Snapshot]] = []
+        self._heap: list[tuple[tuple[int, int], Snapshot]] = []
+        """Snapshots by rank; entries of forgotten ones, and of earlier uses, are ignored."""
         self._order = count()
         self._last_value = 0
         self._remembered: OrderedDict[bytes, None] = OrderedDict()
@@ -149,6 +152,9 @@ class StateManager:
 
     def has_room(self, source: Snapshot | None) -> bool:
         """Return True if a request can begin, from the snapshot `source` if there is one."""
+        least = len(self._free) + len(self._known) - len(self._pinned) - 1
+        if least >= self.slots_per_request:  # without a look at all of them
+            return True
         usable = sum(snapshot.slot not in self._pinned for snapshot in self._known.values())
         if source is not None and source.slot not in self._pinned:
             usable -= 1
@@ -266,7 +272,7 @@ class StateManager:
             return
         self._publish(request, states)
         if request.error is not None:  # its state may contain NaN
-            for snapshot in states.taken:
+            for snapshot in self._taken.pop(request, ()):
                 self._drop_for_good(snapshot)
         for slot in [*states.slots, *(slot for _, slot in states.pending)]:
             self._release(slot)
@@ -340,18 +346,21 @@ class StateManager:
                 self._release(slot)
             else:
                 in_prompt = num_tokens <= request.num_prompt_tokens
-                cost, taken = num_tokens - states.last, states.taken
+                cost, taken = num_tokens - states.last, self._taken.setdefault(request, [])
                 snapshot = Snapshot(slot, block_hash, num_tokens, cost, in_prompt)
                 self._becoming.append(snapshot)
                 if taken and not (in_prompt or taken[-1].in_prompt):
-                    self._drop_for_good(taken.pop())
+                    self._drop_for_good(taken.pop())  # the one of the answer before
                 taken.append(snapshot)
             states.last = num_tokens
 
     def _touch(self, snapshot: Snapshot) -> None:
-        """Set a snapshot's value as if it were new."""
-        snapshot.value = self._last_value + snapshot.cost
-        heapq.heappush(self._heap, (snapshot.value, next(self._order), snapshot))
+        """Set a snapshot's rank as if it were new."""
+        snapshot.rank = self._last_value + snapshot.cost, next(self._order)
+        heapq.heappush(self._heap, (snapshot.rank, snapshot))
+        if len(self._heap) > 2 * self.num_slots:  # ignored entries would fill the memory
+            self._heap = [(known.rank, known) for known in self._known.values()]
+            heapq.heapify(self._heap)
 
     def _allocate(self) -> int | None:
         """Return a free slot; give up the least valuable snapshot if there is none."""
@@ -360,14 +369,14 @@ class StateManager:
         kept, slot = [], None
         while self._heap and slot is None:
             entry = heapq.heappop(self._heap)
-            value, _, snapshot = entry
-            if self._known.get(snapshot.block_hash) is not snapshot or value != snapshot.value:
+            rank, snapshot = entry
+            if self._known.get(snapshot.block_hash) is not snapshot or rank != snapshot.rank:
                 continue  # the snapshot was forgotten, or used since then
             if snapshot.slot in self._pinned:
                 kept.append(entry)
                 continue
             del self._known[snapshot.block_hash]
-            self._last_value = value
+            self._last_value = rank[0]
             self.num_evictions += 1
             slot = snapshot.slot
         for entry in kept:

@@ -1,9 +1,9 @@
 """File of copies of blocks that survives its process; only one rank writes it.
 
-The header holds the layout, rank and size. A table with a record for each slot follows, then the
-copies. To write a copy, the slot's record is removed first and the new one is written last: a
-process that dies in between leaves a slot without a record. After a crash of the machine, the
-checksums of the records and of the copies detect the data that did not reach the disk.
+The header identifies the layout and the rank, and holds the size. A table with a record for each
+slot follows, then the copies. To write a copy, the slot's record is removed first and the new one
+is written last: a process that dies in between leaves a slot without a record. After a crash of the
+machine, the checksums of the records and of the copies detect the data that did not reach the disk.
 
 The file is read and written by system calls, not mapped: a full disk or a truncated file is then
 an error of the call and does not kill the process.
@@ -24,7 +24,7 @@ from octavo.errors import ConfigError
 from octavo.kv_connector.layout import KVLayout
 
 _MAGIC = b"octavokv"
-_HEADER = struct.Struct("<8s32sIIQQ")  # magic, identity, rank, world size, slots, copy bytes
+_HEADER = struct.Struct("<8s32sQQ")  # magic, identity of the rank's copies, slots, copy bytes
 _RECORD = struct.Struct("<QI4x32s")  # number, group, hash
 _CHECK_NBYTES = 16
 _RECORD_NBYTES = _RECORD.size + _CHECK_NBYTES
@@ -45,12 +45,8 @@ class CopyFile:
 
     def __init__(self, path: Path, layout: KVLayout, num_slots: int) -> None:
         self._layout, self._num_slots = layout, num_slots
-        table = num_slots * _RECORD_NBYTES
-        self._copies = _PAGE + -(-table // _PAGE) * _PAGE
-        header = _HEADER.pack(
-            *(_MAGIC, layout.identity, layout.rank, layout.world_size),
-            *(num_slots, layout.copy_nbytes),
-        )
+        self._copies = _begin_of_copies(num_slots)
+        header = _HEADER.pack(_MAGIC, layout.own_identity, num_slots, layout.copy_nbytes)
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -146,7 +142,12 @@ def read_records(path: Path, layout: KVLayout) -> Iterator[tuple[int, int, int, 
             header = file.read(_HEADER.size)
             if len(header) < _HEADER.size:
                 return
-            num_slots = _HEADER.unpack(header)[4]
+            magic, identity, num_slots, copy_nbytes = _HEADER.unpack(header)
+            size = _begin_of_copies(num_slots) + num_slots * copy_nbytes
+            if (magic, identity) != (_MAGIC, layout.own_identity) or size != os.fstat(
+                file.fileno()
+            ).st_size:
+                return
             file.seek(_PAGE)
             table = file.read(num_slots * _RECORD_NBYTES)
     except OSError:
@@ -160,9 +161,14 @@ def read_records(path: Path, layout: KVLayout) -> Iterator[tuple[int, int, int, 
                 yield number, slot, group_id, block_hash
 
 
+def _begin_of_copies(num_slots: int) -> int:
+    """Return the offset of the first copy: after the header and the table, in whole pages."""
+    return _PAGE + -(-num_slots * _RECORD_NBYTES // _PAGE) * _PAGE
+
+
 def _check(layout: KVLayout, slot: int, body: bytes) -> bytes:
     """Return the checksum of a record, which depends on the file and the slot."""
-    key = layout.identity + layout.rank.to_bytes(4, "little") + slot.to_bytes(8, "little")
+    key = layout.own_identity + slot.to_bytes(8, "little")
     return hashlib.sha256(key + body).digest()[:_CHECK_NBYTES]
 
 

@@ -237,6 +237,15 @@ class KVLayout:
         text = str((self.first_layer, self.pieces))
         return hashlib.sha256(b"octavo-kv-states:" + text.encode()).hexdigest()[:16]
 
+    @cached_property
+    def own_identity(self) -> bytes:
+        """32 bytes that differ if this rank's copies might hold other bytes.
+
+        They depend on `identity` and on the part of the model that this rank has.
+        """
+        text = str((self.part, self.first_layer, self.pieces, self.rank, self.world_size))
+        return hashlib.sha256(b"octavo-kv-copies:" + self.identity + text.encode()).digest()
+
     @property
     def num_pieces(self) -> int:
         """Number of pieces of a state, the same on all ranks."""

@@ -165,8 +165,11 @@ class ExpertBalancer:
 
     def reset(self) -> None:
         """Return to the first placement, after all weights have been loaded again."""
+        has_moved = any((layer.placement != layer.first).any() for layer in self._layers)
         for layer in self._layers:
             layer.use(layer.first)
+        if has_moved:
+            self._publish()
         self._move = None
         self._restart()
 
@@ -310,6 +313,10 @@ class ExpertBalancer:
         layer = self._layers[move.layer]
         layer.use(move.target, move.staged)
         move.has_switched = True
+        self._publish()
+
+    def _publish(self) -> None:
+        """Make the placements of all layers the next version, which new processes take over."""
         table = self._placement(self._version + 1)
         np.concatenate([layer.placement.ravel() for layer in self._layers], out=table)
         self._set_version(self._version + 1)

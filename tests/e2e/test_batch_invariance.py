@@ -188,7 +188,7 @@ def test_a_prompt_cached_to_its_last_token(dtype):
 @pytest.mark.parametrize(
     ("case", "quantization"),
     [
-        *((case, None) for case in ("lfm2", "falcon-h1", "jamba", "rwkv7")),
+        *((case, None) for case in ("qwen3.5", "lfm2", "mamba2", "falcon-h1", "jamba", "rwkv7")),
         *((case, None) for case in ("deepseek-v2", "kimi-linear")),
         *(("qwen3-moe", quantization) for quantization in ("int8", "int4", "fp8")),
     ],

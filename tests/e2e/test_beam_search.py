@@ -10,6 +10,7 @@ import torch
 from octavo import LLM, BeamSearchParams, SamplingParams
 from octavo.errors import RequestError
 from tests.e2e.harness import serve
+from tests.hybrid import HYBRIDS, save_hybrid
 from tests.models.harness import make_hf
 
 EOS = [2, 3]
@@ -211,3 +212,23 @@ def test_over_http(hf, llm, expected, tmp_path):
         assert server.metric("octavo:kv_cache_usage_perc") == 0
         again = server.post("/v1/completions", body | beams).json()
         assert again["choices"] == answer["choices"]
+
+
+@pytest.mark.parametrize("kind", HYBRIDS)
+def test_models_with_states(kind, tmp_path):
+    """Each step of a beam starts from a snapshot, at most 64 tokens before."""
+    model = save_hybrid(tmp_path, kind)
+    prompts = [
+        {"prompt_token_ids": [20 + i * i % 90 for i in range(count)]} for count in (1, 16, 33)
+    ]
+    params = BeamSearchParams(beam_width=3, max_tokens=40, ignore_eos=True)
+    found, scheduled = [], []
+    for caching in (False, True):
+        settings = {"max_model_len": 160, "max_num_seqs": 8, "enable_prefix_caching": caching}
+        with LLM(model, **settings) as llm:
+            outputs = llm.beam_search(prompts, params)
+            found.append([[(s.tokens, s.cum_logprob) for s in o.sequences] for o in outputs])
+            scheduled.append(llm.stats().num_scheduled_tokens)
+            llm._client.core.check_integrity()
+    assert found[0] == found[1]
+    assert scheduled[1] < scheduled[0] / 3

@@ -1,13 +1,14 @@
 """Grammars, drafts, parallel answers, prefix hits and chunked prompts, each with every other one.
 
-The answer is always the plain one, bit for bit, and fits its grammar. In chunks, a model with
-recurrent states takes the place of the built-in one where drafting needs no draft model.
+The answer is always the plain one, bit for bit, and fits its grammar. In chunks, models with
+recurrent states take the place of the built-in one where drafting needs no draft model.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
@@ -19,7 +20,7 @@ from octavo.config import BUILTIN_MODEL
 from octavo.sampling_params import StructuredOutputsParams
 from octavo.scheduler.speculation import DraftLengths
 from tests import small_tokenizers
-from tests.hybrid import save_hybrid
+from tests.hybrid import HYBRIDS, save_hybrid
 from tests.worker.spec_decode import mtp_model
 
 PROMPT = (
@@ -57,7 +58,8 @@ METHODS = {
 }
 RUNS = [(BUILTIN_MODEL, method, False) for method in ("none", "ngram", "eagle")]
 RUNS += [(BUILTIN_MODEL, method, True) for method in ("draft_model", "medusa", "eagle")]
-RUNS += [("hybrid", method, True) for method in ("none", "ngram", "suffix")]
+RUNS += [("qwen3.5", method, True) for method in ("none", "ngram", "suffix")]
+RUNS += [(kind, "ngram", True) for kind in ("lfm2", "mamba2")]
 """Model, method of drafting, and whether prompts are computed in chunks."""
 
 
@@ -96,8 +98,16 @@ def check(answer: Answer) -> None:
 
 
 @pytest.fixture(scope="module")
-def hybrid(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_hybrid(tmp_path_factory.mktemp("hybrid"))
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    """Return a function that returns the folder, or the name, of a model."""
+
+    @cache
+    def make(model: str) -> str:
+        if model not in HYBRIDS:
+            return model
+        return save_hybrid(tmp_path_factory.mktemp(model), model)
+
+    return make
 
 
 @cache
@@ -114,8 +124,10 @@ def expected_of(model: str) -> list[Answer]:
 
 
 @pytest.mark.parametrize(("model", "method", "chunked"), RUNS)
-def test_each_with_every_other(model: str, hybrid: str, method: str, chunked: bool) -> None:
-    model = hybrid if model == "hybrid" else model
+def test_each_with_every_other(
+    model: str, method: str, chunked: bool, folder: Callable[[str], str]
+) -> None:
+    model = folder(model)
     expected = expected_of(model)
     settings = {"max_num_batched_tokens": 32, "max_num_seqs": 32} if chunked else {}
     with LLM(model, max_model_len=256, speculative_config=METHODS[method], **settings) as llm:

@@ -40,6 +40,7 @@ LAYERS = {
     "falcon-h1": {},
     "nemotron-h": {"layers_block_type": [*ONE_MIXER, "linear_attention"]},
     "mamba2": {},
+    "lfm2": {"tie_word_embeddings": False},
 }
 """Fields of the models. The first stage of the first one has no attention; layers of the others
 have two caches, or none."""
@@ -147,6 +148,52 @@ def test_each_rank_hands_its_part_over(case, ranks, model, plain, tmp_path, monk
         ]
         check_loaded(generate(two, params=params), plain(case))
         assert two.stats().num_failed_loads == 0
+
+
+def folder_connector(path):
+    extra = {"shared_storage_path": str(path), "write_buffer_bytes": 2**22}
+    return {"kv_connector": "SharedStorageConnector", "kv_connector_extra_config": extra}
+
+
+@pytest.mark.parametrize("case", ["qwen3.5", "falcon-h1", "lfm2", "mamba2"])
+@pytest.mark.parametrize("name", ["file", "folder"])
+def test_states_of_other_divisions_are_not_found(case, name, model, plain, tmp_path, monkeypatch):
+    """Two ranks, two stages and one process store in the same place."""
+    transfer = folder_connector(tmp_path) if name == "folder" else connector("Offloading", tmp_path)
+    for ranks in ((2, 1), (1, 2), (1, 1)):
+        use_ranks(monkeypatch, *ranks)
+        with LLM(model(case), kv_transfer_config=transfer, **SETTINGS) as llm:
+            outputs = generate(llm)
+            assert bits(outputs) == plain(case)
+            assert [output.num_cached_tokens for output in outputs] == [0] * len(PROMPTS)
+            assert llm.stats().num_failed_loads == 0
+    with LLM(model(case), kv_transfer_config=transfer, **SETTINGS) as llm:
+        check_loaded(generate(llm), plain(case))
+
+
+@pytest.mark.parametrize("case", ["qwen3.5", "mamba2"])
+@pytest.mark.parametrize("divisions", [((1, 1), (2, 1)), ((2, 1), (1, 1)), ((2, 1), (1, 2))])
+def test_states_handed_over_to_another_division_are_computed(
+    case, divisions, model, plain, tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    settings = {"kv_transfer_config": connector("P2P"), **SETTINGS}
+    with contextlib.ExitStack() as stack:
+        engines = []
+        for ranks in divisions:
+            use_ranks(monkeypatch, *ranks)
+            engines.append(stack.enter_context(LLM(model(case), **settings)))
+        one, two = engines
+        handed = [output.kv_transfer_params for output in generate(one, params=PREFILL)]
+        params = [
+            msgspec.structs.replace(PARAMS, extra_args={"kv_transfer_params": found})
+            for found in handed
+        ]
+        outputs = generate(two, params=params)
+        assert bits(outputs) == plain(case)
+        assert [output.num_cached_tokens for output in outputs] == [0] * len(PROMPTS)
+        assert two.stats().num_failed_loads == 0
+        assert "divides recurrent states among its processes in another way" in caplog.text
 
 
 def states(llm):

@@ -195,6 +195,45 @@ class TestSlots:
         engine.run()
         assert snapshots(engine) == []
 
+    def test_a_preempted_request_that_fails_leaves_none(self):
+        """Those from before the preemption may contain NaN, too."""
+        engine = make_engine(fail=("a",))
+        request = engine.add("a", [*text(600), END, *text(600)])
+        engine.step()
+        engine.step()
+        engine.scheduler.pause("keep")
+        assert 600 in snapshots(engine)
+        assert not request.num_output_tokens
+        engine.scheduler.resume()
+        engine.run()
+        assert request.num_preemptions == 1
+        assert engine.outputs["a"][-1].error
+        assert snapshots(engine) == []
+
+    def test_an_answer_has_one_snapshot_after_a_preemption(self):
+        engine = make_engine()
+        request = engine.add("a", text(10), max_tokens=400)
+        while request.num_output_tokens < 200:
+            engine.step()
+        engine.scheduler.pause("keep")
+        engine.scheduler.resume()
+        engine.run()
+        assert request.num_preemptions == 1
+        assert len([n for n in snapshots(engine) if n > 10]) == 1
+
+    def test_hits_take_no_memory(self):
+        engine, prompt = make_engine(), text(100)
+        states = engine.scheduler.kv_cache_manager.states
+        for i in range(100):
+            assert hit(engine, f"a{i}", prompt) == (96 if i else 0)
+        assert len(states._heap) <= 2 * states.num_slots
+
+    def test_of_two_of_the_same_value_the_used_one_stays(self):
+        engine = make_engine(num_states=3)
+        for name in ("a", "b", "a", "c", "a"):
+            found = hit(engine, f"{name}{len(engine.outputs)}", text(20, ord(name)), max_tokens=1)
+        assert found == 16
+
     def test_a_failed_request_leaves_those_of_others(self):
         engine, system = make_engine(fail=("b",)), [*text(600), END]
         hit(engine, "a", [*system, *text(300, 7)])
@@ -221,6 +260,44 @@ class TestSlots:
         assert manager.reset_prefix_cache()
         engine.schedule()
         assert snapshots(engine) == []
+
+
+class TestAttacks:
+    @pytest.mark.parametrize("caches", [(*pages(None), STATE), (STATE,)], ids=len)
+    def test_other_salts_find_nothing(self, caches):
+        """Neither a snapshot, nor the place where prompts part."""
+        engine, shared = make_engine(caches=caches), text(333)
+        hit(engine, "a", [*shared, *text(30, 7)], salt="a")
+        before = snapshots(engine)
+        for salt in ("b", None):
+            prompt = [*shared, *text(30, 7)]
+            assert hit(engine, f"r{salt}", prompt, salt=salt) == 0
+            stored = engine.outputs[f"r{salt}"][0].num_stored_tokens
+            assert stored == (360 if len(caches) == 1 else 0)  # those of its own prompt
+        assert snapshots(engine) == sorted(before * 3)
+        assert hit(engine, "own", [*shared, *text(30, 7)], salt="a") == 360
+
+    def test_thousands_of_branches_do_not_displace_what_is_used(self):
+        engine, system = make_engine(num_states=8), [*text(600), END]
+        hit(engine, "first", system + text(20, 5))
+        for i in range(1000):
+            hit(engine, f"r{i}", text(9 + i % 40, i), max_tokens=1)
+            if i % 50 == 0:
+                assert hit(engine, f"used{i}", system + text(20, i)) == 600
+        assert engine.scheduler.make_stats().num_snapshot_evictions > 900
+
+    @pytest.mark.parametrize("num_states", [1, 2, 30])
+    def test_a_prompt_of_ends_of_messages_has_few_snapshots(self, num_states):
+        engine = make_engine(num_states=num_states, num_blocks=600)
+        hit(engine, "a", [END] * 4000)
+        assert len(snapshots(engine)) <= min(7, num_states)
+
+    @pytest.mark.parametrize("length", [1, 2, 7, 8, 9, 15, 16, 17, 4095])
+    @pytest.mark.parametrize("caches", [(*pages(None), STATE), (STATE,)], ids=len)
+    def test_lengths(self, length, caches):
+        engine, prompt = make_engine(caches=caches, num_blocks=600, num_states=3), text(length)
+        assert hit(engine, "a", prompt, max_tokens=1) == 0
+        assert hit(engine, "b", prompt, max_tokens=1) == (length - 1) // 8 * 8
 
 
 def test_loads_leave_slots_for_a_request():

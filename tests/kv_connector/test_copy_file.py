@@ -57,6 +57,34 @@ def test_a_file_of_something_else_is_emptied(path, other):
     assert not list(read_records(path, LAYOUT))
 
 
+def test_a_file_of_another_division_is_emptied(path):
+    """Two ranks have all layers and half of the heads, or half of the layers: as many bytes."""
+    heads = make_layout([AttentionCache(2, 4)] * 2, world_size=2)
+    layers = make_layout([AttentionCache(4, 4)], world_size=2)
+    assert heads.identity == layers.identity
+    assert heads.copy_nbytes == layers.copy_nbytes
+    file = CopyFile(path, heads, 4)
+    file.write(1, memoryview(bytes(heads.copy_nbytes)), 1, 0, b"a" * 32)
+    file.close()
+    assert len(list(read_records(path, heads))) == 1
+    assert not list(read_records(path, layers))
+    CopyFile(path, layers, 4).close()
+    assert not list(read_records(path, heads))
+
+
+@pytest.mark.parametrize("at", [0, 39, 40, 47, 48, 55])
+def test_a_damaged_header_has_no_records(at, path):
+    file = CopyFile(path, LAYOUT, 4)
+    file.write(1, copy(1), 1, 0, b"a" * 32)
+    file.close()
+    data = bytearray(path.read_bytes())
+    data[at] ^= 64
+    path.write_bytes(data)
+    assert not list(read_records(path, LAYOUT))
+    CopyFile(path, LAYOUT, 4).close()
+    assert not list(read_records(path, LAYOUT))
+
+
 def test_a_file_that_was_cut_short_is_emptied(path):
     file = CopyFile(path, LAYOUT, 4)
     file.write(1, copy(1), 1, 0, b"a" * 32)

@@ -355,6 +355,23 @@ BAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_expand": 2}
             r"layer_types=.*full_attention, co",
         ),
         ("Lfm2ForCausalLM", {"full_attn_idxs": [0, 2]}, r"full_attn_idxs=\[0, 2\].*2 layers"),
+        ("Lfm2ForCausalLM", {"full_attn_idxs": 1}, r"full_attn_idxs=1.*must list indices"),
+        ("Lfm2ForCausalLM", {"full_attn_idxs": [1.0]}, r"full_attn_idxs=\[1.0\].*2 layers"),
+        (
+            "NemotronHForCausalLM",
+            {"num_hidden_layers": None, "hybrid_override_pattern": 5},
+            r"hybrid_override_pattern=5.*type of each layer",
+        ),
+        (
+            "Qwen3_5ForCausalLM",
+            {"layer_types": [["full_attention"], "full_attention"]},
+            r"layer_types=.*linear_attention, full_attention",
+        ),
+        (
+            "NemotronHForCausalLM",
+            {"num_hidden_layers": None, "layer_types": ["moe"] * 4096, "n_routed_experts": 4096},
+            r"n_routed_experts=4096.*4096 layers may have 65536 experts together",
+        ),
         ("Lfm2ForCausalLM", {"conv_L_cache": 9}, r"conv_L_cache=9.*<= 8"),
         ("MambaForCausalLM", {"hidden_act": "gelu"}, r"hidden_act='gelu'.*silu"),
         ("MambaForCausalLM", {"time_step_rank": "all"}, r"time_step_rank='all'.*whole number"),

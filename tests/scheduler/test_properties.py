@@ -1,11 +1,14 @@
 """Random lives of many requests with the fake worker, which checks every slot it reads."""
 
 import dataclasses
+from unittest.mock import patch
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+import octavo.kv_cache.states
 from octavo.kv_cache.groups import make_kv_cache_groups
 from octavo.messages import FinishReason
 from octavo.models.state_cache import StateCache
@@ -21,6 +24,13 @@ windows = st.sampled_from(
 )
 states = st.sampled_from([(), (), (), (STATE,), (STATE, STATE)])
 connected_states = st.sampled_from([(), (STATE,), (STATE, STATE, StateCache(((40,), (2,))))])
+
+
+@pytest.fixture(autouse=True, scope="module")
+def near_snapshots():
+    """Take more snapshots: requests are short."""
+    with patch.multiple(octavo.kv_cache.states, ANSWER_SPACING=8, _FIRST_DISTANCE=8):
+        yield
 
 
 @st.composite

@@ -20,6 +20,7 @@ import time
 import traceback
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 
 from tests.simulate.schedule import Schedule, make_schedule, shrink
 from tests.simulate.simulation import run
@@ -28,12 +29,12 @@ _BATCH = 500
 _MOST_FAILURES = 10
 
 
-def failures(seeds: range) -> list[tuple[int, str]]:
+def failures(seeds: range, states: bool = False) -> list[tuple[int, str]]:
     """Return the seeds whose schedules fail, and the errors."""
     found = []
     for seed in seeds:
         try:
-            run(make_schedule(seed))
+            run(make_schedule(seed, states))
         except Exception as error:
             found.append((seed, f"{type(error).__name__}: {error}"))
     return found
@@ -59,16 +60,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--schedules", type=int, default=10_000, metavar="N", help="how many [10000]")
     add("--seed", type=int, default=0, metavar="N", help="the first one's number [0]")
     add("--jobs", type=int, default=1, metavar="N", help="processes [1]")
+    add("--states", action="store_true", help="all models have recurrent states")
     add("--replay", type=int, metavar="SEED", help="run this one only, and make it smaller")
     args = parser.parse_args(argv)
     logging.getLogger("octavo").setLevel(logging.CRITICAL)  # steps fail on purpose
     if args.replay is not None:
-        return _replay(args.replay)
+        return _replay(make_schedule(args.replay, args.states), args.replay)
     begin, end = args.seed, args.seed + args.schedules
     batches = [range(at, min(at + _BATCH, end)) for at in range(begin, end, _BATCH)]
     started, done, found = time.monotonic(), 0, 0
     with contextlib.suppress(KeyboardInterrupt):  # finished schedules count
-        for batch, bad in zip(batches, _map(batches, args.jobs), strict=False):
+        for batch, bad in zip(batches, _map(batches, args.states, args.jobs), strict=False):
             done += len(batch)
             found += len(bad)
             for seed, message in bad:
@@ -86,14 +88,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(bool(found))
 
 
-def _map(batches: list[range], jobs: int) -> Iterator[list[tuple[int, str]]]:
+def _map(batches: list[range], states: bool, jobs: int) -> Iterator[list[tuple[int, str]]]:
     """Yield `failures` of each batch, in order, from the given number of processes."""
+    of_batch = partial(failures, states=states)
     if jobs == 1:
-        yield from map(failures, batches)
+        yield from map(of_batch, batches)
         return
     with ProcessPoolExecutor(jobs, initializer=_silence) as pool:
         try:
-            yield from pool.map(failures, batches)
+            yield from pool.map(of_batch, batches)
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
@@ -102,8 +105,7 @@ def _silence() -> None:
     logging.getLogger("octavo").setLevel(logging.CRITICAL)
 
 
-def _replay(seed: int) -> int:
-    schedule = make_schedule(seed)
+def _replay(schedule: Schedule, seed: int) -> int:
     if not fails(schedule):
         print(f"seed {seed} passes")
         return 0

@@ -14,7 +14,8 @@ from typing import Literal, TypeAlias
 from octavo.kv_cache.groups import KVCacheConfig, make_kv_cache_groups, max_blocks_per_request
 from octavo.messages import PauseMode
 from octavo.structured_output.base import MAX_FORCED
-from tests.fakes import STATE, VOCAB, pages
+from tests.fakes import STATE, VOCAB, expected_output, pages
+from tests.params import core_params
 
 
 @dataclass(frozen=True)
@@ -87,13 +88,15 @@ class Arrival:
     """True if its grammar is then rejected; without a grammar the request fails."""
     logprobs: bool = False
     prompt_logprobs: bool = False
+    before: tuple[int, ...] = ()
+    """First tokens: the prompt and the answer of an earlier request."""
 
     @property
     def prompt(self) -> list[int]:
         """Return its tokens."""
         first = [(self.family * 17 + i * i) % VOCAB for i in range(self.shared)]
         number = int(self.name[1:])
-        return first + [(number * 31 + i * 7 + 1) % VOCAB for i in range(self.own)]
+        return [*self.before, *first] + [(number * 31 + i * 7 + 1) % VOCAB for i in range(self.own)]
 
     def allowed(self, place: int) -> list[int]:
         """Return the tokens that its grammar allows at a place of the output: often only one."""
@@ -162,11 +165,16 @@ class Schedule:
 _WINDOWS: tuple[tuple[int | None, ...], ...] = ((None, 9), (11,), (24, None, 24), (5, 12, None))
 
 
-def make_schedule(seed: int) -> Schedule:
-    """Return the schedule of a seed: mostly a few small requests, in which faults show."""
+def make_schedule(seed: int, states: bool = False) -> Schedule:
+    """Return the schedule of a seed: mostly a few small requests, in which faults show.
+
+    Args:
+        seed: any number.
+        states: True for a model with recurrent states; otherwise chance decides.
+    """
     rng = random.Random(seed)
     chance = rng.random
-    settings = _make_settings(rng)
+    settings = _make_settings(rng, states)
     events: list[Event] = []
     longest = settings.max_model_len - 1
     at, num_requests = 0.0, rng.choice((2, 2, 3, 3, 4, 4, 5, 6, 9))
@@ -220,6 +228,8 @@ def make_schedule(seed: int) -> Schedule:
                     prompt_logprobs=chance() < odd / 4,
                 )
             )
+    if settings.spare_states is not None:
+        _add_turns(events, settings, rng)
     end, arrivals = at + 8, len(events)
 
     def when() -> float:
@@ -241,8 +251,33 @@ def make_schedule(seed: int) -> Schedule:
     return Schedule(settings, tuple(sorted(events, key=lambda event: event.at)))
 
 
-def _make_settings(rng: random.Random) -> Settings:
-    spare_states = rng.choice((0, 1, 4, 12, 40)) if rng.random() < 0.15 else None
+def _add_turns(events: list[Event], settings: Settings, rng: random.Random) -> None:
+    """Add arrivals that continue others: they may start from the states of answers."""
+    longest = settings.max_model_len - 1
+    for event in events.copy():
+        assert isinstance(event, Arrival)
+        if rng.random() < 0.5 or event.stop or event.grammar is not None:
+            continue
+        params = core_params(seed=event.seed, max_tokens=event.max_tokens)
+        answer = expected_output(params, event.prompt, settings.max_model_len)
+        before, own = (*event.prompt, *answer), rng.choice((1, 2, 5))
+        if len(before) + own <= longest:
+            events.append(
+                replace(
+                    event,
+                    at=round(event.at + 1 + rng.expovariate(0.1), 1),
+                    name=f"r{len(events)}",
+                    before=before,
+                    shared=0,
+                    own=own,
+                    max_tokens=rng.randint(1, min(12, settings.max_model_len - len(before) - own)),
+                    turn=event.turn + 1,
+                )
+            )
+
+
+def _make_settings(rng: random.Random, states: bool) -> Settings:
+    spare_states = rng.choice((0, 1, 4, 12, 40)) if rng.random() < 0.15 or states else None
     windows: tuple[int | None, ...] = (None,)
     if rng.random() < 0.25:
         windows = rng.choice(_WINDOWS)

@@ -10,6 +10,7 @@ import random
 from collections import Counter, deque
 from concurrent.futures import Future
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 
@@ -17,6 +18,7 @@ from octavo.config import SchedulerConfig
 from octavo.engine.core import EngineCore
 from octavo.errors import GrammarError, OctavoError
 from octavo.frontend.output_processor import OutputProcessor
+from octavo.kv_cache import states
 from octavo.messages import (
     CoreSamplingParams,
     EngineCoreRequest,
@@ -323,6 +325,7 @@ class Simulation:
         self._most_steps = _most_steps(schedule)
         self._start_engine()
 
+    @patch.multiple(states, ANSWER_SPACING=8, _FIRST_DISTANCE=8)  # requests are short
     def run(self) -> None:
         """Run everything, from the first event to the last answer."""
         while True:

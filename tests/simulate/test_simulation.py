@@ -9,6 +9,7 @@ import tests.simulate.schedule as schedule_module
 from octavo.frontend.output_processor import OutputProcessor
 from octavo.kv_cache.block_pool import BlockPool
 from octavo.kv_cache.manager import KVCacheManager
+from octavo.kv_cache.states import StateManager
 from octavo.scheduler.fairness import TenantCounters
 from octavo.scheduler.queue import RequestQueue, TenantQueue, WaitingQueue
 from octavo.scheduler.scheduler import Scheduler
@@ -39,6 +40,7 @@ def silence():
 
 def test_no_schedule_breaks_an_invariant():
     assert failures(range(1500)) == []
+    assert failures(range(300), states=True) == []
 
 
 def test_a_seed_is_a_schedule_and_its_repr_makes_it_again():
@@ -163,6 +165,40 @@ def wrong_draft(monkeypatch):
     monkeypatch.setattr(FakeWorker, "_sample", sample)
 
 
+def snapshots_without_a_state(monkeypatch):
+    """Make snapshots of answers known before their last token is computed."""
+    publish = StateManager._publish
+    monkeypatch.setattr(
+        StateManager,
+        "_publish",
+        lambda self, request, states, computed=0: publish(self, request, states, 10**9),
+    )
+
+
+def snapshots_of_a_wrong_place(monkeypatch):
+    """Those of answers are one token too early."""
+    advance = StateManager.advance
+
+    def advance_earlier(self, request, end, num_slots):
+        advance(self, request, end, num_slots)
+        states, answer = self._requests[request.request_id], request.num_prompt_tokens
+        states.scheduled = [(n - (n > answer), slot) for n, slot in states.scheduled]
+
+    monkeypatch.setattr(StateManager, "advance", advance_earlier)
+
+
+def slots_that_are_not_pinned(monkeypatch):
+    monkeypatch.setattr(StateManager, "_release", lambda self, slot: self._free.append(slot))
+
+
+@pytest.mark.parametrize(
+    "plant", [snapshots_without_a_state, snapshots_of_a_wrong_place, slots_that_are_not_pinned]
+)
+def test_a_fault_of_states_is_found(plant, monkeypatch):
+    plant(monkeypatch)
+    assert any(fails(make_schedule(seed, states=True)) for seed in range(2000))
+
+
 @pytest.mark.parametrize(
     "plant",
     [
@@ -203,6 +239,7 @@ def test_the_command_counts_and_tells_seeds(monkeypatch, capsys):
     assert main(["--schedules", "20", "--seed", "7"]) == 0
     assert "20 schedules (seeds 7 to 26)" in capsys.readouterr().out
     assert main(["--replay", "7"]) == 0
+    assert main(["--schedules", "20", "--states"]) == 0
     leaking_pool(monkeypatch)
     assert main(["--schedules", "3"]) == 1
     assert "seed 0: AssertionError" in capsys.readouterr().out

@@ -299,6 +299,29 @@ def test_an_engine_dies_in_any_step_of_a_move(memory, victim):
     assert not engines[others[0]].source.loaded, "survivors have their experts in memory"
 
 
+def test_a_new_engine_has_the_first_placement_after_weights_were_reloaded(memory):
+    """The weights are loaded again after experts have moved; then an engine dies."""
+    engines, end = [Engine(memory, index, 2) for index in range(2)], threading.Event()
+    with ThreadPoolExecutor(1) as thread:
+        other = thread.submit(engines[1].serve_until, end)
+        for _ in range(60):
+            engines[0].group.run(engines[0].step)
+        end.set()
+        other.result(60)
+    assert engines[0].balancer.num_switches
+    for engine in engines:
+        for layer, mixture in enumerate(engine.mixtures):
+            for part, stack in enumerate((mixture.up, mixture.down)):
+                for expert, weight in enumerate(stack.weights):
+                    if weight is not None:
+                        weight.data.numpy()[:] = content(layer, expert)[part]
+        engine.balancer.reset()
+    engines[1] = Engine(memory, 1, 2)
+    for engine in engines:
+        engine.balancer.settle()
+    check_coverage(engines)
+
+
 def test_an_engine_that_cannot_read_its_experts_ends(memory):
     engines, end = [Engine(memory, index, 2) for index in range(2)], threading.Event()
     with ThreadPoolExecutor(1) as thread:

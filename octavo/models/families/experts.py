@@ -72,7 +72,8 @@ def read_num_experts(config: ConfigJson, *names: str) -> int:
     if config.has("num_hidden_layers"):
         layers = config.integer("num_hidden_layers")
     else:  # Nemotron-H
-        layers = len(config.get("layers_block_type", "hybrid_override_pattern") or ())
+        kinds = config.get("layers_block_type", "layer_types", "hybrid_override_pattern")
+        layers = len(kinds) if isinstance(kinds, (list, str)) else 0
     if layers * count > _MOST_IN_ALL:
         raise config.error(
             next(name for name in names if config.has(name)),

@@ -208,7 +208,7 @@ def with_delta(
     kinds = config.get("layer_types") or default
     if not isinstance(kinds, list) or len(kinds) != count:
         raise config.error("layer_types", "it must name one type for each layer")
-    if not set(kinds) <= {"linear_attention", "full_attention"}:
+    if any(kind not in ("linear_attention", "full_attention") for kind in kinds):
         raise config.error("layer_types", "supported: linear_attention, full_attention")
     linear = make(spec.layers[0])
     layers = zip(kinds, spec.layers, strict=True)

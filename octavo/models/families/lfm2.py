@@ -49,9 +49,12 @@ def read(config: ConfigJson) -> ModelSpec:
     indices = config.get("full_attn_idxs")
     default = "full_attention" if indices is None else "conv"
     types = [default] * num_layers
+    if indices is not None and not (
+        isinstance(indices, list)
+        and all(type(index) is int and 0 <= index < num_layers for index in indices)
+    ):
+        raise config.error("full_attn_idxs", f"it must list indices of {num_layers} layers")
     for index in indices or ():
-        if index not in range(num_layers):
-            raise config.error("full_attn_idxs", f"it must list indices of {num_layers} layers")
         types[index] = "full_attention"
     types = read_layer_types(config, "layer_types", tuple(kinds), types)
     return replace(spec, layers=tuple(kinds[kind] for kind in types))

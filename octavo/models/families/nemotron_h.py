@@ -42,7 +42,8 @@ def _read_kinds(config: ConfigJson) -> list[str]:
     kinds = config.get(name)
     if kinds is None:
         name = "hybrid_override_pattern"
-        kinds = [_LETTERS.get(letter) for letter in config.get(name) or ""]
+        letters = config.get(name)
+        kinds = [_LETTERS.get(x) for x in letters] if isinstance(letters, str) else None
     known = MIXERS | {"mlp": "mlp", "moe": "moe"}
     if not isinstance(kinds, list) or not 0 < len(kinds) <= _MOST_LAYERS:
         raise config.error(name, "it must name the type of each layer")

@@ -68,6 +68,8 @@ def name_as_published(folder: Path) -> None:
         config["num_shared_expert"] = [1] * count
     if "BambaForCausalLM" in config["architectures"]:
         config["attn_rotary_emb"] = config["hidden_size"] // config["num_attention_heads"] // 2
+    if "Mamba2ForCausalLM" in config["architectures"]:
+        config["intermediate_size"] = config["num_heads"] * config["head_dim"]
     (folder / "config.json").write_text(json.dumps(config))
 
 
