@@ -23,7 +23,7 @@ _SYSTEM = 1
 _MOST_SNAPSHOTS = 64
 """Upper bound of the snapshots that a request takes."""
 _MOST_TOKENS = 2**26
-"""Most tokens of all prompts together: so many take a minute to simulate."""
+"""Most tokens of all prompts together; simulating this number takes a minute."""
 
 
 @dataclass(frozen=True)

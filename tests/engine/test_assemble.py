@@ -237,3 +237,12 @@ def test_grammar_backends_that_are_not_installed_are_left_out(monkeypatch):
     assert assemble.grammar_backends() == ["llguidance"]
     installed.clear()
     assert assemble.grammar_backends() == ["llguidance", "xgrammar"]
+
+
+@pytest.mark.parametrize(("ranks", "processes"), [(1, 1), (2, 3)])
+def test_each_process_of_an_engine_imports_the_plug_ins(ranks, processes, monkeypatch):
+    """With several ranks these are the engine's process and one worker process for each rank."""
+    monkeypatch.setattr(assemble, "import_plugins", lambda names: 5 * 2**20)
+    config = EngineConfig.from_kwargs(model=BUILTIN_MODEL, tensor_parallel_size=ranks)
+    nbytes = {item.name: item.nbytes for item in assemble._memory_items(config, SPEC)}
+    assert nbytes["plug-ins"] == processes * 5 * 2**20
