@@ -104,13 +104,23 @@ examples:
 """Help text and examples of each module of octavo.bench with `add_arguments` and `run`."""
 _MODEL_TOOLS = {
     "inspect": (
-        "describe a model, its memory and its features, without loading its weights",
+        "describe a model and its features, without loading its weights",
         "%(prog)s MODEL [flags]",
         """\
 examples:
   octavo inspect octavo/stories
-  octavo inspect ./folder --quantization int8 --max-model-len 8k
+  octavo inspect ./folder --quantization int8
   octavo inspect model-Q4_K_M.gguf --json
+""",
+    ),
+    "plan": (
+        "show the memory of a server by purpose, and what its prefix cache will hold",
+        "%(prog)s MODEL [flags]",
+        """\
+examples:
+  octavo plan octavo/stories
+  octavo plan ./folder --quantization int8 --max-model-len 8k
+  octavo plan model-Q4_K_M.gguf --sessions 32 --turns 20 --system-tokens 4000
 """,
     ),
     "quality": (

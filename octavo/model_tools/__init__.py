@@ -1,1 +1,1 @@
-"""Tools for model files: `octavo inspect`, `octavo quality` and `octavo convert`."""
+"""Tools for model files: `octavo inspect`, `octavo plan`, `octavo quality` and `octavo convert`."""

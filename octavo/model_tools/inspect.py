@@ -1,4 +1,4 @@
-"""`octavo inspect`: description of a model, its memory and its features, without its weights.
+"""`octavo inspect`: description of a model and its features, without its weights.
 
 Every feature is found by the checks that the engine itself runs before it loads a model: the
 command repeats them with the feature's setting, and shows their error.
@@ -10,24 +10,22 @@ import argparse
 import logging
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import msgspec
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from octavo.bench.results import counted
-from octavo.config import EngineConfig, ServerConfig
+from octavo.config import EngineConfig
 from octavo.config.arguments import add_engine_settings
 from octavo.config.engine_settings import engine_settings
-from octavo.engine.assemble import grammar_backends, plan_memory, set_up_worker
-from octavo.errors import ConfigError, ModelError, OctavoError
-from octavo.kv_cache.groups import KVCacheConfig
-from octavo.kv_cache.sessions import SessionShape, find_hits
+from octavo.engine.assemble import grammar_backends, set_up_worker
+from octavo.errors import ModelError, OctavoError
 from octavo.model_tools.opened import MODEL_HELP, OpenedModel, model_kwargs
+from octavo.model_tools.tables import make_console, make_table, mib, print_pairs
 from octavo.models.blocks.attention import AttentionSpec
 from octavo.models.blocks.base import BlockSpec
 from octavo.models.blocks.experts import ExpertsSpec
@@ -44,8 +42,7 @@ from octavo.models.loader import check_inputs
 from octavo.models.registry import read_spec
 from octavo.models.spec import ModelSpec
 from octavo.models.weights import Names, Weight
-from octavo.plan.memory_plan import MIB, MemoryPlan, resolve_dtype, resolve_max_model_len
-from octavo.plan.setup import WorkerSetup
+from octavo.plan.memory_plan import MIB, resolve_dtype, resolve_max_model_len
 from octavo.platforms.registry import get_platform
 from octavo.quantization.plain import PLAIN
 from octavo.quantization.registry import FORMS
@@ -60,23 +57,10 @@ _DRAFTS = 3
 """Number of speculative tokens to try."""
 
 
-_SESSION_FLAGS = {
-    "sessions": "Concurrent sessions",
-    "turns": "Messages of the user in a session",
-    "system_tokens": "Tokens of the system prompt that all sessions share",
-    "message_tokens": "Tokens of a message of the user",
-    "answer_tokens": "Tokens of an answer",
-}
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add MODEL, --json and the flags of the engine."""
     parser.add_argument("model_arg", nargs="?", metavar="MODEL", help=MODEL_HELP)
     parser.add_argument("--json", action="store_true", help="Print the result as JSON.")
-    group = parser.add_argument_group("chat sessions, whose cached prefixes are predicted")
-    for name, doc in _SESSION_FLAGS.items():
-        default, flag = getattr(SessionShape, name), "--" + name.replace("_", "-")
-        group.add_argument(flag, type=int, default=default, metavar="N", help=f"{doc} [{default}].")
     add_engine_settings(parser)
 
 
@@ -89,8 +73,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     Raises:
         ConfigError, ModelError, HubError: settings or model are unusable.
     """
-    shape = SessionShape(**{name: getattr(args, name) for name in _SESSION_FLAGS})
-    result = inspect(model_kwargs(args), shape)
+    result = inspect(model_kwargs(args))
     if args.json:
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(result), indent=2).decode() + "\n")
     else:
@@ -98,20 +81,18 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
-def inspect(kwargs: Mapping[str, Any], shape: SessionShape | None = None) -> dict[str, Any]:
+def inspect(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the description of a model.
 
     Args:
         kwargs: settings, as `LLM` takes them.
-        shape: chat sessions whose hits are predicted; None: the default ones.
 
     Returns:
         model, path, architecture, left_out, quantization (method or None), dtype (of weights and
         activations), num_layers, layers (kinds of layers), hidden_size, vocab_size, context_length
         (the model's) and max_model_len (the settings'), in tokens; `parameters`; `weights`: for
         each kind of module its parameters, nbytes in memory, bits_per_weight and forms; `files`:
-        number, nbytes, bits_per_weight, problem; `memory_plan`; `prefix_cache`: see `_hits`;
-        `tokenizer`; `features`: see `Feature`.
+        number, nbytes, bits_per_weight, problem; `tokenizer`; `features`: see `Feature`.
 
     Raises:
         ConfigError, ModelError, HubError: settings or model are unusable.
@@ -119,18 +100,17 @@ def inspect(kwargs: Mapping[str, Any], shape: SessionShape | None = None) -> dic
     model = OpenedModel.of(dict(kwargs), with_weights=False)
     config, spec = model.config, model.spec
     platform = get_platform(config.device.device)
-    setup = set_up_worker(config, spec, model.path, platform, platform.server_batched_tokens)
-    weights = _describe_weights(spec, setup.dtype)
+    dtype = resolve_dtype(config, spec)
+    weights = _describe_weights(spec, dtype)
     parameters = sum(kind.parameters for kind in weights.values())
     tokenizer = _describe_tokenizer(model)
-    plan, kv_cache = _plan(setup, platform)
     return {
         "model": config.model.model,
         "path": str(model.path),
         "architecture": spec.architecture,
         "left_out": spec.left_out,
         "quantization": quant_method(model.checkpoint.config) or config.model.quantization,
-        "dtype": resolve_dtype(config, spec),
+        "dtype": dtype,
         "num_layers": len(spec.layers),
         "layers": _describe_layers(spec),
         "hidden_size": spec.hidden_size,
@@ -142,8 +122,6 @@ def inspect(kwargs: Mapping[str, Any], shape: SessionShape | None = None) -> dic
             name: asdict(kind) | {"bits_per_weight": kind.bits} for name, kind in weights.items()
         },
         "files": _describe_files(model, parameters),
-        "memory_plan": _describe_plan(plan, setup),
-        "prefix_cache": _hits(plan, kv_cache, setup, shape or SessionShape()),
         "tokenizer": tokenizer,
         "features": [asdict(feature) for feature in _find_features(model, platform, tokenizer)],
     }
@@ -279,7 +257,7 @@ def _describe_block(block: BlockSpec) -> str:
     return type(block).__name__
 
 
-# Files, tokenizer, memory
+# Files and tokenizer
 
 
 def _describe_files(model: OpenedModel, parameters: int) -> dict[str, Any]:
@@ -308,69 +286,6 @@ def _describe_tokenizer(model: OpenedModel) -> dict[str, Any]:
         return {"problem": str(error), "num_tokens": 0, "chat_templates": []}
     templates = list(tokenizer.chat_templates)
     return {"problem": None, "num_tokens": len(tokenizer), "chat_templates": templates}
-
-
-def _plan(
-    setup: WorkerSetup, platform: Platform
-) -> tuple[MemoryPlan, KVCacheConfig] | tuple[str, None]:
-    """Return the memory plan of `octavo serve`, or the reason why the engine makes no plan."""
-    try:
-        estimate = platform.estimate_memory(setup)
-        if estimate is None:
-            return f"device={platform.name} measures its memory after loading", None
-        memory = ServerConfig().request_memory_bytes
-        return plan_memory(setup, estimate, request_memory=memory, warm_spare=None)
-    except ConfigError as error:
-        return str(error), None
-
-
-def _describe_plan(plan: MemoryPlan | str, setup: WorkerSetup) -> dict[str, Any]:
-    """Return the figures of a memory plan, or its problem."""
-    if isinstance(plan, str):
-        return {"problem": plan}
-    return {
-        "problem": None,
-        "total": plan.total,
-        "limit": plan.limit,
-        "items": {item.name: item.nbytes for item in plan.items},
-        "num_blocks": plan.num_blocks,
-        "block_size": plan.block_size,
-        "kv_cache_dtype": setup.kv_cache_dtype,
-        "kv_cache_nbytes_per_token": plan.block_nbytes / plan.block_size,
-        "max_model_len": plan.max_model_len,
-        "max_concurrency": plan.max_concurrency,
-    }
-
-
-def _hits(
-    plan: MemoryPlan | str, kv_cache: KVCacheConfig | None, setup: WorkerSetup, shape: SessionShape
-) -> dict[str, Any]:
-    """Return what the prefix cache keeps of chat sessions.
-
-    Returns:
-        problem, or None; of a model with recurrent states state_nbytes, most_snapshots and
-        snapshots, a phrase; the fields of `SessionHits`; description.
-    """
-    config = setup.config
-    if isinstance(plan, str) or kv_cache is None:
-        return {"problem": "there is no memory plan"}
-    if not config.cache.enable_prefix_caching:
-        return {"problem": "enable_prefix_caching=False"}
-    found: dict[str, Any] = {"problem": None}
-    if plan.num_states:
-        found |= {"state_nbytes": plan.state_nbytes, "most_snapshots": plan.most_snapshots}
-        found["snapshots"] = plan.describe_snapshots()
-    try:
-        hits = find_hits(
-            kv_cache,
-            shape,
-            max_num_seqs=config.scheduler.max_num_seqs,
-            max_num_batched_tokens=setup.max_num_batched_tokens,
-            max_model_len=plan.max_model_len,
-        )
-    except ConfigError as error:
-        return found | {"problem": str(error)}
-    return found | asdict(hits) | {"description": str(hits)}
 
 
 # Features
@@ -471,10 +386,8 @@ class _Features:
 
 def _print(result: Mapping[str, Any]) -> None:
     """Print the description."""
-    # A file or a pipe has no width.
-    width = None if sys.stdout.isatty() else 100
-    console = Console(highlight=False, width=width)
-    files, tokenizer, plan = result["files"], result["tokenizer"], result["memory_plan"]
+    console = make_console()
+    files, tokenizer = result["files"], result["tokenizer"]
     context = f"{result['context_length']:,} tokens"
     if result["max_model_len"] != result["context_length"]:
         context += f", {result['max_model_len']:,} with these settings"
@@ -482,7 +395,7 @@ def _print(result: Mapping[str, Any]) -> None:
     found = files["problem"] or "none"
     if files["bits_per_weight"] is not None:
         found = (
-            f"{counted(files['number'], 'file')}, {_mib(files['nbytes'])}, "
+            f"{counted(files['number'], 'file')}, {mib(files['nbytes'])}, "
             f"{files['bits_per_weight']:.2f} bits per weight"
         )
     words = tokenizer["problem"] or (
@@ -503,8 +416,8 @@ def _print(result: Mapping[str, Any]) -> None:
         "weight files": found,
         "tokenizer": words,
     }
-    _print_pairs(console, harmless(result["model"]), {k: v for k, v in lines.items() if v})
-    table = _table("weights in memory", ("", "parameters", "MiB", "bits per weight"), 1)
+    print_pairs(console, harmless(result["model"]), {k: v for k, v in lines.items() if v})
+    table = make_table("weights in memory", ("", "parameters", "MiB", "bits per weight"), 1)
     table.add_column("forms")
     for name, kind in result["weights"].items():
         figures = (f"{kind['parameters']:,}", f"{kind['nbytes'] / MIB:,.1f}")
@@ -513,21 +426,6 @@ def _print(result: Mapping[str, Any]) -> None:
     bits = f"{8 * total / result['parameters']:.2f}"
     table.add_row("whole", f"{result['parameters']:,}", f"{total / MIB:,.1f}", bits, style="bold")
     console.print(table)
-    if plan["problem"] is not None:
-        _print_pairs(console, "memory plan", {"problem": plan["problem"]})
-    else:
-        items = {name: _mib(nbytes) for name, nbytes in plan["items"].items()}
-        tokens = plan["num_blocks"] * plan["block_size"]
-        if "KV cache" in items:
-            items["KV cache"] += (
-                f" = {plan['num_blocks']:,} blocks of {plan['block_size']} tokens = {tokens:,} "
-                f"tokens, {plan['kv_cache_nbytes_per_token']:,.0f} bytes each "
-                f"({plan['kv_cache_dtype']}); {plan['max_concurrency']:,.1f} requests of "
-                f"{plan['max_model_len']:,} tokens"
-            )
-        title = f"memory plan: {_mib(plan['total'])} of {_mib(plan['limit'])}"
-        _print_pairs(console, title, items)
-    _print_pairs(console, "prefix cache", _describe_hits(result["prefix_cache"]))
     table = Table(title="features", title_justify="left", box=None, show_header=False)
     for feature in result["features"]:
         works = feature["problem"] is None
@@ -535,32 +433,3 @@ def _print(result: Mapping[str, Any]) -> None:
         reason = feature["note"] if works else feature["problem"]
         table.add_row(f"  {feature['name']}", mark, Text(harmless(reason)))
     console.print(table)
-
-
-def _describe_hits(found: Mapping[str, Any]) -> dict[str, str]:
-    """Return the lines of `_hits`."""
-    lines = {}
-    if "snapshots" in found:
-        lines["snapshot of a state"] = found["snapshots"]
-    lines["chat sessions"] = found["problem"] or found["description"]
-    return lines
-
-
-def _print_pairs(console: Console, title: str, pairs: Mapping[str, str]) -> None:
-    table = _table(title, ("", ""), 2)
-    table.show_header = False
-    for name, value in pairs.items():
-        table.add_row(f"  {name}", Text(harmless(value)))
-    console.print(table)
-
-
-def _table(title: str, columns: Sequence[str], left: int) -> Table:
-    """Return a table whose first `left` columns are text, and the others numbers."""
-    table = Table(title=Text(title, "bold"), title_justify="left", box=None)
-    for i, column in enumerate(columns):
-        table.add_column(column, justify="left" if i < left else "right")
-    return table
-
-
-def _mib(nbytes: int) -> str:
-    return f"{nbytes / MIB:,.1f} MiB"
