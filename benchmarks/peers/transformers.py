@@ -67,9 +67,7 @@ def _load(setup: Setup) -> Generate:
             return torch.zeros(input_ids.shape[0], dtype=torch.bool)
 
     torch.set_num_threads(len(setup.cores))
-    model = AutoModelForCausalLM.from_pretrained(
-        setup.model, dtype=torch.bfloat16, attn_implementation="sdpa"
-    ).eval()
+    model = AutoModelForCausalLM.from_pretrained(setup.model, dtype=torch.bfloat16).eval()
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
 
