@@ -125,6 +125,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "n_shared_experts": 1,
         "routed_scaling_factor": 1.8,
         "mlp_layer_types": ["dense"] + ["sparse"] * 5,
+        "first_k_dense_replace": 1,
         "max_position_embeddings": 202752,
         "tie_word_embeddings": False,
     },

@@ -37,12 +37,6 @@ from octavo.system.tensor import HostTensor, from_numpy
 _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf$")
 _ROPE_FACTORS = ("rope_freqs", "rope_factors_long", "rope_factors_short")
 """Tensors of the factors of wavelengths: of all contexts, of long ones, of short ones."""
-_FLOAT32 = (
-    *("ssm_conv1d.weight", "shortconv.conv.weight", "ssm_a", "ssm_d", "ssm_norm.weight"),
-    *("time_mix_w1.weight", "time_mix_w2.weight", "time_mix_lerp_fused.weight"),
-)
-"""Ends of the names of matrices, convolutions and numbers of heads or channels, which are in
-float32 in every file."""
 _VALUES = ("in_proj_z.weight", "in_proj_b.weight", "in_proj_a.weight", "A_log", "dt_bias")
 """Ends of the names of tensors with rows for the heads of values of linear attention."""
 _QUERIES_KEYS_VALUES = ("in_proj_qkv.weight", "conv1d.weight")
@@ -203,20 +197,18 @@ class GGUFFile:
 
     @cached_property
     def dtype(self) -> str:
-        """Widest type of the matrices if all have floats; else bfloat16.
+        """Type of most numbers if all are floats; else bfloat16.
 
-        Vectors, such as the weights of norms, and `_FLOAT32` are in float32 in every file.
+        llama.cpp's converter writes vectors, routers and small matrices in float32 in every file.
         """
-        kinds = {
-            tensor.type
-            for tensor in self._tensors.values()
-            if len(tensor.shape) > 1 and not tensor.name.endswith(_FLOAT32)
-        }
-        if kinds & STORED_BLOCKS.keys():
+        counts: Counter[str] = Counter()
+        for tensor in self._tensors.values():
+            counts[tensor.type] += math.prod(tensor.shape)
+        if counts.keys() & STORED_BLOCKS.keys():
             return "bfloat16"
-        if kinds >= {"float16", "bfloat16"}:
+        if counts.keys() >= {"float16", "bfloat16"}:
             return "float32"
-        return next((kind for kind in FLOATS if kind in kinds), "float32")
+        return max(FLOATS, key=lambda kind: counts[kind])
 
     def read_text(self, name: str) -> str | None:
         """Return a text that is made from the metadata; see `Checkpoint`."""

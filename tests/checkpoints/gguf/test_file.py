@@ -649,9 +649,9 @@ def test_decays_that_are_not_below_0(tmp_path: Path) -> None:
         load(tmp_path / "m.gguf")
 
 
-@pytest.mark.parametrize("kind", ["qwen35", "mamba", "rwkv7"])
+@pytest.mark.parametrize("kind", ["qwen35", "mamba", "rwkv7", "qwen3moe"])
 def test_matrices_in_float32_do_not_choose_the_type(kind: str, tmp_path: Path) -> None:
-    make(kind, tmp_path / "m.gguf", {"": "f16"})
+    make(kind, tmp_path / "m.gguf", {"ffn_gate_inp": "f32", "": "f16"})
     assert GGUFFile(tmp_path / "m.gguf").dtype == "float16"
 
 
