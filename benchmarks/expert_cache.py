@@ -140,7 +140,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as temporary:
             folder, packed = Path(temporary) / "model", Path(temporary) / "packed"
             make(folder, EMBEDDINGS[name])
-            print(f"{name}: without fetching ahead | with it | fetched ahead, and used")
+            print(f"{name}: without fetching ahead | with it | fetched ahead, and used", flush=True)
             whole = EXPERTS * LAYERS * EXPERT_NBYTES
             sizes = [None, *(max(int(share * whole), ACTIVE * EXPERT_NBYTES) for share in SHARES)]
             for nbytes in sizes:

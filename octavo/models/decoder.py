@@ -49,8 +49,8 @@ class DecoderModel:
             built = len(parts.mixtures)
             self.layers.append(layer.build(parts.of(f"layers.{i}"), used[i]))
             self.mixtures += [(i, mixture) for mixture in parts.mixtures[built:]]
-        own = [weight for _, it in self.mixtures for weight in it.up.weights if weight is not None]
-        if 0 < parts.expert_slots < len(own):  # some experts are not in memory
+        experts = [w for _, it in self.mixtures for w in it.up.weights if w is not None]
+        if 0 < parts.expert_slots < len(experts):  # some experts are not in memory
             for (_, mixture), (_, following) in pairwise(self.mixtures):
                 mixture.following = following
         self._add, self._join_ranks = parts.ops.add, parts.join_ranks
