@@ -8,6 +8,7 @@
 #include <cerrno>
 #include <cmath>
 #include <cstring>
+#include <numbers>
 #include <stdexcept>
 #include <utility>
 
@@ -18,6 +19,8 @@ namespace {
 
 constexpr int kReaders = 8;         // a disk needs several reads at once to reach its speed
 constexpr double kHalfLife = 128.0;  // steps after which a use counts half
+// Uses that a guess is worth: the score of an expert that every second step uses.
+constexpr double kGuess = kHalfLife / (2 * std::numbers::ln2);
 
 // _sum in weight_cache.py
 uint64_t piece_sum(const char* data, int64_t nbytes) {
@@ -41,7 +44,7 @@ void put_nan(void* to, int64_t count, DType dtype) {
 }  // namespace
 
 ExpertCache::ExpertCache(char* memory, int64_t slot_nbytes, int64_t slots, int64_t* counts)
-    : memory_(memory), slot_nbytes_(slot_nbytes), counts_(counts), slots_(slots, -1), busy_(slots, 0) {
+    : memory_(memory), slot_nbytes_(slot_nbytes), counts_(counts), slots_(slots) {
   for (int i = 0; i < kReaders; i++) readers_.emplace_back([this] { read_pieces(); });
 }
 
@@ -56,12 +59,14 @@ ExpertCache::~ExpertCache() {
 }
 
 ExpertLayer* ExpertCache::add_layer(const std::vector<int64_t>& begins, int64_t nbytes, int64_t down) {
-  layers_.push_back(std::make_unique<ExpertLayer>(ExpertLayer{this, int64_t(experts_.size()), down}));
+  layers_.push_back(std::make_unique<ExpertLayer>(
+      ExpertLayer{this, int64_t(experts_.size()), int64_t(begins.size()), down}));
   for (const int64_t begin : begins) experts_.push_back({begin, nbytes});
   return layers_.back().get();
 }
 
 void ExpertCache::open(int file, std::vector<uint64_t> sums) {
+  release();  // no thread reads the old file now
   if (file_ >= 0) close(file_);
   file_ = file;
   sums_ = std::move(sums);
@@ -75,12 +80,19 @@ void ExpertCache::open(int file, std::vector<uint64_t> sums) {
     sum += (expert->nbytes + kPiece - 1) / kPiece;
   }
   if (sum != int64_t(sums_.size())) throw std::invalid_argument("one checksum for each piece is needed");
-  release();
 }
 
 void ExpertCache::release() {
+  std::unique_lock lock(mutex_);
+  for (const Piece& piece : std::exchange(ahead_, {})) slots_[piece.slot].pieces_left--;
+  arrived_.wait(lock, [this] {
+    return std::all_of(slots_.begin(), slots_.end(), [](const Slot& slot) { return slot.pieces_left == 0; });
+  });
+  done_.clear();
+  expected_.clear();
+  held_.clear();
   for (Expert& expert : experts_) expert.slot = -1;
-  std::fill(slots_.begin(), slots_.end(), -1);
+  std::fill(slots_.begin(), slots_.end(), Slot{});
 }
 
 std::string ExpertCache::take_error() {
@@ -96,25 +108,27 @@ void ExpertCache::count(ExpertCount what, int64_t more) {
 void ExpertCache::read_pieces() {
   std::unique_lock lock(mutex_);
   for (;;) {
-    wanted_.wait(lock, [this] { return ends_ || !queue_.empty(); });
+    wanted_.wait(lock, [this] { return ends_ || !queue_.empty() || !ahead_.empty(); });
     if (ends_) return;
-    const Piece piece = queue_.front();
-    queue_.pop_front();
+    std::deque<Piece>& queue = queue_.empty() ? ahead_ : queue_;
+    const Piece piece = queue.front();
+    queue.pop_front();
     lock.unlock();
-    Expert& expert = experts_[piece.expert];
-    std::string error = read(expert, piece.index);
+    std::string error = read(piece);
     lock.lock();
-    if (!error.empty()) expert.failed = true, error_ = std::move(error);
-    if (--expert.pieces_left > 0) continue;
-    done_.push_back(piece.expert);
+    Slot& slot = slots_[piece.slot];
+    if (!error.empty()) slot.failed = true, error_ = std::move(error);
+    if (--slot.pieces_left > 0) continue;
+    done_.push_back(piece.slot);
     arrived_.notify_one();
   }
 }
 
 // Reads a piece of an expert into its slot; returns why it cannot be read, or nothing.
-std::string ExpertCache::read(const Expert& expert, int64_t index) {
-  const int64_t from = index * kPiece, nbytes = std::min(kPiece, expert.nbytes - from);
-  char* to = memory_ + expert.slot * slot_nbytes_ + from;
+std::string ExpertCache::read(const Piece& piece) {
+  const Expert& expert = experts_[piece.expert];
+  const int64_t from = piece.index * kPiece, nbytes = std::min(kPiece, expert.nbytes - from);
+  char* to = memory_ + piece.slot * slot_nbytes_ + from;
   for (int64_t done = 0; done < nbytes;) {
     const ssize_t got = pread(file_, to + done, nbytes - done, expert.begin + from + done);
     if (got < 0 && errno == EINTR) continue;
@@ -122,33 +136,110 @@ std::string ExpertCache::read(const Expert& expert, int64_t index) {
     if (got == 0) return "has become shorter";
     done += got;
   }
-  count(kBytesRead, nbytes);
-  if (piece_sum(to, nbytes) != sums_[expert.first_sum + index]) return "has changed";
+  bytes_read_ += nbytes;
+  if (piece_sum(to, nbytes) != sums_[expert.first_sum + piece.index]) return "has changed";
   return {};
 }
 
-void ExpertCache::start_reading(int64_t number, int64_t slot) {
-  if (slots_[slot] >= 0) experts_[slots_[slot]].slot = -1;
-  slots_[slot] = number;
-  busy_[slot] = 1;
+void ExpertCache::start_reading(int64_t number, int64_t index, bool ahead) {
+  Slot& slot = slots_[index];
   Expert& expert = experts_[number];
-  std::lock_guard lock(mutex_);
-  expert.slot = slot;
-  expert.failed = false;
-  expert.pieces_left = (expert.nbytes + kPiece - 1) / kPiece;
-  for (int64_t i = 0; i < expert.pieces_left; i++) queue_.push_back({number, i});
+  if (slot.expert >= 0) experts_[slot.expert].slot = -1;
+  const int64_t pieces = (expert.nbytes + kPiece - 1) / kPiece;
+  {
+    std::lock_guard lock(mutex_);
+    slot = {number, true, true, ahead, pieces, false};
+    for (int64_t i = 0; i < pieces; i++) (ahead ? ahead_ : queue_).push_back({index, number, i});
+  }
+  expert.slot = index;
+  wanted_.notify_all();
+}
+
+// Takes note of the slots that have been read, under the mutex. Calls `arrived` with each expert that
+// the current call waits for, and with true if it could not be read.
+template <class F>
+void ExpertCache::note_arrivals(F arrived) {
+  for (const int64_t index : std::exchange(done_, {})) {
+    Slot& slot = slots_[index];
+    slot.reading = false;
+    if (slot.expert < 0) continue;  // it was given up meanwhile
+    if (!slot.ahead) arrived(slot.expert, slot.failed);
+    if (slot.failed) {
+      experts_[slot.expert].slot = -1;
+      slot = {};
+    }
+  }
+  count(kBytesRead, bytes_read_.exchange(0));
 }
 
 // Returns a slot whose expert may be given up: an empty one, else that with the lowest score; -1: all
-// are busy.
+// are in use.
 int64_t ExpertCache::find_slot() const {
   int64_t best = -1;
-  for (int64_t slot = 0; slot < int64_t(slots_.size()); slot++) {
-    if (busy_[slot]) continue;
-    if (slots_[slot] < 0) return slot;
-    if (best < 0 || experts_[slots_[slot]].score < experts_[slots_[best]].score) best = slot;
+  for (int64_t i = 0; i < int64_t(slots_.size()); i++) {
+    const Slot& slot = slots_[i];
+    if (slot.busy || slot.reading) continue;
+    if (slot.expert < 0) return i;
+    if (best < 0 || experts_[slot.expert].score < experts_[slots_[best].expert].score) best = i;
   }
   return best;
+}
+
+void ExpertCache::expect(const ExpectedExpertsArgs& a) {
+  expected_.clear();
+  std::vector<char> seen(a.layer->count, 0);
+  for (int64_t choice = 0; choice < a.top_k; choice++)
+    for (int64_t token = 0; token < a.tokens; token++) {
+      const int64_t i = a.ids[token * a.top_k + choice], number = a.layer->first + i;
+      if (!seen[i] && experts_[number].begin >= 0) expected_.push_back(number);
+      seen[i] = 1;
+    }
+}
+
+// Holds the expected experts that are in memory, and begins to read the others, as far as slots are
+// free whose experts are used less than a guess is worth. Those without a free slot stay expected.
+void ExpertCache::fetch_ahead() {
+  std::erase_if(expected_, [this](int64_t number) {
+    const int64_t slot = experts_[number].slot;
+    if (slot < 0) return false;
+    slots_[slot].busy = true;
+    held_.push_back(number);
+    return true;
+  });
+  std::erase_if(expected_, [this](int64_t number) {
+    const int64_t slot = find_slot(), old = slot < 0 ? -1 : slots_[slot].expert;
+    if (slot < 0) return false;
+    if (old >= 0 && experts_[old].score > experts_[number].score + kGuess * weight_) return true;
+    start_reading(number, slot, true);
+    held_.push_back(number);
+    count(kAhead, 1);
+    return true;
+  });
+}
+
+// Ends the guess, at the beginning of a call that uses the experts `uses` of a layer: it waits for
+// those that are still being read, and gives up the others.
+void ExpertCache::settle(const ExpertLayer& layer, const std::vector<int64_t>& uses) {
+  const auto used = [&](int64_t number) {
+    return std::binary_search(uses.begin(), uses.end(), number - layer.first);
+  };
+  std::lock_guard lock(mutex_);
+  note_arrivals([](int64_t, bool) {});
+  for (const Piece& piece : std::exchange(ahead_, {}))
+    if (used(piece.expert))
+      queue_.push_back(piece);
+    else
+      slots_[piece.slot].pieces_left--;
+  for (const int64_t number : std::exchange(held_, {})) {
+    Expert& expert = experts_[number];
+    if (expert.slot < 0) continue;  // it could not be read
+    Slot& slot = slots_[expert.slot];
+    if (slot.ahead && used(number)) count(kAheadUsed, 1);
+    slot.busy = slot.ahead = false;
+    if (!slot.reading || used(number)) continue;
+    slot.reading = slot.pieces_left > 0;
+    slot.expert = expert.slot = -1;
+  }
 }
 
 // Makes all earlier uses count less, by a larger weight of later ones.
@@ -172,17 +263,26 @@ std::vector<int64_t> ExpertCache::needed(const ExpertLayer& layer, const Experts
 void ExpertCache::run(const ExpertLayer& layer, const ExpertsArgs& a) {
   Expert* const experts = experts_.data() + layer.first;
   std::vector<int64_t> ready, missing, failed;  // by number in the layer
-  if (a.up) age();  // ranks that divide the columns compute an expert in two calls
-  for (const int64_t i : needed(layer, a)) {
+  size_t next = 0, reading = 0;
+  const std::vector<int64_t> uses = needed(layer, a);
+  if (a.up) {  // ranks that divide the columns compute an expert in two calls
+    age();
+    settle(layer, uses);
+  }
+  for (const int64_t i : uses) {
     if (a.up) experts[i].score += weight_;
     if (experts[i].slot < 0) {
       missing.push_back(i);
-    } else {
-      ready.push_back(i);
-      busy_[experts[i].slot] = 1;
+      continue;
     }
+    Slot& slot = slots_[experts[i].slot];
+    slot.busy = true;
+    if (slot.reading)
+      reading++;  // it is being fetched ahead
+    else
+      ready.push_back(i);
   }
-  if (a.up) count(kHits, ready.size()), count(kMisses, missing.size());
+  if (a.up) count(kHits, ready.size()), count(kMisses, missing.size() + reading);
 
   std::vector<uint64_t> up(a.experts), down(a.experts);
   ExpertsArgs part = a;
@@ -194,7 +294,7 @@ void ExpertCache::run(const ExpertLayer& layer, const ExpertsArgs& a) {
     for (const int64_t i : ready) {
       up[i] = reinterpret_cast<uintptr_t>(memory_ + experts[i].slot * slot_nbytes_);
       down[i] = up[i] + layer.down;
-      busy_[experts[i].slot] = 0;
+      slots_[experts[i].slot].busy = false;
     }
     ready.clear();
     octavo::experts(part);
@@ -202,31 +302,24 @@ void ExpertCache::run(const ExpertLayer& layer, const ExpertsArgs& a) {
   };
 
   bool computed = false;
-  size_t next = 0, reading = 0;
   for (;;) {
     for (int64_t slot; next < missing.size() && (slot = find_slot()) >= 0; next++, reading++)
-      start_reading(layer.first + missing[next], slot);
-    wanted_.notify_all();
+      start_reading(layer.first + missing[next], slot, false);
+    if (a.down && next == missing.size()) fetch_ahead();
     if (!ready.empty()) {
       compute();
       computed = true;
       continue;
     }
-    if (reading == 0) break;
+    if (reading == 0 && next == missing.size()) break;
     std::unique_lock lock(mutex_);
     arrived_.wait(lock, [this] { return !done_.empty(); });
-    for (const int64_t number : done_) {
+    note_arrivals([&](int64_t number, bool is_lost) {
       reading--;
-      Expert& expert = experts_[number];
-      if (expert.failed) {
-        busy_[expert.slot] = 0;
-        slots_[expert.slot] = -1;
-        expert.slot = -1;
-      }
-      (expert.failed ? failed : ready).push_back(number - layer.first);
-    }
-    done_.clear();
+      (is_lost ? failed : ready).push_back(number - layer.first);
+    });
   }
+  if (a.down) expected_.clear();  // what found no slot
   if (!computed) compute();  // it writes `places`
   if (failed.empty()) return;
 
@@ -245,5 +338,7 @@ void ExpertCache::run(const ExpertLayer& layer, const ExpertsArgs& a) {
 void cached_experts(const CachedExpertsArgs& a) {
   if (a.tokens > 0) a.layer->cache->run(*a.layer, a);
 }
+
+void expected_experts(const ExpectedExpertsArgs& a) { a.layer->cache->expect(a); }
 
 }  // namespace octavo

@@ -302,13 +302,21 @@ NB_MODULE(_native, m) {
   ExpertsArgs{}.with_members([&]<class... T>(T&...) {
     def_cached_experts<T...>(expert_layer, std::index_sequence_for<T...>());
   });
+  expert_layer.def(
+      "expect",
+      [](ExpertLayer& layer, Address ids, int64_t tokens, int64_t top_k) {
+        submit("expected_experts", &expected_experts,
+               ExpectedExpertsArgs{at<const int32_t>(ids), tokens, top_k, &layer});
+      },
+      nb::kw_only(), nb::arg("ids"), nb::arg("tokens"), nb::arg("top_k"));
   nb::class_<ExpertCache>(m, "ExpertCache")
       .def(
           "__init__",
-          [](ExpertCache* self, Address memory, int64_t slot_nbytes, int64_t slots, Address counts) {
-            new (self) ExpertCache(at<char>(memory), slot_nbytes, slots, at<int64_t>(counts));
+          [](ExpertCache* self, nb::object memory, int64_t slot_nbytes, int64_t slots, Address counts) {
+            const auto begin = nb::cast<Address>(memory.attr("data_ptr")());
+            new (self) ExpertCache(at<char>(begin), slot_nbytes, slots, at<int64_t>(counts));
           },
-          nb::kw_only(), nb::arg("memory"), nb::arg("slot_nbytes"), nb::arg("slots"), nb::arg("counts"))
+          nb::keep_alive<1, 2>(), nb::kw_only(), nb::arg("memory"), nb::arg("slot_nbytes"), nb::arg("slots"), nb::arg("counts"))
       .def(
           "add_layer",
           [](ExpertCache& cache, const std::vector<int64_t>& begins, int64_t nbytes, int64_t down) {

@@ -80,11 +80,20 @@ class ExpertLayer:
     def experts(self, **arguments: float) -> None:
         """Compute as `kernels.experts`, with weights that the cache reads where needed."""
 
+    def expect(self, *, ids: int, tokens: int, top_k: int) -> None:
+        """Have the next call of another layer's `experts` fetch this layer's experts ahead.
+
+        Args:
+            ids: int32 [tokens, top_k]: guessed experts of each token, the most likely first.
+            tokens: number of tokens.
+            top_k: number of experts of each.
+        """
+
 class ExpertCache:
     """Weights of experts in a file, of which some are in memory; see csrc/expert_cache.h."""
 
-    def __init__(self, *, memory: int, slot_nbytes: int, slots: int, counts: int) -> None:
-        """Use memory of `slots` experts; count hits, misses, bytes and failures in int64 [4]."""
+    def __init__(self, *, memory: Tensor, slot_nbytes: int, slots: int, counts: int) -> None:
+        """Use memory of `slots` experts, which stays alive; count in int64 [6]: `ExpertCount`."""
 
     def add_layer(self, *, begins: list[int], nbytes: int, down: int) -> ExpertLayer:
         """Add a layer.
@@ -102,7 +111,7 @@ class ExpertCache:
         """
 
     def count_in(self, counts: int, /) -> None:
-        """Count in other memory, int64 [4], from now on; no kernel may run."""
+        """Count in other memory, int64 [6], from now on; no kernel may run."""
 
     def release(self) -> None:
         """Forget the weights in memory; no kernel may run."""

@@ -480,8 +480,9 @@ class ModelRunnerOutput(msgspec.Struct, array_like=True):
     is its number of new tokens minus 1."""
     errors: dict[str, str] = {}
     """Error messages of requests that failed without their step; they have no new tokens."""
-    expert_counts: tuple[int, int, int] = (0, 0, 0)
-    """Experts found in memory, read from the file, and bytes read, since the start."""
+    expert_counts: tuple[int, int, int, int, int] = (0, 0, 0, 0, 0)
+    """Experts found in memory, experts waited for, bytes read, experts fetched ahead, and those of
+    them that were used, since the start."""
     forget_prefixes: bool = False
     """True if some keys and values of the cache are unusable: experts could not be read."""
     expert_load: ExpertLoad | None = None

@@ -80,10 +80,14 @@ class Experts:
     """Sums over all steps of the tokens that chose each expert: int64 [experts]; None: unknown."""
     placed: PlacedExperts | None = None
     """Processes that have each expert, if experts move; None: they stay where they are."""
+    following: Experts | None = None
+    """The model's next mixture, if an expert cache fetches its experts ahead; None: it does not."""
 
     def __call__(self, x: Tensor, step: StepContext) -> Tensor:
         """Map [T, hidden_size] to [T, hidden_size]."""
         ids, weights = self.router(x)
+        if self.following is not None:
+            self.following.expect(x)
         if self.norm is not None:
             x = self.norm(x)
         if self.latent is None:
@@ -97,6 +101,20 @@ class Experts:
         if self.shared_gate is not None:
             shared = self.ops.multiply(shared, self.shared_gate(x), "sigmoid")
         return self.ops.add(result, shared)
+
+    def expect(self, x: Tensor) -> None:
+        """Guess the experts of tokens, for the expert cache to fetch them ahead.
+
+        The residual stream changes little from layer to layer. So the router's choice for the input
+        of an earlier mixture is a guess (Eliseev and Mazur, arXiv 2312.17238).
+
+        Args:
+            x: [T, hidden_size]: the input of the mixture before this one.
+        """
+        ids, _ = self.router(x)
+        tokens, top_k = ids.shape
+        if self.up.cached is not None:  # else a recording that only measures memory
+            self.up.cached.expect(ids=ids.data_ptr(), tokens=tokens, top_k=top_k)
 
     def _mix(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """Return the weighted sum of the experts' results; it has the shape of x."""

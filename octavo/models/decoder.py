@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from octavo.layers.experts import Experts
 from octavo.layers.layer import Layer
 from octavo.layers.step import StepContext
@@ -47,6 +49,10 @@ class DecoderModel:
             built = len(parts.mixtures)
             self.layers.append(layer.build(parts.of(f"layers.{i}"), used[i]))
             self.mixtures += [(i, mixture) for mixture in parts.mixtures[built:]]
+        experts = [w for _, it in self.mixtures for w in it.up.weights if w is not None]
+        if 0 < parts.expert_slots < len(experts):  # some experts are not in memory
+            for (_, mixture), (_, following) in pairwise(self.mixtures):
+                mixture.following = following
         self._add, self._join_ranks = parts.ops.add, parts.join_ranks
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:

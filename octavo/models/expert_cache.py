@@ -1,6 +1,7 @@
 """Expert cache: all experts stay in the file of packed weights, and the most used are in memory.
 
-The native part (csrc/expert_cache.h) reads missing experts while a step computes. This file
+The native part (csrc/expert_cache.h) reads missing experts while a step computes, and those that
+the next layer may use. This file
 connects it with a loaded model, and estimates the speed to expect.
 """
 
@@ -49,10 +50,11 @@ class ExpertCache:
         """The slots. While a model is packed, the first slot has one expert after the other."""
         self._places = places
         self._file: Path | None = None
-        self.counts: NDArray[np.int64] = np.zeros(4, np.int64)
-        """Hits, misses, bytes read and failures: ExpertCount in csrc/expert_cache.h."""
+        self.counts: NDArray[np.int64] = np.zeros(6, np.int64)
+        """Hits, misses, bytes read, failures, experts fetched ahead, and those of them that were
+        used: ExpertCount in csrc/expert_cache.h."""
         self._native = _native.ExpertCache(
-            memory=self.memory.data_ptr(),
+            memory=self.memory,
             slot_nbytes=sizes.largest,
             slots=slots,
             counts=self.counts.ctypes.data,
@@ -75,7 +77,7 @@ class ExpertCache:
             )
 
     def count_in(self, counts: NDArray[np.int64]) -> None:
-        """Count in `counts` [4] from now on."""
+        """Count in `counts` [6] from now on."""
         self.counts = counts
         self._native.count_in(counts.ctypes.data)
 

@@ -95,6 +95,7 @@ def load_model(
         max_model_len=length,
         shared=shared,
         cached=experts,
+        expert_slots=expert_slots,
         exchange=exchange,
     )
     model = build_model(spec, parts)

@@ -67,9 +67,13 @@ class SchedulerStats(msgspec.Struct, array_like=True):
     expert_cache_hits: int = 0
     """Experts that a layer used and found in memory."""
     expert_cache_misses: int = 0
-    """Experts that a layer used and read from the file."""
+    """Experts that a layer used and waited for, since they were read from the file."""
     expert_cache_bytes_read: int = 0
     """Bytes of the experts that were read."""
+    expert_cache_fetched_ahead: int = 0
+    """Experts that were read, or partly read, before a layer asked for them."""
+    expert_cache_fetched_ahead_used: int = 0
+    """Those of them that the layer used then."""
 
     @property
     def num_ready_reqs(self) -> int:
@@ -196,7 +200,8 @@ SCHEDULER_METRICS = (
     SchedulerMetric(
         "counter",
         "expert_cache_misses",
-        "Experts that a step used in a layer and read from the disk (expert_cache).",
+        "Experts that a step used in a layer and waited for: they were read from the disk"
+        " (expert_cache).",
         "expert_cache_misses",
     ),
     SchedulerMetric(
@@ -204,6 +209,18 @@ SCHEDULER_METRICS = (
         "expert_cache_read_bytes",
         "Bytes of experts that were read from the disk (expert_cache).",
         "expert_cache_bytes_read",
+    ),
+    SchedulerMetric(
+        "counter",
+        "expert_cache_fetched_ahead",
+        "Experts that were fetched before their layer needed them, by a guess (expert_cache).",
+        "expert_cache_fetched_ahead",
+    ),
+    SchedulerMetric(
+        "counter",
+        "expert_cache_fetched_ahead_used",
+        "Experts that were fetched ahead and that their layer used then (expert_cache).",
+        "expert_cache_fetched_ahead_used",
     ),
     SchedulerMetric(
         "counter", "num_preemptions", "Preemptions of running requests.", "num_preemptions"

@@ -83,7 +83,9 @@ class CPUPlatform(Platform):
             backend = cast("AttentionBackend", ForHost(backend))
         draft = setup.draft
         scratches = tuple(
-            Scratch.most([measure_scratch(rank, backend) for rank in stage.peers])
+            Scratch.most(
+                [measure_scratch(rank, backend, rank.expert_slots) for rank in stage.peers]
+            )
             for stage in setup.stages
         )
         draft_scratch = None

@@ -130,7 +130,7 @@ class Scheduler:
         if connector is not None:
             self._loads = KVLoads(connector, config, self.kv_cache_manager)
         self._num_preemptions = 0
-        self._expert_counts = 0, 0, 0
+        self._expert_counts = 0, 0, 0, 0, 0
         self._num_steps = 0
         self._num_scheduled_tokens = 0
 
@@ -459,6 +459,8 @@ class Scheduler:
             expert_cache_hits=self._expert_counts[0],
             expert_cache_misses=self._expert_counts[1],
             expert_cache_bytes_read=self._expert_counts[2],
+            expert_cache_fetched_ahead=self._expert_counts[3],
+            expert_cache_fetched_ahead_used=self._expert_counts[4],
             num_expired_transfers=0 if self._connector is None else self._connector.num_expired,
         )
 

@@ -195,7 +195,7 @@ class ModelRunner:
         """Memory shared with other ranks; None for one rank."""
         self._experts = self._weights[0].experts
         if self._experts is not None and self.group is not None:
-            self._experts.count_in(self.group.expert_counts[setup.rank.number, :4])
+            self._experts.count_in(self.group.expert_counts[setup.rank.number, :6])
         self._num_failed_experts = 0
         self.balancer = self._make_balancer(checkpoint)
         """Balancer of the loads of the experts; None: experts stay where they are."""
@@ -472,8 +472,8 @@ class ModelRunner:
         else:
             assert self._experts is not None
             counts = self._experts.counts
-        hits, misses, nbytes, failed = counts[:4].tolist()
-        output.expert_counts = hits, misses, nbytes
+        hits, misses, nbytes, failed, ahead, ahead_used = counts[:6].tolist()
+        output.expert_counts = hits, misses, nbytes, ahead, ahead_used
         if self._experts is not None:
             self._log_experts(self._experts)
         if not failed:

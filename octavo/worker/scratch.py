@@ -54,12 +54,13 @@ class _RecordedAttention(CPUAttention):
         return (num_blocks, block_size, latent_size)
 
 
-def measure_scratch(setup: WorkerSetup, asked: AttentionBackend) -> Scratch:
+def measure_scratch(setup: WorkerSetup, asked: AttentionBackend, expert_slots: int = 0) -> Scratch:
     """Return the exact memory that steps on a CPU will reserve, before anything is loaded.
 
     Args:
         setup: the worker's setup.
         asked: the configured attention backend.
+        expert_slots: number of experts in memory; 0: all are.
 
     Raises:
         ConfigError: the backend does not support the model's heads or the block size.
@@ -82,6 +83,7 @@ def measure_scratch(setup: WorkerSetup, asked: AttentionBackend) -> Scratch:
         dtype=dtype,
         max_model_len=1,
         shared=(buffers := make_buffers(setup)),
+        expert_slots=expert_slots,
         exchange=(exchange := make_exchange(setup)),
     )
     kv = KVCacheConfig(1, config.cache.block_size, setup.kv_cache_groups)

@@ -67,6 +67,9 @@ def test_same_answers(folder: Path, expected: list[Any], settings: dict[str, Any
         stats, plan = llm.stats(), llm.llm_engine.memory_plan
         assert stats.expert_cache_misses > 0
         assert stats.expert_cache_bytes_read > size
+        fetched, used = stats.expert_cache_fetched_ahead, stats.expert_cache_fetched_ahead_used
+        assert (fetched > 0) == ("pipeline_parallel_size" not in settings)  # a mixture each
+        assert used <= fetched
         loads = stats.expert_tokens  # of the same tokens, however often their experts are read
         assert 0 < plan.nbytes("experts") <= size
         planned = plan.nbytes("weights") + plan.nbytes("experts")
@@ -76,6 +79,7 @@ def test_same_answers(folder: Path, expected: list[Any], settings: dict[str, Any
         assert answers(llm) == expected
         stats, whole = llm.stats(), llm.llm_engine.memory_plan
         assert stats.expert_cache_hits > stats.expert_cache_misses
+        assert stats.expert_cache_fetched_ahead == 0
         assert stats.expert_tokens == loads
         assert whole.nbytes("weights") + whole.nbytes("experts") > planned
 

@@ -33,6 +33,8 @@ NAMES = {
     "expert_cache_hits",
     "expert_cache_misses",
     "expert_cache_read_bytes",
+    "expert_cache_fetched_ahead",
+    "expert_cache_fetched_ahead_used",
     "expert_tokens",
     "expert_max_share",
     "expert_balancedness",

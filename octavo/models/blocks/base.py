@@ -132,6 +132,7 @@ class Parts:
         max_model_len: longest context.
         shared: buffers in which ranks combine their results; None: one rank computes the model.
         cached: the layers of an expert cache, by the names of the blocks.
+        expert_slots: number of experts that this cache has in memory; 0: there is no cache.
         exchange: exchange with other engines, if they divide the experts.
     """
 
@@ -144,6 +145,7 @@ class Parts:
         max_model_len: int,
         shared: SharedBuffers | None = None,
         cached: Mapping[str, ExpertLayer] | None = None,
+        expert_slots: int = 0,
         exchange: ExpertExchange | None = None,
     ) -> None:
         self.ops = ops
@@ -151,6 +153,7 @@ class Parts:
         """Type of the model, and of all weights that are not quantized."""
         self.max_model_len = max_model_len
         self.exchange = exchange
+        self.expert_slots = expert_slots
         self.mixtures: list[Experts] = []
         """All mixtures of experts that were built, in the order of the forward pass."""
         self._shared = shared
