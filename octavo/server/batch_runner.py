@@ -61,8 +61,6 @@ _LINES_AT_ONCE = 64
 _LINE_RETRY = 1.0
 _LONGEST_RETRY = 30.0
 _DISK_RETRY = 10.0
-# In an answer that a pause or sleep of the engine cut short. A text would escape the quotes.
-_ABORTED = b'"finish_reason":"abort"'
 
 Status = Literal[
     "validating",
@@ -563,7 +561,7 @@ class _Job:
             )
             try:
                 answer = await answer_line(runner.state, request, context)
-                if answer.status != 503 and _ABORTED not in answer.body:
+                if answer.status != 503 and not context.is_aborted:
                     break
             except QueueFullError:
                 pass

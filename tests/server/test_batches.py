@@ -6,7 +6,6 @@ import json
 import shutil
 import time
 
-import msgspec
 import openai
 import pytest
 from openai.types import Batch
@@ -406,33 +405,49 @@ def test_lines_leave_most_of_the_memory_and_wait_for_room(monkeypatch):
     with_server(scenario, lambda: engine)
 
 
-def test_lines_that_the_operator_stops_run_again(monkeypatch):
+@pytest.mark.parametrize(
+    ("url", "body"),
+    [
+        (URL, {"prompt": "x"}),
+        (CHAT, {"messages": [{"role": "user", "content": "x"}]}),
+        (RESPONSES, {"input": "x"}),
+    ],
+)
+def test_lines_that_the_operator_stops_run_again(url, body, monkeypatch):
     monkeypatch.setattr(batch_runner, "_LINE_RETRY", 0.01)
-    real, stopped = batch_runner.answer_line, []
+    real, failures = batch_runner.answer_line, []
 
     async def answer_line(state, request, context):
         answer = await real(state, request, context)
-        if len(stopped) == 0:
-            stopped.append(answer)
-            body = answer.body.replace(b'"finish_reason":"length"', b'"finish_reason":"abort"')
-            assert body != answer.body
-            return msgspec.structs.replace(answer, body=body)
-        if len(stopped) == 1:
-            stopped.append(answer)
+        if not failures and b"rld!" in answer.body:
+            failures.append(answer)
             return failed(context.request_id, SleepError("The engine fell asleep."))
         return answer
 
     monkeypatch.setattr(batch_runner, "answer_line", answer_line)
 
     async def scenario(served):
-        quoting = {"prompt": '"finish_reason":"abort"', "echo": True, "max_tokens": 1}
-        batch = await begin(served, *lines(3), line("quoting", **quoting))
+        served.engine.num_to_abort = 2
+        batch = await begin(served, *(line(name, url, **body) for name in "abc"), endpoint=url)
         done = await until(served, batch, "completed")
-        assert done["request_counts"] == {"total": 4, "completed": 4, "failed": 0}
-        answers = await read(served, done["output_file_id"])
-        reasons = {a["response"]["body"]["choices"][0]["finish_reason"] for a in answers}
-        assert reasons == {"length"}
+        assert done["request_counts"] == {"total": 3, "completed": 3, "failed": 0}
+        answers = [a["response"]["body"] for a in await read(served, done["output_file_id"])]
+        assert all("Hello, wörld!" in json.dumps(a, ensure_ascii=False) for a in answers)
         assert len(served.engine.requests) == 6
+
+    with_server(scenario)
+
+
+def test_a_line_that_quotes_the_end_of_a_stopped_one_runs_once(monkeypatch):
+    monkeypatch.setattr(batch_runner, "_LINE_RETRY", 0.01)
+    quoted = {"finish_reason": "abort", "status": "cancelled"}
+
+    async def scenario(served):
+        given = line("a", RESPONSES, input="x", metadata=quoted)
+        batch = await begin(served, given, endpoint=RESPONSES)
+        while (await get(served, batch))["status"] != "completed":
+            assert len(served.engine.requests) <= 1
+            await asyncio.sleep(0.005)
 
     with_server(scenario)
 
