@@ -13,6 +13,8 @@ import re
 from pathlib import Path
 from typing import BinaryIO
 
+from octavo.server.state_dir import sync_folder
+
 _RECORD = re.compile(rb"(\d{1,9}) ([01]) (?=\{)")
 _PIECE = 2**20
 
@@ -40,6 +42,7 @@ class Journal:
             path.chmod(0o600)
             self._read()
             self._stream.truncate(self.nbytes)
+            sync_folder(path.parent)
         except BaseException:
             self._stream.close()
             raise

@@ -17,7 +17,7 @@ from typing import TypeVar
 from octavo.errors import reason_of
 from octavo.frontend.request_memory import RequestMemory
 from octavo.server.auth import tenant_of
-from octavo.server.state_dir import write_file
+from octavo.server.state_dir import sync_folder, write_file
 
 logger = logging.getLogger(__name__)
 
@@ -239,7 +239,9 @@ def _write(
         return
     file = folder / owner / name
     try:
-        file.parent.mkdir(0o700, exist_ok=True)
+        if not file.parent.exists():
+            file.parent.mkdir(0o700)
+            sync_folder(folder)
         write_file(file, hashlib.blake2b(data, digest_size=_DIGEST).digest() + data)
     except OSError as error:
         logger.error("%s cannot be written, so a restart will lose it: %s", file, reason_of(error))
