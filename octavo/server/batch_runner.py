@@ -51,7 +51,7 @@ logger = logging.getLogger(__name__)
 WINDOW = 86400
 """Seconds after which a batch expires (completion_window="24h")."""
 MAX_UNFINISHED = 100
-# Batches that are remembered; beyond, the oldest finished ones are forgotten.
+# Most batches that are remembered. More are forgotten once they have ended.
 _MAX_BATCHES = 1000
 # Bytes of lines that are answered at a time, unless one line has more.
 _MAX_LINE_BYTES = 32 * 2**20
@@ -322,10 +322,17 @@ class BatchRunner:
         return any(b.input_file_id == file_id and not b.finished for b in self._batches.values())
 
     async def _forget_oldest(self) -> None:
-        ended = [batch for batch in self._batches.values() if batch.finished]
-        for batch in ended[: max(0, len(self._batches) - _MAX_BATCHES)]:
-            del self._batches[batch.id]
-            path = self._folder / f"{batch.id}.json"
+        """Forget batches that have ended until the limit holds: the oldest of who has the most."""
+        while len(self._batches) > _MAX_BATCHES:
+            ended: dict[str | None, list[Batch]] = {}
+            for batch in self._batches.values():
+                if batch.finished:
+                    ended.setdefault(batch.owner, []).append(batch)
+            if not ended:
+                return
+            oldest, *_ = max(ended.values(), key=len)
+            del self._batches[oldest.id]
+            path = self._folder / f"{oldest.id}.json"
             await asyncio.to_thread(path.unlink, missing_ok=True)
 
 

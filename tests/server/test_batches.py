@@ -566,6 +566,22 @@ def test_old_batches_are_forgotten(monkeypatch, tmp_path):
     with_server(scenario, state_dir=str(tmp_path / "s"))
 
 
+def test_a_key_with_many_batches_forgets_its_own(monkeypatch):
+    monkeypatch.setattr(batch_runner, "_MAX_BATCHES", 3)
+
+    async def scenario(served):
+        small = await begin(served, line("a"), key="a")
+        await until(served, small, "completed", key="a")
+        for _ in range(4):
+            many = await begin(served, line("a"), key="b")
+            await until(served, many, "completed", key="b")
+        assert (await get(served, small, key="a"))["status"] == "completed"
+        listed = await served.http.get("/v1/batches", headers=as_user("b"))
+        assert len(listed.json()["data"]) == 2
+
+    with_server(scenario, api_key=["a", "b"])
+
+
 BODIES = [
     {"prompt": "x", "max_tokens": 4, "temperature": 0, "n": 2},
     {"prompt": "x", "max_tokens": 30, "temperature": 1, "seed": 5, "logprobs": 1},
