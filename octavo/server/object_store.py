@@ -54,6 +54,8 @@ class ObjectStore:
         self._data: dict[tuple[str, str], bytes] = {}
         self._in_memory = _Shelf(memory_bytes // _SHARE, MAX_OBJECTS)
         self._on_disk = _Shelf(MAX_DISK_BYTES, MAX_OBJECTS)
+        self._reads: dict[tuple[str, str], object] = {}
+        """Newest read of each object that is being read and has not changed since."""
         self._memory: RequestMemory | None = None
         self._writer: ThreadPoolExecutor | None = None
         """Thread that does all work on the disk, in order."""
@@ -76,6 +78,7 @@ class ObjectStore:
     async def put(self, api_key: str | None, name: str, data: bytes) -> None:
         """Store an object, in place of an earlier one of the name."""
         owner = _owner(api_key)
+        self._reads.pop((owner, name), None)
         self._remember(owner, name, data)
         if self._folder is None:
             return
@@ -90,14 +93,7 @@ class ObjectStore:
         if data is not None:
             self._in_memory.touch(owner, name)
         elif self._folder is not None and self._on_disk.has(owner, name):
-            data = await self._work(_read, self._folder, owner, name)
-            newer = self._data.get((owner, name))  # stored meanwhile
-            if newer is not None or not self._on_disk.has(owner, name):
-                return newer
-            if data is None:
-                self._on_disk.remove(owner, name)
-            else:
-                self._remember(owner, name, data)
+            data = await self._read_back(self._folder, owner, name)
         if self._folder is not None:
             self._on_disk.touch(owner, name)
         return data
@@ -106,6 +102,7 @@ class ObjectStore:
         """Delete an object; return False if the key has none of the name."""
         owner = _owner(api_key)
         found = (owner, name) in self._data
+        self._reads.pop((owner, name), None)
         self._forget(owner, name)
         if self._folder is not None and self._on_disk.has(owner, name):
             found = True
@@ -117,6 +114,24 @@ class ObjectStore:
         """Finish the work on the disk."""
         if self._writer is not None:
             self._writer.shutdown()
+
+    async def _read_back(self, folder: Path, owner: str, name: str) -> bytes | None:
+        """Read an object from the disk; keep it in memory unless it has changed meanwhile."""
+        read = self._reads[owner, name] = object()
+        try:
+            data = await self._work(_read, folder, owner, name)
+        finally:
+            is_newest = self._reads.get((owner, name)) is read
+            if is_newest:
+                del self._reads[owner, name]
+        newer = self._data.get((owner, name))
+        if newer is not None or not self._on_disk.has(owner, name):
+            return newer
+        if is_newest and data is None:
+            self._on_disk.remove(owner, name)
+        elif is_newest and data is not None:
+            self._remember(owner, name, data)
+        return data
 
     def _remember(self, owner: str, name: str, data: bytes) -> None:
         self._forget(owner, name)
