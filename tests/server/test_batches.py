@@ -16,7 +16,7 @@ from octavo.server import batch_input, batch_line, batch_runner
 from octavo.server.batch_journal import Journal
 from octavo.server.batch_line import failed
 from tests.server.fake_engine import FakeAsyncLLM, with_server
-from tests.server.test_files import as_user, client_of, post_file, strictly
+from tests.server.test_files import KEYS, as_user, client_of, post_file, strictly
 
 URL = "/v1/completions"
 CHAT = "/v1/chat/completions"
@@ -579,7 +579,7 @@ def test_a_key_with_many_batches_forgets_its_own(monkeypatch):
         listed = await served.http.get("/v1/batches", headers=as_user("b"))
         assert len(listed.json()["data"]) == 2
 
-    with_server(scenario, api_key=["a", "b"])
+    with_server(scenario, **KEYS)
 
 
 BODIES = [
@@ -702,6 +702,33 @@ def test_a_batch_waits_for_room_among_the_files(monkeypatch):
         await until(served, batch, "completed")
 
     with_server(scenario, max_file_bytes=4096)
+
+
+def test_a_key_without_room_does_not_keep_the_places_of_others(monkeypatch):
+    monkeypatch.setattr(batch_runner, "_DISK_RETRY", 0.02)
+
+    async def scenario(served):
+        files = [(await post_file(served, data_of(*lines(9)), key="a")).json() for _ in range(2)]
+        filler = []
+        for size in (4000, 1000, 300, 100, 30):
+            while (made := await post_file(served, b"x" * size, key="a")).is_success:
+                filler.append(made.json()["id"])
+        full = []
+        for file in files:
+            body = {"input_file_id": file["id"], "endpoint": URL, "completion_window": "24h"}
+            found = await served.http.post("/v1/batches", json=body, headers=as_user("a"))
+            full.append(found.json())
+        while len(served.engine.requests) < 2:
+            await asyncio.sleep(0.005)
+        other = await begin(served, *lines(9), key="b")
+        await until(served, other, "completed", key="b")
+        assert len(served.engine.requests) == 2 + 9
+        for file_id in filler[:10]:
+            await served.http.delete(f"/v1/files/{file_id}", headers=as_user("a"))
+        for batch in full:
+            await until(served, batch, "completed", key="a")
+
+    with_server(scenario, few_seats, max_file_bytes=4096, **KEYS)
 
 
 def test_a_key_that_is_gone(tmp_path):
