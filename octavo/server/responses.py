@@ -39,6 +39,7 @@ from octavo.server.response_items import (
     owner_of,
     too_many_owners,
     with_ids,
+    with_other_ids,
 )
 from octavo.server.response_output import Event, OutputItems, write_event
 from octavo.server.responses_schema import LOGPROBS, InputTokensBody, ResponseBody, renamed
@@ -96,6 +97,9 @@ async def create_response(request: Request) -> Response:
             held.enter_context(state.background.hold(api_key, given.conversation.id))
         before, new = await _all_items(request, given, name)
         chat = await _to_chat(request, given, before, new)
+        # References may repeat an item, and lists name their items by id.
+        count = len(before) + len(new)
+        new = await offload(count, with_other_ids, new, before, name, len(before))
         answer = ResponseAnswer(request, given, chat, name, before, new)
         if given.background:
             return await answer.in_background(held)
