@@ -28,16 +28,18 @@ class StateDir:
             _make_private(self._path)
             flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
             self._lock = os.open(self._path / "lock", flags, 0o600)
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                os.close(self._lock)
+                raise
+        except BlockingIOError:
+            raise ConfigError(
+                f"state_dir={path!r} is in use by another server; name another folder."
+            ) from None
         except OSError as error:
             raise ConfigError(
                 f"state_dir={path!r} cannot be used: {reason_of(error)}; name another folder."
-            ) from None
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(self._lock)
-            raise ConfigError(
-                f"state_dir={path!r} is in use by another server; name another folder."
             ) from None
 
     def subfolder(self, name: str) -> Path:

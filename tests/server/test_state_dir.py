@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from octavo.errors import ConfigError
+from octavo.server import state_dir
 from octavo.server.batch_journal import Journal
 from octavo.server.object_store import ObjectStore
 from octavo.server.state_dir import StateDir, write_file
@@ -22,6 +23,15 @@ def test_one_server_at_a_time(tmp_path):
         StateDir(str(path))
     state.close()
     StateDir(str(path)).close()
+
+
+def test_a_folder_that_cannot_be_locked_is_not_in_use(tmp_path, monkeypatch):
+    def fail(*_):
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr(state_dir.fcntl, "flock", fail)
+    with pytest.raises(ConfigError, match=r"cannot be used: No locks available; name another"):
+        StateDir(str(tmp_path))
 
 
 def test_a_server_holds_its_folder_until_it_ends(tmp_path):
