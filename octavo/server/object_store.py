@@ -156,7 +156,9 @@ class ObjectStore:
             self._memory.kept += nbytes
 
     async def _work(self, function: Callable[..., T], *args: object) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._writer, function, *args)
+        """Call a function on the thread of the disk, also if the caller is cancelled meanwhile."""
+        work = asyncio.get_running_loop().run_in_executor(self._writer, function, *args)
+        return await asyncio.shield(work)
 
 
 class _Shelf:

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import stat
+import threading
 
 import pytest
 
@@ -179,3 +180,20 @@ def test_a_damaged_file_does_not_hide_a_newer_object(tmp_path):
 
     run(fill, tmp_path)
     run(scenario, tmp_path)
+
+
+def test_a_client_that_leaves_does_not_stop_the_writing(tmp_path):
+    async def fill(store):
+        go_on = threading.Event()
+        store._writer.submit(go_on.wait)
+        task = asyncio.create_task(store.put(None, name(1), b"new"))
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        go_on.set()
+
+    async def look(store):
+        assert await store.get(None, name(1)) == b"new"
+
+    run(fill, tmp_path)
+    run(look, tmp_path)
