@@ -1,8 +1,8 @@
 """Journal of a batch: the answers to its lines, on disk in the order in which they were made.
 
 Each record is one line: the number of the batch's line, 1 for an answer or 0 for an error, and the
-JSON for the output file. After a crash the last record may be torn; it is cut off, and its line is
-answered again.
+JSON for the output file. After a crash the last record may be incomplete. It is then
+removed, and its line is answered again.
 """
 
 from __future__ import annotations

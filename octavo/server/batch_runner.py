@@ -55,10 +55,11 @@ _MAX_BATCHES = 1000
 # Bytes of lines that are answered at a time, unless one line has more.
 _MAX_LINE_BYTES = 32 * 2**20
 _LINES_AT_ONCE = 64
-# Seconds until another attempt: of a line for which there is no room, or that the operator stopped,
-# at first and at last; and of a batch whose files cannot be read or written.
+# Seconds until another attempt of a line for which there was no room, or that the operator stopped.
+# They double from the first value to the second.
 _LINE_RETRY = 1.0
 _LONGEST_RETRY = 30.0
+# Seconds until another attempt to read or write the files of a batch, or to find room for them.
 _DISK_RETRY = 10.0
 
 Status = Literal[

@@ -121,7 +121,7 @@ async def load_conversation(request: Request, name: str) -> StoredConversation:
     """Return a conversation that has room for more items.
 
     Raises:
-        NotFoundError: the key has none of the name.
+        NotFoundError: the key has no conversation of this name.
         RequestError: it is full.
     """
     conversation = await load_for(request, name, StoredConversation)
@@ -146,7 +146,7 @@ async def _named(request: Request) -> tuple[str, StoredConversation]:
     """Return the conversation that the path names, and its name.
 
     Raises:
-        NotFoundError: the key has none of the name.
+        NotFoundError: the key has no conversation of this name.
     """
     store_of(state_of(request), "This address")
     name = request.path_params["conversation_id"]

@@ -30,9 +30,9 @@ from octavo.server.state_dir import write_file
 logger = logging.getLogger(__name__)
 
 MAX_FILES = 4096
-# All files together may have this many times the bytes of the largest one.
+# Most bytes of all files together, in multiples of the most bytes of one file.
 _MAX_TOTAL = 50
-# Expired files that one request deletes, so that it does not take long.
+# Most expired files that one request deletes, so that it does not take long.
 _MOST_DROPPED = 64
 _ID = re.compile(r"file-[0-9a-f]{32}")
 

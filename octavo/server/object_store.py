@@ -39,8 +39,8 @@ _UNFINISHED = ".unfinished"
 class ObjectStore:
     """Objects by API key and name, the most recently used ones within limits.
 
-    If there are too many, the key with the most loses those that it has not used for longest, so
-    that a client cannot remove another one's objects by storing many.
+    If there are too many objects, the API key with the most of them loses those that it has not
+    used for the longest time. So a client that stores many cannot remove those of another client.
 
     Args:
         folder: folder that keeps the objects across restarts; None: they are in memory only.
@@ -76,7 +76,7 @@ class ObjectStore:
         memory.spare = spare
 
     async def put(self, api_key: str | None, name: str, data: bytes) -> None:
-        """Store an object, in place of an earlier one of the name."""
+        """Store an object; it replaces an earlier one of this name."""
         owner = _owner(api_key)
         self._reads.pop((owner, name), None)
         self._remember(owner, name, data)
@@ -87,7 +87,7 @@ class ObjectStore:
         await self._work(_write, self._folder, owner, name, data, too_many)
 
     async def get(self, api_key: str | None, name: str) -> bytes | None:
-        """Return an object; None: the key has none of the name."""
+        """Return an object; None: the key has no object of this name."""
         owner = _owner(api_key)
         data = self._data.get((owner, name))
         if data is not None:
@@ -99,7 +99,7 @@ class ObjectStore:
         return data
 
     async def delete(self, api_key: str | None, name: str) -> bool:
-        """Delete an object; return False if the key has none of the name."""
+        """Delete an object; return False if the key has no object of this name."""
         owner = _owner(api_key)
         found = (owner, name) in self._data
         self._reads.pop((owner, name), None)
@@ -203,14 +203,14 @@ class _Shelf:
             del self._sizes[owner], self._bytes[owner]
 
     def excess(self) -> Iterator[tuple[str, str]]:
-        """Remove objects until all limits hold; yield them."""
+        """Remove objects until all limits hold; yield their owners and names."""
         while self.count > self._max_objects:
             owner = max(self._sizes, key=lambda owner: len(self._sizes[owner]))
             yield self._remove_oldest(owner)
         yield from self.shrink(self.nbytes - self._max_bytes)
 
     def shrink(self, nbytes: int) -> Iterator[tuple[str, str]]:
-        """Remove objects of about `nbytes` bytes; yield them."""
+        """Remove objects of about `nbytes` bytes; yield their owners and names."""
         goal = self.nbytes - nbytes
         while self.nbytes > max(goal, 0):
             yield self._remove_oldest(max(self._bytes, key=self._bytes.__getitem__))
@@ -222,7 +222,7 @@ class _Shelf:
 
 
 def _owner(api_key: str | None) -> str:
-    """Return the name of a key's folder, which does not reveal the key."""
+    """Return the name of the folder of a key; the name does not reveal the key."""
     return tenant_of(api_key) or "all"
 
 

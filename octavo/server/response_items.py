@@ -1,4 +1,4 @@
-"""Items of the Responses API: their checks, their ids, and the chat that they mean."""
+"""Items of the Responses API: their checks, their ids, and the chat that they describe."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from octavo.system.offload import offload
 
 _PAGE = 20
 _MAX_PAGE = 100
-# Microseconds that packing or unpacking may take; only a thread may spend them.
+# Microseconds that packing or unpacking may take, which is too long for the event loop.
 _LONG = 5_000
 
 
@@ -37,13 +37,13 @@ class StoredResponse(msgspec.Struct):
 
 
 class StoredConversation(msgspec.Struct):
-    """Conversation."""
+    """Conversation, with its items."""
 
     created_at: int
     metadata: dict[str, str]
     items: list[Item]
     num_created: int = 0
-    """Number of items that ever were in it."""
+    """Number of items that clients have ever added, without those of responses."""
 
 
 Stored = TypeVar("Stored", StoredResponse, StoredConversation)
@@ -55,7 +55,7 @@ def new_id(prefix: str) -> str:
 
 
 def has_store(state: ServerState) -> bool:
-    """Return True if a server can store objects: each of several front ends has its own memory."""
+    """Return True if a server can store objects; several front ends cannot share them."""
     return state.config.api_server_count == 1
 
 
@@ -102,7 +102,7 @@ async def save(
 
 
 async def load_for(request: Request, name: str, kind: type[Stored]) -> Stored | None:
-    """Return an object; None: the request's key has none of the name.
+    """Return an object; None: the request's key has no object of this name.
 
     Until the request ends, the bytes of the object count among those of bodies: a short request
     may name long objects.
@@ -124,7 +124,7 @@ async def load_for(request: Request, name: str, kind: type[Stored]) -> Stored | 
 async def load(
     store: ObjectStore, api_key: str | None, name: str, kind: type[Stored]
 ) -> Stored | None:
-    """Return an object; None: the key has none of the name."""
+    """Return an object; None: the key has no object of this name."""
     found = await _load(store, api_key, name, kind)
     return None if found is None else found[0]
 
