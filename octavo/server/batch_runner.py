@@ -20,6 +20,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import BinaryIO, Literal
@@ -547,7 +548,7 @@ class _Job:
                         task.result()
                     place = await self._take_place(len(line))
                     task = asyncio.create_task(self._answer(number, line, journal, place))
-                    task.add_done_callback(lambda _, place=place: place.close())
+                    task.add_done_callback(partial(_leave, place))
                     tasks.add(task)
             for task in tasks:
                 await task
@@ -739,6 +740,11 @@ def _take(lines: Iterator[tuple[int, bytes | None]]) -> list[tuple[int, bytes | 
         if nbytes > 2**20:
             break
     return taken
+
+
+def _leave(place: contextlib.ExitStack, _: object) -> None:
+    """Free the place of a line whose task has ended."""
+    place.close()
 
 
 def _digest(batch_id: str, number: int) -> str:

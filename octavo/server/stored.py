@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 import zlib
+from operator import itemgetter
 from typing import Any, TypeVar
 
 import msgspec
@@ -15,6 +16,7 @@ from octavo.server import answers
 from octavo.server.errors import show
 from octavo.server.middleware import context_of
 from octavo.server.object_store import OBJECT_ID, ObjectStore
+from octavo.server.pages import page_of
 from octavo.server.response_items import Item
 from octavo.server.state import ServerState, state_of
 from octavo.system.offload import offload
@@ -165,31 +167,13 @@ def item_list(request: Request, items: list[Item]) -> Response:
     Raises:
         RequestError: a parameter is not allowed.
     """
-    query = request.query_params
-    limit = query.get("limit", str(_PAGE))
-    if not (limit.isascii() and limit.isdecimal() and len(limit) < 4):
-        limit = "0"
-    if not 1 <= int(limit) <= _MAX_PAGE:
-        raise RequestError(
-            f"limit={show(query['limit'])} is not allowed; it is 1 to {_MAX_PAGE}.", "limit"
-        )
-    order = query.get("order", "desc")
-    if order not in ("asc", "desc"):
-        raise RequestError(f"order={show(order)} is not allowed; use asc or desc.", "order")
-    in_order = items if order == "asc" else items[::-1]
-    begin = 0
-    if (after := query.get("after")) is not None:
-        ids = [item["id"] for item in in_order]
-        if after not in ids:
-            raise RequestError(f"after={show(after)} is not the id of an item here.", "after")
-        begin = ids.index(after) + 1
-    page = in_order[begin : begin + int(limit)]
+    page, more = page_of(request, items, itemgetter("id"), _PAGE, _MAX_PAGE)
     return answers.respond(
         answers.ItemList(
             object="list",
-            data=page,
+            data=list(page),
             first_id=page[0]["id"] if page else "",
             last_id=page[-1]["id"] if page else "",
-            has_more=begin + len(page) < len(items),
+            has_more=more,
         )
     )
