@@ -124,7 +124,9 @@ def _write_folder(model: OpenedModel, target: str, output: UnfinishedOutput, *, 
     config = DEFAULTS.get(spec.architecture, {}) | checkpoint.config.fields
     config |= {"architectures": [spec.architecture], "quantization_config": made.quantization}
     config["dtype" if "dtype" in config else "torch_dtype"] = dtype
-    write_description(output.folder, config, dict(_texts(model)))
+    texts = dict(_texts(model))
+    with output.disk_errors():
+        write_description(output.folder, config, texts)
     output.finish_folder()
     return made.file.nbytes
 

@@ -334,7 +334,12 @@ def _integers_config(
 
 
 def write_description(folder: Path, config: Mapping[str, Any], texts: Mapping[str, str]) -> None:
-    """Write config.json and the other small files of a checkpoint."""
+    """Write config.json and the other small files of a checkpoint.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
     for name, text in texts.items():
+        (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text, "utf-8")

@@ -99,7 +99,7 @@ class UnfinishedOutput:
         """
         path, key_file = self.folder / file.name, self.folder / _KEY
         key = hashlib.sha256(repr(source).encode() + file.head).hexdigest()
-        try:
+        with self.disk_errors():
             if not key_file.exists() or key_file.read_text() != key:
                 self._discard()
                 key_file.write_text(key)
@@ -114,15 +114,23 @@ class UnfinishedOutput:
                     stream.flush()
                     os.fsync(stream.fileno())
                     progress(len(data))
+
+    @contextlib.contextmanager
+    def disk_errors(self) -> Iterator[None]:
+        """Turn the errors of the disk into a `ConfigError`."""
+        try:
+            yield
         except OSError as error:
             raise ConfigError(
-                f"{path} cannot be written: {error.strerror}. The same command continues it."
+                f"{self.out} cannot be written: {error.strerror}. The same command continues it."
             ) from error
 
     def _discard(self) -> None:
         """Remove all files of an earlier conversion."""
         for file in self.folder.iterdir():
-            if file.name != _LOCK:
+            if file.is_dir():
+                shutil.rmtree(file)
+            elif file.name != _LOCK:
                 file.unlink()
 
     def _require_space(self, file: TensorFile, path: Path) -> None:
@@ -149,15 +157,25 @@ class UnfinishedOutput:
         return done
 
     def finish_folder(self) -> None:
-        """Give the folder its final name."""
-        (self.folder / _KEY).unlink()
-        (self.folder / _LOCK).unlink()
-        self.folder.rename(self.out)
+        """Give the folder its final name.
+
+        Raises:
+            ConfigError: the disk failed.
+        """
+        with self.disk_errors():
+            self.folder.rename(self.out)
+            (self.out / _KEY).unlink()
+            (self.out / _LOCK).unlink()
 
     def finish_file(self, name: str) -> None:
-        """Give a file its final name, and remove the folder."""
-        (self.folder / name).rename(self.out)
-        shutil.rmtree(self.folder)
+        """Give a file its final name, and remove the folder.
+
+        Raises:
+            ConfigError: the disk failed.
+        """
+        with self.disk_errors():
+            (self.folder / name).rename(self.out)
+            shutil.rmtree(self.folder)
 
 
 def _computed(pieces: Sequence[Piece]) -> Iterator[bytes]:

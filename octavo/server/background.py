@@ -14,7 +14,7 @@ from octavo.server.resumable_streams import Events
 
 # Bytes of an event in addition to its text.
 _EVENT = 48
-# The events of one work occupy at most this fraction (1/16) of the memory for requests.
+# The events of one piece of work occupy at most this fraction (1/16) of the memory for requests.
 _SHARE = 16
 # Approximate bytes that a reader sends at once.
 _PIECE = 2**16
@@ -68,11 +68,11 @@ class Background:
 
 
 class EventLog:
-    """Events so far of one background work; each reader gets all from the one that it names.
+    """Events of one piece of work so far; a reader gets all from the number that it names.
 
     Args:
-        memory: memory that accounts for the events. If it is short they are dropped, all at once.
-            None: they are not accounted for.
+        memory: memory that accounts for the events. If it is short, all events are dropped at
+            once. None: nothing accounts for them.
     """
 
     def __init__(self, memory: RequestMemory | None) -> None:
@@ -84,7 +84,7 @@ class EventLog:
 
     @classmethod
     def of(cls, events: str) -> EventLog:
-        """Return the log of a work that has ended, from its events."""
+        """Return the log of work that has ended, from its events."""
         log = cls(None)
         log._events = split_events(events.encode())
         log._ended = True

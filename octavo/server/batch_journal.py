@@ -1,8 +1,8 @@
 """Journal of a batch: the answers to its lines, on disk in the order in which they were made.
 
 Each record is one line: the number of the batch's line, 1 for an answer or 0 for an error, and the
-JSON for the output file. After a crash the last record may be torn; it is cut off, and its line is
-answered again.
+JSON for the output file. After a crash the last record may be incomplete. It is then
+removed, and its line is answered again.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import os
 import re
 from pathlib import Path
 from typing import BinaryIO
+
+from octavo.server.state_dir import sync_folder
 
 _RECORD = re.compile(rb"(\d{1,9}) ([01]) (?=\{)")
 _PIECE = 2**20
@@ -40,6 +42,7 @@ class Journal:
             path.chmod(0o600)
             self._read()
             self._stream.truncate(self.nbytes)
+            sync_folder(path.parent)
         except BaseException:
             self._stream.close()
             raise

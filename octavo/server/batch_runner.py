@@ -51,18 +51,17 @@ logger = logging.getLogger(__name__)
 WINDOW = 86400
 """Seconds after which a batch expires (completion_window="24h")."""
 MAX_UNFINISHED = 100
-# Batches that are remembered; beyond, the oldest finished ones are forgotten.
+# Most batches that are remembered. More are forgotten once they have ended.
 _MAX_BATCHES = 1000
 # Bytes of lines that are answered at a time, unless one line has more.
 _MAX_LINE_BYTES = 32 * 2**20
 _LINES_AT_ONCE = 64
-# Seconds until another attempt: of a line for which there is no room, or that the operator stopped,
-# at first and at last; and of a batch whose files cannot be read or written.
+# Seconds until another attempt of a line for which there was no room, or that the operator stopped.
+# They double from the first value to the second.
 _LINE_RETRY = 1.0
 _LONGEST_RETRY = 30.0
+# Seconds until another attempt to read or write the files of a batch, or to find room for them.
 _DISK_RETRY = 10.0
-# In an answer that a pause or sleep of the engine cut short. A text would escape the quotes.
-_ABORTED = b'"finish_reason":"abort"'
 
 Status = Literal[
     "validating",
@@ -137,6 +136,8 @@ class BatchRunner:
         self.slots = _Slots(state.engine_config.scheduler.max_num_seqs)
         self.working = asyncio.Lock()
         """Lock for long work on a thread, so that many batches do not keep all threads busy."""
+        self.without_room: Counter[str | None] = Counter()
+        """Number of answers that wait for room among the files of their owner."""
         self._saving = asyncio.Lock()
 
     # Lifecycle
@@ -324,10 +325,17 @@ class BatchRunner:
         return any(b.input_file_id == file_id and not b.finished for b in self._batches.values())
 
     async def _forget_oldest(self) -> None:
-        ended = [batch for batch in self._batches.values() if batch.finished]
-        for batch in ended[: max(0, len(self._batches) - _MAX_BATCHES)]:
-            del self._batches[batch.id]
-            path = self._folder / f"{batch.id}.json"
+        """Forget batches that have ended until the limit holds: the oldest of who has the most."""
+        while len(self._batches) > _MAX_BATCHES:
+            ended: dict[str | None, list[Batch]] = {}
+            for batch in self._batches.values():
+                if batch.finished:
+                    ended.setdefault(batch.owner, []).append(batch)
+            if not ended:
+                return
+            oldest, *_ = max(ended.values(), key=len)
+            del self._batches[oldest.id]
+            path = self._folder / f"{oldest.id}.json"
             await asyncio.to_thread(path.unlink, missing_ok=True)
 
 
@@ -373,8 +381,8 @@ class _Slots:
         self._nbytes = 0
         self._freed = asyncio.Event()
 
-    async def acquire(self, nbytes: int) -> None:
-        """Wait for a place for a line of `nbytes` bytes."""
+    async def acquire(self, nbytes: int) -> contextlib.ExitStack:
+        """Wait for a place for a line of `nbytes` bytes; `close` of the result frees it."""
         await self._places.acquire()
         try:
             while self._nbytes and self._nbytes + nbytes > _MAX_LINE_BYTES:
@@ -384,9 +392,11 @@ class _Slots:
             self._places.release()
             raise
         self._nbytes += nbytes
+        place = contextlib.ExitStack()
+        place.callback(self._release, nbytes)
+        return place
 
-    def release(self, nbytes: int, _: object) -> None:
-        """Free the place of a line of `nbytes` bytes, whose task has ended."""
+    def _release(self, nbytes: int) -> None:
         self._places.release()
         self._nbytes -= nbytes
         self._freed.set()
@@ -536,10 +546,9 @@ class _Job:
                     for task in [task for task in tasks if task.done()]:
                         tasks.remove(task)
                         task.result()
-                    nbytes = len(line)
-                    await runner.slots.acquire(nbytes)
-                    task = asyncio.create_task(self._answer(number, line, journal))
-                    task.add_done_callback(partial(runner.slots.release, nbytes))
+                    place = await self._take_place(len(line))
+                    task = asyncio.create_task(self._answer(number, line, journal, place))
+                    task.add_done_callback(partial(_leave, place))
                     tasks.add(task)
             for task in tasks:
                 await task
@@ -548,8 +557,30 @@ class _Job:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _answer(self, number: int, line: bytes, journal: Journal) -> None:
-        """Answer a line, and write the answer to the journal."""
+    async def _take_place(self, nbytes: int) -> contextlib.ExitStack:
+        """Wait until a line of `nbytes` bytes may run; see `_Slots.acquire`.
+
+        No line of an owner begins while answers of this owner wait for room.
+        """
+        runner = self._runner
+        while True:
+            place = await runner.slots.acquire(nbytes)
+            if not runner.without_room[self._batch.owner]:
+                return place
+            place.close()
+            await asyncio.sleep(_DISK_RETRY)
+
+    async def _answer(
+        self, number: int, line: bytes, journal: Journal, place: contextlib.ExitStack
+    ) -> None:
+        """Answer a line, and write the answer to the journal.
+
+        Args:
+            number: number of the line.
+            line: the line.
+            journal: journal of the batch.
+            place: the line's place, which is freed early if the answer waits for room.
+        """
         batch, runner = self._batch, self._runner
         request, request_id = parse_line(line), _digest(batch.id, number)
         retry = _LINE_RETRY
@@ -563,7 +594,7 @@ class _Job:
             )
             try:
                 answer = await answer_line(runner.state, request, context)
-                if answer.status != 503 and _ABORTED not in answer.body:
+                if answer.status != 503 and not context.is_aborted:
                     break
             except QueueFullError:
                 pass
@@ -582,18 +613,36 @@ class _Job:
                 "error": None,
             }
         )
-        while True:
-            try:
-                runner.files.check_room(batch.owner, len(data))
-                self._count(self._counted + len(data))
-                break
-            except RequestError as error:
-                logger.warning("batch %s waits for room: %s", batch.id, error)
-                await asyncio.sleep(_DISK_RETRY)
+        await self._take_room(len(data), place)
         append = asyncio.create_task(self._append(journal, number, good, data))
         self._appends.add(append)
         append.add_done_callback(self._appends.discard)
         await asyncio.shield(append)
+
+    async def _take_room(self, nbytes: int, place: contextlib.ExitStack) -> None:
+        """Wait until the owner's files have room for an answer, and count its bytes.
+
+        An answer that waits leaves its place to lines of others, who may have room.
+        """
+        if not self._has_room(nbytes):
+            place.close()
+            without_room, owner = self._runner.without_room, self._batch.owner
+            without_room[owner] += 1
+            try:
+                while not self._has_room(nbytes):
+                    await asyncio.sleep(_DISK_RETRY)
+            finally:
+                without_room[owner] -= 1
+        self._count(self._counted + nbytes)
+
+    def _has_room(self, nbytes: int) -> bool:
+        """Return True if the owner's files have room for an answer."""
+        try:
+            self._runner.files.check_room(self._batch.owner, nbytes)
+        except RequestError as error:
+            logger.warning("batch %s waits for room: %s", self._batch.id, error)
+            return False
+        return True
 
     async def _append(self, journal: Journal, number: int, good: bool, data: bytes) -> None:
         batch = self._batch
@@ -691,6 +740,11 @@ def _take(lines: Iterator[tuple[int, bytes | None]]) -> list[tuple[int, bytes | 
         if nbytes > 2**20:
             break
     return taken
+
+
+def _leave(place: contextlib.ExitStack, _: object) -> None:
+    """Free the place of a line whose task has ended."""
+    place.close()
 
 
 def _digest(batch_id: str, number: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from operator import attrgetter
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, StringConstraints
@@ -14,7 +15,8 @@ from octavo.server import answers
 from octavo.server.batch_line import Endpoint
 from octavo.server.batch_runner import Batch, runner_of
 from octavo.server.body import Body, read_model
-from octavo.server.files import MAX_EXPIRY, MIN_EXPIRY, owner_of, page_of
+from octavo.server.files import MAX_EXPIRY, MIN_EXPIRY, owner_of
+from octavo.server.pages import page_of
 from octavo.server.state import state_of
 from octavo.server.upload import check_origin
 
@@ -75,7 +77,8 @@ async def create_batch(request: Request) -> Response:
 async def list_batches(request: Request) -> Response:
     """List the batches of the API key, the newest first."""
     runner = await runner_of(request)
-    page, more = page_of(request, runner.batches(owner_of(request)), _LISTED, _MAX_LISTED)
+    found = runner.batches(owner_of(request))
+    page, more = page_of(request, found, attrgetter("id"), _LISTED, _MAX_LISTED)
     return answers.respond(
         answers.BatchList(
             object="list",

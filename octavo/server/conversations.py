@@ -13,7 +13,7 @@ from octavo.server import answers
 from octavo.server.body import read_model
 from octavo.server.errors import show
 from octavo.server.middleware import context_of
-from octavo.server.response_items import Item, with_ids
+from octavo.server.response_items import Item, with_ids, with_other_ids
 from octavo.server.responses_schema import (
     ConversationBody,
     ConversationItemsBody,
@@ -40,7 +40,7 @@ async def create_conversation(request: Request) -> Response:
     state = state_of(request)
     body = await read_model(request, ConversationBody, state.config.max_request_bytes)
     store, name = store_of(state, "This address"), new_id("conv")
-    items = _new_items(body.items or [], name, 0)
+    items = _new_items(body.items or [], [], name, 0)
     conversation = StoredConversation(int(time.time()), body.metadata or {}, items, len(items))
     await state.get_engine()
     await save(store, context_of(request).api_key, name, conversation)
@@ -79,7 +79,7 @@ async def create_items(request: Request) -> Response:
     body = await read_model(request, ConversationItemsBody, state.config.max_request_bytes)
     async with state.objects.changing:
         name, conversation = await _named(request)
-        new = _new_items(body.items, name, conversation.num_created)
+        new = _new_items(body.items, conversation.items, name, conversation.num_created)
         _check_room(conversation, new, state.config.max_request_bytes)
         conversation.items += new
         conversation.num_created += len(new)
@@ -121,7 +121,7 @@ async def load_conversation(request: Request, name: str) -> StoredConversation:
     """Return a conversation that has room for more items.
 
     Raises:
-        NotFoundError: the key has none of the name.
+        NotFoundError: the key has no conversation of this name.
         RequestError: it is full.
     """
     conversation = await load_for(request, name, StoredConversation)
@@ -146,7 +146,7 @@ async def _named(request: Request) -> tuple[str, StoredConversation]:
     """Return the conversation that the path names, and its name.
 
     Raises:
-        NotFoundError: the key has none of the name.
+        NotFoundError: the key has no conversation of this name.
     """
     store_of(state_of(request), "This address")
     name = request.path_params["conversation_id"]
@@ -164,14 +164,14 @@ def _item(request: Request, conversation: StoredConversation) -> Item:
     raise NotFoundError(f"The conversation has no item with id {show(name)}.", None, "not_found")
 
 
-def _new_items(items: Sequence[Item], owner: str, begin: int) -> list[Item]:
+def _new_items(items: Sequence[Item], before: Sequence[Item], owner: str, begin: int) -> list[Item]:
     for i, item in enumerate(items):
         if item["type"] == "item_reference":
             raise RequestError(
                 f"items[{i}].type='item_reference' is not allowed; send the item itself.",
                 f"items[{i}].type",
             )
-    return with_ids(items, owner, begin)
+    return with_other_ids(with_ids(items, owner, begin), before, owner, begin)
 
 
 def _check_room(conversation: StoredConversation, new: list[Item], limit: int) -> None:

@@ -15,6 +15,8 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable
+from itertools import islice
+from operator import itemgetter
 from pathlib import Path
 from typing import BinaryIO, Literal
 
@@ -28,9 +30,9 @@ from octavo.server.state_dir import write_file
 logger = logging.getLogger(__name__)
 
 MAX_FILES = 4096
-# All files together may have this many times the bytes of the largest one.
+# Most bytes of all files together, in multiples of the most bytes of one file.
 _MAX_TOTAL = 50
-# Expired files that one request deletes, so that it does not take long.
+# Most expired files that one request deletes, so that it does not take long.
 _MOST_DROPPED = 64
 _ID = re.compile(r"file-[0-9a-f]{32}")
 
@@ -109,16 +111,19 @@ class FileStore:
         self._load()
 
     def _load(self) -> None:
+        found: list[tuple[int, StoredFile]] = []
         for path in self.folder.glob("*.json"):
             try:
-                found = msgspec.json.decode(path.read_bytes(), type=StoredFile)
-                if found.id == path.stem and self.path(found.id).stat().st_size == found.bytes:
-                    self.add(found)
+                file = msgspec.json.decode(path.read_bytes(), type=StoredFile)
+                if file.id == path.stem and self.path(file.id).stat().st_size == file.bytes:
+                    found.append((path.stat().st_mtime_ns, file))
                     continue
             except (OSError, msgspec.MsgspecError):
                 pass
             logger.warning("%s does not describe a complete file, and is removed", path)
             path.unlink()
+        for _, file in sorted(found, key=itemgetter(0)):
+            self.add(file)
         for path in self.folder.iterdir():
             if path.suffix != ".json" and path.stem not in self._files:
                 path.unlink()
@@ -181,14 +186,14 @@ class FileStore:
 
     def _drop_expired(self) -> None:
         now = time.time()
-        expired = [f for f in self._files.values() if f.expires_at and f.expires_at <= now]
-        for file in expired[:_MOST_DROPPED]:
-            if not self.in_use(file.id):
-                self._forget(file)
-                try:
-                    self._unlink(file)
-                except OSError as error:
-                    logger.error("%s has expired and cannot be deleted: %s", file.id, error)
+        expired = (f for f in self._files.values() if f.expires_at and f.expires_at <= now)
+        unused = (file for file in expired if not self.in_use(file.id))
+        for file in list(islice(unused, _MOST_DROPPED)):
+            self._forget(file)
+            try:
+                self._unlink(file)
+            except OSError as error:
+                logger.error("%s has expired and cannot be deleted: %s", file.id, error)
 
     def check_room(self, owner: str | None, nbytes: int) -> None:
         """Check that there is room for bytes that an owner is about to write.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import re
-from typing import Any, BinaryIO, TypeVar, get_args
+from operator import attrgetter
+from typing import BinaryIO, get_args
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -17,10 +18,9 @@ from octavo.server.batch_runner import runner_of
 from octavo.server.errors import show
 from octavo.server.file_store import FileStore, Purpose, StorageError, StoredFile
 from octavo.server.middleware import context_of
+from octavo.server.pages import page_of
 from octavo.server.state import ServerState, state_of
 from octavo.server.upload import check_origin, receive_form
-
-T = TypeVar("T", bound=Any)
 
 _MAX_LISTED = 10_000
 _PIECE = 2**18
@@ -50,7 +50,7 @@ async def list_files(request: Request) -> Response:
     store, owner = await _files(request)
     purpose = request.query_params.get("purpose")
     found = [file for file in store.files(owner) if purpose in (None, file.purpose)]
-    page, more = page_of(request, found, _MAX_LISTED, _MAX_LISTED)
+    page, more = page_of(request, found, attrgetter("id"), _MAX_LISTED, _MAX_LISTED)
     return answers.respond(
         answers.FileList(
             object="list",
@@ -129,35 +129,6 @@ def owner_of(request: Request) -> str | None:
 
 async def _files(request: Request) -> tuple[FileStore, str | None]:
     return (await runner_of(request)).files, owner_of(request)
-
-
-def page_of(request: Request, items: list[T], default: int, most: int) -> tuple[list[T], bool]:
-    """Return the items that a request lists, and True if more follow.
-
-    Args:
-        request: has the parameters order (desc, asc), after (an id) and limit.
-        items: all items, the oldest first; each has an id.
-        default: limit if the request has none.
-        most: largest limit.
-
-    Raises:
-        RequestError: a parameter is wrong.
-    """
-    order = request.query_params.get("order", "desc")
-    if order not in ("desc", "asc"):
-        raise RequestError(f"order={show(order)} is not allowed; use desc or asc.", "order")
-    text = request.query_params.get("limit", str(default))
-    if not re.fullmatch(r"[0-9]{1,9}", text) or not 1 <= int(text) <= most:
-        raise RequestError(f"limit={show(text)} is not allowed; give 1 to {most}.", "limit")
-    if order == "desc":
-        items = items[::-1]
-    after = request.query_params.get("after")
-    if after is not None:
-        places = [i for i, item in enumerate(items) if item.id == after]
-        if not places:
-            raise RequestError(f"after={show(after)} is not the id of one of them.", "after")
-        items = items[places[0] + 1 :]
-    return items[: int(text)], len(items) > int(text)
 
 
 def _purpose(fields: dict[str, bytes]) -> str:

@@ -474,6 +474,8 @@ class Generation(ABC, Generic[B]):
                         if watched is not None:
                             await watched.take(output)
                         for completion in output.outputs:
+                            if completion.finish_reason == "abort":
+                                self.context.is_aborted = True
                             if completion.finish_reason == REPETITION:
                                 # Clients know only OpenAI's reasons.
                                 completion.finish_reason = "stop"

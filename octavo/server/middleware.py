@@ -55,6 +55,8 @@ class RequestContext:
     status: int | None = None
     background: bool = False
     """True for a line of a batch."""
+    is_aborted: bool = False
+    """True if the operator stopped an answer before it was complete."""
     created: int | None = None
     """Time of the answer in seconds since 1970; None: now."""
     prompt_tokens: int | None = None

@@ -17,7 +17,7 @@ from typing import TypeVar
 from octavo.errors import reason_of
 from octavo.frontend.request_memory import RequestMemory
 from octavo.server.auth import tenant_of
-from octavo.server.state_dir import write_file
+from octavo.server.state_dir import sync_folder, write_file
 
 logger = logging.getLogger(__name__)
 
@@ -39,8 +39,8 @@ _UNFINISHED = ".unfinished"
 class ObjectStore:
     """Objects by API key and name, the most recently used ones within limits.
 
-    If there are too many, the key with the most loses those that it has not used for longest, so
-    that a client cannot remove another one's objects by storing many.
+    If there are too many objects, the API key with the most of them loses those that it has not
+    used for the longest time. So a client that stores many cannot remove those of another client.
 
     Args:
         folder: folder that keeps the objects across restarts; None: they are in memory only.
@@ -54,6 +54,8 @@ class ObjectStore:
         self._data: dict[tuple[str, str], bytes] = {}
         self._in_memory = _Shelf(memory_bytes // _SHARE, MAX_OBJECTS)
         self._on_disk = _Shelf(MAX_DISK_BYTES, MAX_OBJECTS)
+        self._reads: dict[tuple[str, str], object] = {}
+        """Newest read of each object that is being read and has not changed since."""
         self._memory: RequestMemory | None = None
         self._writer: ThreadPoolExecutor | None = None
         """Thread that does all work on the disk, in order."""
@@ -74,8 +76,9 @@ class ObjectStore:
         memory.spare = spare
 
     async def put(self, api_key: str | None, name: str, data: bytes) -> None:
-        """Store an object, in place of an earlier one of the name."""
+        """Store an object; it replaces an earlier one of this name."""
         owner = _owner(api_key)
+        self._reads.pop((owner, name), None)
         self._remember(owner, name, data)
         if self._folder is None:
             return
@@ -84,28 +87,22 @@ class ObjectStore:
         await self._work(_write, self._folder, owner, name, data, too_many)
 
     async def get(self, api_key: str | None, name: str) -> bytes | None:
-        """Return an object; None: the key has none of the name."""
+        """Return an object; None: the key has no object of this name."""
         owner = _owner(api_key)
         data = self._data.get((owner, name))
         if data is not None:
             self._in_memory.touch(owner, name)
         elif self._folder is not None and self._on_disk.has(owner, name):
-            data = await self._work(_read, self._folder, owner, name)
-            newer = self._data.get((owner, name))  # stored meanwhile
-            if newer is not None or not self._on_disk.has(owner, name):
-                return newer
-            if data is None:
-                self._on_disk.remove(owner, name)
-            else:
-                self._remember(owner, name, data)
+            data = await self._read_back(self._folder, owner, name)
         if self._folder is not None:
             self._on_disk.touch(owner, name)
         return data
 
     async def delete(self, api_key: str | None, name: str) -> bool:
-        """Delete an object; return False if the key has none of the name."""
+        """Delete an object; return False if the key has no object of this name."""
         owner = _owner(api_key)
         found = (owner, name) in self._data
+        self._reads.pop((owner, name), None)
         self._forget(owner, name)
         if self._folder is not None and self._on_disk.has(owner, name):
             found = True
@@ -117,6 +114,24 @@ class ObjectStore:
         """Finish the work on the disk."""
         if self._writer is not None:
             self._writer.shutdown()
+
+    async def _read_back(self, folder: Path, owner: str, name: str) -> bytes | None:
+        """Read an object from the disk; keep it in memory unless it has changed meanwhile."""
+        read = self._reads[owner, name] = object()
+        try:
+            data = await self._work(_read, folder, owner, name)
+        finally:
+            is_newest = self._reads.get((owner, name)) is read
+            if is_newest:
+                del self._reads[owner, name]
+        newer = self._data.get((owner, name))
+        if newer is not None or not self._on_disk.has(owner, name):
+            return newer
+        if is_newest and data is None:
+            self._on_disk.remove(owner, name)
+        elif is_newest and data is not None:
+            self._remember(owner, name, data)
+        return data
 
     def _remember(self, owner: str, name: str, data: bytes) -> None:
         self._forget(owner, name)
@@ -141,7 +156,9 @@ class ObjectStore:
             self._memory.kept += nbytes
 
     async def _work(self, function: Callable[..., T], *args: object) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._writer, function, *args)
+        """Call a function on the thread of the disk, also if the caller is cancelled meanwhile."""
+        work = asyncio.get_running_loop().run_in_executor(self._writer, function, *args)
+        return await asyncio.shield(work)
 
 
 class _Shelf:
@@ -186,14 +203,14 @@ class _Shelf:
             del self._sizes[owner], self._bytes[owner]
 
     def excess(self) -> Iterator[tuple[str, str]]:
-        """Remove objects until all limits hold; yield them."""
+        """Remove objects until all limits hold; yield their owners and names."""
         while self.count > self._max_objects:
             owner = max(self._sizes, key=lambda owner: len(self._sizes[owner]))
             yield self._remove_oldest(owner)
         yield from self.shrink(self.nbytes - self._max_bytes)
 
     def shrink(self, nbytes: int) -> Iterator[tuple[str, str]]:
-        """Remove objects of about `nbytes` bytes; yield them."""
+        """Remove objects of about `nbytes` bytes; yield their owners and names."""
         goal = self.nbytes - nbytes
         while self.nbytes > max(goal, 0):
             yield self._remove_oldest(max(self._bytes, key=self._bytes.__getitem__))
@@ -205,7 +222,7 @@ class _Shelf:
 
 
 def _owner(api_key: str | None) -> str:
-    """Return the name of a key's folder, which does not reveal the key."""
+    """Return the name of the folder of a key; the name does not reveal the key."""
     return tenant_of(api_key) or "all"
 
 
@@ -239,7 +256,9 @@ def _write(
         return
     file = folder / owner / name
     try:
-        file.parent.mkdir(0o700, exist_ok=True)
+        if not file.parent.exists():
+            file.parent.mkdir(0o700)
+            sync_folder(folder)
         write_file(file, hashlib.blake2b(data, digest_size=_DIGEST).digest() + data)
     except OSError as error:
         logger.error("%s cannot be written, so a restart will lose it: %s", file, reason_of(error))

@@ -1,4 +1,4 @@
-"""Items of the Responses API: their checks, their ids, and the chat that they mean."""
+"""Items of the Responses API: their checks, their ids, and the chat that they describe."""
 
 from __future__ import annotations
 
@@ -197,6 +197,27 @@ def with_ids(items: Iterable[Item], owner: str, begin: int = 0) -> list[Item]:
         item if "id" in item else {"id": item_id(item["type"], owner, number), **item}
         for number, item in enumerate(items, begin)
     ]
+
+
+def with_other_ids(
+    items: Sequence[Item], before: Iterable[Item], owner: str, begin: int
+) -> list[Item]:
+    """Return items; one with the id of an item before it gets a new id of `item_id`.
+
+    Args:
+        items: items with ids.
+        before: items that come before them.
+        owner: id of the response or conversation to which `items` belong.
+        begin: number of the first one there.
+    """
+    taken = {item["id"] for item in before}
+    found = []
+    for number, item in enumerate(items, begin):
+        if item["id"] in taken:
+            item = {**item, "id": item_id(item["type"], owner, number)}
+        taken.add(item["id"])
+        found.append(item)
+    return found
 
 
 def full_name(name: str, namespace: str | None) -> str:

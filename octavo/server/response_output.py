@@ -1,4 +1,4 @@
-"""Output items of a response, made from the parts of an answer, and the events that tell them."""
+"""Output items of a response, made from the parts of an answer, and the events that report them."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class OutputItems:
         """Template of the event of such a part; see `grow`."""
 
     def add(self, part: Part, logprobs: Sequence[object] = ()) -> list[Event]:
-        """Add a part, and the logprobs of its tokens; return the events that tell it."""
+        """Add a part, and the logprobs of its tokens; return the events that report it."""
         events: list[Event] = []
         if isinstance(part, CallStart):
             events = self.close()
@@ -79,7 +79,7 @@ class OutputItems:
     def grow(self, part: Part) -> bytes | None:
         """Add a part that has no logprobs to the item that grows.
 
-        Returns the server-sent event that tells it, as a template for its number and its text in
+        Returns the server-sent event that reports it, as a template for its number and its text in
         JSON. None: the part begins another item, and is not added.
         """
         if type(part) is not self._grows:
@@ -88,7 +88,7 @@ class OutputItems:
         return self._template
 
     def close(self, status: str = "completed") -> list[Event]:
-        """End the item that grows; return the events that tell it."""
+        """End the item that grows; return the events that report it."""
         item = self._grown(status)
         if item is None:
             return []
@@ -115,7 +115,7 @@ class OutputItems:
         return events
 
     def end(self, status: str = "completed") -> list[Event]:
-        """End the output, which has at least one item; return the events that tell it."""
+        """End the output, which has at least one item; return the events that report it."""
         events = [] if self._done or self._open else self._begin_text("message")
         return events + self.close(status)
 
@@ -143,7 +143,7 @@ class OutputItems:
         return [*events, {"type": "response.content_part.added", **self._place(), "part": part}]
 
     def _delta(self, text: object, logprobs: Sequence[object]) -> Event:
-        """Return the event that tells a piece of the item's text."""
+        """Return the event that reports a piece of the item's text."""
         assert self._open is not None
         kind = self._open["type"]
         event = {"type": _DELTAS[kind][1], **self._place(), "delta": text}

@@ -39,6 +39,7 @@ from octavo.server.response_items import (
     owner_of,
     too_many_owners,
     with_ids,
+    with_other_ids,
 )
 from octavo.server.response_output import Event, OutputItems, write_event
 from octavo.server.responses_schema import LOGPROBS, InputTokensBody, ResponseBody, renamed
@@ -74,9 +75,9 @@ _INTERRUPTED = answers.ResponseError(
     code="server_error",
     message="The server was restarted before the response was complete; create it again.",
 )
-# Microseconds that a response with logprobs may take to write; only a thread may spend them.
+# Microseconds that writing a response with logprobs may take: too long for the event loop.
 _LONG = 5_000
-# No response has more events, and parsing more digits would take long.
+# Most digits of the number of an event: parsing very many would take long.
 _MAX_DIGITS = 15
 
 
@@ -96,6 +97,9 @@ async def create_response(request: Request) -> Response:
             held.enter_context(state.background.hold(api_key, given.conversation.id))
         before, new = await _all_items(request, given, name)
         chat = await _to_chat(request, given, before, new)
+        # References may repeat an item, and lists name their items by id.
+        count = len(before) + len(new)
+        new = await offload(count, with_other_ids, new, before, name, len(before))
         answer = ResponseAnswer(request, given, chat, name, before, new)
         if given.background:
             return await answer.in_background(held)
@@ -295,7 +299,7 @@ async def _stored(request: Request) -> StoredResponse:
     """Return the stored response that the path names.
 
     Raises:
-        NotFoundError: the key has none of the name.
+        NotFoundError: the key has no response of this name.
     """
     name = request.path_params["response_id"]
     stored = await _load_response(request, name)
@@ -377,7 +381,7 @@ async def _all_items(
 async def _to_chat(
     request: Request, given: InputTokensBody, before: list[Item], new: list[Item]
 ) -> ChatBody:
-    """Return the chat that a body means after earlier items.
+    """Return the chat that a body and the items before it describe.
 
     Raises:
         RequestError: all items together are too large, or the fields do not fit together.
@@ -415,7 +419,7 @@ class ResponseAnswer(ChatCompletion):
     Args:
         request: the request.
         given: its body.
-        chat: the chat that it means.
+        chat: the chat that the body describes.
         name: id of the response.
         before: input items of earlier responses or of the conversation.
         new: further input items.
@@ -610,7 +614,7 @@ class ResponseAnswer(ChatCompletion):
         return item_id(kind, self.id, self._num_items - 1)
 
     def _told(self, completion: CompletionOutput) -> list[bytes]:
-        """Add the new tokens of the answer; return the server-sent events that tell them."""
+        """Add the new tokens of the answer; return the server-sent events that report them."""
         found = self._logprobs(completion)
         if found is not None:
             self._logprobs_ahead += found["content"]
@@ -626,7 +630,7 @@ class ResponseAnswer(ChatCompletion):
         return written
 
     async def _end(self, completion: CompletionOutput) -> list[Event]:
-        """End the output; return the events that tell it."""
+        """End the output; return the events that report it."""
         reason = completion.finish_reason
         # Clients know no other reason than the length for an answer that its guard ended.
         reason = "length" if stopped_by_guard(completion) else reason

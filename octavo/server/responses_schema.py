@@ -104,7 +104,7 @@ def _check_choice(value: object) -> object:
             "tool_choice",
         )
     if kind == "function":
-        _name_of(value, "tool_choice")
+        _check_name(value, "tool_choice")
         return value
     if value.get("mode") not in ("auto", "required"):
         raise RequestError(
@@ -124,15 +124,17 @@ def _check_choice(value: object) -> object:
                 f'{at}={show(tool)} is not supported; send {{"type": "function", "name": "..."}}.',
                 at,
             )
-        _name_of(tool, at)
+        _check_name(tool, at)
     return value
 
 
-def _name_of(tool: Mapping[str, Any], where: str) -> str:
-    name = tool.get("name")
-    if not isinstance(name, str):
-        raise RequestError(f"{where}.name={show(name)} is not a string.", f"{where}.name")
-    return name
+def _check_name(tool: Mapping[str, Any], where: str) -> None:
+    for field in ("name", "namespace"):
+        value = tool.get(field)
+        if not isinstance(value, str) and not (field == "namespace" and value is None):
+            raise RequestError(
+                f"{where}.{field}={show(value)} is not a string.", f"{where}.{field}"
+            )
 
 
 def _check_include(value: object) -> object:
@@ -440,8 +442,7 @@ class InputTokensBody(Body):
 
 def _chosen(tool: Mapping[str, Any]) -> str:
     """Return the name by which the model knows a chosen function."""
-    namespace = tool.get("namespace")
-    return full_name(tool["name"], namespace if isinstance(namespace, str) else None)
+    return full_name(tool["name"], tool.get("namespace"))
 
 
 class ResponseBody(InputTokensBody):

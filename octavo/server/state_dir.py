@@ -28,16 +28,18 @@ class StateDir:
             _make_private(self._path)
             flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
             self._lock = os.open(self._path / "lock", flags, 0o600)
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                os.close(self._lock)
+                raise
+        except BlockingIOError:
+            raise ConfigError(
+                f"state_dir={path!r} is in use by another server; name another folder."
+            ) from None
         except OSError as error:
             raise ConfigError(
                 f"state_dir={path!r} cannot be used: {reason_of(error)}; name another folder."
-            ) from None
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(self._lock)
-            raise ConfigError(
-                f"state_dir={path!r} is in use by another server; name another folder."
             ) from None
 
     def subfolder(self, name: str) -> Path:
@@ -52,6 +54,7 @@ class StateDir:
         folder = self._path / name
         try:
             _make_private(folder)
+            sync_folder(self._path)
         except OSError as error:
             raise ConfigError(f"state_dir: {folder} cannot be used: {reason_of(error)}.") from None
         return folder
@@ -62,10 +65,12 @@ class StateDir:
 
 
 def write_file(file: Path, data: bytes) -> None:
-    """Write a file that only this user can read; a reader finds the old or the new content.
+    """Write a file that only this user can read; return when it survives a crash.
+
+    A reader finds the old or the new content, also after a crash.
 
     Raises:
-        OSError: the file cannot be written; an older one is unchanged.
+        OSError: the file cannot be written.
     """
     descriptor, name = tempfile.mkstemp(".unfinished", dir=file.parent)
     try:
@@ -77,6 +82,20 @@ def write_file(file: Path, data: bytes) -> None:
     except BaseException:
         os.unlink(name)
         raise
+    sync_folder(file.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Return when the names in a folder survive a crash.
+
+    Raises:
+        OSError: the disk failed.
+    """
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _make_private(folder: Path) -> None:

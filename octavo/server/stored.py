@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 import zlib
+from operator import itemgetter
 from typing import Any, TypeVar
 
 import msgspec
@@ -15,13 +16,14 @@ from octavo.server import answers
 from octavo.server.errors import show
 from octavo.server.middleware import context_of
 from octavo.server.object_store import OBJECT_ID, ObjectStore
+from octavo.server.pages import page_of
 from octavo.server.response_items import Item
 from octavo.server.state import ServerState, state_of
 from octavo.system.offload import offload
 
 _PAGE = 20
 _MAX_PAGE = 100
-# Microseconds that packing or unpacking may take; only a thread may spend them.
+# Microseconds that packing or unpacking may take, which is too long for the event loop.
 _LONG = 5_000
 
 
@@ -37,13 +39,13 @@ class StoredResponse(msgspec.Struct):
 
 
 class StoredConversation(msgspec.Struct):
-    """Conversation."""
+    """Conversation, with its items."""
 
     created_at: int
     metadata: dict[str, str]
     items: list[Item]
     num_created: int = 0
-    """Number of items that ever were in it."""
+    """Number of items that clients have ever added, without those of responses."""
 
 
 Stored = TypeVar("Stored", StoredResponse, StoredConversation)
@@ -55,7 +57,7 @@ def new_id(prefix: str) -> str:
 
 
 def has_store(state: ServerState) -> bool:
-    """Return True if a server can store objects: each of several front ends has its own memory."""
+    """Return True if a server can store objects; several front ends cannot share them."""
     return state.config.api_server_count == 1
 
 
@@ -102,7 +104,7 @@ async def save(
 
 
 async def load_for(request: Request, name: str, kind: type[Stored]) -> Stored | None:
-    """Return an object; None: the request's key has none of the name.
+    """Return an object; None: the request's key has no object of this name.
 
     Until the request ends, the bytes of the object count among those of bodies: a short request
     may name long objects.
@@ -124,7 +126,7 @@ async def load_for(request: Request, name: str, kind: type[Stored]) -> Stored | 
 async def load(
     store: ObjectStore, api_key: str | None, name: str, kind: type[Stored]
 ) -> Stored | None:
-    """Return an object; None: the key has none of the name."""
+    """Return an object; None: the key has no object of this name."""
     found = await _load(store, api_key, name, kind)
     return None if found is None else found[0]
 
@@ -165,31 +167,13 @@ def item_list(request: Request, items: list[Item]) -> Response:
     Raises:
         RequestError: a parameter is not allowed.
     """
-    query = request.query_params
-    limit = query.get("limit", str(_PAGE))
-    if not (limit.isascii() and limit.isdecimal() and len(limit) < 4):
-        limit = "0"
-    if not 1 <= int(limit) <= _MAX_PAGE:
-        raise RequestError(
-            f"limit={show(query['limit'])} is not allowed; it is 1 to {_MAX_PAGE}.", "limit"
-        )
-    order = query.get("order", "desc")
-    if order not in ("asc", "desc"):
-        raise RequestError(f"order={show(order)} is not allowed; use asc or desc.", "order")
-    in_order = items if order == "asc" else items[::-1]
-    begin = 0
-    if (after := query.get("after")) is not None:
-        ids = [item["id"] for item in in_order]
-        if after not in ids:
-            raise RequestError(f"after={show(after)} is not the id of an item here.", "after")
-        begin = ids.index(after) + 1
-    page = in_order[begin : begin + int(limit)]
+    page, more = page_of(request, items, itemgetter("id"), _PAGE, _MAX_PAGE)
     return answers.respond(
         answers.ItemList(
             object="list",
-            data=page,
+            data=list(page),
             first_id=page[0]["id"] if page else "",
             last_id=page[-1]["id"] if page else "",
-            has_more=begin + len(page) < len(items),
+            has_more=more,
         )
     )

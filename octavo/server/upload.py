@@ -14,7 +14,8 @@ from octavo.server.errors import ClientDisconnectError, MediaTypeError, show
 from octavo.server.file_store import FileStore, FileTooLargeError, FileWriter
 from octavo.server.http_state import http_state_of
 
-# Seconds without data after which an upload ends, and least bytes a second from then on.
+# An upload may take `_PATIENCE` seconds, and a second more for each `_LEAST_SPEED` bytes that have
+# arrived.
 _PATIENCE = 60.0
 _LEAST_SPEED = 32 * 2**10
 _MAX_FIELDS = 32

@@ -4,6 +4,7 @@ import fcntl
 import json
 import os
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -454,6 +455,45 @@ def test_work_on_another_source_is_discarded(llama, tmp_path):
     direct = convert(llama[0], tmp_path / "direct", "int8")
     names = "model.safetensors"
     assert (out / names).read_bytes() == (direct / names).read_bytes()
+
+
+def test_further_chat_templates_are_converted_too(llama, tmp_path, monkeypatch):
+    source = tmp_path / "source"
+    shutil.copytree(llama[0], source)
+    templates = source / "additional_chat_templates"
+    templates.mkdir()
+    (templates / "rag.jinja").write_text("r")
+    out = tmp_path / "out"
+    convert(source, out, "int8")
+    assert (out / "additional_chat_templates" / "rag.jinja").read_text() == "r"
+    assert Tokenizer.from_folder(out).chat_templates["rag"] == "r"
+
+
+def test_a_conversion_that_was_killed_near_its_end_goes_on(llama, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    half = tmp_path / "out.unfinished" / "additional_chat_templates"
+    half.mkdir(parents=True)
+    (half / "rag.jinja").write_text("r")
+    convert(llama[0], out, "int8")
+    assert not (out / "additional_chat_templates").exists()
+
+
+@pytest.mark.parametrize("kind", ["write_text", "rename"])
+def test_a_full_disk_at_the_end_is_told(llama, tmp_path, capsys, monkeypatch, kind):
+    def full(*_args, **_kwargs):
+        raise OSError(28, "No space left on device")
+
+    real = Path.write_text
+
+    def write_text(path, *args, **kwargs):
+        return full() if path.name == "config.json" else real(path, *args, **kwargs)
+
+    out = tmp_path / "out"
+    with monkeypatch.context() as broken:
+        broken.setattr(Path, kind, write_text if kind == "write_text" else full)
+        said = refused(capsys, llama[0], out, "int8")
+    assert "No space left on device. The same command continues it." in said
+    convert(llama[0], out, "int8")
 
 
 # Refusals

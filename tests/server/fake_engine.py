@@ -110,6 +110,8 @@ class FakeAsyncLLM:
         self.live: dict[str, tuple[EngineCoreRequest, int]] = {}
         """Request and index of its answer, by core id."""
         self.aborted: list[str] = []
+        self.num_to_abort = 0
+        """Number of answers that the operator is still to stop at their second token."""
         self.was_reset, self.resets = False, []
         self.profiling = False
         self.asleep = self.scaling = False
@@ -287,6 +289,9 @@ class FakeAsyncLLM:
         reason = FinishReason.STOP if ended else None
         if reason is None and at + 1 == params.max_tokens:
             reason = FinishReason.LENGTH
+        if at == 1 and self.num_to_abort:
+            self.num_to_abort -= 1
+            reason = FinishReason.ABORT
         prompt, own = request.prompt_token_ids, self.token_logprobs.get(index, -0.5)
         if reason is not None:
             del self.live[core_id]

@@ -6,7 +6,6 @@ import json
 import shutil
 import time
 
-import msgspec
 import openai
 import pytest
 from openai.types import Batch
@@ -17,7 +16,7 @@ from octavo.server import batch_input, batch_line, batch_runner
 from octavo.server.batch_journal import Journal
 from octavo.server.batch_line import failed
 from tests.server.fake_engine import FakeAsyncLLM, with_server
-from tests.server.test_files import as_user, client_of, post_file, strictly
+from tests.server.test_files import KEYS, as_user, client_of, post_file, strictly
 
 URL = "/v1/completions"
 CHAT = "/v1/chat/completions"
@@ -406,33 +405,49 @@ def test_lines_leave_most_of_the_memory_and_wait_for_room(monkeypatch):
     with_server(scenario, lambda: engine)
 
 
-def test_lines_that_the_operator_stops_run_again(monkeypatch):
+@pytest.mark.parametrize(
+    ("url", "body"),
+    [
+        (URL, {"prompt": "x"}),
+        (CHAT, {"messages": [{"role": "user", "content": "x"}]}),
+        (RESPONSES, {"input": "x"}),
+    ],
+)
+def test_lines_that_the_operator_stops_run_again(url, body, monkeypatch):
     monkeypatch.setattr(batch_runner, "_LINE_RETRY", 0.01)
-    real, stopped = batch_runner.answer_line, []
+    real, failures = batch_runner.answer_line, []
 
     async def answer_line(state, request, context):
         answer = await real(state, request, context)
-        if len(stopped) == 0:
-            stopped.append(answer)
-            body = answer.body.replace(b'"finish_reason":"length"', b'"finish_reason":"abort"')
-            assert body != answer.body
-            return msgspec.structs.replace(answer, body=body)
-        if len(stopped) == 1:
-            stopped.append(answer)
+        if not failures and b"rld!" in answer.body:
+            failures.append(answer)
             return failed(context.request_id, SleepError("The engine fell asleep."))
         return answer
 
     monkeypatch.setattr(batch_runner, "answer_line", answer_line)
 
     async def scenario(served):
-        quoting = {"prompt": '"finish_reason":"abort"', "echo": True, "max_tokens": 1}
-        batch = await begin(served, *lines(3), line("quoting", **quoting))
+        served.engine.num_to_abort = 2
+        batch = await begin(served, *(line(name, url, **body) for name in "abc"), endpoint=url)
         done = await until(served, batch, "completed")
-        assert done["request_counts"] == {"total": 4, "completed": 4, "failed": 0}
-        answers = await read(served, done["output_file_id"])
-        reasons = {a["response"]["body"]["choices"][0]["finish_reason"] for a in answers}
-        assert reasons == {"length"}
+        assert done["request_counts"] == {"total": 3, "completed": 3, "failed": 0}
+        answers = [a["response"]["body"] for a in await read(served, done["output_file_id"])]
+        assert all("Hello, wörld!" in json.dumps(a, ensure_ascii=False) for a in answers)
         assert len(served.engine.requests) == 6
+
+    with_server(scenario)
+
+
+def test_a_line_that_quotes_the_end_of_a_stopped_one_runs_once(monkeypatch):
+    monkeypatch.setattr(batch_runner, "_LINE_RETRY", 0.01)
+    quoted = {"finish_reason": "abort", "status": "cancelled"}
+
+    async def scenario(served):
+        given = line("a", RESPONSES, input="x", metadata=quoted)
+        batch = await begin(served, given, endpoint=RESPONSES)
+        while (await get(served, batch))["status"] != "completed":
+            assert len(served.engine.requests) <= 1
+            await asyncio.sleep(0.005)
 
     with_server(scenario)
 
@@ -549,6 +564,22 @@ def test_old_batches_are_forgotten(monkeypatch, tmp_path):
         assert len([*(tmp_path / "s" / "batches").glob("*.json")]) == 2
 
     with_server(scenario, state_dir=str(tmp_path / "s"))
+
+
+def test_a_key_with_many_batches_forgets_its_own(monkeypatch):
+    monkeypatch.setattr(batch_runner, "_MAX_BATCHES", 3)
+
+    async def scenario(served):
+        small = await begin(served, line("a"), key="a")
+        await until(served, small, "completed", key="a")
+        for _ in range(4):
+            many = await begin(served, line("a"), key="b")
+            await until(served, many, "completed", key="b")
+        assert (await get(served, small, key="a"))["status"] == "completed"
+        listed = await served.http.get("/v1/batches", headers=as_user("b"))
+        assert len(listed.json()["data"]) == 2
+
+    with_server(scenario, **KEYS)
 
 
 BODIES = [
@@ -671,6 +702,33 @@ def test_a_batch_waits_for_room_among_the_files(monkeypatch):
         await until(served, batch, "completed")
 
     with_server(scenario, max_file_bytes=4096)
+
+
+def test_a_key_without_room_does_not_keep_the_places_of_others(monkeypatch):
+    monkeypatch.setattr(batch_runner, "_DISK_RETRY", 0.02)
+
+    async def scenario(served):
+        files = [(await post_file(served, data_of(*lines(9)), key="a")).json() for _ in range(2)]
+        filler = []
+        for size in (4000, 1000, 300, 100, 30):
+            while (made := await post_file(served, b"x" * size, key="a")).is_success:
+                filler.append(made.json()["id"])
+        full = []
+        for file in files:
+            body = {"input_file_id": file["id"], "endpoint": URL, "completion_window": "24h"}
+            found = await served.http.post("/v1/batches", json=body, headers=as_user("a"))
+            full.append(found.json())
+        while len(served.engine.requests) < 2:
+            await asyncio.sleep(0.005)
+        other = await begin(served, *lines(9), key="b")
+        await until(served, other, "completed", key="b")
+        assert len(served.engine.requests) == 2 + 9
+        for file_id in filler[:10]:
+            await served.http.delete(f"/v1/files/{file_id}", headers=as_user("a"))
+        for batch in full:
+            await until(served, batch, "completed", key="a")
+
+    with_server(scenario, few_seats, max_file_bytes=4096, **KEYS)
 
 
 def test_a_key_that_is_gone(tmp_path):

@@ -60,6 +60,41 @@ def test_responses_of_a_conversation():
     serve(scenario, answer="Yes")
 
 
+async def pages(served, path, limit):
+    """Return the ids of all items of a list, as a client that reads page after page."""
+    ids, query = [], {"order": "asc", "limit": limit}
+    while True:
+        page = (await served.http.get(path, params=query)).json()
+        ids += [item["id"] for item in page["data"]]
+        assert len(ids) == len(set(ids))
+        if not page["has_more"]:
+            return ids
+        query["after"] = page["last_id"]
+
+
+@pytest.mark.parametrize("limit", [1, 2])
+def test_items_that_repeat_have_ids_of_their_own(limit):
+    async def scenario(served):
+        made = await begin(served, "a")
+        path = f"{PATH}/{made['id']}/items"
+        first = await create(served, "b", conversation=made["id"])
+        reference = {"type": "item_reference", "id": first["output"][0]["id"]}
+        second = await create(served, [reference, reference], conversation=made["id"])
+        given = [{**user(text), "id": "mine"} for text in "cd"]
+        added = (await served.post(path, items=given)).json()["data"]
+        assert added[0]["id"] == "mine"
+        ids = await pages(served, path, limit)
+        assert len(ids) == 8
+        inputs = await pages(served, f"/v1/responses/{second['id']}/input_items", limit)
+        assert inputs == ids[:5]
+        for name in ids:
+            assert (await served.http.get(f"{path}/{name}")).json()["id"] == name
+        whole = (await served.post(PATH, items=given)).json()
+        assert len(await pages(served, f"{PATH}/{whole['id']}/items", limit)) == 2
+
+    serve(scenario, answer="Yes")
+
+
 def test_background_and_streamed_responses_are_appended():
     async def scenario(served):
         made = await begin(served)

@@ -411,3 +411,32 @@ def test_a_file_that_is_gone_is_a_typed_error(tmp_path):
         assert (found.status_code, found.json()["error"]["code"]) == (507, "storage_failed")
 
     with_server(scenario, state_dir=str(tmp_path / "s"))
+
+
+def test_files_keep_their_order_after_a_restart(tmp_path):
+    made = []
+
+    async def fill(served):
+        made.extend([(await post_file(served)).json()["id"] for _ in range(12)])
+
+    async def look(served):
+        listed = (await served.http.get("/v1/files?order=asc")).json()["data"]
+        assert [file["id"] for file in listed] == made
+
+    settings = {"state_dir": str(tmp_path / "s")}
+    with_server(fill, **settings)
+    with_server(look, **settings)
+
+
+def test_expired_files_of_batches_do_not_keep_others(tmp_path, monkeypatch):
+    monkeypatch.setattr(file_store, "_MOST_DROPPED", 2)
+    monkeypatch.setattr(file_store.time, "time", lambda: 1.0)
+    store = FileStore(tmp_path, 1000, several_owners=False)
+
+    async def make():
+        return [await store.begin(None).finish("a", "batch", 5) for _ in range(5)]
+
+    files = asyncio.run(make())
+    store.in_use = {file.id for file in files[:3]}.__contains__
+    monkeypatch.setattr(file_store.time, "time", lambda: 10.0)
+    assert store.files(None) == files[:3]

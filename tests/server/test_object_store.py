@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import stat
+import threading
 
 import pytest
 
@@ -148,3 +149,51 @@ def test_a_memory_that_is_too_small_for_an_object(tmp_path):
         assert await store.get(None, name(1)) == bytes(2**20)
 
     run(scenario, tmp_path)
+
+
+def test_a_slow_read_does_not_bring_back_an_older_object(tmp_path):
+    async def fill(store):
+        await store.put(None, name(1), b"old")
+
+    async def scenario(store):
+        reading = asyncio.create_task(store.get(None, name(1)))
+        await asyncio.sleep(0)  # the thread reads the file
+        await store.put(None, name(1), bytes(2**20))  # too large for the memory
+        assert await reading in (b"old", bytes(2**20))
+        assert await store.get(None, name(1)) == bytes(2**20)
+
+    run(fill, tmp_path)
+    run(scenario, tmp_path)
+
+
+def test_a_damaged_file_does_not_hide_a_newer_object(tmp_path):
+    async def fill(store):
+        await store.put(None, name(1), b"old")
+
+    async def scenario(store):
+        (tmp_path / "all" / name(1)).write_bytes(b"x")
+        reading = asyncio.create_task(store.get(None, name(1)))
+        await asyncio.sleep(0)
+        await store.put(None, name(1), bytes(2**20))
+        await reading
+        assert await store.get(None, name(1)) == bytes(2**20)
+
+    run(fill, tmp_path)
+    run(scenario, tmp_path)
+
+
+def test_a_client_that_leaves_does_not_stop_the_writing(tmp_path):
+    async def fill(store):
+        go_on = threading.Event()
+        store._writer.submit(go_on.wait)
+        task = asyncio.create_task(store.put(None, name(1), b"new"))
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        go_on.set()
+
+    async def look(store):
+        assert await store.get(None, name(1)) == b"new"
+
+    run(fill, tmp_path)
+    run(look, tmp_path)

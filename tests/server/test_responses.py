@@ -851,6 +851,14 @@ def item(**fields):
         ({"tool_choice": {"type": "mcp"}}, "tool_choice", "'mcp' is not supported"),
         ({"tool_choice": {"type": "function"}}, "tool_choice.name", "string"),
         (
+            {
+                "tool_choice": {"type": "function", "name": TOOL["name"], "namespace": 5},
+                "tools": [TOOL],
+            },
+            "tool_choice.namespace",
+            "5",
+        ),
+        (
             {"tool_choice": {"type": "function", "name": "x"}, "tools": [TOOL]},
             "tool_choice",
             "'x', which is not a function",
