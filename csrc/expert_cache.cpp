@@ -21,6 +21,8 @@ constexpr int kReaders = 8;         // a disk needs several reads at once to rea
 constexpr double kHalfLife = 128.0;  // steps after which a use counts half
 // Uses that a guess is worth: the score of an expert that every second step uses.
 constexpr double kGuess = kHalfLife / (2 * std::numbers::ln2);
+constexpr double kLeastTrust = 0.75;  // share of right guesses from which experts are fetched ahead
+constexpr double kGuesses = 64.0;     // number of guesses over which that share is averaged
 
 // _sum in weight_cache.py
 uint64_t piece_sum(const char* data, int64_t nbytes) {
@@ -91,6 +93,7 @@ void ExpertCache::release() {
   done_.clear();
   expected_.clear();
   held_.clear();
+  guessed_.clear();
   for (Expert& expert : experts_) expert.slot = -1;
   std::fill(slots_.begin(), slots_.end(), Slot{});
 }
@@ -198,7 +201,13 @@ void ExpertCache::expect(const ExpectedExpertsArgs& a) {
 
 // Holds the expected experts that are in memory, and begins to read the others, as far as slots are
 // free whose experts are used less than a guess is worth. Those without a free slot stay expected.
+// Without trust it only notes which experts it would read.
 void ExpertCache::fetch_ahead() {
+  if (trust_ < kLeastTrust) {
+    for (const int64_t number : std::exchange(expected_, {}))
+      if (experts_[number].slot < 0) guessed_.push_back(number);
+    return;
+  }
   std::erase_if(expected_, [this](int64_t number) {
     const int64_t slot = experts_[number].slot;
     if (slot < 0) return false;
@@ -212,6 +221,7 @@ void ExpertCache::fetch_ahead() {
     if (old >= 0 && experts_[old].score > experts_[number].score + kGuess * weight_) return true;
     start_reading(number, slot, true);
     held_.push_back(number);
+    guessed_.push_back(number);
     count(kAhead, 1);
     return true;
   });
@@ -223,6 +233,8 @@ void ExpertCache::settle(const ExpertLayer& layer, const std::vector<int64_t>& u
   const auto used = [&](int64_t number) {
     return std::binary_search(uses.begin(), uses.end(), number - layer.first);
   };
+  for (const int64_t number : std::exchange(guessed_, {}))
+    trust_ += (double(used(number)) - trust_) / kGuesses;
   std::lock_guard lock(mutex_);
   note_arrivals([](int64_t, bool) {});
   for (const Piece& piece : std::exchange(ahead_, {}))

@@ -80,7 +80,8 @@ class ExpertCache {
   void run(const ExpertLayer& layer, const ExpertsArgs& a);
 
   // Has the next `run`, which is of another layer, fetch the missing ones of these experts. The run
-  // after that is the guessed one: it gives up all that it does not use.
+  // after that is the guessed one: it gives up all that it does not use. Nothing is fetched while too
+  // many guesses are wrong, as wrong ones cost more than right ones save.
   void expect(const ExpectedExpertsArgs& a);
 
  private:
@@ -125,6 +126,8 @@ class ExpertCache {
   std::vector<Slot> slots_;
   std::vector<int64_t> expected_;  // experts to fetch ahead, the most likely first
   std::vector<int64_t> held_;      // experts of the guess that have slots
+  std::vector<int64_t> guessed_;   // experts of the guess that were missing, fetched or not
+  double trust_ = 1.0;             // share of `guessed_` that was used, of which older ones count less
   double weight_ = 1.0;            // of a use now
 
   std::mutex mutex_;  // of the following, and of slots as noted there

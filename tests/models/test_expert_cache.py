@@ -286,6 +286,29 @@ def test_a_guess_takes_no_slot_of_what_is_used_more(folder: Path, tmp_path: Path
     assert steps.use([3, 4], layer=1) == [expected]
 
 
+def test_nothing_is_fetched_while_guesses_are_wrong(folder: Path, tmp_path: Path) -> None:
+    steps = Steps(folder, WeightCache(tmp_path, 2**30), 6)
+
+    def guess(expert: int, times: int) -> list[int]:
+        """Guess an expert while the layer uses another; return the numbers fetched and used."""
+        steps.ahead()
+        for _ in range(times):
+            steps.experts.release()
+            steps.expect(expert)
+            steps.use([0])
+            steps.use([3], layer=1)
+        return steps.ahead()[1:]
+
+    assert guess(3, 10) == [10, 10]
+    fetched, used = guess(4, 100)
+    assert 0 < fetched < 50
+    assert used == 0
+    assert guess(4, 10) == [0, 0]
+    assert guess(3, 1) == [0, 0]
+    fetched, used = guess(3, 200)
+    assert 0 < fetched == used < 200
+
+
 def test_a_guess_that_cannot_be_read_harms_no_one(folder: Path, tmp_path: Path) -> None:
     steps = Steps(folder, WeightCache(tmp_path, 2**30), 4)
     expected = steps.use([3], [4], layer=1)
