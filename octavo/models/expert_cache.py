@@ -1,7 +1,7 @@
 """Expert cache: all experts stay in the file of packed weights, and the most used are in memory.
 
 The native part (csrc/expert_cache.h) reads missing experts while a step computes, and those that
-the next layer may use. This file connects it with a loaded model, and estimates the speed to expect.
+the next layer may use. This file connects it with a loaded model, and estimates the expected speed.
 """
 
 from __future__ import annotations
