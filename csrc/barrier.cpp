@@ -22,6 +22,9 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
+// Parts of SharedBarrier::round.
+constexpr uint32_t kBroken = 1, kRound = 2;
+
 void pause() {
 #if defined(__x86_64__)
   _mm_pause();
@@ -53,29 +56,38 @@ void wake(std::atomic<uint32_t>& word) {
 
 void break_group(SharedBarrier* barrier) {
   barrier->broken.store(1);
-  barrier->round.fetch_add(1);  // keeps waiting threads from going to sleep
+  barrier->round.fetch_or(kBroken);
   wake(barrier->round);
+}
+
+void mend_group(SharedBarrier* barrier) {
+  barrier->arrived.store(0);
+  barrier->round.fetch_and(~kBroken);
+  barrier->broken.store(0);
 }
 
 void shared_barrier(const BarrierArgs& a) {
   SharedBarrier& b = *a.barrier;
-  auto check = [&] {
-    if (b.broken.load()) throw GroupError("another of the group's processes has failed");
-  };
-  const uint32_t round = b.round.load();  // cannot change before this rank arrives
-  check();
+  const char* failed = "another of the group's processes has failed";
+  const uint32_t round = b.round.load();  // no round is completed before this rank arrives
+  if (b.broken.load()) throw GroupError(failed);
   if (a.arrivals) a.arrivals->value.fetch_add(1);
   if (b.arrived.fetch_add(1) + 1 == uint32_t(a.ranks)) {
     b.arrived.store(0);
-    b.round.fetch_add(1);
+    b.round.fetch_add(kRound);
     if (b.sleeping.load() > 0) wake(b.round);
     return;
   }
-  auto open = [&] { return b.round.load(std::memory_order_acquire) != round; };
+  auto open = [&] {
+    const uint32_t now = b.round.load(std::memory_order_acquire);
+    if ((now ^ round) >= kRound) return true;
+    if (now & kBroken) throw GroupError(failed);
+    return false;
+  };
   const auto start = Clock::now();
   while (Clock::now() - start < std::chrono::microseconds(spin_microseconds()))
     for (int i = 0; i < 32; i++) {
-      if (open()) return check();
+      if (open()) return;
       pause();
     }
   while (!open()) {
@@ -89,7 +101,6 @@ void shared_barrier(const BarrierArgs& a) {
     sleep_at(b.round, round, left);
     b.sleeping.fetch_sub(1);
   }
-  check();
 }
 
 void counter_post(SharedCounter* counter, uint32_t value) {

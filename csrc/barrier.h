@@ -11,7 +11,9 @@ namespace octavo {
 // Beginning of the shared memory, initially zero; octavo/system/distributed.py knows its size.
 struct SharedBarrier {
   alignas(64) std::atomic<uint32_t> arrived;
-  alignas(64) std::atomic<uint32_t> round;  // number of completed rounds; sleepers wait at it
+  // Two for each completed round, and one if the group is broken; sleepers wait at it. So a rank that
+  // leaves late still knows that its round was completed.
+  alignas(64) std::atomic<uint32_t> round;
   alignas(64) std::atomic<uint32_t> sleeping;
   alignas(64) std::atomic<uint32_t> broken;  // 1: all waiting ends
 };
@@ -36,11 +38,14 @@ struct BarrierArgs {
 };
 
 // Waits until all ranks have arrived; memory that they wrote before is then visible to all. Throws
-// GroupError if the group is broken, and breaks it if the others exceed the timeout.
+// GroupError if the group is broken before that, and breaks it if the others exceed the timeout.
 void shared_barrier(const BarrierArgs& a);
 
 // Ends all present and future waiting.
 void break_group(SharedBarrier* barrier);
+
+// Makes a broken barrier usable again, while no process waits at it.
+void mend_group(SharedBarrier* barrier);
 
 // Counter in shared memory that one process increases and others wait for; initially zero.
 struct SharedCounter {

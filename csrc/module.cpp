@@ -359,10 +359,7 @@ NB_MODULE(_native, m) {
       nb::arg("timeout"));
   m.def("break_group", [](Address barrier) { break_group(at<SharedBarrier>(barrier)); });
   // Only while no process waits at the barrier
-  m.def("mend_group", [](Address barrier) {
-    at<SharedBarrier>(barrier)->arrived.store(0);
-    at<SharedBarrier>(barrier)->broken.store(0);
-  });
+  m.def("mend_group", [](Address barrier) { mend_group(at<SharedBarrier>(barrier)); });
   m.def("group_broken", [](Address barrier) { return at<SharedBarrier>(barrier)->broken.load() != 0; });
 
   m.def("counter_post", [](Address counter, uint32_t value) {

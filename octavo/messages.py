@@ -424,6 +424,9 @@ class SchedulerOutput(msgspec.Struct, array_like=True):
     """Encoded message of the scheduler's half of a KV connector to the workers' half."""
     kv_loads_before: list[str] = []
     """Requests whose blocks a KV connector loads before this step instead of during it."""
+    serves: bool = False
+    """True for a step without requests that takes part in a step of other engines, which need this
+    engine's experts."""
 
 
 class KVConnectorOutput(msgspec.Struct, array_like=True, omit_defaults=True):

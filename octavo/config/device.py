@@ -73,8 +73,8 @@ class DeviceConfig(Section, frozen=True):
         bool,
         Meta(
             description="Divide the experts of each layer among the tensor_parallel_size processes,"
-            " instead of the columns of each expert, or among the data_parallel_size engines; the"
-            " bits stay the same."
+            " instead of the columns of each expert, or among the processes of all"
+            " data_parallel_size engines; the bits stay the same."
         ),
     ] = False
     enable_eplb: Annotated[

@@ -164,12 +164,12 @@ class EngineConfig(Section, frozen=True):
         backend, parallel = self.executor_backend, self.parallel
         events = self.cache.kv_events_config
         for is_wrong, setting in (
-            (size > 1, f"tensor_parallel_size={size}"),
+            (is_elastic and size > 1, f"tensor_parallel_size={size} and enable_elastic_ep"),
             (
                 self.device.pipeline_parallel_size > 1,
                 f"pipeline_parallel_size={self.device.pipeline_parallel_size}",
             ),
-            (backend != "uni", f"distributed_executor_backend={backend}"),
+            (backend not in ("uni", "mp"), f"distributed_executor_backend={backend}"),
             (parallel.external, "an external load balancer (data_parallel_rank)"),
             (parallel.data_parallel_hybrid_lb, "data_parallel_hybrid_lb"),
             (
@@ -185,8 +185,8 @@ class EngineConfig(Section, frozen=True):
         ):
             if is_wrong:
                 raise ConfigError(
-                    f"{which} divides the experts among engines of one process each, all on this "
-                    f"machine's CPU, and is not supported with {setting}; leave out one of them."
+                    f"{which} divides the experts among engines that are all on this machine's "
+                    f"CPU, and is not supported with {setting}; leave out one of them."
                 )
 
     def _check_eplb(self) -> None:

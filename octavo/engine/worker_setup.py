@@ -70,7 +70,7 @@ def make_worker_setup(
         _check_divided_experts(setup)
         size = config.parallel.data_parallel_size
         rank = Rank(engine_index, size, redundant_experts=config.device.redundant_experts)
-        setup = replace(setup, expert_rank=rank)
+        setup = replace(setup, engine=rank)
     if config.device.enable_eplb:
         _check_balanced_experts(setup)
     setup = _with_draft(setup)

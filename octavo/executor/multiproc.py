@@ -30,10 +30,11 @@ from octavo.errors import (
     EngineDeadError,
     EngineStoppedError,
     OctavoError,
+    StepLostError,
     UnsupportedError,
     signal_name,
 )
-from octavo.executor.base import Executor
+from octavo.executor.base import Executor, Wave
 from octavo.executor.message_queue import QueueClosedError, QueueReader, QueueWriter, make_queue
 from octavo.executor.worker_messages import (
     LENGTH_NBYTES,
@@ -66,6 +67,7 @@ from octavo.plan.setup import WorkerSetup
 from octavo.system.device import is_stopped
 from octavo.system.distributed import GroupMemory, Rank
 from octavo.system.logs import current_logging
+from octavo.worker.expert_group import ExpertWave, make_wave
 from octavo.worker.platform import Platform
 
 logger = logging.getLogger(__name__)
@@ -110,11 +112,18 @@ class MultiprocExecutor(Executor):
         self._group = group
         # Ends the workers even if `shutdown` is never called.
         self._finalize = weakref.finalize(self, group.shutdown)
+        self._wave: ExpertWave | None = None
         try:
             group.start()
+            self._wave = make_wave(setup)
         except BaseException:
             self.shutdown()
             raise
+
+    @property
+    def wave(self) -> Wave | None:
+        """Implement `Executor`."""
+        return self._wave
 
     def _make_memory(self, setup: WorkerSetup) -> int | None:
         """Return the descriptor of the workers' shared memory; None for a single worker."""
@@ -173,6 +182,8 @@ class MultiprocExecutor(Executor):
 
     def shutdown(self) -> None:
         """Implement `Executor`."""
+        if self._wave is not None:
+            self._wave.shutdown()
         self._finalize()
 
 
@@ -448,7 +459,9 @@ class WorkerGroup(ABC):
                     drafted.set_result(drafts)
                 else:
                     drafted.set_exception(failure.to_exception())
-            case StepFailed(step=number, failure=failure) if self._world_size == 1:
+            case StepFailed(step=number, failure=failure) if (
+                self._world_size == 1 or failure.kind == StepLostError.__name__
+            ):
                 self._pop(number).sampled.set_exception(failure.to_exception())
             case StepFailed(step=number, failure=failure):
                 # It is unknown if the other workers computed the step or wait for this one.

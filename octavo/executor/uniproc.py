@@ -24,6 +24,7 @@ from octavo.messages import (
 )
 from octavo.plan.memory import MemoryBudget
 from octavo.plan.setup import WorkerSetup
+from octavo.worker.expert_group import make_wave
 from octavo.worker.model_runner import Drafts
 from octavo.worker.platform import Platform
 from octavo.worker.worker import Worker
@@ -47,11 +48,12 @@ class UniProcExecutor(Executor):
         except BaseException:
             self._thread.shutdown(wait=False)
             raise
+        self._wave = make_wave(setup)
 
     @property
     def wave(self) -> Wave | None:
         """Implement `Executor`."""
-        return self._worker.runner.expert_group
+        return self._wave
 
     def measure_memory(self) -> MemoryBudget:
         """Implement `Executor`."""
@@ -83,6 +85,8 @@ class UniProcExecutor(Executor):
 
     def shutdown(self) -> None:
         """Implement `Executor`."""
+        if self._wave is not None:
+            self._wave.shutdown()
         self._thread.shutdown(wait=True, cancel_futures=True)
         self._results.shutdown(wait=True)
         self._worker.shutdown()

@@ -47,6 +47,8 @@ class SetupMessage(msgspec.Struct):
     kept_layers: tuple[int, ...]
     model_identity: str
     draft: SetupMessage | None
+    engine: Rank
+    expert_memory: str | None
 
     @classmethod
     def of(cls, setup: WorkerSetup) -> SetupMessage:
@@ -61,6 +63,8 @@ class SetupMessage(msgspec.Struct):
             setup.kept_layers,
             setup.model_identity,
             None if setup.draft is None else cls.of(setup.draft),
+            setup.engine,
+            setup.expert_memory,
         )
 
     def complete(self, rank: Rank, group: int | None) -> WorkerSetup:
@@ -101,6 +105,8 @@ class SetupMessage(msgspec.Struct):
             scratches=self.scratches,
             kept_layers=self.kept_layers,
             model_identity=self.model_identity,
+            engine=self.engine,
+            expert_memory=self.expert_memory,
         )
 
 

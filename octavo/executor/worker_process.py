@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
-from octavo.errors import OctavoError, UnsupportedError
+from octavo.errors import OctavoError, StepLostError, UnsupportedError
 from octavo.executor.base import find_method, import_class
 from octavo.executor.message_queue import QueueClosedError, QueueReader, QueueWriter
 from octavo.executor.worker_messages import (
@@ -256,6 +256,8 @@ class _Loop:
             self._answer(Sampled(step, output))
 
     def _fail(self, step: int, error: Exception) -> None:
+        if isinstance(error, StepLostError) and self._results is None:
+            return  # all ranks have lost the step, and one of them reports it
         message = StepFailed(step, Failure.of(self._worker.cause(error)))
         if self._results is None:
             self._pipe.write(message)

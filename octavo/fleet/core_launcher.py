@@ -89,7 +89,8 @@ class CoreLauncher:
         self._record = record
         self._spare = process
         self._expert_memory: str | None = None
-        self._expert_group = ExpertGroupLayout(config.parallel.data_parallel_size)
+        processes, engines = config.device.tensor_parallel_size, config.parallel.data_parallel_size
+        self._expert_group = ExpertGroupLayout(processes * engines, processes)
         self._descriptor: int | None = None
         """Descriptor of the memory of engines that divide experts."""
         if config.divides_experts:

@@ -1,9 +1,9 @@
 """Exchange of rows among engines that divide the experts of a model.
 
-Each engine computes requests of its own, and has some experts of every layer. At a mixture all
-engines meet twice. After the first barrier each engine computes its experts for the tokens of all
-engines. After the second barrier each engine sums the results of its own tokens. An engine without
-a step takes part without tokens.
+Each engine computes requests of its own. Each rank, which is a process of an engine, has some
+experts of every layer. At a mixture all ranks meet twice. After the first barrier each rank
+computes its experts for the tokens of all engines. After the second barrier each rank sums the
+results of its own engine's tokens. An engine without a step takes part without tokens.
 """
 
 from __future__ import annotations
@@ -28,14 +28,17 @@ class ExpertExchange:
     memory, one after the other.
 
     Args:
-        rank: this engine among those of the group.
+        rank: this rank among those of all engines.
         most_tokens: tokens of an engine's largest step.
         dtype: type of activations.
+        per_engine: number of successive ranks that are an engine's. They have the same tokens, and
+            the first one of them sends these.
     """
 
-    def __init__(self, rank: Rank, most_tokens: int, dtype: str) -> None:
-        self.rank = rank
+    def __init__(self, rank: Rank, most_tokens: int, dtype: str, per_engine: int = 1) -> None:
+        self.rank, self.per_engine = rank, per_engine
         self._most_tokens, self._dtype = most_tokens, dtype
+        self._engines = rank.size // per_engine
         self._hidden = self._top_k = 0
         """Largest sizes of all mixtures."""
         self._memory: GroupMemory | None = None
@@ -49,7 +52,7 @@ class ExpertExchange:
     @property
     def tokens(self) -> int:
         """Number of tokens that all slots have room for: T."""
-        return self._most_tokens * self.rank.size
+        return self._most_tokens * self._engines
 
     @property
     def nbytes(self) -> int:
@@ -60,7 +63,7 @@ class ExpertExchange:
     def _sizes(self) -> tuple[int, ...]:
         """Bytes of the counts, x, experts, factors and results, in this order."""
         row, pairs = self._hidden * itemsize(self._dtype), self.tokens * self._top_k
-        return 4 * self.rank.size, self.tokens * row, 4 * pairs, 4 * pairs, pairs * row
+        return 4 * self._engines, self.tokens * row, 4 * pairs, 4 * pairs, pairs * row
 
     def attach(self, memory: GroupMemory, begin: int) -> None:
         """Place the rows in a group's memory, from byte `begin` on."""
@@ -78,8 +81,13 @@ class ExpertExchange:
     @property
     def slots(self) -> TokenSlots:
         """The slots: one for each engine."""
-        counts = self._tensor(0, (self.rank.size,), "int32")
-        return TokenSlots(counts, self._most_tokens, self.rank.index)
+        counts = self._tensor(0, (self._engines,), "int32")
+        return TokenSlots(counts, self._most_tokens, self.rank.index // self.per_engine)
+
+    @property
+    def _sends(self) -> bool:
+        """True if this rank sends its engine's tokens."""
+        return self.rank.index % self.per_engine == 0
 
     def inputs(self, hidden: int, top_k: int) -> tuple[HostTensor, HostTensor, HostTensor]:
         """Return x [T, H], experts int32 [T, K] and factors float32 [T, K] of all slots.
@@ -98,6 +106,8 @@ class ExpertExchange:
 
     def send(self, x: Tensor, ids: Tensor, factors: Tensor | None) -> None:
         """Copy x [T, H], experts [T, K] and factors [T, K] of this engine's step to its slot."""
+        if not self._sends:
+            return
         (tokens, hidden), top_k, slots = x.shape, ids.shape[1], self.slots
         begin, end = slots.own * slots.size, (slots.own + 1) * slots.size
         assert tokens <= slots.size
@@ -121,10 +131,11 @@ class ExpertExchange:
 
     def send_nothing(self) -> None:
         """Note in this engine's slot that it has no tokens."""
-        self._tensor(0, (self.rank.size,), "int32").numpy()[self.rank.index] = 0
+        if self._sends:
+            self._tensor(0, (self._engines,), "int32").numpy()[self.slots.own] = 0
 
     def join(self) -> None:
-        """Wait until all engines have come here."""
+        """Wait until all ranks have come here."""
         if self._memory is None:  # a recording that only measures memory
             return
         self._memory.barrier()

@@ -165,7 +165,7 @@ class Experts:
         return whole
 
     def serve(self) -> tuple[Tensor, Tensor]:
-        """Compute this engine's experts for the tokens of all engines.
+        """Compute this rank's experts for the tokens of all engines.
 
         Returns:
             The rows of all pairs, and the row of each pair, int32 [tokens of all slots, K].

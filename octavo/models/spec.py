@@ -97,10 +97,10 @@ class ModelSpec:
         return part._without_others(self) if rank.splits_experts else part
 
     def split_experts(self, rank: Rank) -> ModelSpec:
-        """Return the model with an engine's share of the experts; all else is whole.
+        """Return the model with the share of the experts of a rank of several engines.
 
         Raises:
-            ConfigError: the model has no experts, or fewer than there are engines.
+            ConfigError: the model has no experts, or fewer than there are ranks.
         """
         if rank.size == 1:
             return self
@@ -111,7 +111,7 @@ class ModelSpec:
         part = replace(self, layers=tuple(layers[id(layer)] for layer in self.layers))
         if part.layers == self.layers:
             raise ConfigError(
-                f"enable_expert_parallel with data_parallel_size={rank.size} divides experts, and "
+                "enable_expert_parallel with data_parallel_size divides experts, and "
                 f"{self.architecture} has none; leave it out."
             )
         return part._without_others(self)

@@ -98,33 +98,39 @@ class GroupLayout:
 class ExpertGroupLayout:
     """Layout of the counters of engines that divide experts.
 
-    One counter belongs to all engines, and three belong to each engine. A generation is a set of
-    engines that step together; see `ExpertGroup`.
+    One counter belongs to all ranks, which are the processes of all engines, and four belong to
+    each rank. A generation is a set of ranks that step together; see `ExpertGroup`.
     """
 
-    engines: int
+    ranks: int
+    per_engine: int = 1
+    """Number of successive ranks that are an engine's."""
 
     @property
     def begun(self) -> int:
-        """Offset of the number of the last step that an engine has begun in this generation."""
+        """Offset of the number of the last step that a rank has begun in this generation."""
         return 0
 
-    def came(self, engine: int) -> int:
-        """Return the offset of the generation that an engine has come to."""
-        return (1 + engine) * COUNTER_NBYTES
+    def came(self, rank: int) -> int:
+        """Return the offset of the generation that a rank has come to."""
+        return (1 + rank) * COUNTER_NBYTES
 
-    def mended(self, engine: int) -> int:
-        """Return the offset of the generation for which an engine has mended the barrier."""
-        return (1 + self.engines + engine) * COUNTER_NBYTES
+    def mended(self, rank: int) -> int:
+        """Return the offset of the generation for which a rank has mended the barriers."""
+        return (1 + self.ranks + rank) * COUNTER_NBYTES
 
-    def arrivals(self, engine: int) -> int:
-        """Return the offset of an engine's number of arrivals at the barrier in a generation."""
-        return (1 + 2 * self.engines + engine) * COUNTER_NBYTES
+    def arrivals(self, rank: int) -> int:
+        """Return the offset of a rank's number of arrivals at the barrier in a generation."""
+        return (1 + 2 * self.ranks + rank) * COUNTER_NBYTES
+
+    def steps(self, rank: int) -> int:
+        """Return the offset of the number of steps that a rank has begun in a generation."""
+        return (1 + 3 * self.ranks + rank) * COUNTER_NBYTES
 
     @property
     def nbytes(self) -> int:
         """Size of all counters in bytes."""
-        return (1 + 3 * self.engines) * COUNTER_NBYTES
+        return (1 + 4 * self.ranks) * COUNTER_NBYTES
 
     def behind(self, counters: bytes) -> list[int]:
         """Return the indices of the engines that others wait for.
@@ -138,18 +144,19 @@ class ExpertGroupLayout:
         def value(offset: int) -> int:
             return int.from_bytes(counters[offset : offset + 4], "little")
 
-        def progress(engine: int) -> tuple[int, int, int]:
-            came, mended = value(self.came(engine)), value(self.mended(engine))
-            # Until the engine has mended the barrier, its arrivals are of an earlier generation.
-            return came, mended, value(self.arrivals(engine)) if came == mended else 0
+        def progress(rank: int) -> tuple[int, int, int]:
+            came, mended = value(self.came(rank)), value(self.mended(rank))
+            # Until the rank has mended the barriers, its arrivals are of an earlier generation.
+            return came, mended, value(self.arrivals(rank)) if came == mended else 0
 
         first = progress(0)
         # Compare differences, since a counter begins at 0 again after 2**32.
         found = [
-            [(n - m + 2**31) % 2**32 for n, m in zip(progress(engine), first, strict=True)]
-            for engine in range(self.engines)
+            [(n - m + 2**31) % 2**32 for n, m in zip(progress(rank), first, strict=True)]
+            for rank in range(self.ranks)
         ]
-        return [engine for engine, its in enumerate(found) if its < max(found)]
+        late = [rank // self.per_engine for rank, its in enumerate(found) if its < max(found)]
+        return list(dict.fromkeys(late))
 
 
 def _aligned(nbytes: int) -> int:

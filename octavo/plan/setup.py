@@ -71,10 +71,23 @@ class WorkerSetup:
     """Identity of the model, for KV connectors; see `KVLayout.model`."""
     group: int | None = None
     """Inherited descriptor of the ranks' memory of `group_nbytes` bytes."""
-    expert_rank: Rank = ALONE
+    engine: Rank = ALONE
     """Position of the engine among those that divide the experts."""
     expert_memory: str | None = None
     """Path of the memory of these engines."""
+
+    @property
+    def first_rank(self) -> int:
+        """Index of the engine's first process among those of all engines that have this stage."""
+        return self.engine.index * self.rank.size
+
+    @property
+    def expert_rank(self) -> Rank:
+        """Position of the rank among the processes of all engines that have this stage."""
+        if self.engine.size == 1:
+            return ALONE
+        index, size = self.first_rank + self.rank.index, self.engine.size * self.rank.size
+        return replace(self.engine, index=index, size=size)
 
     @property
     def kv_cache_dtype(self) -> str:
@@ -216,8 +229,8 @@ class WorkerSetup:
 
     @cached_property
     def _balancing(self) -> list[int]:
-        """Bytes of each stage's memory for the balancing of experts."""
-        if self.config.device.eplb is None:
+        """Bytes of each stage's memory for the balancing of experts among the engine's ranks."""
+        if self.config.device.eplb is None or self.engine.size > 1:
             return []
         layouts = [stage.balance_layout for stage in self.stages]
         return [0 if layout is None else layout.nbytes for layout in layouts]

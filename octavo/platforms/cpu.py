@@ -257,7 +257,7 @@ def memory_budget(
             activations += ranks * setup.group_layout.slot_nbytes  # the received hidden states
     if setup.rank.world_size > 1:
         activations += dataclasses.replace(setup, scratches=scratches).group_nbytes
-    activations += scratches[0].exchanged // setup.expert_rank.size
+    activations += sum(scratch.exchanged for scratch in scratches) // setup.engine.size
     return MemoryBudget(
         source="what is free",
         available=cpu_memory(config.device.numa_node)[1],

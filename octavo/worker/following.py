@@ -57,6 +57,7 @@ class FollowingRunner(ModelRunner):
             self._update_rows(scheduler_output)
             if not scheduled:
                 announce({})
+                self._serve(scheduler_output)
                 return
             self._num_steps += 1
             self._learn_tokens(scheduled)
@@ -67,7 +68,7 @@ class FollowingRunner(ModelRunner):
             inputs = state.batch.gather(scheduled, drafts, state.steps.buffers(tokens, 0))
         with span("forward") as note:
             note(rows=inputs.size.tokens)
-            result = state.steps.run(inputs, None)
+            result = self._run(inputs, None)
         if self.setup.rank.is_last:
             self._compute_prompt_logprobs(inputs, result.hidden)
         state.batch.num_computed_tokens[inputs.rows] += inputs.counts

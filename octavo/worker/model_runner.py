@@ -96,6 +96,8 @@ class RunnerState:
     batch: InputBatch
     sampling: SamplingState
     steps: StepRunner
+    serve: Callable[[], object] | None
+    """Computes the experts of other engines' tokens; None: no engines divide the experts."""
     proposer: Proposer | None
 
 
@@ -203,7 +205,8 @@ class ModelRunner:
         """Engines that divide the experts; None: this one has all."""
         if exchange is not None:
             assert setup.expert_memory is not None
-            self.expert_group = ExpertGroup(setup.expert_memory, exchange, self.balancer)
+            peers = None if self.group is None else self.group.memory
+            self.expert_group = ExpertGroup(setup.expert_memory, exchange, self.balancer, peers)
         elif self.balancer is not None:
             assert self.group is not None
             self.balancer.attach(self.group.memory, self.group.balancing)
@@ -322,6 +325,7 @@ class ModelRunner:
             self.progress,
         )
         steps = self.platform.make_steps(setup, self.ops, eager, batch, capture=capture)
+        serve = None if self.expert_group is None else cast("ExpertSteps", steps).serve
         if self.balancer is not None and self.expert_group is None:
             steps = BalancedSteps(steps, self.balancer)
         if self.group is not None:
@@ -333,6 +337,7 @@ class ModelRunner:
             batch,
             sampling,
             steps,
+            serve,
             self._make_proposer(
                 Target(
                     *(setup, self.model, batch, sampling),
@@ -399,8 +404,7 @@ class ModelRunner:
             if not scheduled:
                 announce({})
                 self._step = None
-                if self.expert_group is not None:
-                    self.expert_group.serve(cast("ExpertSteps", self.state.steps).serve)
+                self._serve(scheduler_output)
                 return
             self._num_steps += 1
             state, drafts = self.state, self._find_drafts(scheduled)
@@ -418,13 +422,23 @@ class ModelRunner:
                 params = metadata.params if metadata.plain else None
         with span("forward") as note:
             note(rows=inputs.size.tokens)
-            if self.expert_group is None:
-                result = state.steps.run(inputs, params)
-            else:
-                step, repeats = partial(state.steps.run, inputs, params), not self.setup.has_states
-                result = self.expert_group.run(step, repeats=repeats)
+            result = self._run(inputs, params)
         prompt_logprobs = self._compute_prompt_logprobs(inputs, result.hidden)
         self._step = _ComputedStep(inputs, result, metadata, prompt_logprobs, drafts)
+
+    def _run(self, inputs: StepInputs, params: NDArray[np.void] | None) -> StepResult:
+        """Run a step, together with the engines that divide the experts, if any."""
+        step = partial(self.state.steps.run, inputs, params)
+        if self.expert_group is None:
+            return step()
+        return self.expert_group.run(step, repeats=not self.setup.has_states)
+
+    def _serve(self, scheduler_output: SchedulerOutput) -> None:
+        """Take part in a step of other engines without tokens, if a step without requests does."""
+        if scheduler_output.serves:
+            assert self.expert_group is not None
+            assert self.state.serve is not None
+            self.expert_group.serve(self.state.serve)
 
     def sample_tokens(self, grammar: GrammarOutput | None = None) -> PendingOutput:
         """Sample the next token of each request with all known tokens computed.

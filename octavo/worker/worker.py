@@ -168,6 +168,4 @@ class Worker:
         if self._transfers is not None:
             self._transfers.shutdown()
             self._transfers = None
-        if self._runner is not None and self._runner.expert_group is not None:
-            self._runner.expert_group.shutdown()
         self._runner = None

@@ -194,9 +194,9 @@ def test_rows_of_one_process_are_not_divided():
 @pytest.mark.parametrize(
     "setting",
     [
-        {"tensor_parallel_size": 2},
+        {"tensor_parallel_size": 2, "enable_elastic_ep": True},
         {"pipeline_parallel_size": 2},
-        {"distributed_executor_backend": "mp"},
+        {"distributed_executor_backend": "ray"},
         {"kv_events_config": {"enable_kv_cache_events": True}, "enable_elastic_ep": True},
         {"data_parallel_rank": 1},
         {"data_parallel_hybrid_lb": True},
@@ -206,7 +206,7 @@ def test_rows_of_one_process_are_not_divided():
     ],
     ids=lambda setting: next(iter(setting)),
 )
-def test_engines_that_divide_experts_have_one_process_each(setting):
+def test_engines_that_divide_experts_are_on_one_cpu(setting):
     message = refused(enable_expert_parallel=True, data_parallel_size=2, **setting)
     assert message.startswith("enable_expert_parallel with data_parallel_size=2 divides")
     assert next(iter(setting)) in message

@@ -364,11 +364,12 @@ def test_plainest_kernels_agree_with_themselves():
         native.set_isa(best)
 
 
+@pytest.mark.parametrize("processes", [1, 2])
 @pytest.mark.parametrize("case", ["qwen3-moe", "granite-hybrid-moe"])
-def test_engines_that_divide_the_experts(case, tmp_path):
-    """One engine with all experts, and two with a part each, also when one of them dies."""
+def test_engines_that_divide_the_experts(case, processes, tmp_path):
+    """One process with all experts, and two engines that divide them, also when one dies."""
     requests, expected = save_mixture(case, tmp_path)
-    settings = MIXTURE | {"data_parallel_size": 2}
+    settings = MIXTURE | {"data_parallel_size": 2, "tensor_parallel_size": processes}
     with LLM(str(tmp_path), **settings) as llm:
         assert answers(llm, requests) == expected
         assert answers(llm, requests[3:4]) == expected[3:4]
@@ -386,6 +387,7 @@ EPLB = {"window_size": 1, "step_interval": 2}
         ("qwen3-moe", 1, {"tensor_parallel_size": 2}),
         ("qwen3-moe", 3, {"data_parallel_size": 2}),
         ("granite-hybrid-moe", 1, {"data_parallel_size": 2}),
+        ("qwen3-moe", 3, {"data_parallel_size": 2, "tensor_parallel_size": 2}),
     ],
     ids=str,
 )

@@ -153,7 +153,12 @@ TRANSFER |= {"kv_connector_extra_config": {"cpu_bytes_to_use": 2**20}}
     ("case", "settings", "message"),
     [
         ("llama", {}, "divides experts, and LlamaForCausalLM has none"),
-        ("mixtral", {"data_parallel_size": 6}, "more than the 5 experts of a layer; lower it to 5"),
+        ("mixtral", {"data_parallel_size": 6}, "the 5 experts of a layer .* these are 6; lower"),
+        (
+            "mixtral",
+            {"data_parallel_size": 3, "tensor_parallel_size": 2},
+            "the 5 experts of a layer .* these are 6; lower",
+        ),
         ("mixtral", {"enable_sleep_mode": True}, "not supported with enable_sleep_mode"),
         (
             "mixtral",

@@ -25,7 +25,7 @@ from octavo.models.spec import divide_layers
 from octavo.models.weight_cache import weights_key
 from octavo.quantization.int4 import SMALL
 from octavo.system.distributed import GroupMemory, Rank
-from octavo.worker.expert_group import ExpertGroup
+from octavo.worker.expert_group import ExpertGroup, ExpertWave
 from tests.gguf_files import convert
 from tests.models.harness import Runner, load, make_hf, save_config, spec_of
 from tests.models.test_parity import CASES, MIXTURES, QWEN3_5, TEXT_PARTS, VOCAB
@@ -182,14 +182,15 @@ def test_engines_divide_the_experts(case: str, tmp_path: Path) -> None:
         )
         assert isinstance(model, DecoderModel)
         group, results = ExpertGroup(str(memory), exchange), []
-        group.serve(model.serve_experts)  # no one wants it yet
+        wave = ExpertWave(str(memory), rank)
         runner = Runner(model, 2, TOKENS)
         for scheduled in script()[index:]:  # different numbers of steps
             step = partial(runner.step, scheduled)
             results += [logits.clone() for logits in group.run(step).values()]
         left.remove(index)
         while left:
-            group.serve(model.serve_experts)
+            if wave.wanted:
+                group.serve(model.serve_experts)
         return results
 
     with ThreadPoolExecutor(2) as threads:

@@ -57,7 +57,9 @@ def test_the_engines_that_others_wait_for(came, mended, arrivals, behind):
         (layout.mended, mended),
         (layout.arrivals, arrivals),
     ):
-        for engine, value in enumerate(values):
-            counters[offset(engine) : offset(engine) + 4] = value.to_bytes(4, "little")
+        for rank, value in enumerate(values):
+            counters[offset(rank) : offset(rank) + 4] = value.to_bytes(4, "little")
     assert layout.behind(bytes(counters)) == behind
+    of_one = [0] if behind else []
+    assert ExpertGroupLayout(3, per_engine=3).behind(bytes(counters)) == of_one
     assert layout.behind(b"") == []

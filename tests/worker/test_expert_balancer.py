@@ -20,7 +20,7 @@ from octavo.system.distributed import GroupMemory, Rank
 from octavo.system.tensor import from_numpy
 from octavo.worker import expert_balancer
 from octavo.worker.expert_balancer import ExpertBalancer
-from octavo.worker.expert_group import ExpertGroup
+from octavo.worker.expert_group import ExpertGroup, ExpertWave
 
 UP, DOWN = 192, 128
 
@@ -242,6 +242,7 @@ class Engine(Ranked):
         self.exchange = ExpertExchange(Rank(index, size), 4, "float32")
         self.exchange.reserve(8, 2)
         self.group = ExpertGroup(str(path), self.exchange, self.balancer)
+        self.wave = ExpertWave(str(path), Rank(index, size))
 
     def step(self, dies_at=2):
         for barrier in range(2):
@@ -253,7 +254,8 @@ class Engine(Ranked):
 
     def serve_until(self, end):
         while not end.is_set():
-            self.group.serve(self.step)
+            if self.wave.wanted:
+                self.group.serve(self.step)
 
 
 @pytest.fixture

@@ -10,11 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from octavo.errors import ConfigError, EngineDeadError
+from octavo.errors import ConfigError, EngineDeadError, StepLostError
 from octavo.layers.expert_exchange import ExpertExchange
 from octavo.plan.group_layout import ExpertGroupLayout
 from octavo.system.distributed import GroupMemory, Rank
-from octavo.worker.expert_group import ExpertGroup
+from octavo.worker.expert_group import ExpertGroup, ExpertWave
 
 
 class DeadError(BaseException):
@@ -28,6 +28,7 @@ class Engine:
         self.exchange = ExpertExchange(Rank(index, size), 4, "float32")
         self.exchange.reserve(8, 2)
         self.group = ExpertGroup(str(path), self.exchange)
+        self.wave = ExpertWave(str(path), Rank(index, size))
         self.begun = self.done = 0
 
     def step(self, dies_at=3):
@@ -41,7 +42,8 @@ class Engine:
 
     def serve_until(self, end):
         while not end.is_set():
-            self.group.serve(self.step)
+            if self.wave.wanted:
+                self.group.serve(self.step)
 
 
 def memory_of(path, offset):
@@ -59,10 +61,10 @@ def memory(tmp_path):
 
 def test_engines_without_work_take_part(memory):
     engines, end = [Engine(memory, index) for index in range(3)], threading.Event()
-    assert not any(engine.group.wanted for engine in engines)
+    assert not any(engine.wave.wanted for engine in engines)
     woken = threading.Event()
-    engines[2].group.watch(woken.set)
-    engines[2].group.sleep()
+    engines[2].wave.watch(woken.set)
+    engines[2].wave.sleep()
     with ThreadPoolExecutor(3) as threads:
         waiting = threads.submit(engines[0].group.run, engines[0].step)
         assert woken.wait(5)
@@ -73,11 +75,11 @@ def test_engines_without_work_take_part(memory):
         for other in others:
             other.result(10)
     assert [engine.done for engine in engines] == [51] * 3
-    assert not any(engine.group.wanted for engine in engines)
-    engines[2].group.sleep()
+    assert not any(engine.wave.wanted for engine in engines)
+    engines[2].wave.sleep()
     woken.clear()
     assert not woken.wait(0.3)
-    engines[2].group.shutdown()
+    engines[2].wave.shutdown()
 
 
 def test_who_waits_for_whom_is_in_the_shared_memory(memory):
@@ -148,6 +150,88 @@ def test_a_step_that_was_cut_off_is_repeated(memory, barrier):
     assert engines[0].done >= engines[1].done
 
 
+def test_a_step_that_cannot_be_repeated_is_lost(memory):
+    engines, end = [Engine(memory, index, 2) for index in range(2)], threading.Event()
+    with ThreadPoolExecutor(2) as threads:
+        lost = threads.submit(engines[0].group.run, engines[0].step, repeats=False)
+        with pytest.raises(DeadError):
+            engines[1].group.run(lambda: engines[1].step(2))
+        engines[1] = Engine(memory, 1, 2)
+        other = threads.submit(engines[1].serve_until, end)
+        with pytest.raises(StepLostError):
+            lost.result(10)
+        assert engines[0].group.run(engines[0].step) == 1
+        end.set()
+        other.result(10)
+    assert engines[1].done == 1
+
+
+class Process(Engine):
+    """One of an engine's two processes, which also meet each other within a step."""
+
+    def __init__(self, path, engine, index, peers):
+        self.index, rank = index, Rank(2 * engine + index, 4)
+        self.exchange = ExpertExchange(rank, 4, "float32", 2)
+        self.exchange.reserve(8, 2)
+        self.peers = GroupMemory(peers, 128, Rank(index, 2))
+        self.group = ExpertGroup(str(path), self.exchange, peers=self.peers)
+        self.wave = ExpertWave(str(path), Rank(2 * engine, 4))
+        self.begun = self.done = 0
+
+    def step(self, dies_at=2):
+        self.begun += 1
+        for barrier in range(2):
+            self.meet()
+            if barrier == dies_at:
+                raise DeadError
+            self.exchange.join()
+        self.meet()
+        self.done += 1
+        return self.done
+
+    def meet(self):
+        steps = self.peers.data.view("int64")[:2]
+        steps[self.index] = self.done
+        self.peers.barrier()
+        assert steps[0] == steps[1], "the processes compute different steps"
+        self.peers.barrier()
+
+
+@pytest.mark.parametrize("barrier", range(2))
+def test_the_processes_of_an_engine_repeat_a_step_together(memory, barrier):
+    def start(engine):
+        peers = GroupMemory.create(128)
+        processes = [Process(memory, engine, index, peers) for index in range(2)]
+        os.close(peers)
+        return processes
+
+    def call(function, processes):
+        futures = [threads.submit(function, process) for process in processes]
+        return [future.result(20) for future in futures]
+
+    def serve_until(processes):
+        while not end.is_set():
+            if processes[0].wave.wanted:
+                call(lambda process: process.group.serve(process.step), processes)
+
+    stays, dies, end = start(0), start(1), threading.Event()
+    with ThreadPoolExecutor(6) as threads:
+        runs = threads.submit(
+            lambda: [call(lambda p: p.group.run(p.step), stays) for _ in range(9)]
+        )
+        for _ in range(2):
+            with pytest.raises(DeadError):
+                call(lambda p: p.group.run(lambda: p.step(barrier)), dies)
+            dies = start(1)
+        serving = threads.submit(serve_until, dies)
+        assert runs.result(20) == [[n, n] for n in range(1, 10)]
+        end.set()
+        serving.result(20)
+    assert stays[0].begun > 9
+    assert stays[1].begun > 9
+    assert [process.done for process in dies] == [9, 9]
+
+
 def test_an_engine_dies_while_all_are_idle(memory):
     engines, end = [Engine(memory, index, 2) for index in range(2)], threading.Event()
     with ThreadPoolExecutor(1) as thread:
@@ -156,36 +240,31 @@ def test_an_engine_dies_while_all_are_idle(memory):
         while engines[1].done < 1:  # it may still be leaving the last barrier
             time.sleep(0.001)
         engines[0] = Engine(memory, 0, 2)
-        assert engines[0].group.wanted  # the other one must learn of it
+        assert engines[0].wave.wanted  # the other one must learn of it
         assert engines[0].group.run(engines[0].step) == 1
         end.set()
         other.result(10)
     assert engines[1].done == 2
 
 
-# Engine 0 of two, in its own process: it completes one step.
+# Engine 0 of two, in its own process: it completes two steps.
 LEAVING = """
 import sys
-from octavo.errors import StepLostError
 from tests.worker.test_expert_group import Engine
 
 engine = Engine(sys.argv[1], 0, 2)
-try:
-    engine.group.run(engine.step, repeats=sys.argv[2] == "repeats")
-except StepLostError:
-    print("lost", end=" ")
+for _ in range(2):
     engine.group.run(engine.step)
 print(engine.begun, engine.done)
 """
 
 
-@pytest.mark.parametrize(("how", "result"), [("repeats", "2 1"), ("is lost", "lost 2 1")])
-def test_a_barrier_is_broken_while_another_engine_leaves_it(memory, how, result):
+def test_a_barrier_is_broken_while_another_engine_leaves_it(memory):
     """The other one has completed the step, dies, and is replaced, before this one runs on.
 
-    The new one takes part in the repetition, or in the next step if the scheduler repeats it.
+    The step is complete for this one, too. The new one takes part in the next step.
     """
-    command = [sys.executable, "-c", LEAVING, str(memory), how]
+    command = [sys.executable, "-c", LEAVING, str(memory)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         end = threading.Event()
         other = Engine(memory, 1, 2)
@@ -207,7 +286,7 @@ def test_a_barrier_is_broken_while_another_engine_leaves_it(memory, how, result)
             while not new.group._memory.broken:
                 time.sleep(0.001)
             os.kill(process.pid, signal.SIGCONT)
-            assert process.communicate(timeout=20)[0].split() == result.split()
+            assert process.communicate(timeout=20)[0].split() == ["2", "2"]
             end.set()
             serving.result(10)
     assert new.done == 1

@@ -80,10 +80,10 @@ class BlockSpec(ABC):
         return None
 
     def split_experts(self, rank: Rank) -> BlockSpec:
-        """Return the block with an engine's share of its experts, if it has some.
+        """Return the block with the share of its experts of a rank of several engines, if any.
 
         Raises:
-            ConfigError: there are fewer experts than engines.
+            ConfigError: there are fewer experts than ranks.
         """
         return self
 

@@ -194,16 +194,16 @@ class ExpertsSpec(BlockSpec):
         )
 
     def split_experts(self, rank: Rank) -> ExpertsSpec:
-        """Return the block with an engine's share of the experts; all else is whole.
+        """Return the block with the share of the experts of a rank of several engines.
 
         Raises:
-            ConfigError: there are fewer experts than engines.
+            ConfigError: there are fewer experts than ranks.
         """
         if rank.size > len(self.up):
             raise ConfigError(
-                f"data_parallel_size={rank.size} with enable_expert_parallel is more than the "
-                f"{len(self.up)} experts of a layer; lower it to {len(self.up)}, or leave out "
-                "enable_expert_parallel."
+                f"enable_expert_parallel divides the {len(self.up)} experts of a layer among all "
+                f"processes of the data_parallel_size engines, and these are {rank.size}; lower "
+                "data_parallel_size or tensor_parallel_size, or leave out enable_expert_parallel."
             )
         return replace(self, own=rank.experts(len(self.up)), exchanged=True)
 
