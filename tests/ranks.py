@@ -78,6 +78,7 @@ def use_ranks(
     layers=None,
     mode="exact",
     splits_rows=False,
+    splits_experts=False,
     executor=RanksExecutor,
 ):
     """Run every later engine in the given numbers of ranks and stages."""
@@ -90,6 +91,7 @@ def use_ranks(
             pipeline_layers=layers,
             tensor_parallel_mode=mode,
             enable_sequence_parallel=splits_rows,
+            enable_expert_parallel=splits_experts,
         )
         config = msgspec.structs.replace(config, device=device)
         return make_engine_core(config, *args, make_executor=executor, **kwargs)

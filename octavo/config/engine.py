@@ -166,8 +166,9 @@ class EngineConfig(Section, frozen=True):
         for is_wrong, setting in (
             (is_elastic and size > 1, f"tensor_parallel_size={size} and enable_elastic_ep"),
             (
-                self.device.pipeline_parallel_size > 1,
-                f"pipeline_parallel_size={self.device.pipeline_parallel_size}",
+                is_elastic and self.device.pipeline_parallel_size > 1,
+                f"pipeline_parallel_size={self.device.pipeline_parallel_size} and "
+                "enable_elastic_ep",
             ),
             (backend not in ("uni", "mp"), f"distributed_executor_backend={backend}"),
             (parallel.external, "an external load balancer (data_parallel_rank)"),

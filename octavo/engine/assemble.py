@@ -87,7 +87,7 @@ def make_engine_core(
     warm_spare: bool | None = False,
     engine_index: int = 0,
     memory_limit: int | None = None,
-    expert_memory: str | None = None,
+    expert_memory: tuple[str, ...] = (),
     listeners: Sequence[StepListener] = (),
     wake: Callable[[], object] = lambda: None,
     platform: Platform | None = None,
@@ -104,7 +104,7 @@ def make_engine_core(
         warm_spare: True to reserve memory for a spare process; None: only if it costs no KV cache.
         engine_index: see `EngineCoreOutputs`.
         memory_limit: bytes that the engine may use; None: its share of the free memory.
-        expert_memory: memory of the engines that divide the experts; see `ExpertGroup`.
+        expert_memory: memories of the engines that divide the experts; see `WorkerSetup`.
         listeners: observers of the steps, in addition to those that the settings name.
         wake: called, on another thread, when an idle core has work again.
         platform: the device that computes; None: the config's.

@@ -46,7 +46,7 @@ class CoreProcessSetup(msgspec.Struct):
     engine_index: int = 0
     memory_limit: int | None = None
     """Bytes that the process may use; None: its share of the free memory."""
-    expert_memory: str | None = None
+    expert_memory: tuple[str, ...] = ()
     """Memory of the engines that divide the experts; see `ExpertGroup`."""
     clock_epoch: float = 0.0
     """`clock.epoch` of the parent."""

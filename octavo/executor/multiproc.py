@@ -67,7 +67,7 @@ from octavo.plan.setup import WorkerSetup
 from octavo.system.device import is_stopped
 from octavo.system.distributed import GroupMemory, Rank
 from octavo.system.logs import current_logging
-from octavo.worker.expert_group import ExpertWave, make_wave
+from octavo.worker.expert_group import LOST, ExpertWave, make_wave
 from octavo.worker.platform import Platform
 
 logger = logging.getLogger(__name__)
@@ -116,6 +116,8 @@ class MultiprocExecutor(Executor):
         try:
             group.start()
             self._wave = make_wave(setup)
+            if self._wave is not None and setup.rank.num_stages > 1:
+                self._wave.watch_stages(group.lose)
         except BaseException:
             self.shutdown()
             raise
@@ -463,6 +465,8 @@ class WorkerGroup(ABC):
                 self._world_size == 1 or failure.kind == StepLostError.__name__
             ):
                 self._pop(number).sampled.set_exception(failure.to_exception())
+            case StepFailed(failure=failure) if failure.kind == EngineStoppedError.__name__:
+                self._fail(f"{worker} ended: {failure.message}", EngineStoppedError)
             case StepFailed(step=number, failure=failure):
                 # It is unknown if the other workers computed the step or wait for this one.
                 self._fail(f"{worker} failed in step {number}: {failure}")
@@ -487,6 +491,10 @@ class WorkerGroup(ABC):
                     futures[worker.rank].set_result(value)
                 else:
                     futures[worker.rank].set_exception(failure.to_exception())
+
+    def lose(self) -> None:
+        """Fail the engine, since its stages cannot go on after the death of another engine."""
+        self._fail(LOST, EngineStoppedError)
 
     def _pop(self, number: int) -> _Step:
         with self._lock:

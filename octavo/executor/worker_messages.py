@@ -48,7 +48,7 @@ class SetupMessage(msgspec.Struct):
     model_identity: str
     draft: SetupMessage | None
     engine: Rank
-    expert_memory: str | None
+    expert_memory: tuple[str, ...]
 
     @classmethod
     def of(cls, setup: WorkerSetup) -> SetupMessage:

@@ -88,20 +88,21 @@ class CoreLauncher:
         self._log_level, self._log_format = log_level, log_format
         self._record = record
         self._spare = process
-        self._expert_memory: str | None = None
         processes, engines = config.device.tensor_parallel_size, config.parallel.data_parallel_size
         self._expert_group = ExpertGroupLayout(processes * engines, processes)
-        self._descriptor: int | None = None
-        """Descriptor of the memory of engines that divide experts."""
+        self._descriptors: list[int] = []
+        """Descriptors of the memories of engines that divide experts, by stage."""
         if config.divides_experts:
             if not hasattr(os, "memfd_create"):
                 raise ConfigError(
                     "enable_expert_parallel with data_parallel_size of more than 1 works on Linux "
                     "only; leave one of them out."
                 )
-            descriptor = os.memfd_create("octavo-experts", os.MFD_CLOEXEC)
-            self._descriptor, self._free = descriptor, weakref.finalize(self, os.close, descriptor)
-            self._expert_memory = f"/proc/{os.getpid()}/fd/{descriptor}"
+            self._descriptors = [
+                os.memfd_create("octavo-experts", os.MFD_CLOEXEC)
+                for _ in range(config.device.pipeline_parallel_size)
+            ]
+            self._free = weakref.finalize(self, _close, self._descriptors)
 
     def launch(self, ready: CoreReady | None, engine_index: int = 0) -> CoreProcess:
         """Start a process.
@@ -142,7 +143,7 @@ class CoreLauncher:
             warm_spare=warm_spare,
             memory_limit=memory_limit,
             engine_index=engine_index,
-            expert_memory=self._expert_memory,
+            expert_memory=tuple(f"/proc/{os.getpid()}/fd/{it}" for it in self._descriptors),
             log_level=self._log_level,
             log_format=self._log_format,
             record=self._record,
@@ -160,16 +161,25 @@ class CoreLauncher:
 
     def close(self) -> None:
         """Free what all engines share, once they have ended. May be called twice."""
-        if self._descriptor is not None:
-            self._descriptor = None
+        if self._descriptors:
+            self._descriptors = []
             self._free()
 
     def engines_behind(self) -> list[int]:
         """Return the engines that others wait for, since they divide the experts of a step."""
-        if self._descriptor is None:
-            return []
-        begin, nbytes = GroupMemory.size(0), self._expert_group.nbytes
-        return self._expert_group.behind(os.pread(self._descriptor, nbytes, begin))
+        begin, layout = GroupMemory.size(0), self._expert_group
+        found = []
+        for descriptor in self._descriptors:
+            counters = os.pread(descriptor, layout.nbytes, begin)
+            if behind := layout.behind(counters):
+                found.append((layout.newest_step(counters), behind))
+        # Stages that wait in later steps, or behind this one, wait for this one.
+        return min(found, key=lambda it: it[0])[1] if found else []
+
+
+def _close(descriptors: list[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
 
 
 def with_kv_cache_of(config: EngineConfig, plan: MemoryPlan) -> EngineConfig:

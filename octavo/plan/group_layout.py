@@ -141,13 +141,11 @@ class ExpertGroupLayout:
         if len(counters) < self.nbytes:
             return []
 
-        def value(offset: int) -> int:
-            return int.from_bytes(counters[offset : offset + 4], "little")
-
         def progress(rank: int) -> tuple[int, int, int]:
-            came, mended = value(self.came(rank)), value(self.mended(rank))
+            came, mended = _value(counters, self.came(rank)), _value(counters, self.mended(rank))
             # Until the rank has mended the barriers, its arrivals are of an earlier generation.
-            return came, mended, value(self.arrivals(rank)) if came == mended else 0
+            arrivals = _value(counters, self.arrivals(rank)) if came == mended else 0
+            return came, mended, arrivals
 
         first = progress(0)
         # Compare differences, since a counter begins at 0 again after 2**32.
@@ -157,6 +155,14 @@ class ExpertGroupLayout:
         ]
         late = [rank // self.per_engine for rank, its in enumerate(found) if its < max(found)]
         return list(dict.fromkeys(late))
+
+    def newest_step(self, counters: bytes) -> int:
+        """Return the number of the last step that a rank has begun; see `behind`."""
+        return max(_value(counters, self.steps(rank)) for rank in range(self.ranks))
+
+
+def _value(counters: bytes, offset: int) -> int:
+    return int.from_bytes(counters[offset : offset + 4], "little")
 
 
 def _aligned(nbytes: int) -> int:

@@ -73,8 +73,8 @@ class WorkerSetup:
     """Inherited descriptor of the ranks' memory of `group_nbytes` bytes."""
     engine: Rank = ALONE
     """Position of the engine among those that divide the experts."""
-    expert_memory: str | None = None
-    """Path of the memory of these engines."""
+    expert_memory: tuple[str, ...] = ()
+    """Paths of the memories of these engines, by stage."""
 
     @property
     def first_rank(self) -> int:

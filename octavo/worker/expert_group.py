@@ -18,6 +18,12 @@ experts have moved, a generation begins with the newest placement that a rank ha
 
 A step is cut off in all ranks of an engine, or in none: it ends with a barrier of the engine's
 ranks. The rank that leaves the step early breaks this barrier, so that its peers leave, too.
+
+If the engines have several stages, the ranks of each stage are a group with memory of its own. In
+each of these groups the n-th step of a generation is the same step, so the stages never wait for
+each other in a circle. In a new generation they could, since the stages of an engine may be in
+different steps when another engine dies. So such an engine belongs to one generation only, and ends
+with it: it is started again.
 """
 
 from __future__ import annotations
@@ -26,12 +32,12 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
 from octavo import _native
-from octavo.errors import EngineDeadError, StepLostError
+from octavo.errors import EngineDeadError, EngineStoppedError, StepLostError
 from octavo.layers.expert_exchange import ExpertExchange
 from octavo.plan.group_layout import ExpertGroupLayout
 from octavo.plan.setup import WorkerSetup
@@ -45,6 +51,9 @@ from octavo.system.distributed import (
 from octavo.worker.expert_balancer import ExpertBalancer
 
 T = TypeVar("T")
+
+LOST = "another engine died that has a part of the experts, while stages were in different steps"
+"""Reason of the end of an engine with several stages."""
 
 # Interval at which an idle engine looks for changes that do not wake it.
 _LOOK_SECONDS = 0.1
@@ -66,71 +75,105 @@ def make_wave(setup: WorkerSetup) -> ExpertWave | None:
     Raises:
         OSError: the memory of the group cannot be opened.
     """
-    if setup.expert_memory is None:
+    if not setup.expert_memory:
         return None
-    return ExpertWave(setup.expert_memory, replace(setup.expert_rank, index=setup.first_rank))
+    return ExpertWave(
+        setup.expert_memory, replace(setup.expert_rank, index=setup.first_rank), setup.rank.size
+    )
 
 
 class ExpertWave:
     """Steps of the engines, as an engine's core sees them: it implements `Wave`.
 
     Args:
-        path: file with the memory of the group, which the ranks of this engine have opened.
-        rank: first rank of the engine.
+        paths: file with the memory of each stage's group; the ranks of this engine have opened it.
+        rank: first rank of the engine in each group.
+        per_engine: number of successive ranks that are an engine's.
 
     Raises:
         OSError: the memory cannot be opened.
     """
 
-    def __init__(self, path: str, rank: Rank) -> None:
+    def __init__(self, paths: Sequence[str], rank: Rank, per_engine: int = 1) -> None:
         layout = ExpertGroupLayout(rank.size)
-        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        try:
-            nbytes = os.fstat(descriptor).st_size - GroupMemory.size(0)
-            self._memory = GroupMemory(descriptor, nbytes, rank)
-        finally:
-            os.close(descriptor)
-        counter = self._memory.counter
-        self._begun = counter(layout.begun)
-        self._came = [counter(layout.came(i)) for i in range(rank.size)]
-        self._steps = [counter(layout.steps(i)) for i in range(rank.size)]
-        self._index = rank.index
-        self._came_before = self._came[self._index].value
-        """Generation of the processes that this engine's ranks have replaced."""
+        memories = [_open(path, rank) for path in paths]
+        self._memory, ranks = memories[0], range(rank.size)
+        self._begun = self._memory.counter(layout.begun)
+        self._steps = [self._memory.counter(layout.steps(i)) for i in ranks]
+        self._came = [[memory.counter(layout.came(i)) for i in ranks] for memory in memories]
+        self._mended = [[memory.counter(layout.mended(i)) for i in ranks] for memory in memories]
+        self._own = range(rank.index, rank.index + per_engine)
+        self._came_before = [[came[i].value for i in self._own] for came in self._came]
+        """Generations of the processes that this engine's ranks have replaced."""
         self._idle = threading.Event()
-        self._watcher: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []
         self._is_over = False
 
     @property
     def wanted(self) -> bool:
-        """True if others wait for this engine, while no step of this engine is in flight."""
-        if self._came[self._index].value == self._came_before:
-            return max(came.value for came in self._came) > 0
-        following = self._steps[self._index].value + 1
+        """True if others wait for this engine, while no step of this engine is in flight.
+
+        The counters of the first stage show it: later stages take part in the same steps.
+        """
+        first, came = self._own[0], self._came[0]
+        if came[first].value == self._came_before[0][0]:
+            return max(counter.value for counter in came) > 0
+        following = self._steps[first].value + 1
         return self._memory.broken or any(steps.reached(following) for steps in self._steps)
+
+    @property
+    def is_lost(self) -> bool:
+        """True if a rank of this engine belongs to a generation that has ended."""
+        for came, mended, before in zip(self._came, self._mended, self._came_before, strict=True):
+            newest = max(counter.value for counter in came)
+            for i, old in zip(self._own, before, strict=True):
+                generation = came[i].value
+                if generation not in (old, newest) and generation == mended[i].value:
+                    return True
+        return False
+
+    def watch_stages(self, on_loss: Callable[[], object]) -> None:
+        """Start a thread that calls `on_loss` once, when the generation has ended.
+
+        A stage without a step does not learn of the end, and others may wait for it.
+        """
+        self._start(self._watch_stages, on_loss)
 
     def watch(self, wake: Callable[[], object]) -> None:
         """Start a thread that calls `wake` when others want this engine after a call of `sleep`."""
-        self._watcher = threading.Thread(target=self._watch, args=(wake,), daemon=True)
-        self._watcher.start()
+        self._start(self._watch, wake)
 
     def shutdown(self) -> None:
-        """End the thread of `watch`. May be called twice."""
+        """End the threads. May be called twice."""
         self._is_over = True
         self._idle.set()
-        if self._watcher is not None:
-            self._watcher.join()
+        for thread in self._threads:
+            thread.join()
 
     def sleep(self) -> None:
         """Note that this engine has nothing to do: the thread of `watch` must wake it."""
         self._idle.set()
+
+    def _start(
+        self, run: Callable[[Callable[[], object]], None], call: Callable[[], object]
+    ) -> None:
+        thread = threading.Thread(target=run, args=(call,), daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _watch_stages(self, on_loss: Callable[[], object]) -> None:
+        while not self._is_over:
+            if self.is_lost:
+                on_loss()
+                return
+            time.sleep(_LOOK_SECONDS)
 
     def _watch(self, wake: Callable[[], object]) -> None:
         while not self._is_over:
             self._idle.wait()
             self._idle.clear()
             while not (self.wanted or self._is_over):
-                following = self._steps[self._index].value + 1
+                following = self._steps[self._own[0]].value + 1
                 with contextlib.suppress(_native.GroupError):  # too late, or broken
                     self._begun.wait(following, timeout=_LOOK_SECONDS)
             wake()
@@ -144,6 +187,7 @@ class ExpertGroup:
         exchange: exchange of the built model's mixtures.
         balancer: balances the experts of the ranks; None: they stay where they are.
         peers: memory of the engine's ranks, if there are several.
+        repeats: False if the engine has several stages, and cannot repeat a step.
 
     Raises:
         ConfigError: the other engines do not compute the same model.
@@ -157,6 +201,8 @@ class ExpertGroup:
         exchange: ExpertExchange,
         balancer: ExpertBalancer | None = None,
         peers: GroupMemory | None = None,
+        *,
+        repeats: bool = True,
     ) -> None:
         rank = exchange.rank
         counters = ExpertGroupLayout(rank.size)
@@ -191,6 +237,9 @@ class ExpertGroup:
         """True while this rank belongs to a generation."""
         self._steps = 0
         """Number of steps in this generation."""
+        self._repeats = repeats
+        self._was_met = False
+        """True after this rank has belonged to a generation."""
 
     def run(self, step: Callable[[], T], *, repeats: bool = True) -> T:
         """Run a step, and return its result; run it again if an engine dies meanwhile.
@@ -202,6 +251,7 @@ class ExpertGroup:
         Raises:
             StepLostError: an engine has died, and the step cannot run again.
             EngineDeadError: the step has failed, so this engine must end.
+            EngineStoppedError: an engine has died, and this one has several stages.
         """
         while True:
             self._meet()
@@ -259,6 +309,8 @@ class ExpertGroup:
             if not self._memory.broken:
                 return
             self._is_met = False
+        if self._was_met and not self._repeats:
+            raise EngineStoppedError(LOST)
         newest = max(came.value for came in self._came)
         own = self._came[self._index].value
         generation = newest + (own == newest)
@@ -281,7 +333,7 @@ class ExpertGroup:
             generation = self._gather(generation, self._mended, breaks=False)
             if generation == self._came[self._index].value:
                 break
-        self._is_met, self._steps = True, 0
+        self._is_met, self._was_met, self._steps = True, True, 0
 
     def _gather(self, generation: int, counters: list[Counter], *, breaks: bool) -> int:
         """Wait until all counters reach a generation, or until a rank has come to a later one.
@@ -302,3 +354,16 @@ class ExpertGroup:
                 self._memory.break_()
             time.sleep(_MEET_SECONDS)
         return generation
+
+
+def _open(path: str, rank: Rank) -> GroupMemory:
+    """Return the memory of a group that a rank has made.
+
+    Raises:
+        OSError: it cannot be opened.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        return GroupMemory(descriptor, os.fstat(descriptor).st_size - GroupMemory.size(0), rank)
+    finally:
+        os.close(descriptor)

@@ -204,9 +204,13 @@ class ModelRunner:
         self.expert_group: ExpertGroup | None = None
         """Engines that divide the experts; None: this one has all."""
         if exchange is not None:
-            assert setup.expert_memory is not None
-            peers = None if self.group is None else self.group.memory
-            self.expert_group = ExpertGroup(setup.expert_memory, exchange, self.balancer, peers)
+            self.expert_group = ExpertGroup(
+                setup.expert_memory[setup.rank.stage],
+                exchange,
+                self.balancer,
+                None if self.group is None else self.group.memory,
+                repeats=setup.rank.num_stages == 1,
+            )
         elif self.balancer is not None:
             assert self.group is not None
             self.balancer.attach(self.group.memory, self.group.balancing)

@@ -195,7 +195,7 @@ def test_rows_of_one_process_are_not_divided():
     "setting",
     [
         {"tensor_parallel_size": 2, "enable_elastic_ep": True},
-        {"pipeline_parallel_size": 2},
+        {"pipeline_parallel_size": 2, "enable_elastic_ep": True},
         {"distributed_executor_backend": "ray"},
         {"kv_events_config": {"enable_kv_cache_events": True}, "enable_elastic_ep": True},
         {"data_parallel_rank": 1},

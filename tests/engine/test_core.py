@@ -121,6 +121,23 @@ def test_async_scheduling_hands_out_the_next_step_before_the_last_result(core):
     run(core)
 
 
+def test_only_empty_steps_serve_other_engines(core, monkeypatch):
+    wave = SimpleNamespace(wanted=True)
+    monkeypatch.setattr(FakeExecutor, "wave", wave)
+    steps = core.executor.steps
+    core.step()
+    assert [(step.serves, step.scheduled_reqs) for step in steps] == [(True, [])]
+    core.add_request(request("0", [1, 2, 3], max_tokens=4))
+    while core.has_unfinished_requests():
+        core.step()
+    assert len(steps) > 4
+    assert not any(step.serves for step in steps[1:] if step.scheduled_reqs)
+    wave.wanted = False
+    del steps[:]
+    run(core)
+    assert not any(step.serves for step in steps)
+
+
 def test_what_can_never_fit_is_answered_with_an_error(core):
     core.add_request(request("0", list(range(65)), max_tokens=4))
     core.add_request(request("1", [1], max_tokens=1))

@@ -569,7 +569,7 @@ def test_what_the_process_makes_of_itself(tmp_path):
             "warm_spare": None,
             "engine_index": 2,
             "memory_limit": None,
-            "expert_memory": None,
+            "expert_memory": [],
             "listeners": [],
         },
         "interval": pytest.approx(SWITCH_INTERVAL),

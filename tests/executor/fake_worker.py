@@ -4,7 +4,13 @@ import logging
 import os
 import time
 
-from octavo.errors import ConfigError, EngineDeadError, ModelError
+from octavo.errors import (
+    ConfigError,
+    EngineDeadError,
+    EngineStoppedError,
+    ModelError,
+    StepLostError,
+)
 from octavo.messages import ModelRunnerOutput
 from octavo.plan.memory import MemoryBudget, MemoryItem
 
@@ -38,6 +44,10 @@ class FakeWorker:
             raise ValueError("the forward pass broke")
         if "lost device" in ids:
             raise RuntimeError("illegal memory access")
+        if "lost" in ids:
+            raise StepLostError("an engine died")
+        if f"ends {rank}" in ids:
+            raise EngineStoppedError("an engine died")
         if "memory" in ids:
             raise MemoryError("no more")
         if f"exit {rank}" in ids:

@@ -20,6 +20,7 @@ from octavo.errors import (
     EngineDeadError,
     EngineStoppedError,
     ModelError,
+    StepLostError,
     UnsupportedError,
 )
 from octavo.executor import multiproc
@@ -222,6 +223,29 @@ def test_workers_that_may_differ_are_the_engine_s_end(name, reason):
             time.sleep(1.0)  # rank 0 may be faster
 
     with pytest.raises(EngineDeadError, match=reason):
+        run_some()
+    executor.shutdown()
+
+
+def test_a_step_that_all_workers_have_lost_is_lost_alone():
+    executor = make()
+    steps = [executor.execute(work(name)).sample() for name in ("a", "lost", "a")]
+    with pytest.raises(StepLostError, match="an engine died"):
+        steps[1].result(20)
+    assert steps[2].result(20).req_ids == ["a"]
+    executor.shutdown()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_worker_that_ends_with_another_engine_blames_no_request(rank):
+    executor = make()
+
+    def run_some():
+        for ids in ([f"ends {rank}"], ["a"], ["a"]):
+            run(executor, *ids)
+            time.sleep(1.0)  # rank 0 may be faster
+
+    with pytest.raises(EngineStoppedError, match=rf"worker {rank} .* ended: an engine died"):
         run_some()
     executor.shutdown()
 

@@ -22,6 +22,8 @@ from octavo.system.distributed import GroupMemory, Rank
 from octavo.system.tensor import from_numpy, zeros
 from octavo.worker.group import _Channel
 from octavo.worker.token_broadcast import TokenBroadcast
+from tests.models.harness import make_hf
+from tests.models.test_parity import CASES
 from tests.ranks import RanksExecutor, use_ranks
 
 ANY = "tcp://127.0.0.1:*"
@@ -281,6 +283,25 @@ def test_stages_on_hosts_of_their_own_have_the_bits_of_one_process(
         if several:
             use_ranks(monkeypatch, size, stages, executor=HostsExecutor)
         llm = LLM(BUILTIN_MODEL, max_model_len=128, max_num_seqs=4, num_threads=1, **settings)
+        outputs = [it.outputs[0] for it in llm.generate(prompts, params)]
+        found.append([(it.token_ids, it.logprobs) for it in outputs])
+        llm.shutdown()
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("executor", [RanksExecutor, HostsExecutor])
+def test_each_stage_divides_the_experts_of_its_layers(monkeypatch, executor, tmp_path):
+    """Among the processes of its host, whether the stages share a host or not."""
+    architecture, config = CASES["qwen3-moe"]
+    make_hf(architecture, **config).save_pretrained(tmp_path)
+    prompts = [{"prompt_token_ids": [seed, 3, 7 * seed, 1]} for seed in range(1, 6)]
+    params = SamplingParams(max_tokens=12, logprobs=2, ignore_eos=True)
+    found = []
+    for several in (False, True):
+        if several:
+            use_ranks(monkeypatch, 2, 2, splits_experts=True, executor=executor)
+        settings = {"max_model_len": 32, "num_threads": 1, "skip_tokenizer_init": True}
+        llm = LLM(str(tmp_path), **settings)
         outputs = [it.outputs[0] for it in llm.generate(prompts, params)]
         found.append([(it.token_ids, it.logprobs) for it in outputs])
         llm.shutdown()

@@ -17,6 +17,8 @@ from octavo.fleet import process as process_module
 from octavo.fleet.core_launcher import CoreLauncher
 from octavo.fleet.ipc_channel import IpcChannel
 from octavo.fleet.process import CoreProcess
+from octavo.plan.group_layout import ExpertGroupLayout
+from octavo.system.distributed import GroupMemory
 
 
 def setup() -> CoreProcessSetup:
@@ -34,6 +36,32 @@ def launcher(**kwargs) -> CoreLauncher:
         log_format="text",
         **kwargs,
     )
+
+
+def test_the_engines_that_others_wait_for_in_several_stages(monkeypatch):
+    """The earliest step that is not complete, and its first stage, decide."""
+    settings = {"enable_expert_parallel": True, "data_parallel_size": 2, "num_threads": 1}
+    config = EngineConfig.from_kwargs(pipeline_parallel_size=2, **settings)
+    monkeypatch.setattr(EngineConfig, "from_kwargs", lambda: config)
+    one, layout = launcher(), ExpertGroupLayout(2)
+    assert one.engines_behind() == []
+    memories = [Path(path) for path in one.make_setup(None, 0).expert_memory]
+
+    def write(stage, steps, arrivals):
+        counters = bytearray(layout.nbytes)
+        for offset, values in ((layout.steps, steps), (layout.arrivals, arrivals)):
+            for rank, value in enumerate(values):
+                counters[offset(rank) : offset(rank) + 4] = value.to_bytes(4, "little")
+        memories[stage].write_bytes(bytes(GroupMemory.size(0)) + counters)
+
+    write(0, (8, 7), (16, 14))  # engine 0 waits here for engine 1, which waits for its stage 1
+    write(1, (6, 6), (11, 12))
+    assert one.engines_behind() == [0]
+    write(0, (6, 6), (11, 12))
+    write(1, (6, 6), (12, 11))
+    assert one.engines_behind() == [0]
+    one.close()
+    assert one.engines_behind() == []
 
 
 def has_ended(process: CoreProcess) -> None:

@@ -67,7 +67,7 @@ def test_a_group_of_engines_beside_another(processes, monkeypatch):
     client._make(3, make_plan(2048, 100), 100)
     setup = made[1].make_setup(None, 0)
     assert made[1]._spare is None
-    assert setup.expert_memory not in (None, first.expert_memory)
+    assert setup.expert_memory not in ((), first.expert_memory)
     assert setup.memory_limit == 300
     assert setup.config.parallel.data_parallel_size == 3
     assert setup.config.device.num_threads == 2
@@ -78,5 +78,5 @@ def test_a_group_of_engines_beside_another(processes, monkeypatch):
     )
     client._make(1, make_plan(2048, 100), 2000)
     alone = made[2].make_setup(None, 0)
-    assert (alone.memory_limit, alone.expert_memory) == (0, None)
+    assert (alone.memory_limit, alone.expert_memory) == (0, ())
     assert not alone.config.device.enable_eplb

@@ -182,7 +182,7 @@ def test_engines_divide_the_experts(case: str, tmp_path: Path) -> None:
         )
         assert isinstance(model, DecoderModel)
         group, results = ExpertGroup(str(memory), exchange), []
-        wave = ExpertWave(str(memory), rank)
+        wave = ExpertWave([str(memory)], rank)
         runner = Runner(model, 2, TOKENS)
         for scheduled in script()[index:]:  # different numbers of steps
             step = partial(runner.step, scheduled)

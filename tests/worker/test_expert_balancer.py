@@ -242,7 +242,7 @@ class Engine(Ranked):
         self.exchange = ExpertExchange(Rank(index, size), 4, "float32")
         self.exchange.reserve(8, 2)
         self.group = ExpertGroup(str(path), self.exchange, self.balancer)
-        self.wave = ExpertWave(str(path), Rank(index, size))
+        self.wave = ExpertWave([str(path)], Rank(index, size))
 
     def step(self, dies_at=2):
         for barrier in range(2):

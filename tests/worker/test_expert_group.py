@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from octavo.errors import ConfigError, EngineDeadError, StepLostError
+from octavo.errors import ConfigError, EngineDeadError, EngineStoppedError, StepLostError
 from octavo.layers.expert_exchange import ExpertExchange
 from octavo.plan.group_layout import ExpertGroupLayout
 from octavo.system.distributed import GroupMemory, Rank
@@ -24,11 +24,11 @@ class DeadError(BaseException):
 class Engine:
     """Engine with three barriers in a step, of which it may die at one."""
 
-    def __init__(self, path, index, size=3):
+    def __init__(self, path, index, size=3, repeats=True):
         self.exchange = ExpertExchange(Rank(index, size), 4, "float32")
         self.exchange.reserve(8, 2)
-        self.group = ExpertGroup(str(path), self.exchange)
-        self.wave = ExpertWave(str(path), Rank(index, size))
+        self.group = ExpertGroup(str(path), self.exchange, repeats=repeats)
+        self.wave = ExpertWave([str(path)], Rank(index, size))
         self.begun = self.done = 0
 
     def step(self, dies_at=3):
@@ -166,6 +166,30 @@ def test_a_step_that_cannot_be_repeated_is_lost(memory):
     assert engines[1].done == 1
 
 
+def test_an_engine_with_several_stages_ends_with_its_generation(memory):
+    engines = [Engine(memory, index, 2, repeats=False) for index in range(2)]
+    lost, ended = threading.Event(), threading.Event()
+    engines[0].wave.watch_stages(lost.set)
+    with ThreadPoolExecutor(2) as threads:
+        steps = [threads.submit(engine.group.run, engine.step) for engine in engines]
+        assert [step.result(10) for step in steps] == [1, 1]
+        assert not engines[0].wave.is_lost
+        cut_off = threads.submit(engines[0].group.run, engines[0].step)
+        new = Engine(memory, 1, 2, repeats=False)
+        runs = threads.submit(new.group.run, new.step)
+        with pytest.raises(EngineStoppedError, match="while stages were in different steps"):
+            cut_off.result(10)
+        assert lost.wait(5)  # also known without a step
+        engines[0].wave.shutdown()
+        assert not new.wave.is_lost
+        engines[0] = Engine(memory, 0, 2, repeats=False)
+        engines[0].wave.watch_stages(ended.set)
+        assert engines[0].wave.wanted
+        assert engines[0].group.run(engines[0].step) == runs.result(10) == 1
+    assert not ended.wait(0.3)
+    engines[0].wave.shutdown()
+
+
 class Process(Engine):
     """One of an engine's two processes, which also meet each other within a step."""
 
@@ -175,7 +199,7 @@ class Process(Engine):
         self.exchange.reserve(8, 2)
         self.peers = GroupMemory(peers, 128, Rank(index, 2))
         self.group = ExpertGroup(str(path), self.exchange, peers=self.peers)
-        self.wave = ExpertWave(str(path), Rank(2 * engine, 4))
+        self.wave = ExpertWave([str(path)], Rank(2 * engine, 4), 2)
         self.begun = self.done = 0
 
     def step(self, dies_at=2):
