@@ -249,8 +249,8 @@ class ExpertReader:
     """Reader of single experts, which replace loaded ones. It implements `ExpertSource`.
 
     Args:
-        spec: the whole model.
-        checkpoint: its tensors.
+        spec: the layers with all of their experts.
+        checkpoint: tensors of the model.
         dtype: type of weights and activations.
         ops: the table of operations.
         loaded: the loaded weights.

@@ -97,10 +97,15 @@ class WorkerSetup:
     @cached_property
     def part(self) -> ModelSpec:
         """Part of the model that this rank computes."""
-        part = self.spec.split(self.rank).split_experts(self.expert_rank)
-        if self.rank.num_stages == 1:
-            return part
-        return part.stage(*self.stage_layers)
+        return self._of_stage(self.spec.split(self.rank).split_experts(self.expert_rank))
+
+    @property
+    def whole_layers(self) -> ModelSpec:
+        """Layers of this rank, with the parts that other ranks compute."""
+        return self._of_stage(self.spec)
+
+    def _of_stage(self, spec: ModelSpec) -> ModelSpec:
+        return spec if self.rank.num_stages == 1 else spec.stage(*self.stage_layers)
 
     @property
     def expert_sizes(self) -> ExpertSizes:

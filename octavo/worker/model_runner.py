@@ -255,7 +255,7 @@ class ModelRunner:
             layout,
             setup.rank if setup.expert_rank.size == 1 else setup.expert_rank,
             config,
-            ExpertReader(setup.spec, checkpoint, setup.dtype, self.ops, self._weights[0]),
+            ExpertReader(setup.whole_layers, checkpoint, setup.dtype, self.ops, self._weights[0]),
         )
 
     def initialize_kv_cache(self, kv: KVCacheConfig) -> None:

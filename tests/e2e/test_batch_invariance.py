@@ -398,6 +398,7 @@ EPLB = {"window_size": 1, "step_interval": 2}
         ("qwen3-moe", 3, {"data_parallel_size": 2}),
         ("granite-hybrid-moe", 1, {"data_parallel_size": 2}),
         ("qwen3-moe", 3, {"data_parallel_size": 2, "tensor_parallel_size": 2}),
+        ("qwen3-moe", 1, {"data_parallel_size": 2, "pipeline_parallel_size": 2}),
     ],
     ids=str,
 )
