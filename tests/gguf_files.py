@@ -408,8 +408,8 @@ def _fields(config: Any, kind: str, rope: Mapping[str, Any], size: int) -> dict[
             fields["expert_weights_scale"] = config.moe_routed_scaling_factor
             fields["leading_dense_block_count"] = config.mlp_layer_types.index("sparse")
             fields["vocab_size"] = config.vocab_size
-            if "sliding_attention" in config.layer_types:  # in each fourth layer there is none
-                fields["attention.sliding_window"] = config.sliding_window
+            # Each fourth layer has none.
+            fields["attention.sliding_window"] = config.sliding_window or None
             local_rope = config.rope_parameters["sliding_attention"]
             fields["rope.freq_base_swa"] = float(local_rope["rope_theta"])
             part = local_rope["partial_rotary_factor"]

@@ -11,6 +11,7 @@ import numpy as np
 
 from octavo.checkpoints.gguf.architectures import ARCHITECTURES, SCORES
 from octavo.checkpoints.gguf.tokenizer import NO_TOKEN
+from octavo.checkpoints.refusals import reason_of_refusal
 from octavo.errors import ModelError
 
 _FIELDS = {
@@ -94,9 +95,11 @@ class Description:
         if type(experts) is int and experts > 0:
             found = ARCHITECTURES.get(f"{self.kind} with experts", found)
         if found is None:
+            reason = reason_of_refusal(self.kind) if isinstance(self.kind, str) else None
             raise self.error(
-                f"general.architecture={self.kind!r} is not supported; supported: "
-                + ", ".join(ARCHITECTURES)
+                f"general.architecture={str(self.kind)[:100]!r} is not supported"
+                + (f": {reason}" if reason else "")
+                + f"; supported: {', '.join(ARCHITECTURES)}"
             )
         self.architecture = found
         self._known: set[str] = set()
@@ -755,7 +758,9 @@ class Description:
             "swa_num_key_value_heads": own,
             "add_full_attention_sink_bias": False in with_sinks,
             "add_swa_attention_sink_bias": True in with_sinks,
-            "moe_layer_freq": [int(f"blk.{i}.ffn_gate_inp.weight" in tensors) for i in range(count)],
+            "moe_layer_freq": [
+                int(f"blk.{i}.ffn_gate_inp.weight" in tensors) for i in range(count)
+            ],
             "rope_parameters": self._two_ropes(config),
         }
 

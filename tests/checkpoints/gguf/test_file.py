@@ -59,7 +59,11 @@ LAGUNA |= {"shared_expert_intermediate_size": 64}
 LAGUNA_ROPES = {
     "full_attention": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "beta_fast": 16.0}
     | {"original_max_position_embeddings": 64, "partial_rotary_factor": 0.5},
-    "sliding_attention": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.25},
+    "sliding_attention": {
+        "rope_type": "default",
+        "rope_theta": 500.0,
+        "partial_rotary_factor": 0.25,
+    },
 }
 GRANITE = {"logits_scaling": 2.0, "attention_multiplier": 0.3, "embedding_multiplier": 3.0}
 GRANITE |= {"residual_multiplier": 0.5}
@@ -424,7 +428,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"rope_parameters": LAGUNA_ROPES}
         | {"layer_types": ["full_attention", *["sliding_attention"] * 3, "full_attention"]},
     ),
-    "laguna full": ("LagunaForCausalLM", LAGUNA | {"gating": "per-element"}),
+    "laguna full": (
+        "LagunaForCausalLM",
+        LAGUNA | {"gating": "per-element", "sliding_window": 0},
+    ),
     "mimo2": (
         "MiMoV2FlashForCausalLM",
         GROUPS
