@@ -120,6 +120,7 @@ NAMES = {
     "post_per_layer_input_norm": "post_norm",
     # Muse Glimmer, Gemma 3n, BitNet
     "self_attn.gate_proj": "attn_gate",
+    "self_attn.g_proj": "attn_gate",
     "altup.correction_coefs": "altup_correct_coef",
     "altup.prediction_coefs": "altup_predict_coef",
     "altup.modality_router": "altup_router",
@@ -267,7 +268,7 @@ SHIFTED = dict.fromkeys(("gemma", "gemma2", "gemma3", "nemotron"), "norm.weight"
 SHIFTED["muse-glimmer"] = "layernorm.weight"
 SHIFTED |= dict.fromkeys(("qwen35", "qwen35moe", "qwen3next"), "layernorm.weight")
 ROTATED = ("phi2", "gptneox", "chatglm", "glm4", "cohere2", "stablelm", "nemotron")
-ROTATED += ("glm4moe", "qwen3next", "cohere2moe")
+ROTATED += ("glm4moe", "qwen3next", "cohere2moe", "laguna", "mimo2")
 """Architectures for which the number of rotated elements is written."""
 NO_HEAD_SIZE = (
     "phi2",
@@ -283,7 +284,7 @@ NO_HEAD_SIZE = (
 MIXTURES = ("llama", "qwen2moe", "qwen3moe", "olmoe", "gpt-oss", "lfm2moe", "qwen35moe")
 MIXTURES += ("qwen3next", "granitemoe", "granitehybrid", "gemma4", "glm4moe", "deepseek2")
 MIXTURES += ("ernie4_5-moe", "hunyuan-moe", "dots1", "minimax-m2", "llama4", "exaone-moe")
-MIXTURES += ("afmoe", "cohere2moe", "nemotron_h_moe")
+MIXTURES += ("afmoe", "cohere2moe", "nemotron_h_moe", "laguna", "mimo2")
 WITHOUT_INNER = ("llama", "granitemoe", "granitehybrid")
 NO_HEAD_SIZE += ("stablelm", "granite", "granite_swa", "minicpm", "mamba2", "granitehybrid")
 NO_HEAD_SIZE += ("mamba", "jamba", "granitemoe", "deepseek2", "minicpm3")
@@ -401,6 +402,33 @@ def _fields(config: Any, kind: str, rope: Mapping[str, Any], size: int) -> dict[
             fields["expert_shared_count"] = config.num_shared_experts
             fields["leading_dense_block_count"] = config.num_dense_layers
             fields["attention.sliding_window"] = config.sliding_window
+        case "laguna":
+            fields |= {"attention.head_count": config.num_attention_heads_per_layer}
+            fields |= {"expert_gating_func": 2, "expert_weights_norm": True}
+            fields["expert_weights_scale"] = config.moe_routed_scaling_factor
+            fields["leading_dense_block_count"] = config.mlp_layer_types.index("sparse")
+            fields["vocab_size"] = config.vocab_size
+            # Each fourth layer has none.
+            fields["attention.sliding_window"] = config.sliding_window or None
+            local_rope = config.rope_parameters["sliding_attention"]
+            fields["rope.freq_base_swa"] = float(local_rope["rope_theta"])
+            part = local_rope["partial_rotary_factor"]
+            fields["rope.dimension_count_swa"] = int(size * part)
+        case "mimo2":
+            sliding = [layer == "sliding_attention" for layer in config.layer_types]
+            of_kinds = config.num_key_value_heads, 2 * config.num_key_value_heads
+            # Three layers that predict several tokens follow.
+            pattern = [*map(int, sliding), 1, 1, 1]
+            fields |= {"block_count": len(pattern), "nextn_predict_layers": 3}
+            fields["attention.head_count_kv"] = [of_kinds[one] for one in pattern]
+            fields["attention.sliding_window"] = config.sliding_window
+            fields["attention.sliding_window_pattern"] = pattern
+            fields["attention.value_length"] = config.v_head_dim
+            fields["attention.value_scale"] = config.attention_value_scale
+            fields |= {"expert_group_count": config.n_group, "expert_gating_func": 2}
+            fields["expert_group_used_count"] = config.topk_group
+            local_rope = config.rope_parameters["sliding_attention"]
+            fields["rope.freq_base_swa"] = float(local_rope["rope_theta"])
         case "cohere2moe":
             fields["logit_scale"] = config.logit_scale
             fields |= {"expert_gating_func": 2, "expert_weights_norm": config.norm_topk_prob}

@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from octavo.checkpoints.base import Checkpoint
 from octavo.checkpoints.config_json import ConfigJson
+from octavo.checkpoints.refusals import reason_of_refusal
 from octavo.config import ModelConfig
 from octavo.errors import ModelError
 from octavo.models import families
@@ -207,33 +208,13 @@ def complete_spec(
 _SAMPLING = {"temperature": False, "top_p": False, "min_p": False, "repetition_penalty": False}
 _SAMPLING |= {"top_k": True, "max_new_tokens": True}
 """Fields of generation_config.json -> True if the value is a whole number."""
-_KINDS = {
-    r"Classification$|Reward|ForRegression": "it is a classifier, and Octavo generates text",
-    r"MaskedLM|PreTraining|QuestionAnswering|(?<!LMHead)Model$": "it is an encoder, which makes "
-    "vectors of a text, and Octavo generates text",
-    r"Whisper|Speech|Audio|CTC$|Voice": "it processes sound, and Octavo's models process text",
-    r"^(T5|MT5|UMT5|Bart|MBart|Pegasus|Marian|M2M|BlenderBot|Led|LED|ProphetNet)": "it is an "
-    "encoder-decoder, and Octavo's models are decoders",
-    r"^(DeepseekV32|GlmMoeDsa|Glm5Next|Qwen4Exp|MiniMaxM3Sparse)": "its attention chooses tokens "
-    "with an indexer (sparse attention), which Octavo does not compute",
-    r"^DeepseekV4": "it has compressed keys and values, and hyper-connections, which Octavo does "
-    "not compute",
-    r"ForConditionalGeneration|Vision|VL|Llava|Image": "it processes images or other media, and "
-    "Octavo's models process text",
-    r"[Mm]oe|MoE|DeepseekV|Dbrx": "it is a mixture of experts of a kind "
-    "that Octavo does not compute",
-    r"Zamba": "its layers share blocks, which Octavo does not compute",
-    r"Mamba|Jamba|RWKV|Rwkv|Bamba|RecurrentGemma|FalconH1|Lfm[23]|Hybrid|Next": "it has "
-    "recurrent layers of a kind that Octavo does not compute",
-}
-"""Kinds of architectures that are not text decoders, by patterns of their names."""
 
 
 def _kind_of(architecture: str) -> str:
     """Return the reason why an architecture is not supported."""
-    for pattern, kind in _KINDS.items():
-        if re.search(pattern, architecture):
-            return kind
+    reason = reason_of_refusal(architecture)
+    if reason is not None:
+        return reason
     known = {_stem(name): name for name in FAMILIES}
     near = difflib.get_close_matches(_stem(architecture), known, n=1, cutoff=0.75)
     hint = f", the nearest is {known[near[0]]}" if near else ""

@@ -199,6 +199,7 @@ READ_ONLY = (
     "rwkv7",
     *("gpt-oss", "lfm2moe", "glm4moe", "qwen35moe", "qwen3next", "dots1", "minimax-m2", "llama4"),
     *("exaone-moe", "afmoe", "cohere2moe", "nemotron_h_moe", "granitemoe"),
+    *("laguna", "mimo2"),
     *("gemma4 experts", "deepseek2", "minicpm3", "ernie4_5-moe", "hunyuan-moe"),
     "muse-glimmer",
     "exaone",

@@ -1030,20 +1030,20 @@ WRAPPERS: dict[str, dict[str, Any]] = {
 }
 WRAPPERS["Glm46V"] = WRAPPERS["Glm4v"]
 """Models whose text part is a family with cases above; less is tested of them."""
+ENLARGING = ("qwen3.5", "qwen3.5-moe", "qwen3-next", "qwen3-next-moe", "kimi-linear")
+ENLARGING += ("nemotron", "nemotron-bias", "gemma4", "rwkv7-odd")
+ENLARGING += ("olmo-hybrid-rope", "Qwen3_5Moe")
+"""Cases that enlarge the errors of float32, see `make_hf`."""
 
 
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_text_part_of_another_family(name: str, tmp_path: Path) -> None:
-    hf_model = make_hf(f"{name}ForConditionalGeneration", **WRAPPERS[name])
+    factor = 0.6 if name in ENLARGING else 1.0
+    hf_model = make_hf(f"{name}ForConditionalGeneration", factor=factor, **WRAPPERS[name])
     model = save_and_load(hf_model, tmp_path)
     assert model.spec.left_out == "pictures and sound"
     prompts = make_prompts(VOCAB, (20, 3))
     assert_same_as_hf(hf_model, prompts, generate(model, prompts, 5))
-
-
-ENLARGING = ("qwen3.5", "qwen3.5-moe", "qwen3-next", "qwen3-next-moe", "kimi-linear")
-ENLARGING += ("nemotron", "nemotron-bias", "gemma4", "rwkv7-odd")
-"""Cases that enlarge the errors of float32, see `make_hf`."""
 
 
 @pytest.mark.parametrize("case", [*CASES, *TEXT_PARTS])

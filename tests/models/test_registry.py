@@ -194,7 +194,30 @@ def test_built_in_families_come_first_and_broken_ones_are_named(tmp_path: Path) 
         ("DeepseekV32ForCausalLM", "chooses tokens with an indexer"),
         ("GlmMoeDsaForCausalLM", "chooses tokens with an indexer"),
         ("Glm5NextForConditionalGeneration", "chooses tokens with an indexer"),
-        ("DeepseekV4ForCausalLM", "compressed keys and values"),
+        ("Qwen4ExpForCausalLM", "chooses tokens with an indexer"),
+        ("MiniMaxM3SparseForConditionalGeneration", "chooses tokens with an indexer"),
+        ("DeepseekV4ForCausalLM", "compressed keys and values, and hyper-connections"),
+        ("DeepseekV41ForCausalLM", "compressed keys and values, and hyper-connections"),
+        ("BailingMoeV2ForCausalLM", "mixture of experts"),
+        ("KimiK3ForConditionalGeneration", "mixture of experts"),
+        ("LongcatFlashForCausalLM", "mixture of experts"),
+        ("MellumForCausalLM", "mixture of experts"),
+        ("Qwen3VLMoeForConditionalGeneration", "images"),
+        ("Qwen3OmniMoeForConditionalGeneration", "images"),
+        ("Step3p5ForCausalLM", "mixture of experts"),
+        ("Step3p7ForConditionalGeneration", "mixture of experts"),
+        ("Step5ForCausalLM", "mixture of experts"),
+        ("BailingHybridForCausalLM", "recurrent layers"),
+        ("DiffusionGemmaForBlockDiffusion", "diffusion"),
+        ("ChatGLMModel", "use the checkpoint that names GlmForCausalLM"),
+        ("DeepseekOcr2ForConditionalGeneration", "images"),
+        ("MoonshineForConditionalGeneration", "sound"),
+        ("BartForConditionalGeneration", "encoder-decoder"),
+        ("T5Gemma2ForConditionalGeneration", "encoder-decoder"),
+        *((f"{name}Model", "encoder") for name in ("MPNet", "Roberta", "ModernBert", "NomicBert")),
+        *((f"{name}Model", "encoder") for name in ("Gemma3Text", "EmbeddingGemma2", "EuroBert")),
+        *((f"{name}Model", "encoder") for name in ("JinaEmbeddingsV3", "Gte")),
+        ("MiMoForCausalLM", "no model family of this name"),
         ("Lfm3ForCausalLM", "recurrent layers"),
         ("Qwen4ForCausalLM", "of this name, the nearest is Qwen"),
         ("CTRLLMHeadModel", "no model family of this name"),
@@ -205,6 +228,7 @@ def test_the_refusal_of_an_architecture_says_what_kind_it_is(architecture, kind,
     with pytest.raises(ModelError) as error:
         spec_of(tmp_path)
     assert kind in str(error.value)
+    assert architecture in str(error.value)
     assert len(str(error.value)) < len(str(tmp_path)) + 250
 
 

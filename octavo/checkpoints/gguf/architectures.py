@@ -291,6 +291,42 @@ ARCHITECTURES: dict[str, Architecture] = {
         window_by_layer=True,
         scores="sigmoid",
     ),
+    "laguna": Architecture(
+        "LagunaForCausalLM",
+        NAMES
+        | HEAD_NORMS
+        | EXPERTS
+        | shared("mlp.shared_expert")
+        | {
+            "self_attn.g_proj": "attn_gate",
+            "mlp.experts.e_score_correction_bias": "exp_probs_b.bias",
+        },
+        EXPERT_FIELDS | SHARED_SIZE | {"moe_routed_scaling_factor": "expert_weights_scale"},
+        windowed=True,
+        window_by_layer=True,
+        varying=("attention.head_count",),
+        scores="sigmoid",
+    ),
+    "mimo2": Architecture(
+        "MiMoV2FlashForCausalLM",
+        NAMES | GROUPED_EXPERTS | {"self_attn.attention_sink_bias": "attn_sinks.weight"},
+        {
+            "n_routed_experts": "expert_count",
+            "num_experts_per_tok": "expert_used_count",
+            "moe_intermediate_size": "expert_feed_forward_length",
+            "routed_scaling_factor": "expert_weights_scale",
+            "n_group": "expert_group_count",
+            "topk_group": "expert_group_used_count",
+            "v_head_dim": "attention.value_length",
+            "attention_value_scale": "attention.value_scale",
+        },
+        {"attention_value_scale": None},
+        windowed=True,
+        window_by_layer=True,
+        varying=("attention.head_count_kv",),
+        predicts=True,
+        scores="sigmoid",
+    ),
     "cohere2moe": Architecture(
         "Cohere2MoeForCausalLM",
         NAMES | EXPERTS | shared("mlp.shared_experts"),

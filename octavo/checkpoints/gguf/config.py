@@ -11,6 +11,7 @@ import numpy as np
 
 from octavo.checkpoints.gguf.architectures import ARCHITECTURES, SCORES
 from octavo.checkpoints.gguf.tokenizer import NO_TOKEN
+from octavo.checkpoints.refusals import reason_of_refusal
 from octavo.errors import ModelError
 
 _FIELDS = {
@@ -94,9 +95,11 @@ class Description:
         if type(experts) is int and experts > 0:
             found = ARCHITECTURES.get(f"{self.kind} with experts", found)
         if found is None:
+            reason = reason_of_refusal(self.kind) if isinstance(self.kind, str) else None
             raise self.error(
-                f"general.architecture={self.kind!r} is not supported; supported: "
-                + ", ".join(ARCHITECTURES)
+                f"general.architecture={str(self.kind)[:100]!r} is not supported"
+                + (f": {reason}" if reason else "")
+                + f"; supported: {', '.join(ARCHITECTURES)}"
             )
         self.architecture = found
         self._known: set[str] = set()
@@ -144,13 +147,16 @@ class Description:
         return value
 
     def _flags(self, key: str) -> list[bool] | None:
-        """Return the value of each layer, true or false; None: the file does not have the key."""
+        """Return the value of each layer, true or false; None: the file does not have the key.
+
+        MiMo's files have 1 and 0 for them.
+        """
         value = self._value(key)
         if value is None:
             return None
-        if not isinstance(value, np.ndarray) or value.dtype != np.bool_:
+        if not isinstance(value, np.ndarray) or not np.isin(value, (0, 1)).all():
             raise self.error(f"{self.kind}.{key} is not true or false for each layer")
-        flags: list[bool] = value.tolist()
+        flags: list[bool] = value.astype(np.bool_).tolist()
         return flags
 
     def config(
@@ -187,7 +193,7 @@ class Description:
         if "kv_lora_rank" in config:
             config |= self._latent_attention(config, shapes.keys())
             config.pop("head_dim", None)
-        else:
+        elif "attention.value_length" not in self.architecture.fields.values():
             self._check_value_size("", config.get("head_dim"))
         config |= {
             "architectures": [self.architecture.name],
@@ -196,12 +202,16 @@ class Description:
         }
         in_layers = {name.split(".", 2)[-1] for name in shapes if name.startswith("blk.")}
         config |= {name: bool(biases & in_layers) for name, biases in _BIASES.items()}
-        config |= self._windows()
+        config |= self._windows(config)
         config |= self._rope(config, rope_factors)
         if self.kind == "gemma4":
             config |= self._gemma4(config, shapes.keys(), rope_factors.get("rope_freqs", []))
         if self.kind == "gemma3n":
             config |= self._gemma3n(config, shapes.get("blk.0.laurel_l.weight", ()))
+        if self.kind == "laguna":
+            config |= self._laguna(config, shapes.get("blk.0.attn_gate.weight", ()))
+        if self.kind == "mimo2":
+            config |= self._mimo2(config, shapes.keys())
         if "expert_count" in self.architecture.fields.values():
             config |= self._routing(in_layers)
         config |= self._special(config, in_layers)
@@ -254,8 +264,8 @@ class Description:
                 "use the model's Hugging Face folder"
             )
 
-    def _windows(self) -> dict[str, Any]:
-        """Return the fields of sliding windows."""
+    def _windows(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the fields of sliding windows; `config` has the other fields."""
         architecture = self.architecture
         window = self.number("attention.sliding_window")
         if not window:  # 0: none
@@ -271,7 +281,8 @@ class Description:
             pattern = self._flags("attention.sliding_window_pattern")
             if pattern is not None:
                 kinds = {False: "full_attention", True: "sliding_attention"}
-                fields["layer_types"] = [kinds[sliding] for sliding in pattern]
+                own = pattern[: self._layer_count(config)]  # others predict several tokens
+                fields["layer_types"] = [kinds[sliding] for sliding in own]
         return fields
 
     def _rope(
@@ -489,7 +500,7 @@ class Description:
             return {"expert_selection_fn": "softmax"}
         if given not in (None, 0, SCORES[scores]):
             raise self.error(f"{self.kind}.expert_gating_func={given} is not {scores}")
-        if self.kind == "afmoe" and not normed:
+        if self.kind in ("afmoe", "laguna") and not normed:
             raise self.error(f"{self.kind}.expert_weights_norm=false is not supported")
         if self.kind == "cohere2moe":
             return {"expert_selection_fn": "sigmoid", "norm_topk_prob": normed}
@@ -672,10 +683,7 @@ class Description:
         if not any(windowed) or all(windowed):
             raise self.error("the metadata has no layers with, or none without, a sliding window")
         full_layer = windowed.index(False)
-        heads = self._of_layers("attention.head_count_kv", len(windowed))
-        own, full = heads[windowed.index(True)], heads[full_layer]
-        if heads != [own if one else full for one in windowed]:
-            raise self.error("attention.head_count_kv differs between layers of one kind")
+        own, full = self._heads_by_kind(windowed)
         inner, shared = self._of_layers("feed_forward_length", len(windowed)), 0
         if wide := inner[-1] != inner[0]:
             shared = min(len(inner), int(config.get("num_kv_shared_layers", 0)))
@@ -707,6 +715,90 @@ class Description:
             },
         }
 
+    def _laguna(self, config: Mapping[str, Any], gate: tuple[int, ...]) -> dict[str, Any]:
+        """Return the fields of Laguna's layers; `gate` is the shape of the first layer's gate.
+
+        As in llama.cpp, of a file with a window and no pattern each fourth layer has none.
+        """
+        count = self._layer_count(config)
+        heads = self._of_layers("attention.head_count", count)
+        if not gate:
+            raise self.error("the file lacks blk.0.attn_gate.weight")
+        fields: dict[str, Any] = {
+            "num_attention_heads_per_layer": heads,
+            "gating": "per-head" if heads[:1] == [gate[0]] else "per-element",
+            "rope_parameters": self._two_ropes(config),
+        }
+        dense = self.number("leading_dense_block_count") or 0
+        fields["mlp_layer_types"] = ["dense" if i < dense else "sparse" for i in range(count)]
+        if "sliding_window" in config and "layer_types" not in config:
+            kinds = ["full_attention", *["sliding_attention"] * 3]
+            fields["layer_types"] = [kinds[i % 4] for i in range(count)]
+        return fields
+
+    def _mimo2(self, config: Mapping[str, Any], tensors: Set[str]) -> dict[str, Any]:
+        """Return the fields of the two kinds of layers of MiMo V2.
+
+        Args:
+            config: the other fields.
+            tensors: names of all tensors.
+        """
+        if "rope_parameters" in config:
+            raise self.error(f"{self.kind}.rope.scaling is not supported")
+        kinds = config.get("layer_types", [])
+        if len(kinds) != (count := self._layer_count(config)):
+            raise self.error(f"the metadata has no window, or none, for each of {count} layers")
+        windowed = [kind == "sliding_attention" for kind in kinds]
+        own, full = self._heads_by_kind(windowed)
+        with_sinks = {
+            one for i, one in enumerate(windowed) if f"blk.{i}.attn_sinks.weight" in tensors
+        }
+        return {
+            "num_key_value_heads": full,
+            "swa_num_key_value_heads": own,
+            "add_full_attention_sink_bias": False in with_sinks,
+            "add_swa_attention_sink_bias": True in with_sinks,
+            "moe_layer_freq": [
+                int(f"blk.{i}.ffn_gate_inp.weight" in tensors) for i in range(count)
+            ],
+            "rope_parameters": self._two_ropes(config),
+        }
+
+    def _two_ropes(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the positions of layers without and with a window; the latter are not scaled."""
+        head_dim, full = config.get("head_dim") or 1, config.get("partial_rotary_factor", 1.0)
+        rotated = self.number("rope.dimension_count_swa")
+        theta = self.number("rope.freq_base_swa") or config.get("rope_theta", 10000.0)
+        return {
+            "full_attention": {
+                "rope_theta": config.get("rope_theta", 10000.0),
+                "partial_rotary_factor": full,
+            }
+            | config.get("rope_parameters", {}),
+            "sliding_attention": {
+                "rope_theta": theta,
+                "partial_rotary_factor": (rotated + 0.5) / head_dim if rotated else full,
+            },
+        }
+
+    def _heads_by_kind(self, windowed: Sequence[bool]) -> tuple[int | None, int | None]:
+        """Return the numbers of heads of keys of layers with a window, and of those without.
+
+        None: no layer is of this kind.
+
+        Args:
+            windowed: for each layer, True if it has a window.
+
+        Raises:
+            ModelError: layers of one kind have different numbers.
+        """
+        heads = self._of_layers("attention.head_count_kv", len(windowed))
+        kinds = [{n for n, one in zip(heads, windowed, strict=True) if one == w} for w in (1, 0)]
+        if max(map(len, kinds)) > 1:
+            raise self.error("attention.head_count_kv differs between layers of one kind")
+        own, full = (next(iter(numbers), None) for numbers in kinds)
+        return own, full
+
     def _layer_count(self, config: Mapping[str, Any]) -> int:
         """Return the number of layers."""
         count = config.get("num_hidden_layers", 0)
@@ -715,11 +807,13 @@ class Description:
         return count
 
     def _of_layers(self, key: str, count: int) -> list[Any]:
-        """Return the number of each layer."""
+        """Return the number of each layer, without layers that predict several tokens."""
         if type(count) is not int or count > _MOST_LAYERS:
             raise self.error(f"{self.kind}.block_count={count} is not supported")
         value = self._value(key)
         numbers = value.tolist() if isinstance(value, np.ndarray) else [value] * count
+        if self.num_predicting and len(numbers) == count + self.num_predicting:
+            numbers = numbers[:count]
         if len(numbers) != count or any(type(number) is not int for number in numbers):
             raise self.error(f"{self.kind}.{key} is not a whole number for each of {count} layers")
         return numbers

@@ -88,6 +88,22 @@ def test_scores_of_experts_fit_the_tensors() -> None:
         deepseek2(8, "exp_probs_b.bias", expert_gating_func=1)
 
 
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        *((kind, "with an indexer") for kind in ("deepseek32", "glm-dsa", "glm5-next", "qwen4exp")),
+        ("minimax-m3", "with an indexer"),
+        ("deepseek4", "compressed keys and values"),
+        *((kind, "mixture of experts") for kind in ("kimi-k3", "step35")),
+        *((kind, "it is an encoder") for kind in ("bert", "modern-bert", "nomic-bert")),
+        ("t5", "encoder-decoder"),
+    ],
+)
+def test_the_refusal_of_an_architecture_says_why(kind: str, reason: str) -> None:
+    with pytest.raises(ModelError, match=f"architecture='{kind}' is not supported: .*{reason}"):
+        Description(Path("m.gguf"), {"general.architecture": kind})
+
+
 @pytest.mark.parametrize("kind", ARCHITECTURES)
 def test_any_value_of_any_key(kind: str) -> None:
     own = SIZES if ARCHITECTURES[kind].windowed else {k: SIZES[k] for k in list(SIZES)[:5]}

@@ -70,6 +70,17 @@ def name_as_published(folder: Path) -> None:
         config["attn_rotary_emb"] = config["hidden_size"] // config["num_attention_heads"] // 2
     if "Mamba2ForCausalLM" in config["architectures"]:
         config["intermediate_size"] = config["num_heads"] * config["head_dim"]
+    if "MiMoV2FlashForCausalLM" in config["architectures"]:
+        ropes = config.pop("rope_parameters")
+        own, local = ropes["full_attention"], ropes["sliding_attention"]
+        config |= {"rope_theta": own["rope_theta"], "swa_rope_theta": local["rope_theta"]}
+        config |= {"partial_rotary_factor": own["partial_rotary_factor"], "scoring_func": "sigmoid"}
+        config |= {f"swa_{name}": config[name] for name in ("num_attention_heads", "head_dim")}
+        config |= {"swa_v_head_dim": config["v_head_dim"], "topk_method": "noaux_tc"}
+        config["swa_num_key_value_heads"] = 2 * config["num_key_value_heads"]
+        config["hybrid_layer_pattern"] = [int(kind[0] == "s") for kind in config["layer_types"]]
+        config["layernorm_epsilon"] = config["rms_norm_eps"]
+        config["model_type"] = "mimo"  # else transformers adds rope_parameters again
     (folder / "config.json").write_text(json.dumps(config))
 
 
@@ -81,7 +92,7 @@ def convert(model: Any, folder: Path, kind: str) -> Path:
     out, source = folder / f"{kind}.gguf", str(FOLDER)
     command = [sys.executable, "-c", PROGRAM, str(folder / "hf")]
     command += ["--outtype", kind, "--outfile", str(out)]
-    if "Qwen" in type(model).__name__:
+    if type(model).__name__.startswith(("Qwen", "MiMo")):
         command.append("--no-mtp")  # the model predicts one token at once
     environment = os.environ | {"PYTHONPATH": f"{source}:{source}/gguf-py"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -92,7 +103,11 @@ def convert(model: Any, folder: Path, kind: str) -> Path:
 HYBRID = ("qwen35", "qwen3next", "lfm2", "glm4moe", "deepseek2", "minicpm3", "granitemoe")
 HYBRID += ("ernie4_5-moe", "hunyuan-moe", "gemma4 experts")
 HYBRID += ("dots1", "minimax-m2", "llama4", "exaone-moe", "afmoe", "cohere2moe")
+HYBRID += ("laguna", "mimo2")
 HYBRID += ("mamba", "jamba", "granitehybrid", "falcon-h1", "nemotron_h")
+ENLARGING = ("jamba", "laguna", "mimo2")
+"""Models that with the usual random weights enlarge the errors of 8 bits, see `make_hf`: with the
+file's numbers in float32, transformers itself loses more than the bound, or the half of it."""
 
 
 @pytest.mark.parametrize("kind", [kind for kind in MODELS if kind.startswith(HYBRID)])
@@ -100,7 +115,8 @@ def test_logits(kind: str, tmp_path: Path) -> None:
     """Q8_0 rounds weights and activations to 8 bits."""
     name, fields = MODELS[kind]
     torch.manual_seed(0)
-    model = make_hf(name, **SIZES | fields).float().eval()
+    factor = 0.6 if kind.startswith(ENLARGING) else 1.0
+    model = make_hf(name, factor=factor, **SIZES | fields).float().eval()
     with torch.no_grad():
         expected = model(torch.tensor([PROMPT])).logits[0].log_softmax(-1)
     found = []

@@ -54,6 +54,17 @@ LOCAL = {"num_local_experts": 5, "num_experts_per_tok": 2, "shared_intermediate_
 GROUPS: dict[str, Any] = {"n_routed_experts": 6, "num_experts_per_tok": 2, "n_group": 3}
 GROUPS |= {"topk_group": 2, "moe_intermediate_size": 32, "n_shared_experts": 2}
 GROUPS |= {"first_k_dense_replace": 1, "routed_scaling_factor": 1.5}
+LAGUNA: dict[str, Any] = FEW | {"head_dim": 16, "num_hidden_layers": 5, "sliding_window": 4}
+LAGUNA |= {"shared_expert_intermediate_size": 64}
+LAGUNA_ROPES = {
+    "full_attention": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "beta_fast": 16.0}
+    | {"original_max_position_embeddings": 64, "partial_rotary_factor": 0.5},
+    "sliding_attention": {
+        "rope_type": "default",
+        "rope_theta": 500.0,
+        "partial_rotary_factor": 0.25,
+    },
+}
 GRANITE = {"logits_scaling": 2.0, "attention_multiplier": 0.3, "embedding_multiplier": 3.0}
 GRANITE |= {"residual_multiplier": 0.5}
 LATENT = {"num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 32, "v_head_dim": 24}
@@ -403,6 +414,35 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         FEW
         | {"num_hidden_layers": 4, "sliding_window": 4, "num_dense_layers": 1, "head_dim": 16}
         | {"mup_enabled": True, "route_scale": 1.3, "route_norm": True, "score_func": "sigmoid"},
+    ),
+    "laguna": (
+        "LagunaForCausalLM",
+        LAGUNA
+        | {"num_attention_heads_per_layer": [4, 6, 2, 4, 2], "moe_routed_scaling_factor": 1.7}
+        | {"layer_types": ["full_attention", *["sliding_attention"] * 3, "full_attention"]},
+    ),
+    "laguna elements": (
+        "LagunaForCausalLM",
+        LAGUNA
+        | {"gating": "per-element", "mlp_layer_types": ["dense"] * 2 + ["sparse"] * 3}
+        | {"rope_parameters": LAGUNA_ROPES}
+        | {"layer_types": ["full_attention", *["sliding_attention"] * 3, "full_attention"]},
+    ),
+    "laguna full": (
+        "LagunaForCausalLM",
+        LAGUNA | {"gating": "per-element", "sliding_window": 0},
+    ),
+    "mimo2": (
+        "MiMoV2FlashForCausalLM",
+        GROUPS
+        | {"head_dim": 24, "v_head_dim": 16, "num_hidden_layers": 7, "sliding_window": 4}
+        | {"routed_scaling_factor": None, "attention_value_scale": 0.6},
+    ),
+    "mimo2 plain": (
+        "MiMoV2FlashForCausalLM",
+        GROUPS
+        | {"head_dim": 24, "v_head_dim": 24, "num_hidden_layers": 2, "sliding_window": 4}
+        | {"routed_scaling_factor": None, "attention_value_scale": None, "attention_bias": True},
     ),
     "cohere2moe": (
         "Cohere2MoeForCausalLM",
