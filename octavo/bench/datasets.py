@@ -52,6 +52,12 @@ class BenchRequest:
     arrival: float | None = None
     prefix_len: int = 0
 
+    @property
+    def token_ids(self) -> list[int]:
+        """Prompt as tokens, of a request that has some."""
+        assert self.prompt_token_ids is not None, "data sets that need a tokenizer had one"
+        return self.prompt_token_ids
+
 
 def add_dataset_arguments(parser: argparse.ArgumentParser) -> None:
     """Add vLLM's flags for data sets, and the flags for workload files and traces."""

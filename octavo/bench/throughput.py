@@ -81,7 +81,7 @@ def benchmark(args: argparse.Namespace) -> dict[str, Any]:
     kwargs, spec, max_model_len = check_settings(args)
     config = EngineConfig.from_kwargs(**kwargs)
     loaded = _load_requests(args, config, spec)
-    requests = [r for r in loaded if len(_ids(r)) + r.max_tokens <= max_model_len]
+    requests = [r for r in loaded if len(r.token_ids) + r.max_tokens <= max_model_len]
     notes: list[str] = []
     if len(requests) < len(loaded):
         notes.append(
@@ -112,7 +112,7 @@ def benchmark(args: argparse.Namespace) -> dict[str, Any]:
         origin = time.monotonic()
         try:
             llm.generate(
-                [_ids(request) for request in requests],
+                [request.token_ids for request in requests],
                 params,
                 use_tqdm=sys.stderr.isatty() and not args.disable_tqdm,
             )
@@ -154,11 +154,6 @@ def benchmark(args: argparse.Namespace) -> dict[str, Any]:
         "notes": notes,
         **_details(records),
     }
-
-
-def _ids(request: BenchRequest) -> list[int]:
-    assert request.prompt_token_ids is not None, "data sets that need a tokenizer were given one"
-    return request.prompt_token_ids
 
 
 def _load_requests(

@@ -8,9 +8,7 @@ from itertools import accumulate
 
 from octavo.config.device import EplbConfig
 from octavo.models.weights import Weight
-from octavo.system.distributed import COUNTER_NBYTES
-
-_ALIGNMENT = 64  # a cache line; every part of the memory begins at one
+from octavo.system.distributed import COUNTER_NBYTES, aligned
 
 
 @dataclass(frozen=True)
@@ -90,19 +88,19 @@ class BalanceLayout:
         The memory keeps the placements of the last two versions.
         """
         nbytes = 4 * self.placement_ends[-1]
-        begin = 3 * self.ranks * COUNTER_NBYTES + version % 2 * _aligned(nbytes)
+        begin = 3 * self.ranks * COUNTER_NBYTES + version % 2 * aligned(nbytes)
         return begin, begin + nbytes
 
     @property
     def staging(self) -> int:
         """Offset of the moving experts."""
-        return 3 * self.ranks * COUNTER_NBYTES + 2 * _aligned(4 * self.placement_ends[-1])
+        return 3 * self.ranks * COUNTER_NBYTES + 2 * aligned(4 * self.placement_ends[-1])
 
     @property
     def nbytes(self) -> int:
         """Size of the whole memory in bytes."""
         moving = max(layer.experts * layer.expert_nbytes for layer in self.layers)
-        return self.staging + _aligned(moving)
+        return self.staging + aligned(moving)
 
     @property
     def counts_shape(self) -> tuple[int, int]:
@@ -114,7 +112,3 @@ class BalanceLayout:
         layers, experts = self.counts_shape
         earlier = config.window_size // config.step_interval + 1
         return 8 * layers * experts * (4 + earlier)
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT

@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from octavo.layers.step_table import StepSize
-from octavo.system.distributed import COUNTER_NBYTES, Rank
+from octavo.system.distributed import CACHE_LINE, COUNTER_NBYTES, Rank, aligned
 
-_ALIGNMENT = 64  # a cache line; every part of the memory begins at one
 HANDED_SLOTS = 2
 """Number of steps that a stage may be ahead of the next one."""
-SLOT_HEAD_NBYTES = _ALIGNMENT
+SLOT_HEAD_NBYTES = CACHE_LINE
 """Size of the head of a stage's output: the output's size in bytes, int64, for relays."""
 
 
@@ -60,7 +59,7 @@ class GroupLayout:
     @property
     def slot_nbytes(self) -> int:
         """Most bytes of a stage's output of a step, with its head."""
-        return SLOT_HEAD_NBYTES + _aligned(self.size.tokens * self.handed_nbytes)
+        return SLOT_HEAD_NBYTES + aligned(self.size.tokens * self.handed_nbytes)
 
     def handed(self, stage: int, index: int) -> int:
         """Return the offset of the output of the rank with an index in a stage."""
@@ -69,7 +68,7 @@ class GroupLayout:
 
     def buffers_of(self, stage: int) -> int:
         """Return the offset of a stage's buffers."""
-        return self.handed(self.rank.num_stages - 1, 0) + sum(map(_aligned, self.buffers[:stage]))
+        return self.handed(self.rank.num_stages - 1, 0) + sum(map(aligned, self.buffers[:stage]))
 
     @property
     def nbytes(self) -> int:
@@ -78,7 +77,7 @@ class GroupLayout:
 
     def balancing_of(self, stage: int) -> int:
         """Return the offset of a stage's memory for the balancing of experts."""
-        begin = self.expert_counts + self.rank.world_size * _ALIGNMENT
+        begin = self.expert_counts + self.rank.world_size * CACHE_LINE
         return begin + sum(self.balancing[:stage])
 
     @property
@@ -91,7 +90,7 @@ class GroupLayout:
         return 2 * COUNTER_NBYTES + HANDED_SLOTS * self.slot_nbytes
 
     def _ring_nbytes(self, numbers: int) -> int:
-        return COUNTER_NBYTES + _aligned(8 * numbers * self.num_slots)
+        return COUNTER_NBYTES + aligned(8 * numbers * self.num_slots)
 
 
 @dataclass(frozen=True)
@@ -163,7 +162,3 @@ class ExpertGroupLayout:
 
 def _value(counters: bytes, offset: int) -> int:
     return int.from_bytes(counters[offset : offset + 4], "little")
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT

@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field, StringConstraints
 
 from octavo.compat import request_fields as known_fields
 from octavo.errors import RequestError, UnsupportedError
-from octavo.server.body import Body, validate
+from octavo.server.body import Body
 from octavo.server.chat_messages import MAX_TOOLS
 from octavo.server.errors import show
 from octavo.server.schema import ChatBody, Float, Int
@@ -294,9 +294,7 @@ class CountTokensBody(Body):
 
     def complete(self, chat: dict[str, Any]) -> ChatBody:
         """Return the checked body of a chat, with the fields of subclasses."""
-        body = validate(ChatBody, {k: v for k, v in chat.items() if v is not None})
-        body.check()
-        return body
+        return ChatBody.checked(chat)
 
 
 class MessagesBody(CountTokensBody):

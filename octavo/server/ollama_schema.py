@@ -12,7 +12,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints
 
 from octavo.compat import request_fields as known_fields
 from octavo.errors import RequestError, UnsupportedError
-from octavo.server.body import Body, validate
+from octavo.server.body import Body
 from octavo.server.chat_messages import Tool, Tools
 from octavo.server.errors import show
 from octavo.server.schema import ChatBody, Float, Int
@@ -164,9 +164,7 @@ class OllamaBody(Body):
 
     def complete(self, chat: dict[str, Any]) -> ChatBody:
         """Return the checked body of a chat, with the fields of subclasses."""
-        body = validate(ChatBody, {k: v for k, v in chat.items() if v is not None})
-        body.check()
-        return body
+        return ChatBody.checked(chat)
 
 
 # Messages

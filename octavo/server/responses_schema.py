@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field, StringConstraints
 
 from octavo.compat import request_fields as known_fields
 from octavo.errors import RequestError, UnsupportedError
-from octavo.server.body import Body, validate
+from octavo.server.body import Body
 from octavo.server.chat_messages import MAX_TOOLS
 from octavo.server.errors import show
 from octavo.server.response_items import (
@@ -393,9 +393,7 @@ class InputTokensBody(Body):
 
     def complete(self, chat: dict[str, Any]) -> ChatBody:
         """Return the checked body of a chat, with the fields of subclasses."""
-        body = validate(ChatBody, {k: v for k, v in chat.items() if v is not None})
-        body.check()
-        return body
+        return ChatBody.checked(chat)
 
     def namespaces(self) -> dict[str, tuple[str, str]]:
         """Return names and namespaces of functions, by the names that the model knows."""

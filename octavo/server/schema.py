@@ -23,7 +23,7 @@ from octavo.sampling_params import (
     SamplingParams,
     check_extra_args,
 )
-from octavo.server.body import Body
+from octavo.server.body import Body, validate
 from octavo.server.chat_messages import (
     MAX_TOOLS,
     AllowedTools,
@@ -666,6 +666,17 @@ class ChatBody(ChatFields):
 
     messages: Messages
     """Messages of the chat."""
+
+    @classmethod
+    def checked(cls, fields: Mapping[str, Any]) -> ChatBody:
+        """Return the checked body with those fields that are not None.
+
+        Raises:
+            RequestError: a field is wrong, or the fields do not fit together.
+        """
+        body = validate(cls, {k: v for k, v in fields.items() if v is not None})
+        body.check()
+        return body
 
     @property
     def conversations(self) -> list[list[Message]]:

@@ -100,7 +100,7 @@ def simulate(
         caching = config.cache.enable_prefix_caching
         router = Router(config.cache.block_size, count, enable_prefix_caching=caching)
     records = [
-        RequestRecord(len(_ids(request)), 0, at, at)
+        RequestRecord(len(request.token_ids), 0, at, at)
         for request, at in zip(requests, arrivals, strict=True)
     ]
     replicas = [_Replica(engine, records, router, on_end) for _ in range(count)]
@@ -281,12 +281,7 @@ class ModelledStep(Future[ModelRunnerOutput]):
 def _core_request(request_id: str, request: BenchRequest, at: float) -> EngineCoreRequest:
     return EngineCoreRequest(
         request_id,
-        _ids(request),
+        request.token_ids,
         CoreSamplingParams(temperature=0.0, max_tokens=request.max_tokens),
         RequestOptions(clock.from_monotonic(at)),
     )
-
-
-def _ids(request: BenchRequest) -> list[int]:
-    assert request.prompt_token_ids is not None, "data sets that need a tokenizer were given one"
-    return request.prompt_token_ids

@@ -30,6 +30,8 @@ _BARRIER_NBYTES = 256
 """Size of `SharedBarrier` in csrc/barrier.h."""
 COUNTER_NBYTES = 128
 """Size of `SharedCounter` in csrc/barrier.h."""
+CACHE_LINE = 64
+"""Alignment of every part of the shared memory, in bytes."""
 
 BARRIER_TIMEOUT = 60.0
 """Seconds that a process waits for the others before it considers one of them dead."""
@@ -231,6 +233,11 @@ class GroupMemory:
         """Return the counter in the `COUNTER_NBYTES` bytes from `begin` on."""
         assert begin % 64 == 0
         return Counter(self, begin)
+
+
+def aligned(nbytes: int) -> int:
+    """Return a size in bytes rounded up to whole cache lines."""
+    return -(-nbytes // CACHE_LINE) * CACHE_LINE
 
 
 class Counter:

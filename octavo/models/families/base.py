@@ -53,12 +53,12 @@ _DTYPES = {name: name for name in ("float32", "float16", "bfloat16", "float64")}
 _DTYPES |= {f"torch.{name}": name for name in _DTYPES}
 # Far beyond any model: memory for each layer and head of config.json is allocated before they are
 # checked against the weights.
-_MOST_LAYERS, MOST_HEADS = 4096, 65536
+MOST_LAYERS, MOST_HEADS = 4096, 65536
 
 
 def read_num_layers(config: ConfigJson, *names: str) -> int:
     """Return the number of layers: the first field of `names`, or num_hidden_layers."""
-    return config.integer(*names, "num_hidden_layers", most=_MOST_LAYERS)
+    return config.integer(*names, "num_hidden_layers", most=MOST_LAYERS)
 
 
 def read_num_heads(config: ConfigJson, *names: str) -> int:

@@ -10,7 +10,7 @@ from octavo.models.blocks.attention import AttentionSpec
 from octavo.models.blocks.base import BlockSpec
 from octavo.models.blocks.experts import ExpertsSpec
 from octavo.models.blocks.linear import LinearSpec
-from octavo.models.families.base import PLAIN, Heads, plain_mlp, read_activation
+from octavo.models.families.base import MOST_LAYERS, PLAIN, Heads, plain_mlp, read_activation
 from octavo.models.families.experts import ExpertNames, read_grouped_experts
 from octavo.models.families.mamba2 import mixers_spec
 from octavo.models.families.state_parts import MIXERS, Mamba2Fields
@@ -34,7 +34,6 @@ _NAMES = ExpertNames(
     choice_bias="mixer.gate.e_score_correction_bias",
 )
 _LETTERS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
-_MOST_LAYERS = 4096
 
 
 def _read_kinds(config: ConfigJson) -> list[str]:
@@ -45,7 +44,7 @@ def _read_kinds(config: ConfigJson) -> list[str]:
         letters = config.get(name)
         kinds = [_LETTERS.get(x) for x in letters] if isinstance(letters, str) else None
     known = MIXERS | {"mlp": "mlp", "moe": "moe"}
-    if not isinstance(kinds, list) or not 0 < len(kinds) <= _MOST_LAYERS:
+    if not isinstance(kinds, list) or not 0 < len(kinds) <= MOST_LAYERS:
         raise config.error(name, "it must name the type of each layer")
     if not all(isinstance(kind, str) and kind in known for kind in kinds):
         raise config.error(name, f"supported: {', '.join(known)}")
