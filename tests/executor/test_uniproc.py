@@ -30,7 +30,9 @@ class Pending:
 
 
 def make_executor(async_scheduling=True):
-    return UniProcExecutor(SimpleNamespace(max_in_flight=1 + async_scheduling), None)
+    return UniProcExecutor(
+        SimpleNamespace(max_in_flight=1 + async_scheduling, expert_memory=()), None
+    )
 
 
 class RecordingWorker:

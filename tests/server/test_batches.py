@@ -357,12 +357,13 @@ def test_lines_run_in_the_background_a_few_at_a_time():
 def test_lines_take_no_places_of_others():
     async def scenario(served):
         served.engine.paused = True
-        await begin(served, *lines(40))
+        batch = await begin(served, *lines(40))
         while served.engine.num_unfinished_requests < 2:
             await asyncio.sleep(0.005)
         served.engine.paused = False
         answer = await served.complete()
         assert answer.status_code == 200
+        await until(served, batch, "completed")
 
     with_server(scenario, few_seats, max_num_queued_reqs=1)
 
