@@ -33,16 +33,20 @@ NEMOTRON = {
 }
 
 
-def layouts_of(spec, **device):
-    config = EngineConfig.from_kwargs(**device)
-    setup = WorkerSetup(
-        config=config,
+def setup_of(spec, **device):
+    return WorkerSetup(
+        config=EngineConfig.from_kwargs(**device),
         spec=spec,
         model_path=Path("nowhere"),
         dtype="bfloat16",
         max_model_len=128,
         max_num_batched_tokens=64,
     )
+
+
+def layouts_of(spec, **device):
+    setup = setup_of(spec, **device)
+    config = setup.config
     size = config.device.tensor_parallel_size * config.device.pipeline_parallel_size
     ranks = [Rank.of(number, config.device) for number in range(size)]
     return [replace(setup, rank=rank).kv_layout for rank in ranks]
@@ -79,3 +83,18 @@ def test_layers_with_states_attention_or_neither(ranks, layers, tmp_path):
     assert len({layout.num_kinds for layout in found}) == 1
     assert len({SETTINGS.num_slots(layout) for layout in found}) == 1
     assert len({layout.state_division for layout in found}) == len({str(it) for it in layers})
+
+
+def test_ranks_of_all_engines_divide_the_experts():
+    """Each of two engines has two stages of three processes."""
+    spec = read_spec(open_checkpoint(resolve_model(BUILTIN_MODEL)))
+    setup = setup_of(spec, tensor_parallel_size=3, pipeline_parallel_size=2)
+    ranks = [Rank.of(number, setup.config.device) for number in range(6)]
+    assert [replace(setup, rank=rank).expert_rank for rank in ranks] == [Rank()] * 6
+    found = [
+        replace(setup, engine=Rank(engine, 2), rank=rank).expert_rank
+        for engine in range(2)
+        for rank in ranks
+    ]
+    assert [rank.index for rank in found] == [0, 1, 2] * 2 + [3, 4, 5] * 2
+    assert {rank.size for rank in found} == {6}
