@@ -289,7 +289,7 @@ class EngineCore:
                 requests=len(work.scheduled_reqs),
                 tokens=work.total_num_scheduled_tokens,
             )
-        # With steps in flight, these take part already.
+        # Steps that are in flight take part already.
         work.serves = not work.scheduled_reqs and not self._in_flight and self._is_wanted
         for listener in self._listeners:
             listener.on_schedule(self._num_scheduled, work)
