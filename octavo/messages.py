@@ -366,6 +366,9 @@ class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True):
     """Time at the end of the step."""
     engine_index: int = 0
     """Index of the engine that sends the message."""
+    steps: list[msgspec.Raw] = []
+    """A `StepRecord` as msgpack for each step that has ended since the last message; empty without
+    `EngineProcesses.reports_steps`."""
 
 
 class NewRequestData(msgspec.Struct, array_like=True):

@@ -142,6 +142,25 @@ class ServerConfig(Section, frozen=True):
             le=86400,
         ),
     ] = 0.0
+    explain_requests: Annotated[
+        int | None,
+        Meta(
+            description="Number of recent requests that /v1/requests/ID/explain can explain; 0:"
+            " none. Default: 100, but 0 with several front ends, which do not support it.",
+            ge=0,
+        ),
+    ] = None
+    explain_prompts: Annotated[
+        bool,
+        Meta(
+            description="Let explain show the texts where a prompt differs from an earlier prompt"
+            " of the same API key."
+        ),
+    ] = False
+    ui: Annotated[
+        bool,
+        Meta(description="Serve the web page at /, and the live view of the engine."),
+    ] = True
     state_dir: Annotated[
         str | None,
         Meta(
@@ -302,3 +321,15 @@ class ServerConfig(Section, frozen=True):
         dict[str, Any],
         Meta(description="Variables for the chat template; requests may override them."),
     ] = {}
+
+    @property
+    def num_explained(self) -> int:
+        """Number of recent requests that can be explained."""
+        if self.explain_requests is None:
+            return 100 if self.api_server_count == 1 else 0
+        return self.explain_requests
+
+    @property
+    def reports_steps(self) -> bool:
+        """True if the engines send records of their steps to the front ends."""
+        return self.ui or self.num_explained > 0

@@ -282,6 +282,8 @@ class EngineCore:
     def _schedule_step(self) -> None:
         """Schedule a step and pass it to the executor."""
         self._num_scheduled += 1
+        for listener in self._listeners:
+            listener.on_begin(self._num_scheduled)
         with span("schedule") as note:
             work = self.scheduler.schedule()
             note(

@@ -39,6 +39,8 @@ class CoreProcessSetup(msgspec.Struct):
     log_format: str
     record: str | None = None
     """Path of the recording to extend; None: no recording."""
+    reports_steps: bool = False
+    """True if outputs contain records of the steps."""
     input_address: str = ""
     output_address: str = ""
     """Address to send outputs to. The parent chooses it and `input_address`, which receives

@@ -42,6 +42,7 @@ from octavo.engine.core_messages import (
 )
 from octavo.engine.head import ENGINE_IN, ENGINE_OUT, HELLO, connect
 from octavo.engine.record import StepRecorder
+from octavo.engine.step_reporter import StepReporter
 from octavo.errors import EngineDeadError, EngineStoppedError, OctavoError
 from octavo.executor.base import Wave
 from octavo.executor.registry import get_executor_class
@@ -113,7 +114,10 @@ def main() -> None:
             engine_index=setup.engine_index,
             memory_limit=setup.memory_limit,
             expert_memory=setup.expert_memory,
-            listeners=[] if recorder is None else [StepRecorder(recorder.put)],
+            listeners=[
+                *([] if recorder is None else [StepRecorder(recorder.put)]),
+                *([StepReporter()] if setup.reports_steps else []),
+            ],
             wake=lambda: inputs.put([]),  # an empty abort
         )
         core.executor.register_failure_callback(inputs.put)  # wakes an idle loop

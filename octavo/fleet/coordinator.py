@@ -191,7 +191,7 @@ class Coordinator:
                 front_end.shown.set()
 
     async def _deliver(self, outputs: EngineCoreOutputs) -> None:
-        """Send each front end the outputs of its requests."""
+        """Send each front end the outputs of its requests, and all of them the steps' records."""
         parts: dict[FrontEndConnection, list[EngineCoreOutput]] = {}
         for output in outputs.outputs:
             owner = self._live_requests.take(output)
@@ -199,11 +199,11 @@ class Coordinator:
                 parts.setdefault(owner, []).append(output)
         if outputs.stats is not None:
             self._metrics.for_engine(outputs.engine_index).record_scheduler_stats(outputs.stats)
-        for front_end, part in parts.items():
-            outputs.outputs = part
+        for front_end in list(self._front_ends if outputs.steps else parts):
+            outputs.outputs = parts.get(front_end, [])
             await front_end.send(core_messages.OUTPUTS, self._encoder.encode(outputs))
         if outputs.stats is not None:
-            outputs.outputs = []
+            outputs.outputs, outputs.steps = [], []
             self._stats[outputs.engine_index] = outputs
 
     async def _publish(self) -> None:

@@ -60,6 +60,7 @@ class CoreLauncher:
         log_level: minimum level that a process logs.
         log_format: "text" or "json".
         record: the recording that the processes add to, if any.
+        reports_steps: True if the processes send records of their steps.
 
     Raises:
         ConfigError: engines that divide experts do not work on this system.
@@ -78,6 +79,7 @@ class CoreLauncher:
         log_level: str,
         log_format: str,
         record: str | None = None,
+        reports_steps: bool = False,
     ) -> None:
         self._config = config
         self._model_path = model_path
@@ -86,7 +88,7 @@ class CoreLauncher:
         self._warm_spare = warm_spare
         self._memory_limit = memory_limit
         self._log_level, self._log_format = log_level, log_format
-        self._record = record
+        self._record, self._reports_steps = record, reports_steps
         self._spare = process
         processes, engines = config.device.tensor_parallel_size, config.parallel.data_parallel_size
         self._expert_group = ExpertGroupLayout(processes * engines, processes)
@@ -147,6 +149,7 @@ class CoreLauncher:
             log_level=self._log_level,
             log_format=self._log_format,
             record=self._record,
+            reports_steps=self._reports_steps,
         )
 
     def make_spare(self) -> None:

@@ -49,6 +49,7 @@ class EngineProcesses:
         log_level: minimum level that the engine process logs.
         log_format: "text" or "json".
         record: settings of the recording, if any.
+        reports_steps: True if the engines' outputs contain records of their steps.
     """
 
     progress_timeout: float = 60.0
@@ -59,6 +60,7 @@ class EngineProcesses:
     log_level: str = "info"
     log_format: str = "text"
     record: RecordSettings | None = None
+    reports_steps: bool = False
 
 
 def share_cores(config: EngineConfig) -> EngineConfig:
@@ -212,4 +214,5 @@ def _make_launcher(
         log_level=processes.log_level,
         log_format=processes.log_format,
         record=None if processes.record is None else processes.record.path,
+        reports_steps=processes.reports_steps,
     )

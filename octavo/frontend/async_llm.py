@@ -45,6 +45,7 @@ from octavo.frontend.forecast import Forecast
 from octavo.frontend.input_processor import InputProcessor, Prompt, processing_time
 from octavo.frontend.output_processor import OutputProcessor, RequestOutputCollector
 from octavo.frontend.request_memory import RequestMemory, request_nbytes, trim_when_idle
+from octavo.frontend.step_log import EngineDeath, StepLog
 from octavo.messages import (
     EngineCoreOutputs,
     EngineCoreRequest,
@@ -132,6 +133,7 @@ class AsyncLLM:
             first_engine=config.parallel.first_engine,
         )
         self.stats = SchedulerStats()
+        self.step_log = StepLog()
         self._input_processor = self._make_input_processor()
         self._recorder: Recorder | None = None
         if record is not None:
@@ -734,6 +736,8 @@ class AsyncLLM:
 
     async def _take_in(self, outputs: EngineCoreOutputs) -> None:
         index = outputs.engine_index
+        if outputs.steps:
+            self.step_log.add(index, outputs.timestamp, outputs.steps)
         processed = self._output_processor.process_outputs(
             outputs.outputs, outputs.timestamp, index
         )
@@ -754,6 +758,9 @@ class AsyncLLM:
 
     def _note_recovery(self, recovery: Recovery) -> None:
         self._note_death(recovery.reason)
+        self.step_log.deaths.append(
+            EngineDeath(clock.now(), recovery.seconds, recovery.engine_index, recovery.reason)
+        )
         self.cache_emptied_at = time.monotonic()
         self.metrics.for_engine(recovery.engine_index).record_recovery(
             recovery.num_requests, recovery.seconds

@@ -36,6 +36,9 @@ class StepListener:
     def on_abort(self, request_ids: Sequence[str]) -> None:
         """React to requests that are aborted; some may be unknown."""
 
+    def on_begin(self, step: int) -> None:
+        """React to the begin of a step's scheduling."""
+
     def on_wait(self, request: Request, reason: WaitReason) -> None:
         """React to the first waiting request that cannot start; later requests also wait."""
 

@@ -100,6 +100,7 @@ def check_api_servers(config: ServerConfig, engine_config: EngineConfig) -> None
         "record": config.record is not None,
         "resume_grace": config.resume_grace > 0,
         "state_dir": config.state_dir is not None,
+        "explain_requests": bool(config.explain_requests),
         "enable_sleep_mode": engine_config.model.enable_sleep_mode,
         "enable_elastic_ep": engine_config.parallel.enable_elastic_ep,
     }

@@ -91,6 +91,7 @@ def _make_coordinator(setup: CoordinatorSetup) -> Coordinator:
         request_memory=config.request_memory_bytes + config.api_server_count * SERVER_NBYTES,
         log_level=config.log_level,
         log_format=config.log_format,
+        reports_steps=config.reports_steps,
     )
     checkpoint = open_checkpoint(path, engine_config.load.load_format)
     spec = read_spec(checkpoint, engine_config.model)

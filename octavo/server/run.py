@@ -124,6 +124,7 @@ def engine_processes(config: ServerConfig, process: CoreProcess | None = None) -
         log_level=config.log_level,
         log_format=config.log_format,
         record=record,
+        reports_steps=config.reports_steps,
     )
 
 

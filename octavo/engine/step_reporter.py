@@ -1,0 +1,129 @@
+"""Listener that reports finished steps to the front end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import msgspec
+
+from octavo.messages import EngineCoreOutputs, SchedulerOutput
+from octavo.observability.steps import StepPart, StepPreemption, StepRecord, StepWait
+from octavo.request import Request
+from octavo.scheduler.listener import StepListener, WaitReason
+from octavo.system.clock import now
+
+
+@dataclass(slots=True)
+class _Step:
+    """Step that is not reported yet; see `StepRecord`."""
+
+    schedule_begun: float
+    scheduled: float
+    parts: list[StepPart]
+    wait: StepWait | None
+    preemptions: list[StepPreemption]
+    begun: float = 0.0
+    computed: float = 0.0
+    failed: bool = False
+
+
+@dataclass(slots=True)
+class _Scheduling:
+    """Events since the scheduling of a step began."""
+
+    begun: float
+    wait: StepWait | None = None
+    preemptions: list[StepPreemption] = field(default_factory=list)
+
+
+class StepReporter(StepListener):
+    """Listener that adds a `StepRecord` of each finished step to the engine's outputs.
+
+    A step without requests is not reported.
+
+    Args:
+        clock: returns seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = now) -> None:
+        self._clock = clock
+        self._scheduling = _Scheduling(0.0)
+        self._steps: dict[int, _Step] = {}
+        """Steps in flight, in order."""
+        self._done: list[int] = []
+        """Steps with a result that the next outputs report."""
+        self._last_computed = 0.0
+        self._encoder = msgspec.msgpack.Encoder()
+
+    def on_begin(self, step: int) -> None:
+        """Note the time."""
+        self._scheduling = _Scheduling(self._clock())
+
+    def on_wait(self, request: Request, reason: WaitReason) -> None:
+        """Keep the reason for the step that is being scheduled."""
+        self._scheduling.wait = StepWait(request.request_id, reason.name)
+
+    def on_preempt(self, request: Request, by: Request | None) -> None:
+        """Keep the preemption for the step that is being scheduled, or for the next one."""
+        preemption = StepPreemption(request.request_id, None if by is None else by.request_id)
+        self._scheduling.preemptions.append(preemption)
+
+    def on_schedule(self, step: int, work: SchedulerOutput) -> None:
+        """Begin the record of a step."""
+        if not work.scheduled_reqs:
+            return
+        parts = [
+            StepPart(r.req_id, r.num_tokens, r.num_drafts)
+            if r.new is None
+            else StepPart(
+                r.req_id,
+                r.num_tokens,
+                r.num_drafts,
+                r.new.num_computed_tokens,
+                len(r.new.token_ids),
+            )
+            for r in work.scheduled_reqs
+        ]
+        events = self._scheduling
+        self._steps[step] = _Step(
+            events.begun, self._clock(), parts, events.wait, events.preemptions
+        )
+
+    def on_computed(self, step: int) -> None:
+        """Note the times of a step's computation."""
+        end = self._clock()
+        if (record := self._steps.get(step)) is not None:
+            record.begun = max(record.scheduled, self._last_computed)
+            record.computed = end
+        self._last_computed = end
+
+    def on_result(self, step: int, waited: float, failed: bool) -> None:
+        """Let the next outputs report the step."""
+        if (record := self._steps.get(step)) is not None:
+            record.failed = failed
+            self._done.append(step)
+
+    def on_outputs(self, outputs: EngineCoreOutputs, is_idle: bool) -> None:
+        """Report the finished steps."""
+        if not self._done:
+            return
+        processed = self._clock()
+        for number in self._done:
+            step = self._steps.pop(number)
+            # A step that failed before its computation has no times of it.
+            computed = step.computed or processed
+            record = StepRecord(
+                number,
+                step.schedule_begun,
+                step.scheduled,
+                step.begun or min(step.scheduled, computed),
+                computed,
+                processed,
+                step.parts,
+                step.wait,
+                step.preemptions,
+                step.failed,
+            )
+            outputs.steps.append(msgspec.Raw(self._encoder.encode(record)))
+        self._done.clear()

@@ -1,0 +1,82 @@
+"""Records of steps that the engine core sends to the front end."""
+
+import itertools
+
+import msgspec
+import pytest
+
+from octavo.engine.step_reporter import StepReporter
+from octavo.observability.steps import StepPreemption, StepRecord
+from tests.engine.test_core import make_core, request
+
+
+def run(core):
+    """Run a core until it is idle; return the records of its steps."""
+    records = []
+    while core.has_work():
+        outputs = core.step()
+        records += [msgspec.msgpack.decode(step, type=StepRecord) for step in outputs.steps]
+    return records
+
+
+def make_reporting_core(depth=1, **settings):
+    """Return a core whose reporter has a clock that advances with every call."""
+    ticks = itertools.count(1)
+    return make_core(depth, listeners=[StepReporter(lambda: float(next(ticks)))], **settings)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_every_step_is_reported_once_with_its_times_and_parts(depth):
+    core = make_reporting_core(depth)
+    core.add_request(request("1", list(range(1, 41)), max_tokens=3))  # two steps for the prompt
+    core.add_request(request("2", [5, 6, 7], max_tokens=2))
+    records = run(core)
+    assert [r.number for r in records] == list(range(1, len(records) + 1))
+    for record in records:
+        times = record.schedule_begun, record.scheduled, record.begun
+        assert list(times) == sorted(times)
+        assert record.begun <= record.computed <= record.processed
+        assert not record.failed
+    for before, after in itertools.pairwise(records):
+        assert before.computed <= after.begun  # one step after the other
+    first = records[0].parts
+    assert [(p.request_id, p.num_tokens) for p in first] == [("1", 32)]
+    assert (first[0].num_known_tokens, first[0].num_prompt_tokens) == (0, 40)
+    assert records[0].wait.request_id == "2"
+    assert records[0].wait.reason == "BUDGET"
+    computed = {"1": 0, "2": 0}
+    for part in itertools.chain.from_iterable(r.parts for r in records):
+        computed[part.request_id] += part.num_tokens
+    assert computed["1"] >= 40 + 2  # steps ahead of a request's end may compute more
+    assert computed["2"] >= 3 + 1
+    core.shutdown()
+
+
+def test_known_tokens_are_those_of_the_cache():
+    core = make_reporting_core()
+    core.add_request(request("1", list(range(1, 41)), max_tokens=1))
+    run(core)
+    core.add_request(request("2", list(range(1, 41)), max_tokens=1))
+    part = run(core)[0].parts[0]
+    assert (part.num_known_tokens, part.num_tokens, part.num_prompt_tokens) == (32, 8, 40)
+    core.shutdown()
+
+
+def test_preemptions_are_reported_with_the_request_that_needed_the_blocks():
+    core = make_reporting_core(blocks=5, caching=False)
+    core.add_request(request("1", list(range(1, 17)), max_tokens=30))
+    core.add_request(request("2", list(range(20, 36)), max_tokens=30))
+    records = run(core)
+    assert StepPreemption("2", "1") in itertools.chain.from_iterable(r.preemptions for r in records)
+    again = [p for r in records for p in r.parts if p.request_id == "2" and p.num_prompt_tokens]
+    assert len(again) > 1
+    assert again[1].num_prompt_tokens > again[0].num_prompt_tokens  # with its tokens so far
+    core.shutdown()
+
+
+def test_a_failed_step_is_reported_as_failed():
+    core = make_reporting_core()
+    core.add_request(request("1", [1, 2, 3], max_tokens=3))
+    core.executor.failure = RuntimeError("no memory")
+    assert [r.failed for r in run(core)] == [True]
+    core.shutdown()
