@@ -143,11 +143,10 @@ class ServerConfig(Section, frozen=True):
         ),
     ] = 0.0
     explain_requests: Annotated[
-        int | None,
+        Annotated[int, Meta(ge=0)] | None,
         Meta(
             description="Number of recent requests that /v1/requests/ID/explain can explain; 0:"
-            " none. Default: 100, but 0 with several front ends, which do not support it.",
-            ge=0,
+            " none. Default: 100, but 0 with several front ends, which do not support it."
         ),
     ] = None
     explain_prompts: Annotated[
