@@ -240,7 +240,6 @@ def ask(client, messages, **fields):
     fields |= GREEDY | {"messages": messages}
     whole = client.chat.completions.create(**fields)
     with client.chat.completions.stream(**fields, stream_options={"include_usage": True}) as stream:
-        assert len([event for event in stream if event.type == "chunk"]) > 10
         streamed = stream.get_final_completion()
     assert streamed.usage.completion_tokens == whole.usage.completion_tokens
     found = []
