@@ -14,10 +14,8 @@ from octavo import _native
 from octavo.kernels.base import TokenSlots
 from octavo.kernels.memory import placeholder
 from octavo.kernels.native_base import DTYPE_CODES
-from octavo.system.distributed import GroupMemory, Rank
+from octavo.system.distributed import CACHE_LINE, GroupMemory, Rank, aligned
 from octavo.system.tensor import HostTensor, Tensor, from_numpy, itemsize
-
-_ALIGNMENT = 64  # a cache line
 
 
 class ExpertExchange:
@@ -57,7 +55,7 @@ class ExpertExchange:
     @property
     def nbytes(self) -> int:
         """Bytes of all rows."""
-        return sum(map(_aligned, self._sizes))
+        return sum(map(aligned, self._sizes))
 
     @property
     def _sizes(self) -> tuple[int, ...]:
@@ -67,14 +65,14 @@ class ExpertExchange:
 
     def attach(self, memory: GroupMemory, begin: int) -> None:
         """Place the rows in a group's memory, from byte `begin` on."""
-        assert begin % _ALIGNMENT == 0
+        assert begin % CACHE_LINE == 0
         assert begin + self.nbytes <= len(memory.data), "the group's memory is too small"
         self._memory, self._begin = memory, begin
 
     def _tensor(self, part: int, shape: tuple[int, ...], dtype: str) -> HostTensor:
         if self._memory is None:
             return placeholder(*shape, dtype=dtype)
-        begin = self._begin + sum(map(_aligned, self._sizes[:part]))
+        begin = self._begin + sum(map(aligned, self._sizes[:part]))
         nbytes = int(np.prod(shape)) * itemsize(dtype)
         return from_numpy(self._memory.data[begin : begin + nbytes]).view(dtype).view(shape)
 
@@ -139,7 +137,3 @@ class ExpertExchange:
         if self._memory is None:  # a recording that only measures memory
             return
         self._memory.barrier()
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
