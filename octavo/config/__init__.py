@@ -23,6 +23,7 @@ from octavo.config.environment import (
     hub_offline,
     server_api_key_from_environment,
     settings_from_environment,
+    traces_from_environment,
     unknown_variables,
 )
 from octavo.config.model import (
@@ -92,5 +93,6 @@ __all__ = [
     "section_fields",
     "server_api_key_from_environment",
     "settings_from_environment",
+    "traces_from_environment",
     "unknown_variables",
 ]
