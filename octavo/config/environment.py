@@ -138,6 +138,11 @@ def traces_from_environment() -> tuple[str, dict[str, str]]:
     return os.environ.get("OTEL_SERVICE_NAME", "").strip() or "octavo", headers
 
 
+def notify_socket() -> str | None:
+    """Return the address of systemd's socket for the state of this service; None without one."""
+    return os.environ.get("NOTIFY_SOCKET") or None
+
+
 def environment_without_keys() -> dict[str, str]:
     """Return the environment without keys, for a server that must not accept them."""
     return {name: text for name, text in os.environ.items() if name not in _SECRET_VARIABLES}
