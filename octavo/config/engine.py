@@ -125,7 +125,7 @@ class EngineConfig(Section, frozen=True):
             )
         if self.speculation.speculative_config is not None:
             self.speculation.speculative_config.check()
-        self.observability.traces_url  # noqa: B018  # reject a bad URL
+        _ = self.observability.traces_url  # reject a bad URL
         self._check_executor()
 
     @property
