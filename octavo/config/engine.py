@@ -125,6 +125,7 @@ class EngineConfig(Section, frozen=True):
             )
         if self.speculation.speculative_config is not None:
             self.speculation.speculative_config.check()
+        _ = self.observability.traces_url  # reject a bad URL
         self._check_executor()
 
     @property
