@@ -163,6 +163,7 @@ def test_what_the_process_is_started_with(monkeypatch):
             "log_level": "info",
             "log_format": "text",
             "record": None,
+            "reports_steps": False,
         }
         assert engine.request_memory.limit == 2**30 == ServerConfig().request_memory_bytes
         del client.settings["on_recovery"]
