@@ -97,17 +97,18 @@ def compare(case: str, args: argparse.Namespace) -> dict[str, tuple[float, float
     kwargs = settings_of(case, args)
     flags = [f"--{name.replace('_', '-')}={v}" for name, v in kwargs.items() if name != "model"]
     flags += [f"--{name}={getattr(args, name.replace('-', '_'))}" for name in _LOAD]
-    plan = run_process(
-        [sys.executable, "-m", "octavo", "plan", kwargs["model"], "--json", *flags]
-    )
+    plan = run_process([sys.executable, "-m", "octavo", "plan", kwargs["model"], "--json", *flags])
     blocks = SLACK * args.batch_size * -(-kwargs["max_model_len"] // plan["block_size"])
     kwargs["num_gpu_blocks_override"] = blocks
     load = [f"--{name}={getattr(args, name.replace('-', '_'))}" for name in (*_LOAD, "seconds")]
     found = run_process([sys.executable, __file__, "--child", json.dumps(kwargs), *load])
     planned = {name: plan["times"].get(name) for name in FIGURES if name.endswith("ms")}
     planned["resident"] = found["planned"]
-    print(f"  after loading {found['loaded']:,.0f} MiB, of which runtime and weights are planned "
-          f"as {found['planned_loaded']:,.0f}", flush=True)
+    print(
+        f"  after loading {found['loaded']:,.0f} MiB, of which runtime and weights are planned "
+        f"as {found['planned_loaded']:,.0f}",
+        flush=True,
+    )
     print("  parts", json.dumps(plan["times"]["parts_ms"]), plan["times"]["bandwidth"], flush=True)
     return {name: (planned[name], found[name]) for name in FIGURES}
 
@@ -134,7 +135,9 @@ def main() -> None:
         print(case, flush=True)
         for name, (planned, measured) in compare(case, args).items():
             error = planned / measured - 1
-            print(f"  {FIGURES[name]:20} {planned:10,.1f} {measured:10,.1f} {error:+7.1%}", flush=True)
+            print(
+                f"  {FIGURES[name]:20} {planned:10,.1f} {measured:10,.1f} {error:+7.1%}", flush=True
+            )
 
 
 if __name__ == "__main__":

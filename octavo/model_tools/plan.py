@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import msgspec
+from msgspec import structs
 from rich.text import Text
 
 from octavo.config import ServerConfig
@@ -227,8 +228,8 @@ class _Planned:
             model.config, model.spec, model.path, platform, platform.server_batched_tokens
         )
         if expected.cores is not None:  # each thread has memory of its own
-            device = replace(model.config.device, num_threads=expected.cores)
-            setup = replace(setup, config=replace(model.config, device=device))
+            device = structs.replace(model.config.device, num_threads=expected.cores)
+            setup = replace(setup, config=structs.replace(model.config, device=device))
         estimate = platform.estimate_memory(setup)
         if estimate is None:
             raise ConfigError(

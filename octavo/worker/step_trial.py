@@ -24,7 +24,7 @@ from octavo.kv_cache.groups import KVCacheConfig
 from octavo.layers.layer import Layer
 from octavo.layers.state_table import SNAPSHOT_SLOTS, STATE_SLOTS, STATE_SOURCES
 from octavo.layers.step import StepContext
-from octavo.layers.step_table import StepLayout
+from octavo.layers.step_table import StepLayout, StepTable
 from octavo.models.blocks.base import Parts
 from octavo.models.blocks.layer import LayerSpec
 from octavo.models.decoder import DecoderModel
@@ -83,7 +83,7 @@ class StepTrial:
             kv.layer_to_group,
             self._buffers,
         )
-        table = self._buffers.table.map(self._ops.to_device)
+        table: StepTable[Tensor] = self._buffers.table.map(self._ops.to_device)
         self._layers: list[_RecordedLayer] = []
         for index, layer in enumerate(self._model.layers):
             self._layers.append(_RecordedLayer(layer, self._outer, held=index in self._kinds.first))
@@ -123,7 +123,8 @@ class StepTrial:
         setup, weights = self._setup, self._setup.spec.weights()
         runs = [weight for weight in weights if self._kinds.runs(weight)]
         nbytes = sum(-(-w.nbytes(setup.dtype) // _ALIGNMENT) * _ALIGNMENT for w in runs)
-        memory, place, found = map_memory(nbytes), 0, {}
+        memory, place = map_memory(nbytes), 0
+        found: dict[str, _Loaded] = {}
         names = {weight.name for weight in runs}
         for weight in weights:
             size = weight.nbytes(setup.dtype)
@@ -213,9 +214,7 @@ class StepTrial:
             for name, begun, ended, nbytes, _, _ in _native.take_spans():
                 before = found.get(name, KernelCost(name, 0.0, 0.0))
                 read = nbytes if name.partition(" ")[0] in PARTS else 0.0
-                found[name] = KernelCost(
-                    name, before.seconds + ended - begun, before.nbytes + read
-                )
+                found[name] = KernelCost(name, before.seconds + ended - begun, before.nbytes + read)
             costs = list(found.values())
             if not best or _seconds(costs) < _seconds(best):
                 best = costs
@@ -336,7 +335,8 @@ def measure_bandwidth(nbytes: int, seconds: float = 0.3) -> float:
     x = full((1, k), 1.0, "bfloat16")
     out = full((1, n), 0.0, "bfloat16")
     ops.linear(x, weight, out=out)
-    taken, end = [], time.perf_counter() + seconds
+    taken: list[float] = []
+    end = time.perf_counter() + seconds
     while len(taken) < 3 or time.perf_counter() < end:
         begin = time.perf_counter()
         ops.linear(x, weight, out=out)
