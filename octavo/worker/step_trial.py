@@ -33,7 +33,7 @@ from octavo.models.state_cache import StateCache
 from octavo.models.weights import Weight
 from octavo.plan.memory import Scratch
 from octavo.plan.setup import WorkerSetup
-from octavo.plan.step_cost import PARTS, Batch, KernelCost, StepCost, distinct_experts
+from octavo.plan.step_cost import OTHER, Batch, KernelCost, StepCost, distinct_experts
 from octavo.quantization.plain import PLAIN
 from octavo.system.dtypes import DTYPE_NBYTES
 from octavo.system.tensor import Tensor, from_numpy, full
@@ -198,9 +198,10 @@ class StepTrial:
         ]
 
     def _measure(self, run: Callable[[], object]) -> list[KernelCost]:
-        """Return the kernels of a function; of several runs, those of the fastest."""
+        """Return the kernels of a function; of several runs, the least time of each call."""
         run()  # allocates memory, and wakes the threads
-        best: list[KernelCost] = []
+        least: list[float] = []
+        spans: list[Any] = []
         end = time.perf_counter() + _SECONDS
         for rounds in range(_MOST_ROUNDS):
             if rounds >= _LEAST_ROUNDS and time.perf_counter() > end:
@@ -210,15 +211,15 @@ class StepTrial:
                 run()
             finally:
                 _native.set_profiling(False)
-            found: dict[str, KernelCost] = {}
-            for name, begun, ended, nbytes, _, _ in _native.take_spans():
-                before = found.get(name, KernelCost(name, 0.0, 0.0))
-                read = nbytes if name.partition(" ")[0] in PARTS else 0.0
-                found[name] = KernelCost(name, before.seconds + ended - begun, before.nbytes + read)
-            costs = list(found.values())
-            if not best or _seconds(costs) < _seconds(best):
-                best = costs
-        return best
+            spans = _native.take_spans()
+            taken = [ended - begun for _, begun, ended, *_ in spans]
+            least = list(map(min, least, taken)) if least else taken
+        found: dict[str, KernelCost] = {}
+        for seconds, (name, _, _, nbytes, *_) in zip(least, spans, strict=True):
+            before = found.get(name, KernelCost(name, 0.0, 0.0))
+            read = nbytes if before.part != OTHER else 0.0
+            found[name] = KernelCost(name, before.seconds + seconds, before.nbytes + read)
+        return list(found.values())
 
     def _fill(self, batch: Batch) -> None:
         """Set the arrays of a step."""
@@ -314,10 +315,6 @@ def _part(batch: Batch, share: float) -> Batch:
 
 def _random(count: int) -> Tensor:
     return from_numpy(np.random.default_rng(0).standard_normal(count, np.float32))
-
-
-def _seconds(costs: list[KernelCost]) -> float:
-    return sum(cost.seconds for cost in costs)
 
 
 def measure_bandwidth(nbytes: int, seconds: float = 0.3) -> float:
