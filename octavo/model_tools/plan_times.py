@@ -18,11 +18,12 @@ from octavo.platforms.cpu import CPUPlatform
 from octavo.sampling_params import SamplingParams
 from octavo.system.device import num_cpus
 from octavo.system.distributed import ALONE
+from octavo.worker.memory_trial import try_memory
 from octavo.worker.scratch import measure_scratch
-from octavo.worker.step_trial import StepTrial, measure_bandwidth
+from octavo.worker.step_trial import StepTrial
 
-_MOST_WEIGHTS = 256 * 2**20
-"""Most bytes that a measurement of the bandwidth reads; they exceed the caches."""
+_MOST_BYTES = 256 * 2**20
+"""Most bytes that a measurement of the memory reads; they exceed the caches."""
 _HOST_STEPS = 32
 """Steps of the engine that measure the host's part."""
 
@@ -41,8 +42,8 @@ class Probe(Protocol):
     cores: int
     """Number of cores that compute."""
 
-    def bandwidth(self, nbytes: float) -> float:
-        """Return the bytes per second of steps that read `nbytes`."""
+    def memory(self, nbytes: float) -> Machine:
+        """Return the machine, for steps that read `nbytes`."""
         ...
 
     def host(self, num_reqs: int) -> float:
@@ -63,15 +64,18 @@ class MachineProbe:
 
     def __init__(self, num_threads: int | None) -> None:
         self.cores = num_threads or num_cpus()
-        self._bandwidths: dict[int, float] = {}
+        self._machines: dict[int, Machine] = {}
         self._hosts: dict[int, float] = {}
 
-    def bandwidth(self, nbytes: float) -> float:
+    def memory(self, nbytes: float) -> Machine:
         """Implement `Probe`."""
-        size = int(min(nbytes, _MOST_WEIGHTS))
-        if size not in self._bandwidths:
-            self._bandwidths[size] = measure_bandwidth(size)
-        return self._bandwidths[size]
+        size = int(min(nbytes, _MOST_BYTES))
+        known = [other for other in self._machines if size / 2 <= other <= 2 * size]
+        if not known:
+            _native.set_num_threads(self.cores)
+            self._machines[size] = try_memory(size)
+            known = [size]
+        return self._machines[known[0]]
 
     def host(self, num_reqs: int) -> float:
         """Return the mean of an engine with the built-in model."""
@@ -155,8 +159,11 @@ def expect_times(
         return costs[batch]
 
     one, several = load.decode(1), load.decode(most)
-    machine = Machine(
-        bandwidth or probe.bandwidth(cost(one).nbytes), (cores or probe.cores) / probe.cores
+    machine = probe.memory(cost(one).nbytes)
+    machine = replace(
+        machine,
+        bandwidth=bandwidth or machine.bandwidth,
+        speed=(cores or probe.cores) / probe.cores,
     )
 
     def first_token(num_reqs: int) -> float:

@@ -1,9 +1,11 @@
 """Model of the time of a step: computing and reading, kernel by kernel, and the host's part.
 
-A kernel reads weights, keys, values or states while it computes, so its time is the larger one of
-the two (Williams, Waterman and Patterson 2009, "Roofline"). The seconds of computing are measured
-with these numbers in the caches (`octavo/worker/step_trial.py`); the bytes follow from the shapes.
-So the time on another machine follows from its bandwidth and its number of cores.
+A kernel reads weights, keys, values or states while it computes. If it did both at once, its time
+would be the larger one of the two (Williams, Waterman and Patterson 2009, "Roofline"). In fact a
+share of the smaller one is not hidden. The seconds of computing are measured with these numbers in
+the caches (`octavo/worker/step_trial.py`), the bytes follow from the shapes, and the shares are
+properties of the machine (`octavo/worker/memory_trial.py`). So the time on another machine follows
+from its bandwidth and its number of cores.
 """
 
 from __future__ import annotations
@@ -34,10 +36,15 @@ class Machine:
     Attributes:
         bandwidth: bytes per second that all cores together read from memory.
         speed: speed of computing, relative to the machine of the measurement.
+        exposed: share of the smaller one of computing and reading that the larger one does not hide
+            in products with weights, which are contiguous.
+        exposed_in_blocks: the same of kernels that read keys, values or states in small blocks.
     """
 
     bandwidth: float
     speed: float = 1.0
+    exposed: float = 0.0
+    exposed_in_blocks: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -61,7 +68,10 @@ class KernelCost:
 
     def time(self, machine: Machine) -> float:
         """Return the seconds on a machine."""
-        return max(self.seconds / machine.speed, self.nbytes / machine.bandwidth)
+        computing, reading = self.seconds / machine.speed, self.nbytes / machine.bandwidth
+        is_product = self.part in ("products", "experts")
+        exposed = machine.exposed if is_product else machine.exposed_in_blocks
+        return max(computing, reading) + exposed * min(computing, reading)
 
 
 @dataclass(frozen=True)

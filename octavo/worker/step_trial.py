@@ -315,27 +315,3 @@ def _part(batch: Batch, share: float) -> Batch:
 
 def _random(count: int) -> Tensor:
     return from_numpy(np.random.default_rng(0).standard_normal(count, np.float32))
-
-
-def measure_bandwidth(nbytes: int, seconds: float = 0.3) -> float:
-    """Return the bytes per second that the product of one row reads of a weight in memory.
-
-    Args:
-        nbytes: size of the weight. A weight that fits the caches is read from these.
-        seconds: approximate duration.
-    """
-    ops, k = NativeOps(), 2048
-    n = max(64, nbytes // (2 * k) // 64 * 64)
-    memory = map_memory(2 * n * k)
-    _native.touch_pages(memory.data_ptr(), memory.nbytes)
-    weight = PackedWeight(memory, n, k, "bfloat16", _native.panel())
-    x = full((1, k), 1.0, "bfloat16")
-    out = full((1, n), 0.0, "bfloat16")
-    ops.linear(x, weight, out=out)
-    taken: list[float] = []
-    end = time.perf_counter() + seconds
-    while len(taken) < 3 or time.perf_counter() < end:
-        begin = time.perf_counter()
-        ops.linear(x, weight, out=out)
-        taken.append(time.perf_counter() - begin)
-    return memory.nbytes / float(np.percentile(taken, 25))

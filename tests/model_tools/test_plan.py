@@ -14,7 +14,7 @@ from octavo.model_tools.plan import Expectation, plan
 from octavo.model_tools.plan_times import MachineProbe
 from octavo.models.hub import local_folder
 from octavo.models.registry import read_spec
-from octavo.plan.step_cost import KernelCost, StepCost
+from octavo.plan.step_cost import KernelCost, Machine, StepCost
 
 STORIES = local_folder("octavo/stories")
 
@@ -129,8 +129,8 @@ class FixedProbe:
     def __init__(self):
         self.tried = []
 
-    def bandwidth(self, nbytes):
-        return 1000.0
+    def memory(self, nbytes):
+        return Machine(1000.0)
 
     def host(self, num_reqs):
         return 0.001

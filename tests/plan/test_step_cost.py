@@ -25,6 +25,14 @@ def test_a_kernel_computes_while_it_reads():
     assert COST.time(Machine(10.0)) == 12.75
 
 
+def test_a_share_of_the_smaller_one_is_not_hidden():
+    parts = COST.parts(Machine(10.0, exposed=0.5))
+    assert parts["products"] == 3.0 + 0.5 * 2 + 5.0 + 0.5 * 1
+    assert parts["attention"] == 4.0
+    attention = StepCost((KernelCost("attention", 4.0, 20.0),))
+    assert attention.time(Machine(10.0, exposed_in_blocks=0.25)) == 4.0 + 0.25 * 2
+
+
 def test_another_machine_computes_and_reads_faster():
     assert COST.time(Machine(1e9, speed=2.0)) == (2 + 1 + 4 + 0.5) / 2 + 0.25
     assert COST.time(Machine(20.0, speed=1e9)) == pytest.approx(80 / 20 + 0.25)

@@ -16,7 +16,7 @@ from octavo.platforms.cpu import CPUPlatform
 from octavo.system.device import resident_memory
 from octavo.worker import step_trial
 from octavo.worker.scratch import measure_scratch
-from octavo.worker.step_trial import StepTrial, measure_bandwidth
+from octavo.worker.step_trial import StepTrial
 from tests.models.harness import Runner, load, save_config, spec_of
 from tests.models.test_parity import CASES
 
@@ -120,7 +120,7 @@ def test_long_steps_are_tried_in_part(tmp_path: Path, monkeypatch: pytest.Monkey
     trial._most_seconds = 0.0
     cost = trial.run(((28, 100),))
     assert ((28 + 34, 32),) in sizes  # the middle
-    assert cost.parts
+    assert min(kernel.seconds for kernel in cost.kernels) > 0
     sizes.clear()
     trial.run(((0, 25),) * 4)
     assert ((0, 25),) in sizes  # one of the prompts
@@ -133,7 +133,10 @@ def test_weights_take_no_memory(tmp_path: Path) -> None:
     before = resident_memory()
     trial = make_trial(spec, "bfloat16")
     trial.run(((3, 1),))
-    assert resident_memory() < before + 32 * 2**20
+    after = resident_memory()
+    assert before is not None
+    assert after is not None
+    assert after < before + 32 * 2**20
 
 
 def test_only_one_layer_of_a_kind_runs(tmp_path: Path) -> None:
@@ -141,7 +144,3 @@ def test_only_one_layer_of_a_kind_runs(tmp_path: Path) -> None:
     more = replace(spec, layers=spec.layers * 3)
     few, many = (reads(make_trial(one).run(((9, 1),))) for one in (spec, more))
     assert many["attention"] == 3 * few["attention"]
-
-
-def test_bandwidth_of_small_weights() -> None:
-    assert 1e8 < measure_bandwidth(2**20, 0.01) < 1e13
