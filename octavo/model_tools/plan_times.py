@@ -15,10 +15,11 @@ from octavo.models.spec import ModelSpec
 from octavo.plan.setup import WorkerSetup
 from octavo.plan.step_cost import Batch, Load, Machine, StepCost
 from octavo.platforms.cpu import CPUPlatform
+from octavo.quantization.base import WeightForm
 from octavo.sampling_params import SamplingParams
 from octavo.system.device import num_cpus
 from octavo.system.distributed import ALONE
-from octavo.worker.memory_trial import try_memory
+from octavo.worker.memory_trial import MemoryTrial
 from octavo.worker.scratch import measure_scratch
 from octavo.worker.step_trial import StepTrial
 
@@ -42,8 +43,8 @@ class Probe(Protocol):
     cores: int
     """Number of cores that compute."""
 
-    def memory(self, nbytes: float) -> Machine:
-        """Return the machine, for steps that read `nbytes`."""
+    def memory(self, nbytes: float, form: WeightForm, dtype: str) -> Machine:
+        """Return the machine, for steps that read `nbytes`, mostly weights of a form."""
         ...
 
     def host(self, num_reqs: int) -> float:
@@ -64,18 +65,21 @@ class MachineProbe:
 
     def __init__(self, num_threads: int | None) -> None:
         self.cores = num_threads or num_cpus()
-        self._machines: dict[int, Machine] = {}
+        self._trials: dict[int, MemoryTrial] = {}
+        self._machines: dict[tuple[int, str, str], Machine] = {}
         self._hosts: dict[int, float] = {}
 
-    def memory(self, nbytes: float) -> Machine:
+    def memory(self, nbytes: float, form: WeightForm, dtype: str) -> Machine:
         """Implement `Probe`."""
         size = int(min(nbytes, _MOST_BYTES))
-        known = [other for other in self._machines if size / 2 <= other <= 2 * size]
-        if not known:
+        near = next((other for other in self._trials if size / 2 <= other <= 2 * size), size)
+        if near not in self._trials:
             _native.set_num_threads(self.cores)
-            self._machines[size] = try_memory(size)
-            known = [size]
-        return self._machines[known[0]]
+            self._trials[near] = MemoryTrial(size)
+        key = near, form.name, dtype
+        if key not in self._machines:
+            self._machines[key] = self._trials[near].run(form, dtype)
+        return self._machines[key]
 
     def host(self, num_reqs: int) -> float:
         """Return the mean of an engine with the built-in model."""
@@ -159,7 +163,7 @@ def expect_times(
         return costs[batch]
 
     one, several = load.decode(1), load.decode(most)
-    machine = probe.memory(cost(one).nbytes)
+    machine = probe.memory(cost(one).nbytes, _main_form(setup), setup.dtype)
     machine = replace(
         machine,
         bandwidth=bandwidth or machine.bandwidth,
@@ -184,6 +188,18 @@ def expect_times(
         },
         machine=machine,
     )
+
+
+def _main_form(setup: WorkerSetup) -> WeightForm:
+    """Return the form of most bytes of the linear weights."""
+    sizes: dict[str, int] = {}
+    forms = {}
+    for weight in setup.spec.weights():
+        if weight.kind == "linear":
+            name = weight.form.name
+            forms[name] = weight.form
+            sizes[name] = sizes.get(name, 0) + weight.nbytes(setup.dtype)
+    return forms[max(sizes, key=sizes.__getitem__)]
 
 
 def _measure_host(num_reqs: int, num_threads: int) -> float:

@@ -1,7 +1,7 @@
 """Trial of this machine's memory: its bandwidth, and how well kernels hide reading.
 
-Products and attention run once with their numbers in the caches, and once with numbers that fill
-memory.
+Products and attention run once with numbers that fill memory, and once with zeros that have no
+memory of their own and stay in the caches, as in `step_trial.py`.
 """
 
 from __future__ import annotations
@@ -15,91 +15,99 @@ import numpy as np
 from octavo import _native
 from octavo.attention.base import AttentionMetadata, AttentionParams
 from octavo.attention.cpu import CPUAttention
-from octavo.kernels.base import PackedWeight
 from octavo.kernels.memory import map_memory
 from octavo.kernels.native import NativeOps
+from octavo.kernels.sizes import PANEL
 from octavo.plan.step_cost import Machine
+from octavo.quantization.base import PackedShape, WeightForm
 from octavo.system.tensor import HostTensor, from_numpy, full
 
 _INPUTS, _ROWS = 2048, 8
-_CACHED_OUTPUTS = 256
-"""Outputs of a weight in the caches for each thread: 1 MiB."""
 _KV_HEADS, _GROUP, _HEAD_SIZE, _BLOCK_SIZE = 8, 4, 64, 16
 _REQUESTS, _BLOCKS = 8, 32
-_BF16 = 2
-_SECONDS = 0.1
+_LEAST_NBYTES = 2**22
+_SECONDS = 0.06
 """Time of each measurement."""
 
 
-def try_memory(nbytes: int) -> Machine:
-    """Measure the memory, with the current number of kernel threads; takes about a second.
+class MemoryTrial:
+    """Trial of the memory, with the current number of kernel threads.
 
     Args:
         nbytes: bytes that a step reads. Numbers that fit the caches are read from these.
     """
-    memory = map_memory(max(nbytes, 2**22))
-    _native.touch_pages(memory.data_ptr(), memory.nbytes)
-    bandwidth, exposed = _try_products(memory)
-    return Machine(bandwidth, exposed=exposed, exposed_in_blocks=_try_attention(memory, bandwidth))
 
+    def __init__(self, nbytes: int) -> None:
+        self._ops = NativeOps()
+        self._memory = map_memory(max(nbytes, _LEAST_NBYTES))
+        _native.touch_pages(self._memory.data_ptr(), self._memory.nbytes)
+        self._zeros = map_memory(self._memory.nbytes)
 
-def _try_products(memory: HostTensor) -> tuple[float, float]:
-    """Return the bandwidth, and the exposed share in products.
+    def run(self, form: WeightForm, dtype: str) -> Machine:
+        """Return the figures of the machine for weights of a form.
 
-    With r, the time of reading, and x, the exposed share: the product of one row takes
-    r + x * computing, as reading takes longer; that of several rows takes computing + x * r.
-    """
-    ops, panels = NativeOps(), 64
+        With r, the time of reading, and x, the exposed share: the product of one row takes
+        r + x * computing, as reading takes longer; that of several rows takes computing + x * r.
 
-    def seconds(rows: int, outputs: int) -> float:
-        n = outputs // panels * panels
-        data = memory[: _BF16 * n * _INPUTS]
-        weight = PackedWeight(data, n, _INPUTS, "bfloat16", _native.panel())
-        x, out = full((rows, _INPUTS), 1.0, "bfloat16"), full((rows, n), 0.0, "bfloat16")
-        return _lower_quartile(lambda _: ops.linear(x, weight, out=out)) / n
-
-    whole = memory.nbytes // (_BF16 * _INPUTS)
-    few = min(whole, _CACHED_OUTPUTS * _native.num_threads())
-    one, several = seconds(1, whole), seconds(_ROWS, whole)
-    # Not less than 0, and not more than it can be
-    product = max(0.0, several - seconds(_ROWS, few)) * seconds(1, few)
-    reading = (one + math.sqrt(max(0.0, one**2 - 4 * product))) / 2
-    exposed = min(1.0, max(0.0, several - seconds(_ROWS, few)) / reading)
-    return _BF16 * _INPUTS / reading, exposed
-
-
-def _try_attention(memory: HostTensor, bandwidth: float) -> float:
-    """Return the exposed share in attention of decoded tokens."""
-    backend, block_nbytes = CPUAttention(), 2 * _BF16 * _KV_HEADS * _BLOCK_SIZE * _HEAD_SIZE
-    count = memory.nbytes // block_nbytes
-    kv_cache = memory[: count * block_nbytes].view("bfloat16")
-    shape = backend.kv_cache_shape(count, _BLOCK_SIZE, _KV_HEADS, _HEAD_SIZE)
-    used = min(_REQUESTS * _BLOCKS, count)
-    requests, length = used // _BLOCKS or 1, min(_BLOCKS, used) * _BLOCK_SIZE
-    query = full((requests, _KV_HEADS * _GROUP, _HEAD_SIZE), 1.0, "bfloat16")
-    out = full((requests, _KV_HEADS * _GROUP, _HEAD_SIZE), 0.0, "bfloat16")
-    tables = np.arange(count // used * used, dtype=np.int32).reshape(-1, requests, used // requests)
-    metadata = [
-        AttentionMetadata(
-            num_reqs=requests,
-            num_tokens=requests,
-            max_query_len=1,
-            max_seq_len=length,
-            query_start_loc=from_numpy(np.arange(requests + 1, dtype=np.int32)),
-            seq_lens=from_numpy(np.full(requests, length, np.int32)),
-            block_table=from_numpy(table),
-            slot_mapping=from_numpy(np.zeros(requests, np.int64)),
+        Args:
+            form: the form of the weights.
+            dtype: type of the model.
+        """
+        one, several = (self._product(rows, self._memory, form, dtype) for rows in (1, _ROWS))
+        few, many = (self._product(rows, self._zeros, form, dtype) for rows in (1, _ROWS))
+        more = max(0.0, several - many)
+        reading = (one + math.sqrt(max(0.0, one**2 - 4 * more * few))) / 2
+        bandwidth = self._memory.nbytes / reading
+        return Machine(
+            bandwidth,
+            exposed=min(1.0, more / min(many, reading)),
+            exposed_in_blocks=self._attention(bandwidth),
         )
-        for table in tables
-    ]
-    params = AttentionParams(scale=1.0)
-    view = kv_cache.view(shape)
-    cached = _lower_quartile(lambda _: backend.forward(query, view, metadata[0], out, params))
-    read = _lower_quartile(
-        lambda turn: backend.forward(query, view, metadata[turn % len(metadata)], out, params)
-    )
-    reading = used * block_nbytes / bandwidth
-    return min(1.0, max(0.0, (read - max(cached, reading)) / min(cached, reading)))
+
+    def _product(self, rows: int, memory: HostTensor, form: WeightForm, dtype: str) -> float:
+        """Return the seconds of a product with a weight that fills the memory."""
+        panel = form.nbytes(PackedShape(PANEL, _INPUTS, dtype))
+        n = memory.nbytes // panel * PANEL
+        shape = PackedShape(n, _INPUTS, dtype)
+        weight = form.wrap(memory[: form.nbytes(shape)], shape)
+        x, out = full((rows, _INPUTS), 1.0, dtype), full((rows, n), 0.0, dtype)
+        return _lower_quartile(lambda _: self._ops.linear(x, weight, out=out))
+
+    def _attention(self, bandwidth: float) -> float:
+        """Return the exposed share in attention of decoded tokens."""
+        backend, block_nbytes = CPUAttention(), 4 * _KV_HEADS * _BLOCK_SIZE * _HEAD_SIZE
+        count = self._memory.nbytes // block_nbytes
+        used = min(_REQUESTS * _BLOCKS, count // _BLOCKS * _BLOCKS)
+        requests, length = used // _BLOCKS, _BLOCKS * _BLOCK_SIZE
+        query = full((requests, _KV_HEADS * _GROUP, _HEAD_SIZE), 1.0, "bfloat16")
+        out = full((requests, _KV_HEADS * _GROUP, _HEAD_SIZE), 0.0, "bfloat16")
+        tables = np.arange(count // used * used, dtype=np.int32).reshape(-1, requests, _BLOCKS)
+        turns = [
+            AttentionMetadata(
+                num_reqs=requests,
+                num_tokens=requests,
+                max_query_len=1,
+                max_seq_len=length,
+                query_start_loc=from_numpy(np.arange(requests + 1, dtype=np.int32)),
+                seq_lens=from_numpy(np.full(requests, length, np.int32)),
+                block_table=from_numpy(table),
+                slot_mapping=from_numpy(np.zeros(requests, np.int64)),
+            )
+            for table in tables
+        ]
+        shape = backend.kv_cache_shape(count, _BLOCK_SIZE, _KV_HEADS, _HEAD_SIZE)
+        params, seconds = AttentionParams(scale=1.0), []
+        for memory in (self._zeros, self._memory):
+            cache = memory[: count * block_nbytes].view("bfloat16").view(shape)
+
+            def attend(turn: int, cache: HostTensor = cache) -> None:
+                backend.forward(query, cache, turns[turn % len(turns)], out, params)
+
+            seconds.append(_lower_quartile(attend))
+        computing, whole = seconds
+        reading = used * block_nbytes / bandwidth
+        exposed = (whole - max(computing, reading)) / min(computing, reading)
+        return min(1.0, max(0.0, exposed))
 
 
 def _lower_quartile(run: Callable[[int], object]) -> float:

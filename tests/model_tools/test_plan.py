@@ -127,9 +127,10 @@ class FixedProbe:
     cores = 2
 
     def __init__(self):
-        self.tried = []
+        self.tried, self.forms = [], set()
 
-    def memory(self, nbytes):
+    def memory(self, nbytes, form, dtype):
+        self.forms.add(form.name)
         return Machine(1000.0)
 
     def host(self, num_reqs):
@@ -161,6 +162,7 @@ def test_expected_times():
     result, probe = expect(max_num_batched_tokens=200, max_num_seqs=8)
     times = result["times"]
     assert probe.max_len == 120
+    assert probe.forms == {"plain", "int8", "int4"}
     assert times["problem"] is None
     assert (times["cores"], times["bandwidth"]) == (2, 1000.0)
     assert times["tpot_ms"] == pytest.approx(100 + 111 + 1)

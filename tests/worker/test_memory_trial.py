@@ -1,21 +1,24 @@
 """Trial of the machine's memory."""
 
-import numpy as np
+from typing import Any
+
 import pytest
 
-from octavo.kernels.native import NativeOps
+from octavo.quantization.base import WeightForm
+from octavo.quantization.gguf import Blocks
+from octavo.quantization.plain import PLAIN
+from octavo.quantization.registry import FORMS
 from octavo.worker import memory_trial
-from octavo.worker.memory_trial import try_memory
+from octavo.worker.memory_trial import MemoryTrial
 
 
-@pytest.fixture(autouse=True)
-def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_trial, "_SECONDS", 0.001)
-
-
+@pytest.mark.parametrize("form", [*FORMS.values(), Blocks("q4_k")], ids=lambda form: form.name)
 @pytest.mark.parametrize("nbytes", [0, 2**25])
-def test_figures_are_possible(nbytes: int) -> None:
-    found = try_memory(nbytes)
+def test_figures_are_possible(
+    nbytes: int, form: WeightForm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory_trial, "_SECONDS", 0.001)
+    found = MemoryTrial(nbytes).run(form, "bfloat16")
     assert 1e8 < found.bandwidth < 1e13
     assert found.speed == 1
     assert 0 <= found.exposed <= 1
@@ -26,24 +29,26 @@ def test_figures_are_possible(nbytes: int) -> None:
 def test_products_of_one_and_of_several_rows(
     exposed: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Reading an output's weights takes 4 us; computing a row of it 1 us, and eight rows 10 us."""
+    """Reading takes 4 s, computing a row 1 s, and eight rows 10 s."""
+    trial = MemoryTrial(2**22)
 
-    def linear(self: NativeOps, x: np.ndarray, weight: object, **_: object) -> None:
-        taken.append((x.shape[0], weight.n))  # type: ignore[attr-defined]
+    def product(rows: int, memory: Any, form: WeightForm, dtype: str) -> float:
+        computing, reading = {1: 1.0, 8: 10.0}[rows], 4.0
+        if memory is trial._zeros:
+            return computing
+        return max(computing, reading) + exposed * min(computing, reading)
 
-    def seconds(run: object) -> float:
-        run(0)  # type: ignore[operator]
-        rows, outputs = taken.pop()
-        computing = {1: 1e-6, 8: 10e-6}[rows]
-        if outputs < 4096:
-            return computing * outputs
-        return (max(computing, 4e-6) + exposed * min(computing, 4e-6)) * outputs
-
-    taken: list[tuple[int, int]] = []
-    monkeypatch.setattr(NativeOps, "linear", linear)
-    monkeypatch.setattr(memory_trial, "_lower_quartile", seconds)
-    monkeypatch.setattr(memory_trial, "_try_attention", lambda memory, bandwidth: 0.5)
-    found = try_memory(2**25)
-    assert found.bandwidth == pytest.approx(2 * 2048 / 4e-6)
+    monkeypatch.setattr(trial, "_product", product)
+    monkeypatch.setattr(trial, "_attention", lambda bandwidth: 0.5)
+    found = trial.run(PLAIN, "bfloat16")
+    assert found.bandwidth == pytest.approx(2**22 / 4)
     assert found.exposed == pytest.approx(exposed)
     assert found.exposed_in_blocks == 0.5
+
+
+@pytest.mark.parametrize(("whole", "exposed"), [(8.0, 0.0), (9.0, 0.5), (20.0, 1.0)])
+def test_attention(whole: float, exposed: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Computing takes 8 s, and reading 2 s."""
+    trial, times = MemoryTrial(2**22), iter([8.0, whole])
+    monkeypatch.setattr(memory_trial, "_lower_quartile", lambda run: next(times))
+    assert trial._attention(2**22 / 2) == exposed

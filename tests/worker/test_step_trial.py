@@ -116,7 +116,12 @@ def test_long_steps_are_tried_in_part(tmp_path: Path, monkeypatch: pytest.Monkey
     trial = make_trial(save_config(tmp_path, *CASES["llama"]))
     sizes: list[Batch] = []
     fill = trial._fill
-    monkeypatch.setattr(trial, "_fill", lambda batch: (sizes.append(batch), fill(batch)))
+
+    def record(batch: Batch) -> None:
+        sizes.append(batch)
+        fill(batch)
+
+    monkeypatch.setattr(trial, "_fill", record)
     trial._most_seconds = 0.0
     cost = trial.run(((28, 100),))
     assert ((28 + 34, 32),) in sizes  # the middle
