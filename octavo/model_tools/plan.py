@@ -161,6 +161,8 @@ def plan(
     kwargs: Mapping[str, Any],
     shape: SessionShape | None = None,
     expected: Expectation | None = None,
+    *,
+    compare_settings: bool = True,
 ) -> dict[str, Any]:
     """Return the memory plan of `octavo serve`, and the times to expect.
 
@@ -168,6 +170,7 @@ def plan(
         kwargs: settings, as `LLM` takes them.
         shape: chat sessions whose hits are predicted; None: the default ones.
         expected: requests and machine of the expected times; None: without times.
+        compare_settings: False to leave out what each setting buys.
 
     Returns:
         model; total, limit (bytes; None: no limit); `items`: the bytes of each purpose; num_blocks,
@@ -207,7 +210,8 @@ def plan(
         expected = replace(expected, probe=probe)
         times = _expect(found, load, expected)
         result["times"] |= _describe_times(times, load, expected.cores or probe.cores)
-        result["settings"] = list(_compare_settings(kwargs, found, load, expected, times))
+        if compare_settings:
+            result["settings"] = list(_compare_settings(kwargs, found, load, expected, times))
     return result
 
 
