@@ -43,8 +43,11 @@ class Probe(Protocol):
     cores: int
     """Number of cores that compute."""
 
-    def memory(self, nbytes: float, form: WeightForm, dtype: str) -> Machine:
-        """Return the machine, for steps that read `nbytes`, mostly weights of a form."""
+    def memory(self, nbytes: float, form: WeightForm, dtype: str, num_reqs: int) -> Machine:
+        """Return the machine for steps of `num_reqs` requests that read `nbytes`.
+
+        Most of these are weights of the given form.
+        """
         ...
 
     def host(self, num_reqs: int) -> float:
@@ -66,19 +69,19 @@ class MachineProbe:
     def __init__(self, num_threads: int | None) -> None:
         self.cores = num_threads or num_cpus()
         self._trials: dict[int, MemoryTrial] = {}
-        self._machines: dict[tuple[int, str, str], Machine] = {}
+        self._machines: dict[tuple[int, str, str, int], Machine] = {}
         self._hosts: dict[int, float] = {}
 
-    def memory(self, nbytes: float, form: WeightForm, dtype: str) -> Machine:
+    def memory(self, nbytes: float, form: WeightForm, dtype: str, num_reqs: int) -> Machine:
         """Implement `Probe`."""
         size = int(min(nbytes, _MOST_BYTES))
         near = next((other for other in self._trials if size / 2 <= other <= 2 * size), size)
         if near not in self._trials:
             _native.set_num_threads(self.cores)
             self._trials[near] = MemoryTrial(size)
-        key = near, form.name, dtype
+        key = near, form.name, dtype, num_reqs
         if key not in self._machines:
-            self._machines[key] = self._trials[near].run(form, dtype)
+            self._machines[key] = self._trials[near].run(form, dtype, num_reqs)
         return self._machines[key]
 
     def host(self, num_reqs: int) -> float:
@@ -163,7 +166,7 @@ def expect_times(
         return costs[batch]
 
     one, several = load.decode(1), load.decode(most)
-    machine = probe.memory(cost(one).nbytes, _main_form(setup), setup.dtype)
+    machine = probe.memory(cost(one).nbytes, _main_form(setup), setup.dtype, most)
     machine = replace(
         machine,
         bandwidth=bandwidth or machine.bandwidth,

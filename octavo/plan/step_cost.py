@@ -27,6 +27,8 @@ PARTS = {
 }
 """Part of a step for each kernel that reads memory; the others have activations in the caches."""
 OTHER, HOST = "other kernels", "host"
+FEW_ROWS = 2
+"""Most rows of a product that fetches weights ahead, and so computes only while it reads."""
 
 
 @dataclass(frozen=True)
@@ -34,10 +36,11 @@ class Machine:
     """Machine that computes the steps.
 
     Attributes:
-        bandwidth: bytes per second that all cores together read from memory.
+        bandwidth: bytes per second that all cores together read from memory, while they compute
+            products of one row.
         speed: speed of computing, relative to the machine of the measurement.
         exposed: share of the smaller one of computing and reading that the larger one does not hide
-            in products with weights, which are contiguous.
+            in products of several rows.
         exposed_in_blocks: the same of kernels that read keys, values or states in small blocks.
     """
 
@@ -55,11 +58,13 @@ class KernelCost:
         name: its name, as in `_native.take_spans`.
         seconds: time of computing, if all it reads is in the caches.
         nbytes: bytes that it reads from memory; 0: it reads activations only.
+        rows: rows that it multiplies by each weight, on average.
     """
 
     name: str
     seconds: float
     nbytes: float
+    rows: float = 1.0
 
     @property
     def part(self) -> str:
@@ -69,8 +74,10 @@ class KernelCost:
     def time(self, machine: Machine) -> float:
         """Return the seconds on a machine."""
         computing, reading = self.seconds / machine.speed, self.nbytes / machine.bandwidth
-        is_product = self.part in ("products", "experts")
-        exposed = machine.exposed if is_product else machine.exposed_in_blocks
+        if self.part not in ("products", "experts"):
+            exposed = machine.exposed_in_blocks
+        else:
+            exposed = machine.exposed if self.rows > FEW_ROWS else 0.0
         return max(computing, reading) + exposed * min(computing, reading)
 
 

@@ -6,7 +6,6 @@ memory of their own and stay in the caches, as in `step_trial.py`.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 
@@ -18,11 +17,11 @@ from octavo.attention.cpu import CPUAttention
 from octavo.kernels.memory import map_memory
 from octavo.kernels.native import NativeOps
 from octavo.kernels.sizes import PANEL
-from octavo.plan.step_cost import Machine
+from octavo.plan.step_cost import FEW_ROWS, Machine
 from octavo.quantization.base import PackedShape, WeightForm
 from octavo.system.tensor import HostTensor, from_numpy, full
 
-_INPUTS, _ROWS = 2048, 8
+_INPUTS = 2048
 _KV_HEADS, _GROUP, _HEAD_SIZE, _BLOCK_SIZE = 8, 4, 64, 16
 _REQUESTS, _BLOCKS = 8, 32
 _LEAST_NBYTES = 2**22
@@ -43,24 +42,22 @@ class MemoryTrial:
         _native.touch_pages(self._memory.data_ptr(), self._memory.nbytes)
         self._zeros = map_memory(self._memory.nbytes)
 
-    def run(self, form: WeightForm, dtype: str) -> Machine:
+    def run(self, form: WeightForm, dtype: str, rows: int) -> Machine:
         """Return the figures of the machine for weights of a form.
-
-        With r, the time of reading, and x, the exposed share: the product of one row takes
-        r + x * computing, as reading takes longer; that of several rows takes computing + x * r.
 
         Args:
             form: the form of the weights.
             dtype: type of the model.
+            rows: rows of products of several rows.
         """
-        one, several = (self._product(rows, self._memory, form, dtype) for rows in (1, _ROWS))
-        few, many = (self._product(rows, self._zeros, form, dtype) for rows in (1, _ROWS))
-        more = max(0.0, several - many)
-        reading = (one + math.sqrt(max(0.0, one**2 - 4 * more * few))) / 2
+        rows = max(rows, FEW_ROWS + 1)
+        reading = self._product(1, self._memory, form, dtype)
+        computing = self._product(rows, self._zeros, form, dtype)
+        whole = self._product(rows, self._memory, form, dtype)
         bandwidth = self._memory.nbytes / reading
         return Machine(
             bandwidth,
-            exposed=min(1.0, more / min(many, reading)),
+            exposed=_exposed(whole, computing, reading),
             exposed_in_blocks=self._attention(bandwidth),
         )
 
@@ -106,8 +103,12 @@ class MemoryTrial:
             seconds.append(_lower_quartile(attend))
         computing, whole = seconds
         reading = used * block_nbytes / bandwidth
-        exposed = (whole - max(computing, reading)) / min(computing, reading)
-        return min(1.0, max(0.0, exposed))
+        return _exposed(whole, computing, reading)
+
+
+def _exposed(whole: float, computing: float, reading: float) -> float:
+    """Return the share of the smaller one of two times that the larger one does not hide."""
+    return max(0.0, whole - max(computing, reading)) / min(computing, reading)
 
 
 def _lower_quartile(run: Callable[[int], object]) -> float:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -106,10 +107,13 @@ class StepTrial:
         kernels = self._try(self._outer, batch)
         for index, count in self._kinds.first.items():
             found = self._try_layer(index, batch)
-            kernels += [KernelCost(k.name, count * k.seconds, count * k.nbytes) for k in found]
+            kernels += [
+                replace(k, seconds=count * k.seconds, nbytes=count * k.nbytes) for k in found
+            ]
         samples = len(batch)
         self._fill(batch)
-        kernels += self._measure(lambda: self._head.run(samples, samples, samples))
+        head = self._measure(lambda: self._head.run(samples, samples, samples))
+        kernels += [replace(kernel, rows=samples) for kernel in head]
         params = np.zeros(samples, SAMPLING_ROW)
         params["temperature"], params["top_p"] = 1.0, 1.0
         logits = self._logits[:samples]
@@ -187,13 +191,11 @@ class StepTrial:
                 tried = _part(batch, self._most_seconds / expected)
                 scale = tokens / sum(count for _, count in tried)
         found = self._try(layer.plan, tried)
-        expert_nbytes = self._kinds.expert_nbytes(index, tokens, self._setup.dtype)
+        expert_nbytes, expert_rows = self._kinds.experts(index, tokens, self._setup.dtype)
         return [
-            KernelCost(
-                kernel.name,
-                scale * kernel.seconds,
-                expert_nbytes if kernel.name == "experts" else kernel.nbytes,
-            )
+            KernelCost(kernel.name, scale * kernel.seconds, expert_nbytes, expert_rows)
+            if kernel.name == "experts"
+            else KernelCost(kernel.name, scale * kernel.seconds, kernel.nbytes, tokens)
             for kernel in found
         ]
 
@@ -260,15 +262,16 @@ class _Kinds:
         kind, index, *_ = f"{weight.name}.".split(".")
         return kind != "layers" or int(index) in self.first
 
-    def expert_nbytes(self, index: int, num_tokens: int, dtype: str) -> float:
-        """Return the bytes of the experts of a layer that a step reads."""
-        total = 0.0
+    def experts(self, index: int, num_tokens: int, dtype: str) -> tuple[float, float]:
+        """Return the bytes of the experts of a layer that a step reads, and rows of an expert."""
+        total, rows = 0.0, 0.0
         for weight in self._spec.weights():
             if weight.expert is not None and weight.name.startswith(f"layers.{index}."):
-                count = weight.expert.count
-                used = distinct_experts(count, weight.expert.active, num_tokens)
+                count, active = weight.expert.count, weight.expert.active
+                used = distinct_experts(count, active, num_tokens)
                 total += weight.nbytes(dtype) * used / count
-        return total
+                rows = num_tokens * active / used
+        return total, rows
 
 
 class _RecordedLayer:

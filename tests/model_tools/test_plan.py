@@ -129,7 +129,7 @@ class FixedProbe:
     def __init__(self):
         self.tried, self.forms = [], set()
 
-    def memory(self, nbytes, form, dtype):
+    def memory(self, nbytes, form, dtype, num_reqs):
         self.forms.add(form.name)
         return Machine(1000.0)
 

@@ -26,9 +26,10 @@ def test_a_kernel_computes_while_it_reads():
 
 
 def test_a_share_of_the_smaller_one_is_not_hidden():
-    parts = COST.parts(Machine(10.0, exposed=0.5))
-    assert parts["products"] == 3.0 + 0.5 * 2 + 5.0 + 0.5 * 1
-    assert parts["attention"] == 4.0
+    machine = Machine(10.0, exposed=0.5, exposed_in_blocks=0.25)
+    assert COST.time(machine) == COST.time(Machine(10.0))  # products of one row
+    assert KernelCost("linear 64x64", 2.0, 30.0, rows=8).time(machine) == 3.0 + 0.5 * 2
+    assert KernelCost("experts", 2.0, 10.0, rows=3).time(machine) == 2.0 + 0.5 * 1
     attention = StepCost((KernelCost("attention", 4.0, 20.0),))
     assert attention.time(Machine(10.0, exposed_in_blocks=0.25)) == 4.0 + 0.25 * 2
 

@@ -18,35 +18,38 @@ def test_figures_are_possible(
     nbytes: int, form: WeightForm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(memory_trial, "_SECONDS", 0.001)
-    found = MemoryTrial(nbytes).run(form, "bfloat16")
+    found = MemoryTrial(nbytes).run(form, "bfloat16", 4)
     assert 1e8 < found.bandwidth < 1e13
     assert found.speed == 1
-    assert 0 <= found.exposed <= 1
-    assert 0 <= found.exposed_in_blocks <= 1
+    assert found.exposed >= 0
+    assert found.exposed_in_blocks >= 0
 
 
+@pytest.mark.parametrize(("num_reqs", "computing"), [(1, 3.0), (5, 5.0), (8, 8.0)])
 @pytest.mark.parametrize("exposed", [0.0, 0.25, 1.0])
 def test_products_of_one_and_of_several_rows(
-    exposed: float, monkeypatch: pytest.MonkeyPatch
+    exposed: float, num_reqs: int, computing: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Reading takes 4 s, computing a row 1 s, and eight rows 10 s."""
+    """Reading takes 4 s, and computing a row 1 s. Kernels of 3 rows are the first of several."""
     trial = MemoryTrial(2**22)
 
     def product(rows: int, memory: Any, form: WeightForm, dtype: str) -> float:
-        computing, reading = {1: 1.0, 8: 10.0}[rows], 4.0
+        if rows == 1:
+            return 4.0
+        assert rows == computing
         if memory is trial._zeros:
             return computing
-        return max(computing, reading) + exposed * min(computing, reading)
+        return max(computing, 4.0) + exposed * min(computing, 4.0)
 
     monkeypatch.setattr(trial, "_product", product)
     monkeypatch.setattr(trial, "_attention", lambda bandwidth: 0.5)
-    found = trial.run(PLAIN, "bfloat16")
+    found = trial.run(PLAIN, "bfloat16", num_reqs)
     assert found.bandwidth == pytest.approx(2**22 / 4)
     assert found.exposed == pytest.approx(exposed)
     assert found.exposed_in_blocks == 0.5
 
 
-@pytest.mark.parametrize(("whole", "exposed"), [(8.0, 0.0), (9.0, 0.5), (20.0, 1.0)])
+@pytest.mark.parametrize(("whole", "exposed"), [(8.0, 0.0), (9.0, 0.5), (7.0, 0.0)])
 def test_attention(whole: float, exposed: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Computing takes 8 s, and reading 2 s."""
     trial, times = MemoryTrial(2**22), iter([8.0, whole])
