@@ -37,12 +37,18 @@ FIGURES = {
 
 
 def settings_of(case: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Return the settings of a case, as `LLM` takes them. The load fills the KV cache twice."""
+    """Return the settings of a case, as `LLM` takes them.
+
+    Without the prefix cache, no prompt waits for a snapshot of its state. To measure the memory,
+    the KV cache has as many blocks as the load fills.
+    """
     model, *given = case.split(":")
     length = args.input_len + args.output_len
     kwargs: dict[str, Any] = {"model": model, "max_num_batched_tokens": BUDGET}
     kwargs |= {"max_num_seqs": args.batch_size, "max_model_len": length}
-    kwargs |= {"num_gpu_blocks_override": 1 + args.batch_size * -(-length // 16)}
+    kwargs |= {"enable_prefix_caching": False}
+    if args.memory:
+        kwargs |= {"num_gpu_blocks_override": 1 + args.batch_size * -(-length // 16)}
     return kwargs | dict(setting.split("=") for setting in given)
 
 

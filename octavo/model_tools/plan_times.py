@@ -12,10 +12,10 @@ from octavo import _native
 from octavo.config import BUILTIN_MODEL
 from octavo.llm import LLM
 from octavo.models.spec import ModelSpec
+from octavo.models.weights import Weight
 from octavo.plan.setup import WorkerSetup
 from octavo.plan.step_cost import Batch, Load, Machine, StepCost
 from octavo.platforms.cpu import CPUPlatform
-from octavo.quantization.base import WeightForm
 from octavo.sampling_params import SamplingParams
 from octavo.system.device import num_cpus
 from octavo.system.distributed import ALONE
@@ -43,10 +43,10 @@ class Probe(Protocol):
     cores: int
     """Number of cores that compute."""
 
-    def memory(self, nbytes: float, form: WeightForm, dtype: str, num_reqs: int) -> Machine:
+    def memory(self, nbytes: float, weight: Weight, dtype: str, num_reqs: int) -> Machine:
         """Return the machine for steps of `num_reqs` requests that read `nbytes`.
 
-        Most of these are weights of the given form.
+        Most of these are of weights of the given shape and form.
         """
         ...
 
@@ -69,19 +69,19 @@ class MachineProbe:
     def __init__(self, num_threads: int | None) -> None:
         self.cores = num_threads or num_cpus()
         self._trials: dict[int, MemoryTrial] = {}
-        self._machines: dict[tuple[int, str, str, int], Machine] = {}
+        self._machines: dict[tuple[object, ...], Machine] = {}
         self._hosts: dict[int, float] = {}
 
-    def memory(self, nbytes: float, form: WeightForm, dtype: str, num_reqs: int) -> Machine:
+    def memory(self, nbytes: float, weight: Weight, dtype: str, num_reqs: int) -> Machine:
         """Implement `Probe`."""
-        size = int(min(nbytes, _MOST_BYTES))
-        near = next((other for other in self._trials if size / 2 <= other <= 2 * size), size)
+        size = max(int(min(nbytes, _MOST_BYTES)), weight.nbytes(dtype))
+        near = next((other for other in self._trials if size <= other <= 2 * size), size)
         if near not in self._trials:
             _native.set_num_threads(self.cores)
             self._trials[near] = MemoryTrial(size)
-        key = near, form.name, dtype, num_reqs
+        key = near, weight.form.name, weight.shape, dtype, num_reqs
         if key not in self._machines:
-            self._machines[key] = self._trials[near].run(form, dtype, num_reqs)
+            self._machines[key] = self._trials[near].run(weight, dtype, num_reqs)
         return self._machines[key]
 
     def host(self, num_reqs: int) -> float:
@@ -166,7 +166,7 @@ def expect_times(
         return costs[batch]
 
     one, several = load.decode(1), load.decode(most)
-    machine = probe.memory(cost(one).nbytes, _main_form(setup), setup.dtype, most)
+    machine = probe.memory(cost(one).nbytes, _main_weight(setup), setup.dtype, most)
     machine = replace(
         machine,
         bandwidth=bandwidth or machine.bandwidth,
@@ -193,16 +193,16 @@ def expect_times(
     )
 
 
-def _main_form(setup: WorkerSetup) -> WeightForm:
-    """Return the form of most bytes of the linear weights."""
-    sizes: dict[str, int] = {}
-    forms = {}
+def _main_weight(setup: WorkerSetup) -> Weight:
+    """Return a linear weight of the shape and the form that have most bytes."""
+    sizes: dict[tuple[str, tuple[int, ...]], int] = {}
+    found: dict[tuple[str, tuple[int, ...]], Weight] = {}
     for weight in setup.spec.weights():
-        if weight.kind == "linear":
-            name = weight.form.name
-            forms[name] = weight.form
-            sizes[name] = sizes.get(name, 0) + weight.nbytes(setup.dtype)
-    return forms[max(sizes, key=sizes.__getitem__)]
+        if weight.kind == "linear" and weight.expert is None:
+            key = weight.form.name, weight.shape
+            found[key] = weight
+            sizes[key] = sizes.get(key, 0) + weight.nbytes(setup.dtype)
+    return found[max(sizes, key=lambda key: sizes[key])]
 
 
 def _measure_host(num_reqs: int, num_threads: int) -> float:

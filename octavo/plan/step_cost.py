@@ -28,7 +28,7 @@ PARTS = {
 """Part of a step for each kernel that reads memory; the others have activations in the caches."""
 OTHER, HOST = "other kernels", "host"
 FEW_ROWS = 2
-"""Most rows of a product that fetches weights ahead, and so computes only while it reads."""
+"""Most rows of a product that fetches weights ahead."""
 
 
 @dataclass(frozen=True)
@@ -37,16 +37,18 @@ class Machine:
 
     Attributes:
         bandwidth: bytes per second that all cores together read from memory, while they compute
-            products of one row.
+            a product of one row with a large weight.
         speed: speed of computing, relative to the machine of the measurement.
         exposed: share of the smaller one of computing and reading that the larger one does not hide
             in products of several rows.
+        exposed_in_few: the same in products of few rows, which fetch weights ahead.
         exposed_in_blocks: the same of kernels that read keys, values or states in small blocks.
     """
 
     bandwidth: float
     speed: float = 1.0
     exposed: float = 0.0
+    exposed_in_few: float = 0.0
     exposed_in_blocks: float = 0.0
 
 
@@ -77,7 +79,7 @@ class KernelCost:
         if self.part not in ("products", "experts"):
             exposed = machine.exposed_in_blocks
         else:
-            exposed = machine.exposed if self.rows > FEW_ROWS else 0.0
+            exposed = machine.exposed if self.rows > FEW_ROWS else machine.exposed_in_few
         return max(computing, reading) + exposed * min(computing, reading)
 
 

@@ -17,8 +17,10 @@ from octavo.attention.cpu import CPUAttention
 from octavo.kernels.memory import map_memory
 from octavo.kernels.native import NativeOps
 from octavo.kernels.sizes import PANEL
+from octavo.models.weights import Weight
 from octavo.plan.step_cost import FEW_ROWS, Machine
-from octavo.quantization.base import PackedShape, WeightForm
+from octavo.quantization.base import PackedShape
+from octavo.quantization.plain import PLAIN
 from octavo.system.tensor import HostTensor, from_numpy, full
 
 _INPUTS = 2048
@@ -38,37 +40,62 @@ class MemoryTrial:
 
     def __init__(self, nbytes: int) -> None:
         self._ops = NativeOps()
-        self._memory = map_memory(max(nbytes, _LEAST_NBYTES))
+        nbytes = max(nbytes, _LEAST_NBYTES) // PANEL * PANEL
+        self._memory = map_memory(nbytes)
         _native.touch_pages(self._memory.data_ptr(), self._memory.nbytes)
-        self._zeros = map_memory(self._memory.nbytes)
+        self._zeros = map_memory(nbytes)
 
-    def run(self, form: WeightForm, dtype: str, rows: int) -> Machine:
-        """Return the figures of the machine for weights of a form.
+    def run(self, weight: Weight, dtype: str, rows: int) -> Machine:
+        """Return the figures of the machine for weights of a shape and a form.
 
         Args:
-            form: the form of the weights.
+            weight: a typical weight of the model.
             dtype: type of the model.
             rows: rows of products of several rows.
         """
-        rows = max(rows, FEW_ROWS + 1)
-        reading = self._product(1, self._memory, form, dtype)
-        computing = self._product(rows, self._zeros, form, dtype)
-        whole = self._product(rows, self._memory, form, dtype)
-        bandwidth = self._memory.nbytes / reading
+        nbytes = weight.nbytes(dtype)
+        bandwidth = self._memory.nbytes / self._read()
+        reading = self._memory.nbytes // nbytes * nbytes / bandwidth
+
+        def exposed(rows: int) -> float:
+            whole, computing = (
+                self._products(rows, memory, weight, dtype)
+                for memory in (self._memory, self._zeros)
+            )
+            return _exposed(whole, computing, reading)
+
         return Machine(
             bandwidth,
-            exposed=_exposed(whole, computing, reading),
+            exposed=exposed(max(rows, FEW_ROWS + 1)),
+            exposed_in_few=exposed(1),
             exposed_in_blocks=self._attention(bandwidth),
         )
 
-    def _product(self, rows: int, memory: HostTensor, form: WeightForm, dtype: str) -> float:
-        """Return the seconds of a product with a weight that fills the memory."""
-        panel = form.nbytes(PackedShape(PANEL, _INPUTS, dtype))
-        n = memory.nbytes // panel * PANEL
-        shape = PackedShape(n, _INPUTS, dtype)
-        weight = form.wrap(memory[: form.nbytes(shape)], shape)
-        x, out = full((rows, _INPUTS), 1.0, dtype), full((rows, n), 0.0, dtype)
-        return _lower_quartile(lambda _: self._ops.linear(x, weight, out=out))
+    def _read(self) -> float:
+        """Return the seconds of a product of one row with a weight that fills the memory."""
+        shape = PackedShape(
+            self._memory.nbytes // (2 * _INPUTS * PANEL) * PANEL, _INPUTS, "bfloat16"
+        )
+        weight = PLAIN.wrap(self._memory[: PLAIN.nbytes(shape)], shape)
+        x, out = full((1, _INPUTS), 1.0, "bfloat16"), full((1, shape.n), 0.0, "bfloat16")
+        return _lower_quartile(lambda _: self._ops.linear(x, weight, out=out)) * (
+            self._memory.nbytes / weight.data.nbytes
+        )
+
+    def _products(self, rows: int, memory: HostTensor, weight: Weight, dtype: str) -> float:
+        """Return the seconds of products with the weights of a shape that fill the memory."""
+        (n, k), nbytes = weight.shape, weight.nbytes(dtype)
+        packed = [
+            weight.form.wrap(memory[begin : begin + nbytes], weight.packed(dtype))
+            for begin in range(0, memory.nbytes - nbytes + 1, nbytes)
+        ]
+        x, out = full((rows, k), 1.0, dtype), full((rows, n), 0.0, dtype)
+
+        def run(turn: int) -> None:
+            for each in packed:
+                self._ops.linear(x, each, out=out)
+
+        return _lower_quartile(run)
 
     def _attention(self, bandwidth: float) -> float:
         """Return the exposed share in attention of decoded tokens."""

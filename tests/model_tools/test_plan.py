@@ -129,8 +129,8 @@ class FixedProbe:
     def __init__(self):
         self.tried, self.forms = [], set()
 
-    def memory(self, nbytes, form, dtype, num_reqs):
-        self.forms.add(form.name)
+    def memory(self, nbytes, weight, dtype, num_reqs):
+        self.forms.add(weight.form.name)
         return Machine(1000.0)
 
     def host(self, num_reqs):

@@ -26,8 +26,8 @@ def test_a_kernel_computes_while_it_reads():
 
 
 def test_a_share_of_the_smaller_one_is_not_hidden():
-    machine = Machine(10.0, exposed=0.5, exposed_in_blocks=0.25)
-    assert COST.time(machine) == COST.time(Machine(10.0))  # products of one row
+    machine = Machine(10.0, exposed=0.5, exposed_in_few=0.75, exposed_in_blocks=0.25)
+    assert COST.parts(machine)["products"] == 3.0 + 0.75 * 2 + 5.0 + 0.75 * 1
     assert KernelCost("linear 64x64", 2.0, 30.0, rows=8).time(machine) == 3.0 + 0.5 * 2
     assert KernelCost("experts", 2.0, 10.0, rows=3).time(machine) == 2.0 + 0.5 * 1
     attention = StepCost((KernelCost("attention", 4.0, 20.0),))

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
+from octavo.models.weights import Weight
 from octavo.quantization.base import WeightForm
 from octavo.quantization.gguf import Blocks
-from octavo.quantization.plain import PLAIN
 from octavo.quantization.registry import FORMS
 from octavo.worker import memory_trial
 from octavo.worker.memory_trial import MemoryTrial
@@ -18,10 +18,11 @@ def test_figures_are_possible(
     nbytes: int, form: WeightForm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(memory_trial, "_SECONDS", 0.001)
-    found = MemoryTrial(nbytes).run(form, "bfloat16", 4)
+    found = MemoryTrial(nbytes).run(Weight("w", "linear", (192, 512), (), form=form), "bfloat16", 4)
     assert 1e8 < found.bandwidth < 1e13
     assert found.speed == 1
     assert found.exposed >= 0
+    assert found.exposed_in_few >= 0
     assert found.exposed_in_blocks >= 0
 
 
@@ -33,20 +34,20 @@ def test_products_of_one_and_of_several_rows(
     """Reading takes 4 s, and computing a row 1 s. Kernels of 3 rows are the first of several."""
     trial = MemoryTrial(2**22)
 
-    def product(rows: int, memory: Any, form: WeightForm, dtype: str) -> float:
-        if rows == 1:
-            return 4.0
-        assert rows == computing
+    def products(rows: int, memory: Any, weight: Weight, dtype: str) -> float:
+        assert rows in (1, computing)
         if memory is trial._zeros:
-            return computing
-        return max(computing, 4.0) + exposed * min(computing, 4.0)
+            return rows
+        return max(rows, 4.0) + (exposed if rows > 1 else 0.5) * min(rows, 4.0)
 
-    monkeypatch.setattr(trial, "_product", product)
-    monkeypatch.setattr(trial, "_attention", lambda bandwidth: 0.5)
-    found = trial.run(PLAIN, "bfloat16", num_reqs)
+    monkeypatch.setattr(trial, "_products", products)
+    monkeypatch.setattr(trial, "_read", lambda: 4.0)
+    monkeypatch.setattr(trial, "_attention", lambda bandwidth: 0.75)
+    found = trial.run(Weight("w", "linear", (64, 64), ()), "bfloat16", num_reqs)
     assert found.bandwidth == pytest.approx(2**22 / 4)
     assert found.exposed == pytest.approx(exposed)
-    assert found.exposed_in_blocks == 0.5
+    assert found.exposed_in_few == 0.5
+    assert found.exposed_in_blocks == 0.75
 
 
 @pytest.mark.parametrize(("whole", "exposed"), [(8.0, 0.0), (9.0, 0.5), (7.0, 0.0)])
