@@ -200,9 +200,9 @@ class StepTrial:
         ]
 
     def _measure(self, run: Callable[[], object]) -> list[KernelCost]:
-        """Return the kernels of a function; of several runs, the least time of each call."""
+        """Return the kernels of a function; of several runs, the median of each call."""
         run()  # allocates memory, and wakes the threads
-        least: list[float] = []
+        rows: list[list[float]] = []
         spans: list[Any] = []
         end = time.perf_counter() + _SECONDS
         for rounds in range(_MOST_ROUNDS):
@@ -214,13 +214,12 @@ class StepTrial:
             finally:
                 _native.set_profiling(False)
             spans = _native.take_spans()
-            taken = [ended - begun for _, begun, ended, *_ in spans]
-            least = list(map(min, least, taken)) if least else taken
+            rows.append([ended - begun for _, begun, ended, *_ in spans])
         found: dict[str, KernelCost] = {}
-        for seconds, (name, _, _, nbytes, *_) in zip(least, spans, strict=True):
+        for seconds, (name, _, _, nbytes, *_) in zip(np.median(rows, 0), spans, strict=True):
             before = found.get(name, KernelCost(name, 0.0, 0.0))
             read = nbytes if before.part != OTHER else 0.0
-            found[name] = KernelCost(name, before.seconds + seconds, before.nbytes + read)
+            found[name] = KernelCost(name, before.seconds + float(seconds), before.nbytes + read)
         return list(found.values())
 
     def _fill(self, batch: Batch) -> None:
