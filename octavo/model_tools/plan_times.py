@@ -194,11 +194,15 @@ def expect_times(
 
 
 def _main_weight(setup: WorkerSetup) -> Weight:
-    """Return a linear weight of the shape and the form that have most bytes."""
+    """Return a linear weight of the shape and the form that have most bytes in the layers.
+
+    Experts are left out: a kernel multiplies several of them.
+    """
     sizes: dict[tuple[str, tuple[int, ...]], int] = {}
     found: dict[tuple[str, tuple[int, ...]], Weight] = {}
     for weight in setup.spec.weights():
-        if weight.kind == "linear" and weight.expert is None:
+        in_layer = weight.name.startswith("layers.") and weight.expert is None
+        if weight.kind == "linear" and in_layer:
             key = weight.form.name, weight.shape
             found[key] = weight
             sizes[key] = sizes.get(key, 0) + weight.nbytes(setup.dtype)
