@@ -116,7 +116,6 @@ class WorkerSetup:
         """
         if self.machine is None:
             return self.expert_rank
-        first, count = (n * self.rank.size for n in self._engines_here)
         index = self.expert_rank.index - self.machine.first_engine * self.rank.size
         size = self.machine.num_engines * self.rank.size + 1
         return replace(self.engine, index=index, size=size)
