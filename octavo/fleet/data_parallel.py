@@ -501,7 +501,7 @@ class DataParallelClient:
         number = self._first + index
         for other, supervisor in self._supervisors.items():
             if other != index:
-                supervisor.restart(f"it divides experts with engine {number}, which died,")
+                supervisor.restart(f"the engine divides experts with engine {number}, which died,")
         self._launcher.begin_generation()
 
     async def _rescue(self) -> None:
