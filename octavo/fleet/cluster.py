@@ -219,16 +219,17 @@ class Hub:
             ConfigError: the port is taken, or there is none.
         """
         port = int(self.address.rpartition(":")[2]) + 1
+        reserved = socket(self._family, SOCK_STREAM)
         try:
-            self._reserved = socket(self._family, SOCK_STREAM)
-            self._reserved.setsockopt(SOL_SOCKET, SO_REUSEADDR, 1)
-            self._reserved.bind((self._host, port))
+            reserved.setsockopt(SOL_SOCKET, SO_REUSEADDR, 1)
+            reserved.bind((self._host, port))
         except (OSError, OverflowError) as error:
-            self.close()
+            reserved.close()
             raise ConfigError(
                 f"data_parallel_rpc_port={port - 1}: engines that divide experts need the port "
                 f"after it, too, and {port} cannot be used ({error}); choose another one."
             ) from None
+        self._reserved = reserved
         return tcp_address(self._host, port)
 
     def attach(self) -> None:
@@ -540,7 +541,9 @@ class RemoteLauncher:
 
     def launch(self, ready: CoreReady | None, engine_index: int = 0) -> RemoteProcess:
         """Implement `CoreLauncher`."""
-        return self._hub.launch(self._rank, self._launcher.make_setup(ready, engine_index))
+        process = self._hub.launch(self._rank, self._launcher.make_setup(ready, engine_index))
+        self._launcher.note_launch(engine_index)
+        return process
 
     def make_spare(self) -> None:
         """Implement `CoreLauncher`."""

@@ -140,12 +140,16 @@ class CoreLauncher:
         except OSError:
             process.shutdown(0.0)
             raise
+        self.note_launch(engine_index)
         return process
 
-    def make_setup(self, ready: CoreReady | None, engine_index: int) -> CoreProcessSetup:
-        """Return the setup of a process that is now started; see `launch`."""
+    def note_launch(self, engine_index: int) -> None:
+        """Record that a process of an engine was started, here or on another machine."""
         if self._machine is not None:
             self._generations[engine_index] = self._machine.generation
+
+    def make_setup(self, ready: CoreReady | None, engine_index: int) -> CoreProcessSetup:
+        """Return the setup of a process; see `launch`."""
         config, warm_spare = self._config, self._warm_spare
         memory_limit = self._memory_limit
         if ready is not None:

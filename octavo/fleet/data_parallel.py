@@ -113,9 +113,6 @@ class DataParallelClient:
                 local=self._local,
                 on_join=self._note_join,
             )
-            if self._divides_experts:
-                address, generation = self._hub.reserve_next_port(), os.urandom(16)
-                launcher.span(Machine(0, self._local, address, key.public, key.secret, generation))
 
         def note_recovery(recovery: Recovery) -> None:
             on_recovery(recovery)
@@ -141,6 +138,9 @@ class DataParallelClient:
         self._make, self._launcher = make, launcher
         self._supervisors: dict[int, Supervisor] = {}
         try:
+            if self._hub is not None and self._divides_experts:
+                address, pair = self._hub.reserve_next_port(), (key.public, key.secret)
+                launcher.span(Machine(0, self._local, address, *pair, os.urandom(16)))
             self._supervisors[0] = make(0, None)
         except BaseException:
             if self._hub is not None:
@@ -490,6 +490,11 @@ class DataParallelClient:
         ids = {r.request_id for r in self._requests_of(index) if failed.isdisjoint(r.child_ids)}
         return await self._move(index, {i for i in ids if dead.deaths_of(i) < SUSPECT})
 
+    def _has_lost_node(self, index: int) -> bool:
+        """Return True if an engine that divides the experts has lost its node while it loaded."""
+        is_there = self._hub is None or index < self._local or self._hub.has(index)
+        return self._divides_experts and not is_there
+
     def _end_generation(self, index: int) -> None:
         """Start all engines again, since one has died, and the experts are on several machines.
 
@@ -553,10 +558,14 @@ class DataParallelClient:
         If others are left, an engine without a node restarts when a node joins.
         """
         others = self._supervisors.keys() - self._gone.keys() - self._leaving - {index}
+        if self._has_lost_node(index):
+            error = NodeMissingError(str(error))
         missing = isinstance(error, NodeMissingError)
         can_do_without = self.ready.done() and not self._divides_experts
         if not others or not (missing or can_do_without):
             raise error
+        if self._divides_experts:
+            self._end_generation(index)
         they = "wait for it" if self._divides_experts else "serve"
         logger.error("engine %d stays down, the others %s: %s", self._first + index, they, error)
         self._gone[index] = error
