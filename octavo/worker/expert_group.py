@@ -38,7 +38,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import TypeVar
 
 from octavo import _native
@@ -254,6 +253,8 @@ class ExpertGroup:
         self._lost = lost
         self._was_met = False
         """True after this rank has belonged to a generation."""
+        self._has_ended = False
+        """True after `end`."""
 
     def run(self, step: Callable[[], T], *, repeats: bool = True) -> T:
         """Run a step, and return its result; run it again if an engine dies meanwhile.
@@ -304,7 +305,11 @@ class ExpertGroup:
         self._begun.post(step)
 
     def end(self) -> None:
-        """End the generation: all ranks leave the barriers. Any thread may call it."""
+        """End the generation: all ranks leave the barriers. Any thread may call it.
+
+        This rank comes to no further one.
+        """
+        self._has_ended = True
         self._memory.break_()
 
     def serve(self, step: Callable[[], object]) -> None:
@@ -386,11 +391,16 @@ class ExpertGroup:
 
         Returns:
             `generation`, or the later one.
+
+        Raises:
+            EngineStoppedError: this rank has ended.
         """
         while not all(counter.reached(generation) for counter in counters):
             newest = max(came.value for came in self._came)
             if newest != generation:
                 return newest
+            if self._has_ended:
+                raise EngineStoppedError("this rank has ended")
             if breaks:
                 self._memory.break_()
             time.sleep(_MEET_SECONDS)

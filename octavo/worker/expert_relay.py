@@ -103,24 +103,32 @@ class RowCopier:
         Raises:
             EngineDeadError: the message is invalid.
         """
-        rows, counts = self._rows, np.frombuffer(data, np.int32, len(engines))
+        rows, at = self._rows, 4 * len(engines)
+        if len(data) < at:
+            raise EngineDeadError(f"a machine sent {len(data)} bytes instead of {at} or more")
+        counts = np.frombuffer(data, np.int32, len(engines))
         if counts.min() < 0 or counts.max() > self._size:
-            raise EngineDeadError(f"a machine sent {counts.max()} tokens for {self._size} places")
-        at = counts.nbytes
+            raise EngineDeadError(
+                f"a machine sent {counts.min()} to {counts.max()} tokens for {self._size} places"
+            )
+        token = rows.x[0].nbytes + rows.ids[0].nbytes + rows.factors[0].nbytes
+        _check_size(data, at + int(counts.sum()) * token)
         for engine, count in zip(engines, counts.tolist(), strict=True):
             begin = engine * self._size
             for part in (rows.x, rows.ids, rows.factors):
                 slot = part[begin : begin + count]
                 numbers = np.frombuffer(data, part.dtype, slot.size, at)
+                if part is rows.ids and count:
+                    self._check_experts(int(numbers.min()), int(numbers.max()))
                 slot[:] = numbers.reshape(slot.shape)
                 at += slot.nbytes
-            ids = rows.ids[begin : begin + count]
-            if count and (ids.min() < 0 or ids.max() >= self._sizes.experts):
-                raise EngineDeadError(
-                    f"a machine sent the expert {ids.max()} of {self._sizes.experts}"
-                )
-        _check_size(data, at)
         rows.counts[list(engines)] = counts
+
+    def _check_experts(self, first: int, last: int) -> None:
+        if first < 0 or last >= self._sizes.experts:
+            raise EngineDeadError(
+                f"a machine sent experts {first} to {last} of {self._sizes.experts}"
+            )
 
     def read_results(self, owners: Sequence[int], engines: Sequence[int]) -> bytes:
         """Return results of the engines `owners` for the tokens of `engines`."""
@@ -456,7 +464,9 @@ class _HeadLink(_Link):
             return  # its engines are ended, or those of this machine
         if name not in self._peers and not self._met.is_set():
             far = [*range(hello.first_engine, hello.first_engine + hello.num_engines)]
-            taken = {*range(self._machine.num_engines)}.union(*(p.far for p in self._peers.values()))
+            taken = {*range(self._machine.num_engines)}.union(
+                *(p.far for p in self._peers.values())
+            )
             if not far or taken & {*far} or far[-1] >= self._num_engines:
                 logger.warning("another machine names engines %s, which are not its own", far)
                 return
