@@ -310,7 +310,8 @@ class AsyncLLM:
             return Health(True, reason)
         if len(self._engines) > 1 and (down := self._client.down):
             engines = ", ".join(f"engine {number} {why}" for number, why in down.items())
-            return Health(True, f"{engines}; the others serve" if self.ready else engines)
+            they = "wait for it" if self.config.divides_experts else "serve"
+            return Health(True, f"{engines}; the others {they}" if self.ready else engines)
         if not self.ready:
             parallel = self.config.parallel
             number = f"engine {parallel.first_engine}" if parallel.numbered else "the engine"
