@@ -300,5 +300,5 @@ export function mount(element, {el, json, open, readEvents, request, say}) {
   }
 
   start();
-  return {show: () => input.focus()};
+  if (document.activeElement === document.body) input.focus();
 }

@@ -94,6 +94,7 @@ class Parser {
   }
 
   argument() {
+    if (/^\d./.test(this.token ?? "")) this.tokens.splice(this.at, 1, ...this.token);  // as in \frac12
     if (this.token !== "{") return this.atom();
     this.next();
     const row = this.row(() => false);
