@@ -32,6 +32,15 @@ def browser():
         browser.close()
 
 
+@pytest.fixture(scope="session")
+def one_page(browser, server):
+    """Return a page for tests of its modules, which leave nothing in it."""
+    page = browser.new_page()
+    page.goto(server.url)
+    yield page
+    page.close()
+
+
 @pytest.fixture
 def open_page(browser, request):
     """Return a function that opens the page in a context of its own.
@@ -104,7 +113,9 @@ class Chat:
     def messages(self):
         """Return the pairs of role and text of the shown messages."""
         found = self.page.locator(".log article").all()
-        return [(m.get_attribute("aria-label"), m.locator(".body").last.inner_text()) for m in found]
+        return [
+            (m.get_attribute("aria-label"), m.locator(".body").last.inner_text()) for m in found
+        ]
 
     @property
     def last(self):

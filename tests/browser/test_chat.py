@@ -73,7 +73,7 @@ def test_edited_messages_and_new_answers_are_branches(chat):
     chat.page.locator("article.user").get_by_role("button", name="Send").click()
     chat.wait()
     assert chat.bodies[-1]["messages"] == [{"role": "user", "content": "Something else"}]
-    assert [text for _, text in chat.messages()][0] == "Something else"
+    assert chat.messages()[0] == ("You", "Something else")
     chat.page.locator("article.user").get_by_role("button", name="Earlier branch").click()
     assert chat.messages() == [("You", long), ("Assistant", second)]
     chat.last.get_by_role("button", name="Edit").click()
@@ -240,12 +240,9 @@ def conversation(**changes):
         (conversation(logprobs=[["a", "b", []]]), "logprobs of conversation 1"),
     ],
 )
-def test_files_that_are_no_conversations(open_page, browser, server, file, words, _page=[]):
-    if not _page:
-        _page.append(browser.new_page())
-        _page[0].goto(server.url)
+def test_files_that_are_no_conversations(one_page, file, words):
     text = file if isinstance(file, str) else json.dumps(file)
-    message = _page[0].evaluate(
+    message = one_page.evaluate(
         """async text => {
             const {importText} = await import("./ui/conversations.js");
             try { importText(text); return "imported"; } catch (error) { return error.message; }

@@ -139,7 +139,7 @@ def test_axe_finds_nothing(open_page, scheme):
     chat = Chat(page)
     chat.answer_with(
         {"reasoning": "Thought"},
-        {"content": "# T\n\n`code` [a](https://a.b) $x^2$\n\n```py\nx\n```\n\n|a|\n|-|\n|b|\n\n> q"},
+        {"content": "# T\n\n`code` [a](https://a.b) $x^2$\n\n```py\nx\n```\n\n|a|\n|-|\n|b|"},
         {"tool_calls": [{"index": 0, "id": "1", "function": {"name": "f", "arguments": "{}"}}]},
     )
     chat.send("Hello")
