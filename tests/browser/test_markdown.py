@@ -212,7 +212,7 @@ def test_hostile_names(open_page):
     page = open_page()
     page.route("**/v1/models", lambda route: route.fulfill(json={"data": [{"id": evil}]}))
     page.reload()
-    chat = Chat(one_page)
+    chat = Chat(page)
     call = {"index": 0, "id": evil, "function": {"name": evil, "arguments": evil}}
     chat.answer_with({"content": evil, "reasoning": evil, "tool_calls": [call]})
     chat.send(evil)
@@ -226,6 +226,6 @@ def test_hostile_names(open_page):
     page.get_by_role("tab", name="Benchmark").click()
     files = [{"name": evil, "mimeType": "", "buffer": json.dumps({evil: 1}).encode()}] * 2
     page.get_by_label("Files").set_input_files(files)
-    assert page.get_by_role("tabpanel").get_by_text(evil).count() >= 2
+    page.get_by_role("row", name=evil).nth(1).wait_for()
     assert page.locator("main img, main script, main style").count() == 0
     assert page.title() == "Octavo"

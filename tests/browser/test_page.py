@@ -90,7 +90,7 @@ def test_keyboard_only(open_page):
                 return
         raise AssertionError(f"{name} cannot be reached")
 
-    tab_to("max_completion_tokens")
+    tab_to("max_tokens")
     page.keyboard.type("6")
     tab_to("Chats")
     tab_to("Message")
@@ -105,7 +105,7 @@ def test_keyboard_only(open_page):
     page.keyboard.press("Enter")
     chat.wait()
     assert "2/2" in chat.last.inner_text()
-    chat.set(max_completion_tokens="1500", ignore_eos="true")
+    chat.set(max_tokens="1500", ignore_eos="true")
     chat.send("Three", wait=False)
     chat.wait_for_letters(5)
     page.keyboard.press("Escape")
@@ -117,7 +117,7 @@ def test_narrow_screens(open_page):
     page = open_page(viewport={"width": 360, "height": 640}, has_touch=True)
     chat = Chat(page)
     page.get_by_role("button", name="Settings").click()
-    chat.set(max_completion_tokens="30")
+    chat.set(max_tokens="30")
     page.get_by_role("button", name="Settings").click()
     assert not page.locator("#set-temperature").is_visible()
     wide = "| " + " | ".join(["a wide column"] * 9) + " |\n|" + "-|" * 9
@@ -150,7 +150,7 @@ def test_axe_finds_nothing(open_page, scheme):
     assert find_violations(page) == []
     chat.page.unroute_all()
     page.get_by_label("Result of f").fill("1")
-    chat.set(logprobs="2", max_completion_tokens="6")
+    chat.set(logprobs="2", max_tokens="6")
     page.get_by_role("button", name="Send results").click()
     chat.wait()
     chat.last.get_by_role("button", name="Tokens").click()

@@ -3,7 +3,7 @@
 const SPACES = {svg: "http://www.w3.org/2000/svg", math: "http://www.w3.org/1998/Math/MathML"};
 
 /** Make an element: el("p", {class: "note", onclick: f}, "text", child), el("svg:path", {d}).
- * Texts become text nodes; null is left out; a child may be a list. An attribute is a string or number, a boolean, or (on...) a function. */
+ * Texts become text nodes; null is left out; lists of children may be nested. An attribute is a string or number, a boolean, or (on...) a function. */
 export function el(name, attributes = {}, ...children) {
   const [space, local] = name.includes(":") ? name.split(":") : [null, name];
   const node = space ? document.createElementNS(SPACES[space], local) : document.createElement(name);
@@ -13,7 +13,7 @@ export function el(name, attributes = {}, ...children) {
     else if (typeof value === "boolean") node.toggleAttribute(key, value);
     else if (value !== undefined && value !== null) node.setAttribute(key, value);
   }
-  for (const child of children.flat()) if (child !== null && child !== undefined) node.append(child);
+  for (const child of children.flat(3)) if (child !== null && child !== undefined) node.append(child);
   return node;
 }
 

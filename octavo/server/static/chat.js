@@ -250,14 +250,14 @@ export function mount(element, {el, json, open, readEvents, request, say}) {
     };
     try {
       const response = await request("v1/chat/completions", {body, signal: abort.signal});
-      nodeOf(0).request = response.headers.get("X-Request-Id") ?? "";
       for await (const {data} of readEvents(response)) {
         if (data === "[DONE]") break;
         const chunk = JSON.parse(data);
         if (chunk.error) throw new Error(chunk.error.message);
+        nodeOf(0).request = chunk.id ?? "";
         for (const choice of chunk.choices ?? []) merge(nodeOf(choice.index), choice);
         first ||= performance.now();
-        if (chunk.usage) nodeOf(0).meta = describe(chunk.usage, first - begin, performance.now() - first);
+        if (chunk.usage) nodeOf(0).meta = describe(chunk.usage, first - begin, performance.now() - begin);
         later();
       }
     } catch (error) {
@@ -295,8 +295,7 @@ export function mount(element, {el, json, open, readEvents, request, say}) {
 
   function describe({prompt_tokens, completion_tokens, prompt_tokens_details}, wait, time) {
     const cached = prompt_tokens_details?.cached_tokens ?? 0;
-    const speed = time > 0 && completion_tokens > 1 ? ` · ${((completion_tokens - 1) / time * 1000).toFixed(1)} tokens/s` : "";
-    return `prompt ${prompt_tokens} tokens${cached ? `, ${cached} from the cache` : ""} · answer ${completion_tokens} tokens · first after ${Math.round(wait)} ms${speed}`;
+    return `prompt ${prompt_tokens} tokens${cached ? `, ${cached} from the cache` : ""} · answer ${completion_tokens} tokens in ${(time / 1000).toFixed(2)} s, the first after ${Math.round(wait)} ms`;
   }
 
   start();

@@ -4,201 +4,161 @@ import {el} from "./api.js";
 
 const MAX_LENGTH = 4000, MAX_DEPTH = 24;
 
-const table = text => Object.fromEntries(text.trim().split(/\s+/).map(pair => pair.split("=", 2)));
-const LETTERS = table(`alpha=α beta=β gamma=γ delta=δ epsilon=ϵ varepsilon=ε zeta=ζ eta=η theta=θ
-  vartheta=ϑ iota=ι kappa=κ lambda=λ mu=μ nu=ν xi=ξ pi=π rho=ρ sigma=σ tau=τ upsilon=υ phi=ϕ
-  varphi=φ chi=χ psi=ψ omega=ω Gamma=Γ Delta=Δ Theta=Θ Lambda=Λ Xi=Ξ Pi=Π Sigma=Σ Upsilon=Υ Phi=Φ
-  Psi=Ψ Omega=Ω infty=∞ ell=ℓ hbar=ℏ partial=∂ nabla=∇ emptyset=∅ Re=ℜ Im=ℑ aleph=ℵ angle=∠
+const table = text => new Map(text.trim().split(/\s+/).map(pair => [pair.slice(0, pair.indexOf("=", 1)), pair.slice(pair.indexOf("=", 1) + 1)]));
+const set = text => new Set(text.trim().split(/\s+/));
+const LETTERS = table(`infty=∞ ell=ℓ hbar=ℏ partial=∂ nabla=∇ emptyset=∅ Re=ℜ Im=ℑ angle=∠ varepsilon=ε vartheta=ϑ phi=ϕ
   dots=… ldots=… cdots=⋯ vdots=⋮ ddots=⋱`);
-const OPERATORS = table(`cdot=⋅ times=× div=÷ pm=± mp=∓ le=≤ leq=≤ ge=≥ geq=≥ ne=≠ neq=≠ ll=≪ gg=≫
-  approx=≈ equiv=≡ sim=∼ simeq=≃ cong=≅ propto=∝ in=∈ notin=∉ ni=∋ subset=⊂ subseteq=⊆ supset=⊃
-  supseteq=⊇ cup=∪ cap=∩ setminus=∖ forall=∀ exists=∃ neg=¬ lnot=¬ land=∧ wedge=∧ lor=∨ vee=∨
-  oplus=⊕ otimes=⊗ circ=∘ bullet=∙ ast=∗ star=⋆ to=→ rightarrow=→ leftarrow=← leftrightarrow=↔
-  Rightarrow=⇒ implies=⇒ Leftarrow=⇐ Leftrightarrow=⇔ iff=⇔ mapsto=↦ uparrow=↑ downarrow=↓ mid=∣
-  parallel=∥ perp=⊥ langle=⟨ rangle=⟩ lfloor=⌊ rfloor=⌋ lceil=⌈ rceil=⌉ lbrace={ rbrace=} vert=| Vert=‖
-  therefore=∴ because=∵ prime=′ {={ }=} %=% $=$ #=# &=& _=_ |=‖`);
-const LARGE = table("sum=∑ prod=∏ coprod=∐ int=∫ iint=∬ oint=∮ bigcup=⋃ bigcap=⋂ bigoplus=⨁");
-const FUNCTIONS = new Set(`sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh log ln lg exp
-  det dim ker deg gcd arg Pr`.split(/\s+/));
-const LIMITS = new Set("lim max min sup inf argmax argmin limsup liminf".split(" "));
-const ACCENTS = table("hat=^ widehat=^ bar=¯ overline=¯ tilde=~ widetilde=~ vec=→ dot=˙ ddot=¨");
-const SPACES = {",": ".17em", ":": ".22em", ";": ".28em", "!": "0em", " ": ".3em", quad: "1em", qquad: "2em"};
-const BOARD = table("R=ℝ N=ℕ Z=ℤ Q=ℚ C=ℂ E=𝔼 P=ℙ F=𝔽 1=𝟙");
-const FENCES = {matrix: ["", ""], pmatrix: ["(", ")"], bmatrix: ["[", "]"], vmatrix: ["|", "|"], cases: ["{", ""], aligned: ["", ""], align: ["", ""], "align*": ["", ""], array: ["", ""]};
+`alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi omicron pi rho varsigma sigma tau upsilon varphi
+  chi psi omega`.split(/\s+/).forEach((name, i) => {
+  LETTERS.set(name, String.fromCharCode(0x3b1 + i)).set(name.replace("var", "").replace(/^./, first => first.toUpperCase()), String.fromCharCode(0x391 + i));
+});
+const OPERATORS = table(`cdot=⋅ times=× div=÷ pm=± mp=∓ le=≤ leq=≤ ge=≥ geq=≥ ne=≠ neq=≠ ll=≪ gg=≫ approx=≈ equiv=≡ sim=∼
+  simeq=≃ cong=≅ propto=∝ in=∈ notin=∉ subset=⊂ subseteq=⊆ supset=⊃ supseteq=⊇ cup=∪ cap=∩ setminus=∖ forall=∀ exists=∃
+  neg=¬ lnot=¬ land=∧ wedge=∧ lor=∨ vee=∨ oplus=⊕ otimes=⊗ circ=∘ ast=∗ star=⋆ to=→ rightarrow=→ leftarrow=← Rightarrow=⇒
+  implies=⇒ Leftarrow=⇐ leftrightarrow=↔ Leftrightarrow=⇔ iff=⇔ mapsto=↦ mid=∣ parallel=∥ perp=⊥ langle=⟨ rangle=⟩
+  lfloor=⌊ rfloor=⌋ lceil=⌈ rceil=⌉ vert=| Vert=‖ prime=′ {={ }=} %=% $=$ #=# &=& _=_ |=‖`);
+const LARGE = table("sum=∑ prod=∏ int=∫ iint=∬ oint=∮ bigcup=⋃ bigcap=⋂");
+const FUNCTIONS = set("sin cos tan cot arcsin arccos arctan sinh cosh tanh log ln exp det dim ker deg gcd arg Pr");
+const LIMITS = set("lim max min sup inf argmax argmin");
+const TEXTS = set("text mathrm textbf textit mathtt operatorname");
+const PLAIN = set("mathcal mathit boxed mathbf boldsymbol bm");
+const ACCENTS = table("hat=^ widehat=^ bar=¯ overline=¯ tilde=~ vec=→ dot=˙ ddot=¨ underline=_");
+const SPACES = table(",=.17em :=.22em ;=.28em !=0em quad=1em qquad=2em");
+const BOARD = table("R=ℝ N=ℕ Z=ℤ Q=ℚ C=ℂ E=𝔼 P=ℙ");
+const FENCES = table("matrix= pmatrix=() bmatrix=[] vmatrix=|| cases={ aligned= align= align*=");
 
-const m = (name, ...children) => el(`math:${name}`, {}, ...children);
-const sign = (text, stretchy) => el("math:mo", {stretchy: stretchy ? "true" : "false"}, text);
+const m = (name, ...children) => el(`math:${name}`, {}, children);
+const sign = (text, stretchy = false) => el("math:mo", {stretchy: String(stretchy)}, text);
+const withLimits = node => Object.assign(node, {limits: true});
+const fail = what => { throw new Error(what); };
 
 /** Return a formula as MathML; as source text if a part of it is unknown. */
 export function formula(source, display) {
   try {
-    if (source.length > MAX_LENGTH) throw new Error("too long");
-    const parser = new Parser(source, display);
-    const row = parser.row(() => false);
-    if (parser.token !== undefined) throw new Error("a bracket too many");
-    return el("math:math", {display: display ? "block" : "inline"}, row);
+    return parse(source.length > MAX_LENGTH ? fail("too long") : source, display);
   } catch {
     return el("code", {}, source);
   }
 }
 
-class Parser {
-  constructor(source, display) {
-    this.tokens = source.match(/\\[a-zA-Z]+\*?|\\.|\d+(?:\.\d+)?|\s+|[^]/gu) ?? [];
-    this.at = 0;
-    this.depth = 0;
-    this.display = display;
-    this.skip();
-  }
-
-  get token() { return this.tokens[this.at]; }
-
-  skip() { while (/^\s/.test(this.token ?? "")) this.at++; }
-
-  /** Return the token, and go to the next one that is not a space. */
-  next() {
-    const token = this.token;
-    if (token === undefined) throw new Error("the formula ends early");
-    this.at++;
-    this.skip();
+function parse(source, display) {
+  const tokens = source.match(/\\[a-zA-Z]+\*?|\\.|\d+(?:\.\d+)?|\s+|[^]/gu) ?? [];
+  let at = 0, depth = 0;
+  const skip = () => { while (/^\s/.test(tokens[at] ?? "")) at++; };
+  const next = () => {
+    const token = tokens[at++] ?? fail("early end");
+    skip();
     return token;
-  }
-
-  expect(token) {
-    if (this.next() !== token) throw new Error(`${token} is missing`);
-  }
+  };
+  const expect = token => next() === token || fail(`no ${token}`);
 
   /** Return a row of atoms with their scripts, up to a token that ends it. */
-  row(ends) {
-    if (++this.depth > MAX_DEPTH) throw new Error("too deep");
+  function row(...ends) {
+    if (++depth > MAX_DEPTH) fail("too deep");
     const parts = [];
-    while (this.token !== undefined && this.token !== "}" && !ends(this.token)) parts.push(this.scripts(this.atom()));
-    this.depth--;
-    return m("mrow", ...parts);
+    while (at < tokens.length && tokens[at] !== "}" && !ends.includes(tokens[at])) parts.push(scripts(atom()));
+    depth--;
+    return m("mrow", parts);
   }
 
-  scripts(base) {
-    let below = null, above = null;
+  function scripts(base) {
+    let below, above;
     for (;;) {
-      if (this.token === "_" && !below) { this.next(); below = this.argument(); }
-      else if (this.token === "^" && !above) { this.next(); above = this.argument(); }
-      else if (this.token === "'" && !above) {
+      if (tokens[at] === "_" && !below) { next(); below = argument(); }
+      else if (tokens[at] === "^" && !above) { next(); above = argument(); }
+      else if (tokens[at] === "'" && !above) {
         let primes = "";
-        while (this.token === "'") { this.next(); primes += "′"; }
+        for (; tokens[at] === "'"; next()) primes += "′";
         above = m("mo", primes);
       } else break;
     }
-    const [sub, sup, both] = base.limits && this.display ? ["munder", "mover", "munderover"] : ["msub", "msup", "msubsup"];
-    if (below && above) return m(both, base, below, above);
+    const [sub, sup] = base.limits && display ? ["munder", "mover"] : ["msub", "msup"];
+    if (below && above) return m(sub + (sub === "msub" ? "sup" : "over"), base, below, above);
     return below ? m(sub, base, below) : above ? m(sup, base, above) : base;
   }
 
-  argument() {
-    if (/^\d./.test(this.token ?? "")) this.tokens.splice(this.at, 1, ...this.token);  // as in \frac12
-    if (this.token !== "{") return this.atom();
-    this.next();
-    const row = this.row(() => false);
-    this.expect("}");
-    return row;
+  function argument() {
+    if (/^\d./.test(tokens[at] ?? "")) tokens.splice(at, 1, ...tokens[at]);  // as in \frac12
+    if (tokens[at] !== "{") return atom();
+    next();
+    const inner = row();
+    expect("}");
+    return inner;
   }
 
   /** Return the text of a group without formulas. */
-  text() {
-    if (this.token !== "{") throw new Error("{ is missing");
-    let text = "";
-    for (this.at++; this.token !== "}"; this.at++) {
-      if (this.token === undefined || this.token === "{") throw new Error("} is missing");
-      text += this.token.replace(/^\\/, "");
-    }
-    this.next();
-    return text;
+  function text() {
+    let words = "";
+    if (tokens[at] !== "{") fail("no {");
+    for (at++; tokens[at] !== "}"; at++) words += tokens[at] === "{" ? fail("{ here") : (tokens[at] ?? fail("no }")).replace(/^\\/, "");
+    next();
+    return words;
   }
 
-  atom() {
-    const token = this.next();
-    if (token === "{") {
-      this.at--;
-      return this.argument();
-    }
+  function atom() {
+    const token = next();
+    if (token === "{") { at--; return argument(); }
+    if (token[0] === "\\") return command(token.slice(1));
     if (/^\d/.test(token)) return m("mn", token);
     if (/^\p{L}$/u.test(token)) return m("mi", token);
-    if (token === "~") return el("math:mspace", {width: ".3em"});
-    if (token[0] === "\\") return this.command(token.slice(1));
-    if ("^_&".includes(token)) throw new Error(`${token} here`);
-    return sign(token === "-" ? "−" : token === "*" ? "∗" : token);
+    return /[\^_&]/.test(token) ? fail(`${token} here`) : sign({"-": "−", "*": "∗", "~": " "}[token] ?? token);
   }
 
-  command(name) {
-    const own = table => (Object.hasOwn(table, name) ? table[name] : undefined);
-    if (own(LETTERS)) return m("mi", LETTERS[name]);
-    if (own(OPERATORS)) return sign(OPERATORS[name]);
-    if (own(SPACES)) return el("math:mspace", {width: SPACES[name]});
-    if (own(LARGE)) return Object.assign(m("mo", LARGE[name]), {limits: !name.includes("int")});
+  function command(name) {
+    if (LETTERS.has(name)) return m("mi", LETTERS.get(name));
+    if (OPERATORS.has(name)) return sign(OPERATORS.get(name));
+    if (SPACES.has(name) || name === " ") return el("math:mspace", {width: SPACES.get(name) ?? ".3em"});
+    if (LARGE.has(name)) return name.endsWith("int") ? m("mo", LARGE.get(name)) : withLimits(m("mo", LARGE.get(name)));
     if (FUNCTIONS.has(name)) return m("mi", name);
-    if (LIMITS.has(name)) return Object.assign(m("mo", name), {limits: true});
-    if (own(ACCENTS)) return el("math:mover", {accent: "true"}, this.argument(), sign(ACCENTS[name], /^(wide|over)/.test(name)));
+    if (LIMITS.has(name)) return withLimits(m("mo", name));
+    if (TEXTS.has(name)) return m("mtext", text());
+    if (PLAIN.has(name)) return /^b|bf$/.test(name) && name !== "boxed" ? el("math:mrow", {class: "bold"}, argument()) : argument();
+    if (ACCENTS.has(name)) return el(name === "underline" ? "math:munder" : "math:mover", {accent: "true"}, argument(), sign(ACCENTS.get(name), /e$/.test(name)));
+    if (/^[dtc]?frac$/.test(name)) return m("mfrac", argument(), argument());
+    if (/^[bB]ig[lr]?$/.test(name)) return fence();
     switch (name) {
-      case "frac": case "dfrac": case "tfrac": case "cfrac": return m("mfrac", this.argument(), this.argument());
-      case "binom": return m("mrow", sign("(", true), el("math:mfrac", {linethickness: "0"}, this.argument(), this.argument()), sign(")", true));
-      case "sqrt": return this.root();
-      case "text": case "mathrm": case "textbf": case "textit": case "mbox": case "mathtt": return m("mtext", this.text());
-      case "operatorname": case "operatorname*": return m("mi", this.text());
-      case "mathbf": case "boldsymbol": case "bm": return el("math:mrow", {class: "bold"}, this.argument());
-      case "mathcal": case "mathit": case "displaystyle": case "textstyle": return /style$/.test(name) ? m("mrow") : this.argument();
-      case "mathbb": {
-        const text = this.text();
-        return m("mi", Object.hasOwn(BOARD, text) ? BOARD[text] : text);
+      case "binom": return m("mrow", sign("(", true), el("math:mfrac", {linethickness: "0"}, argument(), argument()), sign(")", true));
+      case "sqrt": return root();
+      case "mathbb": { const letter = text(); return m("mi", BOARD.get(letter) ?? letter); }
+      case "displaystyle": return m("mrow");
+      case "left": {
+        const parts = [fence(), row("\\right")];
+        expect("\\right");
+        return m("mrow", parts, fence());
       }
-      case "underline": return m("munder", this.argument(), sign("_", true));
-      case "underbrace": return Object.assign(m("munder", this.argument(), sign("⏟", true)), {limits: true});
-      case "boxed": return this.argument();
-      case "left": return this.fenced();
-      case "big": case "Big": case "bigl": case "bigr": case "Bigl": case "Bigr": return this.fence();
-      case "not": return m("mrow", sign("̸"), this.argument());
-      case "begin": return this.matrix();
-      default: throw new Error(`\\${name} is unknown`);
+      case "begin": return matrix();
+      default: return fail(`\\${name} is unknown`);
     }
   }
 
-  root() {
-    if (this.token !== "[") return m("msqrt", this.argument());
-    this.next();
-    const index = this.row(token => token === "]");
-    this.expect("]");
-    return m("mroot", this.argument(), index);
+  function root() {
+    if (tokens[at] !== "[") return m("msqrt", argument());
+    next();
+    const index = row("]");
+    expect("]");
+    return m("mroot", argument(), index);
   }
 
   /** Return a bracket that is as high as its content. */
-  fence() {
-    const token = this.next(), name = token.slice(1);
-    if (token === ".") return sign("");
-    if (token[0] === "\\" && !Object.hasOwn(OPERATORS, name)) throw new Error(`${token} is no bracket`);
-    return sign(token[0] === "\\" ? OPERATORS[name] : token, true);
+  function fence() {
+    const token = next();
+    return sign(token === "." ? "" : token[0] === "\\" ? OPERATORS.get(token.slice(1)) ?? fail("no bracket") : token, true);
   }
 
-  fenced() {
-    const left = this.fence();
-    const row = this.row(token => token === "\\right");
-    this.expect("\\right");
-    return m("mrow", left, row, this.fence());
-  }
-
-  matrix() {
-    const name = this.text();
-    if (!Object.hasOwn(FENCES, name)) throw new Error(`${name} is unknown`);
-    if (name === "array") this.text();
-    const rows = [[]];
-    for (;;) {
-      rows.at(-1).push(m("mtd", this.row(token => ["&", "\\\\", "\\end"].includes(token))));
-      const token = this.next();
+  function matrix() {
+    const name = text(), rows = [[]], [left, right] = FENCES.get(name) ?? fail(`${name} is unknown`);
+    for (let token; token !== "\\end";) {
+      rows.at(-1).push(m("mtd", row("&", "\\\\", "\\end")));
+      token = next();
       if (token === "\\\\") rows.push([]);
-      else if (token === "\\end") break;
-      else if (token !== "&") throw new Error("} here");
+      else if (token === "}") fail("} here");
     }
-    if (this.text() !== name) throw new Error("another \\end");
-    if (rows.at(-1).length === 1 && !rows.at(-1)[0].textContent) rows.pop();
-    const [left, right] = FENCES[name];
-    const body = el("math:mtable", {class: /^(cases|align)/.test(name) ? "left" : null}, ...rows.map(row => m("mtr", ...row)));
+    if (text() !== name) fail("another \\end");
+    const body = el("math:mtable", {class: /^(cases|align)/.test(name) ? "left" : null}, rows.map(cells => m("mtr", cells)));
     return m("mrow", left && sign(left, true), body, right && sign(right, true));
   }
+
+  skip();
+  const whole = row();
+  return at < tokens.length ? fail("a bracket too many") : el("math:math", {display: display ? "block" : "inline"}, whole);
 }

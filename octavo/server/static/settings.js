@@ -9,7 +9,7 @@ const CHOICE = {
   effort: ["none", "minimal", "low", "medium", "high", "xhigh", "max"],
 };
 export const FIELDS = {
-  temperature: "number", top_p: "number", top_k: "number", max_completion_tokens: "number", seed: "number", n: "number",
+  temperature: "number", top_p: "number", top_k: "number", max_tokens: "number", seed: "number", n: "number",
   min_p: "number", presence_penalty: "number", frequency_penalty: "number", repetition_penalty: "number",
   min_tokens: "number", stop: "text", stop_token_ids: "json", ignore_eos: "flag", include_stop_str_in_output: "flag",
   bad_words: "json", allowed_token_ids: "json", logit_bias: "json", logprob_token_ids: "json",
