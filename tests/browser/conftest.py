@@ -24,7 +24,7 @@ def browser():
     """Return Debian's Chromium, driven by Playwright; nothing is downloaded."""
     sync_api = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed")
     if CHROMIUM is None:
-        pytest.skip("Chromium is not installed; CONTRIBUTING.md says how to install it")
+        pytest.skip("Chromium is not installed; the README says how to install it")
     with sync_api.sync_playwright() as playwright:
         arguments = ["--no-sandbox"] if os.geteuid() == 0 else []
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=arguments)

@@ -231,7 +231,7 @@ export function mount(element, {el, json, open, readEvents, request, say}) {
     const {system, model} = owner.settings;
     const messages = store.path(owner, parent).map(i => wire(owner.nodes[i]));
     if (system.trim()) messages.unshift({role: "system", content: system});
-    const body = {model, messages, stream: true, stream_options: {include_usage: true}, ...fields};
+    const body = {model: model || undefined, messages, stream: true, stream_options: {include_usage: true}, ...fields};
     const nodeOf = index => {
       if (!nodes.has(index)) nodes.set(index, owner.nodes[store.add(owner, parent, {role: "assistant", content: "", model})]);
       return nodes.get(index);
