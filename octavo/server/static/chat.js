@@ -7,7 +7,8 @@ import {readSettings, showSettings} from "./settings.js";
 const NAMES = {user: "You", assistant: "Assistant", tool: "Tool"};
 
 export function mount(element, {el, json, open, readEvents, request, say}) {
-  let chats = [], chat = store.create(), models = [], editing = null;
+  const quiet = (name, onclick, more) => el("button", {class: "quiet", onclick, ...more}, name);
+  let chats = [], chat = store.create(), models = [];
   const runs = new Map();    // conversation -> AbortController of its answer
   const shown = new Map();   // node -> function that shows its changes
 
@@ -23,10 +24,13 @@ export function mount(element, {el, json, open, readEvents, request, say}) {
   }});
   const button = el("button", {class: "primary", onclick: () => (runs.has(chat) ? stop() : send())}, "Send");
   const file = el("input", {type: "file", accept: ".json,application/json", hidden: true, "aria-label": "File of conversations", onchange: importFile});
-  const toggle = (name, panel) => {
-    const made = el("button", {class: "quiet", onclick: () => { panel.hidden = !panel.hidden; if (innerWidth < 900) (panel === side ? settings : side).hidden = true; }}, name);
+  const toggle = (name, panel, other) => {
+    const made = quiet(name, () => {
+      panel.hidden = !panel.hidden;
+      if (innerWidth < 900) other.hidden = true;
+    });
     const show = () => made.setAttribute("aria-expanded", String(!panel.hidden));
-    new MutationObserver(show).observe(panel, {attributes: true, attributeFilter: ["hidden"]});
+    new MutationObserver(show).observe(panel, {attributes: true});
     show();
     return made;
   };
@@ -36,7 +40,7 @@ export function mount(element, {el, json, open, readEvents, request, say}) {
       el("button", {onclick: () => file.click()}, "Import"), file));
   element.classList.add("chat");
   element.append(side, el("div", {class: "talk"},
-    el("div", {class: "row tools"}, toggle("Chats", side), picker, servers, el("span", {class: "space"}), toggle("Settings", settings)),
+    el("div", {class: "row tools"}, toggle("Chats", side, settings), picker, servers, el("span", {class: "space"}), toggle("Settings", settings, side)),
     log, live, el("div", {class: "composer"}, input, button)), settings);
   element.addEventListener("keydown", event => { if (event.key === "Escape" && runs.has(chat)) stop(); });
 
@@ -64,8 +68,8 @@ export function mount(element, {el, json, open, readEvents, request, say}) {
     picker.value = chat.settings.model;
     showSettings(settings, chat.settings, () => save());
     list.replaceChildren(...chats.map(other => el("li", {class: "row"},
-      el("button", {class: "quiet name", "aria-current": other === chat ? "true" : null, onclick: () => show(other, true)}, other.title),
-      el("button", {class: "quiet", "aria-label": `Delete ${other.title}`, onclick: () => remove(other)}, "×"))));
+      quiet(other.title, () => show(other, true), {class: "quiet name", "aria-current": other === chat ? "true" : null}),
+      quiet("×", () => remove(other), {"aria-label": `Delete ${other.title}`}))));
     draw();
     log.scrollTop = log.scrollHeight;
     if (focus) input.focus();
@@ -103,23 +107,22 @@ export function mount(element, {el, json, open, readEvents, request, say}) {
     const step = by => { store.select(owner, others[place + by]); save(); draw(); };
     const head = el("header", {class: "row"}, el("strong", {}, NAMES[node.role]), el("span", {class: "dim"}, node.model ?? ""), el("span", {class: "space"}));
     if (others.length > 1) {
-      head.append(el("button", {class: "quiet", "aria-label": "Earlier branch", disabled: place === 0, onclick: () => step(-1)}, "‹"),
+      head.append(quiet("‹", () => step(-1), {"aria-label": "Earlier branch", disabled: place === 0}),
         el("span", {"aria-label": `Branch ${place + 1} of ${others.length}`, role: "img"}, `${place + 1}/${others.length}`),
-        el("button", {class: "quiet", "aria-label": "Later branch", disabled: place === others.length - 1, onclick: () => step(1)}, "›"));
+        quiet("›", () => step(1), {"aria-label": "Later branch", disabled: place === others.length - 1}));
     }
     const body = el("div", {class: "body"}), thought = el("div", {class: "body"}), tokens = el("div", {hidden: true}), extra = el("div"), meta = el("span", {class: "dim"});
     const reasoning = el("details", {class: "card reasoning", hidden: true}, el("summary", {}, "Reasoning"), thought);
-    const copying = el("button", {class: "quiet", onclick: () => copy(node.content, copying)}, "Copy");
-    const counted = el("button", {class: "quiet", "aria-pressed": "false", hidden: true, onclick: () => {
-      tokens.hidden = !tokens.hidden;
-      body.hidden = !tokens.hidden;
-      counted.setAttribute("aria-pressed", String(!tokens.hidden));
-      if (!tokens.hidden) tokens.replaceChildren(tokenView(node.logprobs));
-    }}, "Tokens");
-    const foot = el("footer", {class: "row"}, meta, el("span", {class: "space"}), el("span", {class: "row actions"}, counted, copying,
-      el("button", {class: "quiet", onclick: () => edit(i, body, foot)}, "Edit"),
-      node.role === "assistant" ? el("button", {class: "quiet", onclick: () => answer(node.parent)}, "Regenerate") : null,
-      node.request ? el("button", {class: "quiet", onclick: () => open("explain", node.request)}, "Explain") : null));
+    const copying = quiet("Copy", () => copy(node.content, copying));
+    const counted = quiet("Tokens", () => {
+      const isOn = tokens.hidden;
+      [tokens.hidden, body.hidden] = [!isOn, isOn];
+      counted.setAttribute("aria-pressed", String(isOn));
+      if (isOn) tokens.replaceChildren(tokenView(node.logprobs));
+    }, {"aria-pressed": "false"});
+    const foot = el("footer", {class: "row"}, meta, el("span", {class: "row actions"}, counted, copying, quiet("Edit", () => edit(i, body, foot)),
+      node.role === "assistant" ? quiet("Regenerate", () => answer(node.parent)) : null,
+      node.request ? quiet("Explain", () => open("explain", node.request)) : null));
     const update = () => {
       if (node.role === "assistant") render(body, node.content); else body.textContent = node.content;
       reasoning.hidden = !node.reasoning;
@@ -127,8 +130,8 @@ export function mount(element, {el, json, open, readEvents, request, say}) {
       counted.hidden = !node.logprobs?.length;
       meta.textContent = node.meta ?? "";
       const isRunning = runs.has(owner) && owner.leaf === i;
-      extra.replaceChildren(...(node.calls ?? []).map(call => callCard(call)),
-        ...(node.error ? [el("p", {class: "error"}, node.error)] : []), ...(node.calls && !isRunning && owner.leaf === i ? [resultForm(i)] : []));
+      extra.replaceChildren(...(node.calls ?? []).map(callCard), el("p", {class: "error", hidden: !node.error}, node.error ?? ""),
+        node.calls && !isRunning && owner.leaf === i ? resultForm(i) : "");
       article.setAttribute("aria-busy", String(isRunning));
     };
     const article = el("article", {class: `message ${node.role}`, "aria-label": NAMES[node.role]}, head, reasoning, body, tokens, extra, foot);
@@ -166,11 +169,11 @@ export function mount(element, {el, json, open, readEvents, request, say}) {
       tip.style.left = `${Math.max(0, Math.min(span.offsetLeft, span.offsetParent.clientWidth - tip.offsetWidth))}px`;
       tip.style.top = `${span.offsetTop + span.offsetHeight + 2}px`;
     };
+    const hide = () => { tip.hidden = true; };
     const spans = rows.map((row, i) => {
-      const level = Math.min(4, Math.floor(-row[1] / 0.6));
-      const span = el("span", {role: "option", class: `token p${level}`, tabindex: i ? "-1" : "0", "aria-selected": "false",
+      const span = el("span", {role: "option", class: `token p${Math.min(4, Math.floor(-row[1] / 0.6))}`, tabindex: i ? "-1" : "0", "aria-selected": "false",
         "aria-label": `${visible(row[0])} ${percent(row[1])}; ${row[2].map(([other, value]) => `${visible(other)} ${percent(value)}`).join(", ")}`,
-        onmouseenter: () => about(span, row), onfocus: () => about(span, row), onmouseleave: () => { tip.hidden = true; }, onblur: () => { tip.hidden = true; }}, row[0]);
+        onmouseenter: () => about(span, row), onfocus: () => about(span, row), onmouseleave: hide, onblur: hide}, row[0]);
       return span;
     });
     const view = el("div", {class: "tokens", role: "listbox", "aria-label": "Tokens of the answer", onkeydown: event => {
@@ -187,14 +190,13 @@ export function mount(element, {el, json, open, readEvents, request, say}) {
   function edit(i, body, foot) {
     const owner = chat, node = owner.nodes[i];
     const area = el("textarea", {rows: Math.min(16, node.content.split("\n").length + 2), "aria-label": "Edited message", value: node.content});
-    const close = () => draw();
     const keep = () => {
       const {role, call_id} = node;
       store.add(owner, node.parent, call_id ? {role, call_id, content: area.value} : {role, content: area.value});
       if (role === "assistant") { save(); draw(); } else answer(owner.leaf);
     };
     body.hidden = false;
-    body.replaceChildren(area, el("div", {class: "row end"}, el("button", {onclick: close}, "Cancel"), el("button", {class: "primary", onclick: keep}, node.role === "assistant" ? "Save" : "Send")));
+    body.replaceChildren(area, el("div", {class: "row end"}, el("button", {onclick: draw}, "Cancel"), el("button", {class: "primary", onclick: keep}, node.role === "assistant" ? "Save" : "Send")));
     foot.hidden = true;
     area.focus();
   }
@@ -265,9 +267,7 @@ export function mount(element, {el, json, open, readEvents, request, say}) {
     }
     cancelAnimationFrame(frame);
     runs.delete(owner);
-    for (const node of nodes.values()) {
-      if (node.finish && !["stop", "tool_calls"].includes(node.finish)) node.meta = `${node.finish}${node.meta ? ` · ${node.meta}` : ""}`;
-    }
+    for (const node of nodes.values()) if (!["stop", "tool_calls", undefined].includes(node.finish)) node.meta = [node.finish, node.meta].filter(Boolean).join(" · ");
     owner.updated = Date.now();
     await save(owner);
     if (chat !== owner) return;

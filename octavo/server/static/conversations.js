@@ -78,36 +78,33 @@ export function exportFile(chats) {
  * Raises Error, which names what is wrong. */
 export function importText(text) {
   const check = (good, what) => { if (!good) throw new Error(`The file is not one of Octavo's conversations: ${what}.`); };
-  const isText = value => typeof value === "string";
-  check(text.length <= MAX_CHARS * 4, "it is too large");
+  const isText = value => typeof value === "string", isList = (value, most, test = () => true) => Array.isArray(value) && value.length <= most && value.every(test);
+  const isRow = pair => isList(pair, 3) && isText(pair[0]) && Number.isFinite(pair[1]);
+  const pick = (names, from, to) => { for (const name of names) if (isText(from?.[name])) to[name] = from[name]; };
   let file = null;
+  check(text.length <= MAX_CHARS * 4, "it is too large");
   try { file = JSON.parse(text); } catch { check(false, "it is not JSON"); }
   check(file?.format === "octavo-conversations" && file.version === 1, "format or version");
-  check(Array.isArray(file.conversations) && file.conversations.length <= MAX_CONVERSATIONS, "conversations");
+  check(isList(file.conversations, MAX_CONVERSATIONS), "conversations");
   return file.conversations.map((given, number) => {
     const where = `conversation ${number + 1}`, chat = create();
-    check(Array.isArray(given?.nodes) && given.nodes.length <= MAX_NODES, `nodes of ${where}`);
+    check(isList(given?.nodes, MAX_NODES), `nodes of ${where}`);
     given.nodes.forEach((node, i) => {
       check(["user", "assistant", "tool"].includes(node?.role) && isText(node.content), `message ${i + 1} of ${where}`);
       check(Number.isInteger(node.parent) && node.parent >= -1 && node.parent < i, `the parent of message ${i + 1} of ${where}`);
-      const message = {role: node.role};
-      for (const name of TEXTS) if (isText(node[name])) message[name] = node[name];
-      if (node.calls !== undefined) {
-        check(Array.isArray(node.calls) && node.calls.every(call => [call?.id, call?.name, call?.arguments].every(isText)), `calls of ${where}`);
-        message.calls = node.calls.map(call => ({id: call.id, name: call.name, arguments: call.arguments}));
-      }
-      if (node.logprobs !== undefined) {
-        const row = pair => Array.isArray(pair) && isText(pair[0]) && Number.isFinite(pair[1]);
-        check(Array.isArray(node.logprobs) && node.logprobs.every(one => row(one) && Array.isArray(one[2]) && one[2].every(row)), `logprobs of ${where}`);
-        message.logprobs = node.logprobs;
-      }
+      const {role, calls, logprobs} = node, message = {role};
+      pick(TEXTS, node, message);
+      check(calls === undefined || isList(calls, MAX_NODES, call => [call?.id, call?.name, call?.arguments].every(isText)), `calls of ${where}`);
+      if (calls) message.calls = calls.map(({id, name, arguments: given}) => ({id, name, arguments: given}));
+      check(logprobs === undefined || isList(logprobs, MAX_CHARS, row => isRow(row) && isList(row[2], MAX_NODES, isRow)), `logprobs of ${where}`);
+      if (logprobs) message.logprobs = logprobs;
       add(chat, node.parent, message);
     });
     check(Number.isInteger(given.leaf) && given.leaf >= -1 && given.leaf < given.nodes.length, `leaf of ${where}`);
     chat.leaf = given.leaf;
-    if (isText(given.title)) chat.title = given.title.slice(0, 60);
-    for (const name of Object.keys(SETTINGS)) if (isText(given.settings?.[name])) chat.settings[name] = given.settings[name];
-    for (const [name, value] of Object.entries(given.settings?.sampling ?? {})) if (isText(value)) chat.settings.sampling[name] = value;
+    pick(["title"], given, chat);
+    pick(Object.keys(SETTINGS), given.settings, chat.settings);
+    pick(Object.keys(given.settings?.sampling ?? {}), given.settings?.sampling, chat.settings.sampling);
     return chat;
   });
 }

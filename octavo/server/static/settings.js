@@ -2,12 +2,12 @@
 
 import {el} from "./api.js";
 
-// Name: kind, a number, a text, JSON, or a choice. The first ones are shown, the others folded.
 const SHOWN = 6;
-const CHOICE = {
+const CHOICES = {
   flag: ["true", "false"], guard: ["off", "report", "stop", "close_thinking"], side: ["left", "right"],
   effort: ["none", "minimal", "low", "medium", "high", "xhigh", "max"],
 };
+// Kinds of the request's fields. The first ones are shown, the others folded.
 export const FIELDS = {
   temperature: "number", top_p: "number", top_k: "number", max_tokens: "number", seed: "number", n: "number",
   min_p: "number", presence_penalty: "number", frequency_penalty: "number", repetition_penalty: "number",
@@ -17,39 +17,37 @@ export const FIELDS = {
   reasoning_effort: "effort", include_reasoning: "flag", thinking_token_budget: "number", repetition_guard: "guard",
   parallel_tool_calls: "flag", chat_template_kwargs: "json", priority: "number", deadline_ms: "number", max_ttft_ms: "number",
 };
-const TOOL_EXAMPLE = '[{"name": "weather", "description": "Weather of a city",\n  "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}}]';
-const SCHEMA_EXAMPLE = '{"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}';
+// Label, and an example.
+const OTHERS = {
+  system: ["System prompt", "You are ..."],
+  logprobs: ["Alternatives of each token", "0"],
+  other: ["Other fields of the request", '{"field": value}'],
+  schema: ["JSON schema of the answer", '{"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}'],
+  tools: ["Definitions (JSON)", '[{"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}]'],
+  choice: ["tool_choice", "auto, none, required or a name"],
+};
 
 /** Show the settings of a conversation in an element; `changed` is called after each change. */
 export function showSettings(element, settings, changed) {
-  const field = (name, kind, holder, key, hint) => {
-    const id = `set-${name}`, value = holder[key] ?? "";
-    const common = {id, value, placeholder: hint, "aria-describedby": `${id}-error`, spellcheck: "false"};
-    let input;
-    if (CHOICE[kind]) input = el("select", {id}, ...["", ...CHOICE[kind]].map(text => el("option", {value: text}, text || "default")));
-    else if (kind === "area") input = el("textarea", {...common, rows: 3, class: name === "system" ? null : "mono"});
-    else input = el("input", {...common, type: kind === "number" ? "number" : "text", step: "any"});
-    input.value = value;
-    input.addEventListener("input", () => {
-      holder[key] = input.value;
+  const field = (name, kind) => {
+    const [label, placeholder] = OTHERS[name] ?? [name, kind === "json" ? "JSON" : "default"], holder = OTHERS[name] ? settings : settings.sampling;
+    const options = (CHOICES[kind] ? ["", ...CHOICES[kind]] : []).map(value => el("option", {value}, value || "default")), id = `set-${name}`;
+    const tag = CHOICES[kind] ? "select" : kind === "area" ? "textarea" : "input";
+    const input = el(tag, {id, rows: 3, placeholder, spellcheck: "false", type: kind === "number" ? kind : null, step: "any", class: name === "system" ? null : "mono", oninput: () => {
+      holder[name] = input.value;
       fail(name, "");
       changed();
-    });
-    const label = kind === "area" || holder === settings ? hintless(name) : name;
+    }}, options);
+    input.value = holder[name] ?? "";
+    input.setAttribute("aria-describedby", `${id}-error`);
     return el("div", {class: kind === "area" ? "field wide" : "field"}, el("label", {for: id}, label), input, el("p", {id: `${id}-error`, class: "bad"}));
   };
-  const sampling = Object.entries(FIELDS).map(([name, kind]) => field(name, kind, settings.sampling, name, kind === "json" ? "JSON" : "default"));
-  const choice = field("choice", "tool_choice", settings, "choice", "auto, none, required or a name");
-  element.replaceChildren(
-    el("h2", {}, "Settings"), field("system", "area", settings, "system", "You are ..."),
-    el("fieldset", {}, el("legend", {}, "Sampling"), ...sampling.slice(0, SHOWN), field("logprobs", "number", settings, "logprobs", "0"),
-      el("details", {}, el("summary", {}, "More parameters"), ...sampling.slice(SHOWN), field("other", "area", settings, "other", '{"field": value}'))),
-    el("fieldset", {}, el("legend", {}, "Structured output"), field("schema", "area", settings, "schema", SCHEMA_EXAMPLE)),
-    el("fieldset", {}, el("legend", {}, "Tools"), field("tools", "area", settings, "tools", TOOL_EXAMPLE), choice));
+  const group = (name, ...fields) => el("fieldset", {}, el("legend", {}, name), fields);
+  const sampling = Object.entries(FIELDS).map(([name, kind]) => field(name, kind));
+  element.replaceChildren(el("h2", {}, "Settings"), field("system", "area"),
+    group("Sampling", sampling.slice(0, SHOWN), field("logprobs", "number"), el("details", {}, el("summary", {}, "More parameters"), sampling.slice(SHOWN), field("other", "area"))),
+    group("Structured output", field("schema", "area")), group("Tools", field("tools", "area"), field("choice", "text")));
 }
-
-const LABELS = {system: "System prompt", other: "Other fields of the request", schema: "JSON schema of the answer", tools: "Definitions (JSON)", choice: "tool_choice", logprobs: "Alternatives of each token"};
-const hintless = name => LABELS[name] ?? name;
 
 /** Show what is wrong with a setting; an empty text: nothing. */
 function fail(name, text) {
@@ -57,35 +55,34 @@ function fail(name, text) {
   document.getElementById(`set-${name}-error`).textContent = text;
   input.setAttribute("aria-invalid", String(Boolean(text)));
   if (!text) return;
-  for (let outer = input; outer; outer = outer.parentElement) if (outer.localName === "details" || outer.localName === "aside") { outer.open = true; outer.hidden = false; }
+  input.closest("aside").hidden = false;
+  input.closest("details")?.setAttribute("open", "");
   input.focus();
 }
 
 /** Return the fields of a request that the settings stand for. Raises Error, shown at its field. */
 export function readSettings(settings) {
-  let current = "";
-  const json = (name, text) => { current = name; return JSON.parse(text); };
   const fields = {};
+  let current;
+  const json = (name, text) => { current = name; return JSON.parse(text); };
   try {
     for (const [name, kind] of Object.entries(FIELDS)) {
-      const text = settings.sampling[name] ?? "";
-      if (!text.trim()) continue;
-      if (kind === "text") fields[name] = text[0] === "[" ? json(name, text) : text;
-      else fields[name] = kind === "number" || kind === "json" || kind === "flag" ? json(name, text) : text;
+      const text = (settings.sampling[name] ?? "").trim();
+      if (text) fields[name] = ["number", "json", "flag"].includes(kind) || (kind === "text" && text[0] === "[") ? json(name, text) : text;
     }
-    if (Number(settings.logprobs) > 0) Object.assign(fields, {logprobs: true, top_logprobs: json("logprobs", settings.logprobs)});
-    if (settings.schema.trim()) fields.response_format = {type: "json_schema", json_schema: {name: "answer", schema: json("schema", settings.schema)}};
-    if (settings.tools.trim()) {
-      const tools = json("tools", settings.tools);
+    const given = name => settings[name].trim() && json(name, settings[name]);
+    if (given("logprobs")) Object.assign(fields, {logprobs: true, top_logprobs: given("logprobs")});
+    if (settings.schema.trim()) fields.response_format = {type: "json_schema", json_schema: {name: "answer", schema: given("schema")}};
+    const tools = given("tools"), choice = settings.choice.trim() || "auto";
+    if (tools) {
       if (!Array.isArray(tools)) throw new Error("give a list of tools");
       fields.tools = tools.map(tool => (tool?.function ? tool : {type: "function", function: tool}));
-      const choice = settings.choice.trim() || "auto";
       fields.tool_choice = ["auto", "none", "required"].includes(choice) ? choice : {type: "function", function: {name: choice}};
     }
-    if (settings.other.trim()) Object.assign(fields, json("other", settings.other));
+    Object.assign(fields, given("other") || {});
   } catch (error) {
     fail(current, `Not valid: ${error.message}`);
-    throw new Error(`${hintless(current)} is not valid: ${error.message}`);
+    throw new Error(`${OTHERS[current]?.[0] ?? current} is not valid: ${error.message}`);
   }
   return fields;
 }
