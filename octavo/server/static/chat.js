@@ -52,20 +52,26 @@ export function mount(element, {el, json, open, readEvents, request, say}) {
     } catch (error) { say(`Conversations are not kept: ${error.message}`); }
     try {
       models = (await json("v1/models")).data.map(model => model.id);
+      showModels();
       const index = await json("./", {headers: {Accept: "application/json"}});
       if (index.servers) servers.textContent = `${index.servers.filter(server => server.ready).length} of ${index.servers.length} replicas ready`;
-      show(chat);
     } catch (error) { say(error.message); }
   }
 
-  const save = (changed = chat) => store.save(changed).catch(error => say(error.message));
+  const save = async (changed = chat) => {
+    try { if (changed.nodes.length) await store.save(changed); } catch (error) { say(error.message); }
+  };
+
+  function showModels() {
+    if (!models.includes(chat.settings.model)) chat.settings.model = models[0] ?? "";
+    picker.replaceChildren(...models.map(name => el("option", {value: name}, name)));
+    picker.value = chat.settings.model;
+  }
 
   /** Show a conversation. */
   function show(next, focus) {
     chat = next;
-    if (!models.includes(chat.settings.model) && models.length) chat.settings.model = models[0];
-    picker.replaceChildren(...models.map(name => el("option", {value: name}, name)));
-    picker.value = chat.settings.model;
+    if (models.length) showModels();
     showSettings(settings, chat.settings, () => save());
     list.replaceChildren(...chats.map(other => el("li", {class: "row"},
       quiet(other.title, () => show(other, true), {class: "quiet name", "aria-current": other === chat ? "true" : null}),
@@ -241,6 +247,7 @@ export function mount(element, {el, json, open, readEvents, request, say}) {
     runs.set(owner, abort);
     nodeOf(0);
     show(owner);
+    save(owner);
     let frame = 0, first = 0;
     const later = () => {
       frame ||= requestAnimationFrame(() => {
