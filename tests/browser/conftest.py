@@ -1,4 +1,4 @@
-"""One browser for all tests of the page, and one server with the built-in model."""
+"""One server with the built-in model for all tests of the page, and a browser for each file."""
 
 import json
 import os
@@ -19,9 +19,12 @@ def server(tmp_path_factory):
         yield server
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser():
-    """Return Debian's Chromium, driven by Playwright; nothing is downloaded."""
+    """Return Debian's Chromium, driven by Playwright; nothing is downloaded.
+
+    Playwright keeps an event loop running in this thread, which other tests must not meet.
+    """
     sync_api = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed")
     if CHROMIUM is None:
         pytest.skip("Chromium is not installed; the README says how to install it")
@@ -32,7 +35,7 @@ def browser():
         browser.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def one_page(browser, server):
     """Return a page for tests of its modules, which leave nothing in it."""
     page = browser.new_page()
