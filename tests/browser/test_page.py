@@ -165,12 +165,15 @@ def test_axe_finds_nothing(open_page, scheme):
 
 
 def open_results(page, results):
-    """Open results by their file names in the benchmark view."""
+    """Open results by their file names in the benchmark view; return when they are drawn."""
     page.get_by_label("Files").set_input_files(
         [
             {"name": name, "mimeType": "application/json", "buffer": json.dumps(result).encode()}
             for name, result in results.items()
         ]
+    )
+    page.get_by_label("Files").evaluate(
+        "async input => { while (input.files.length) await new Promise(requestAnimationFrame); }"
     )
 
 
