@@ -69,7 +69,7 @@ def test_comparisons(bench):
     open_results(bench, {"one.json": detailed(), "two.json": detailed(factor=2.0)})
     row = bench.get_by_role("row", name="output_throughput")
     assert row.inner_text().split("\t") == ["output_throughput", "100", "50 \u221250.0 %"]
-    assert bench.locator("svg[aria-label^='TTFT:'] polyline").count() == 2
+    assert bench.locator("svg[aria-label^='TTFT:'] path").count() == 2
     assert len(charts(bench)) == 6
     bench.get_by_role("button", name="Clear").click()
     assert charts(bench) == []

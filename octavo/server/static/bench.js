@@ -45,15 +45,16 @@ export function mount(element, {el, say}) {
     draw();
   }});
   element.append(el("h2", {}, "Benchmark results"),
-    el("p", {class: "dim"}, "Open files of octavo bench serve (--save-detailed), throughput, latency (--breakdown), startup, sweep or tune. Several files are compared. They stay in this browser."),
+    el("p", {class: "dim"}, "Open files of octavo bench serve (--save-detailed), throughput, latency (--breakdown), startup, sweep or tune. They stay in this browser."),
     el("div", {class: "row"}, el("label", {for: "bench-files"}, "Files"), input, el("button", {onclick: () => { files = []; draw(); }}, "Clear")), shown);
 
   function draw() {
-    shown.replaceChildren();
-    for (const part of [compare, distributions, timelines, sweeps, trials, starts, rooflines]) {
-      try { shown.append(...part()); } catch (error) { shown.append(el("p", {class: "error"}, `A file cannot be drawn: ${error.message}`)); }
-    }
+    shown.replaceChildren(...[compare, distributions, timelines, sweeps, trials, starts, rooflines].flatMap(part => {
+      try { return part(); } catch (error) { return el("p", {class: "error"}, `A file cannot be drawn: ${error.message}`); }
+    }));
   }
+
+  const having = (...names) => files.filter(({result}) => names.every(name => result[name]));
 
   /** Draw series {label, points: [x, y, x end of a bar, text], colour, dots, dashed, step, bars}. */
   function chart(title, xName, yName, series, {logX, logY, fromZero, down, marks = [], height = 300} = {}) {
@@ -69,18 +70,14 @@ export function mount(element, {el, say}) {
     for (const tick of x.ticks) { line(x.place(tick), TOP, x.place(tick), bottom, "grid"); text(x.place(tick), bottom + 14, "middle", plain(tick)); }
     for (const tick of y.ticks) { line(LEFT, y.place(tick), W - RIGHT, y.place(tick), "grid"); text(LEFT - 5, y.place(tick) + 4, "end", plain(tick)); }
     marks.forEach(([at, label], i) => {
-      const isLate = x.place(at) > W * 0.6;
       line(x.place(at), TOP, x.place(at), bottom, "mark");
-      text(x.place(at) + (isLate ? -3 : 3), bottom - 8 - 14 * i, isLate ? "end" : "start", label);
+      text(x.place(at) - 3, bottom - 8 - 14 * i, "end", label);
     });
     const key = series.map((one, i) => {
       const colour = one.bars ?? `c${(one.colour ?? i) % 7 + 1}`;
       const points = one.points.map(([a, b, end, note]) => [x.place(a), y.place(b), end, `${one.label} ${note ?? ""}: ${plain(a)}, ${plain(b)}`]).filter(([a, b]) => Number.isFinite(a) && Number.isFinite(b));
       if (one.bars) for (const [a, b, end] of points) line(a, b, x.place(end), b, `bar-line ${colour}`);
-      else if (!one.dots) {
-        const corners = points.flatMap(([a, b], k) => [...(one.step && k ? [`${a},${points[k - 1][1]}`] : []), `${a},${b}`]);
-        svg.append(el("svg:polyline", {class: `line ${colour}${one.dashed ? " dashed" : ""}`, points: corners.join(" ")}));
-      }
+      else if (!one.dots) svg.append(el("svg:path", {class: `line ${colour}${one.dashed ? " dashed" : ""}`, d: points.map(([a, b], k) => (one.step && k ? `H${a}V${b}` : `${k ? "L" : "M"}${a} ${b}`)).join("")}));
       if (!one.bars && !one.step) for (const [cx, cy, , note] of points) svg.append(el("svg:circle", {cx, cy, r: 3.5, class: `dot ${colour}${one.dashed ? " open" : ""}`}, el("svg:title", {}, note)));
       return one.label && el("span", {class: `key-${colour}`}, `${one.dashed ? "○" : "●"} ${one.label} `);
     });
@@ -97,22 +94,14 @@ export function mount(element, {el, say}) {
       el("table", {}, el("tr", {}, el("th", {}, "figure"), ...files.map(({name}) => el("th", {}, name))), ...rows)))] : [];
   }
 
-  const detailed = () => files.filter(({result}) => [result.ttfts, result.start_times].every(Array.isArray));
+  const detailed = () => having("ttfts", "start_times");
   const decodeOf = (result, i) => (result.e2els ? result.e2els[i] - result.ttfts[i] : sum(result.itls?.[i]));
 
   /** Return the milliseconds of each latency of the requests that succeeded, sorted. */
-  function latencies(result) {
-    const found = {ttft: [], tpot: [], itl: [], e2el: []};
-    numbers(result.ttfts).forEach((ttft, i) => {
-      if ((result.errors?.[i] ?? null) !== null) return;
-      const decode = decodeOf(result, i), length = result.output_lens?.[i];
-      found.ttft.push(ttft);
-      found.e2el.push(ttft + decode);
-      if (length > 1) found.tpot.push(decode / (length - 1));
-      found.itl.push(...numbers(result.itls?.[i]));
-    });
-    for (const name of Object.keys(found)) found[name] = found[name].filter(Number.isFinite).map(value => value * 1000).sort((a, b) => a - b);
-    return found;
+  function latencies({ttfts, errors = [], itls = [], output_lens: lengths = [], ...rest}) {
+    const good = [...ttfts.keys()].filter(i => (errors[i] ?? null) === null), decode = i => decodeOf({ttfts, itls, ...rest}, i);
+    const found = {ttft: good.map(i => ttfts[i]), tpot: good.filter(i => lengths[i] > 1).map(i => decode(i) / (lengths[i] - 1)), itl: good.flatMap(i => itls[i] ?? []), e2el: good.map(i => ttfts[i] + decode(i))};
+    return Object.fromEntries(Object.entries(found).map(([name, values]) => [name, numbers(values).filter(Number.isFinite).map(value => value * 1000).sort((a, b) => a - b)]));
   }
 
   function distributions() {
@@ -148,7 +137,7 @@ export function mount(element, {el, say}) {
   }
 
   function trials() {
-    return files.filter(({result}) => result.trials && result.slo).flatMap(({name, result: {trials: all, objective, slo, winner, default: given}}) => Object.entries(slo).map(([limit, value]) => {
+    return having("trials", "slo").flatMap(({name, result: {trials: all, objective, slo, winner, default: given}}) => Object.entries(slo).map(([limit, value]) => {
       const dots = (label, list, dashed) => ({label, dots: true, dashed, points: list.filter(trial => trial?.figures?.[limit] > 0).map(({figures}) => [figures[limit], figures[objective]])});
       const series = unique(all.map(trial => trial.budget)).sort((a, b) => a - b).map(budget => dots(`${budget} requests`, all.filter(trial => trial.budget === budget)));
       return chart(name, limit.replaceAll("_", " "), objective.replaceAll("_", " "), [...series, dots("best", [winner], true), dots("default", [given], true)], {logX: true, marks: [[value, "limit"]]});
@@ -156,7 +145,7 @@ export function mount(element, {el, say}) {
   }
 
   function starts() {
-    return files.filter(({result}) => result.starts).map(({name, result: {starts: all}}) => {
+    return having("starts").map(({name, result: {starts: all}}) => {
       const moments = unique(all.flatMap(Object.keys)).filter(key => all.some(start => Number.isFinite(start[key])) && !/^(rss|pss|plan)/.test(key));
       return chart(`${name}: ${moments.map((moment, i) => `${i} ${moment}`).join(", ")}`, "Seconds from process start", "Moment", unique(all.map(start => start.cache)).map(cache => ({label: `${cache} file cache`, dots: true,
         points: all.filter(start => start.cache === cache).flatMap(start => moments.map((moment, i) => [start[moment] ?? NaN, i]))})), {fromZero: true, down: true});
@@ -164,7 +153,7 @@ export function mount(element, {el, say}) {
   }
 
   function rooflines() {
-    return files.filter(({result}) => result.breakdown?.machine).map(({name, result: {breakdown}}) => {
+    return having("breakdown").map(({name, result: {breakdown}}) => {
       const kernels = ["prefill", "decode"].flatMap(phase => (breakdown[phase]?.kernels ?? []).filter(kernel => kernel.flops > 0).map(kernel => ({...kernel, label: `${phase}: ${kernel.name}`, at: kernel.flops / kernel.bytes})));
       const peak = Math.max(breakdown.machine.peak, ...kernels.map(kernel => kernel.gflop_s * 1e9)), bandwidth = Math.max(breakdown.machine.bandwidth, ...kernels.map(kernel => kernel.gb_s * 1e9));
       const ridge = peak / bandwidth, places = [...kernels.map(kernel => kernel.at), ridge];
