@@ -173,7 +173,7 @@ _CLIENT_METHODS = {
     "/v1/responses": "responses.create",
 }
 """Methods of OpenAI's client by route."""
-_ELSEWHERE = ("/v1/responses/", "/v1/conversations", "/v1/files", "/v1/batches")
+_ELSEWHERE = ("/v1/responses/", "/v1/conversations", "/v1/files", "/v1/batches", "/v1/engine")
 
 
 def curl_line(route: Route) -> str:
@@ -211,7 +211,7 @@ def openai_line(route: Route) -> str:
 
 
 def described_elsewhere(path: str) -> bool:
-    """Return True if a page of its own describes a route, whose examples need stored objects."""
+    """Return True if a page of its own describes a route."""
     return path.startswith(_ELSEWHERE)
 
 

@@ -14,6 +14,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from octavo import __version__
@@ -356,6 +357,11 @@ def build_parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
         action="store_true",
         help="Replay even if the model differs from the recorded one.",
     )
+    replay.add_argument(
+        "--view",
+        metavar="OUT",
+        help="Run nothing; write a file that the engine view of the web page can open.",
+    )
     if named in (None, "replay"):
         add_engine_settings(replay)
     replay.set_defaults(command=_replay)
@@ -491,6 +497,7 @@ examples (record first: octavo serve --record run.rec):
   octavo replay run.rec
   octavo replay run.rec --max-num-batched-tokens 64 --no-enable-prefix-caching
   octavo replay run.rec --free --dtype bfloat16
+  octavo replay run.rec --view run.view         then open run.view in the web page, view Engine
 
 Flags override the recorded settings. The exit status is 1 if any answer differs, and 2 if the
 recording cannot be replayed.
@@ -642,10 +649,15 @@ def _run_batch(args: argparse.Namespace) -> int:
 
 def _replay(args: argparse.Namespace) -> int:
     given = engine_kwargs(args)
-
-    from octavo.simulation.replay import run_replay
-
     try:
+        if args.view is not None:
+            from octavo.simulation.view_file import write_view
+
+            num_steps = write_view(Path(args.file), Path(args.view))
+            print(f"{num_steps} steps are in {args.view}; open it in the page's engine view.")
+            return 0
+        from octavo.simulation.replay import run_replay
+
         return run_replay(
             args.file, given, free=args.free, allow_other_model=args.allow_other_model
         )

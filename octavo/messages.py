@@ -496,6 +496,8 @@ class ModelRunnerOutput(msgspec.Struct, array_like=True):
     """True if some keys and values of the cache are unusable: experts could not be read."""
     expert_load: ExpertLoad | None = None
     """Sums over all steps of the tokens of experts; None: the model has none."""
+    sample_seconds: float = 0.0
+    """Time of the worker after the forward pass, within which a captured step samples."""
 
 
 class UtilityCall(msgspec.Struct, array_like=True):

@@ -22,6 +22,7 @@ from octavo.errors import (
     UnsupportedError,
 )
 from octavo.executor.base import Executor, StepHandle
+from octavo.kv_cache.block_map import BlockMap, make_block_map
 from octavo.kv_cache.hashing import make_block_hasher, prompt_embeds_keys
 from octavo.kv_connector.inbox import TransferInbox
 from octavo.messages import (
@@ -48,6 +49,8 @@ logger = logging.getLogger(__name__)
 
 UTILITIES = frozenset(
     {
+        "block_map",
+        "expert_counts",
         "reset_prefix_cache",
         "is_sleeping",
         "sleep",
@@ -370,7 +373,7 @@ class EngineCore:
             message = f"The step failed: {type(error).__name__}: {error}"
             self._outputs += self.scheduler.fail_step(step.work, message)
         else:
-            self._notify_result(step.number, begun, failed=False)
+            self._notify_result(step.number, begun, False, result.sample_seconds)
             with span("update_from_output") as note:
                 note(step=step.number, requests=len(step.work.scheduled_reqs))
                 self._outputs += self.scheduler.update_from_output(step.work, result)
@@ -378,11 +381,13 @@ class EngineCore:
         # Not before: an interrupt (Ctrl-C) while waiting must not lose the step.
         self._in_flight.popleft()
 
-    def _notify_result(self, step: int, begun: float, failed: bool) -> None:
+    def _notify_result(
+        self, step: int, begun: float, failed: bool, sample_seconds: float = 0.0
+    ) -> None:
         """Notify the listeners of a step's result; the wait for it began at `begun`."""
         waited = time.perf_counter() - begun
         for listener in self._listeners:
-            listener.on_result(step, waited, failed)
+            listener.on_result(step, waited, failed, sample_seconds)
 
     def seconds_to_deadline(self) -> float | None:
         """Return the seconds until the next deadline of a held request; None: no deadline."""
@@ -397,7 +402,7 @@ class EngineCore:
         """
         if method not in UTILITIES:
             raise ValueError(f"the utility method {method!r} does not exist")
-        return msgspec.to_builtins(getattr(self, method)(*args))
+        return msgspec.to_builtins(getattr(self, method)(*args), builtin_types=(bytes,))
 
     def stats(self) -> SchedulerStats:
         """Return the state and counters of the scheduler."""
@@ -408,6 +413,18 @@ class EngineCore:
             stats.num_expert_rearrangements = load.num_rearrangements
             stats.mean_process_tokens, stats.most_process_tokens = load.process_tokens
         return stats
+
+    def block_map(self) -> dict[int, BlockMap]:
+        """Return the map of the KV cache, by the index of this engine."""
+        return {self._engine_index: make_block_map(self.scheduler.kv_cache_manager)}
+
+    def expert_counts(self) -> dict[int, list[tuple[int, list[int]]]]:
+        """Return the tokens of each expert since the start, with the layer, by this engine's index.
+
+        The call waits for the steps in flight.
+        """
+        ranks: list[list[tuple[int, list[int]]]] = self.executor.collective_rpc("expert_loads")
+        return {self._engine_index: sorted(pair for rank in ranks for pair in rank)}
 
     def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False

@@ -148,7 +148,7 @@ class StepRecorder(StepListener):
             times.seconds = end - max(times.begun, self._last_end)
         self._last_end = end
 
-    def on_result(self, step: int, waited: float, failed: bool) -> None:
+    def on_result(self, step: int, waited: float, failed: bool, sample_seconds: float) -> None:
         """Keep how long the engine's thread worked since the last result."""
         if failed:
             self._times.pop(step, None)

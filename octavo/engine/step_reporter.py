@@ -25,6 +25,7 @@ class _Step:
     preemptions: list[StepPreemption]
     begun: float = 0.0
     computed: float = 0.0
+    sample_seconds: float = 0.0
     failed: bool = False
 
 
@@ -92,16 +93,20 @@ class StepReporter(StepListener):
 
     def on_computed(self, step: int) -> None:
         """Note the times of a step's computation."""
-        end = self._clock()
-        if (record := self._steps.get(step)) is not None:
+        record, end = self._steps.get(step), self._clock()
+        if record is not None and record.computed:
+            return  # `on_result` was earlier
+        if record is not None:
             record.begun = max(record.scheduled, self._last_computed)
             record.computed = end
         self._last_computed = end
 
-    def on_result(self, step: int, waited: float, failed: bool) -> None:
+    def on_result(self, step: int, waited: float, failed: bool, sample_seconds: float) -> None:
         """Let the next outputs report the step."""
         if (record := self._steps.get(step)) is not None:
-            record.failed = failed
+            if not record.computed:  # the thread that computes is late
+                self.on_computed(step)
+            record.failed, record.sample_seconds = failed, sample_seconds
             self._done.append(step)
 
     def on_outputs(self, outputs: EngineCoreOutputs, is_idle: bool) -> None:
@@ -111,19 +116,18 @@ class StepReporter(StepListener):
         processed = self._clock()
         for number in self._done:
             step = self._steps.pop(number)
-            # A step that failed before its computation has no times of it.
-            computed = step.computed or processed
             record = StepRecord(
                 number,
                 step.schedule_begun,
                 step.scheduled,
-                step.begun or min(step.scheduled, computed),
-                computed,
+                step.begun,
+                step.computed,
                 processed,
                 step.parts,
                 step.wait,
                 step.preemptions,
                 step.failed,
+                step.sample_seconds,
             )
             outputs.steps.append(msgspec.Raw(self._encoder.encode(record)))
         self._done.clear()

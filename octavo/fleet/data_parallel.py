@@ -264,7 +264,8 @@ class DataParallelClient:
         """Call a method of all engines, including those being started.
 
         Returns:
-            For bools: True if all are; for stats, their sum; for texts, all, separated by commas.
+            For bools: True if all are; for stats, their sum; for texts, all, separated by commas;
+            for dicts by engine, one with all engines.
 
         Raises:
             OctavoError: the first error of an engine.
@@ -581,6 +582,8 @@ def _join(results: list[Any]) -> Any:
         return all(results)
     if isinstance(first, str):
         return ", ".join(results)
+    if isinstance(first, dict):
+        return {index: value for result in results for index, value in result.items()}
     if isinstance(first, list):  # only stats are lists
         stats = [msgspec.convert(result, SchedulerStats) for result in results]
         return list(msgspec.structs.astuple(SchedulerStats.join(stats)))

@@ -14,6 +14,7 @@ from collections.abc import (
     Callable,
     Generator,
     Iterable,
+    Iterator,
     Mapping,
     Sequence,
 )
@@ -51,10 +52,15 @@ from octavo.frontend.engines import EngineRecords
 from octavo.frontend.environment import apply_environment
 from octavo.frontend.forecast import Forecast
 from octavo.frontend.input_processor import InputProcessor, Prompt, processing_time
-from octavo.frontend.output_processor import OutputProcessor, RequestOutputCollector
+from octavo.frontend.output_processor import (
+    LiveAnswer,
+    OutputProcessor,
+    RequestOutputCollector,
+)
 from octavo.frontend.request_memory import RequestMemory, request_nbytes, trim_when_idle
 from octavo.frontend.step_log import EngineDeath, StepLog
 from octavo.frontend.traces import make_tracer, read_trace_headers
+from octavo.kv_cache.block_map import BlockMap
 from octavo.messages import (
     EngineCoreOutputs,
     EngineCoreRequest,
@@ -172,9 +178,12 @@ class AsyncLLM:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: list[asyncio.Task[None]] = []
         default_batched_tokens = get_platform(config.device.device).server_batched_tokens
+        self.max_num_batched_tokens = resolve_max_num_batched_tokens(
+            config, default_batched_tokens, self.spec.max_model_len
+        )
         make_forecast = partial(
             Forecast,
-            resolve_max_num_batched_tokens(config, default_batched_tokens, self.spec.max_model_len),
+            self.max_num_batched_tokens,
             heeds_priority=config.scheduler.scheduling_policy == "priority",
         )
         # Last, so that a failure before it leaves no process.
@@ -475,6 +484,43 @@ class AsyncLLM:
     def is_running(self) -> bool:
         """True if the engine is not dead."""
         return self._dead is None
+
+    @property
+    def engine_stats(self) -> Mapping[int, SchedulerStats]:
+        """Latest statistics of each engine, by its index."""
+        return self._engines.stats
+
+    @property
+    def num_engines(self) -> int:
+        """Number of engines; it may change (`scale`)."""
+        return len(self._engines)
+
+    def engine_of(self, core_id: str) -> int | None:
+        """Return the index of the engine of an unfinished answer; None: it is unknown here."""
+        return self._client.engine_of(core_id)
+
+    def live_answers(self) -> Iterator[LiveAnswer]:
+        """Yield the unfinished answers of this front end, in order of arrival."""
+        return self._output_processor.live_answers()
+
+    async def block_maps(self) -> dict[int, BlockMap]:
+        """Return the map of each engine's KV cache, by the engine's index.
+
+        Raises:
+            OctavoError: an engine has died before it answered.
+        """
+        return msgspec.convert(await self._client.call_utility("block_map"), dict[int, BlockMap])
+
+    async def expert_counts(self) -> dict[int, list[tuple[int, list[int]]]]:
+        """Return (layer, tokens of each expert) since the start, by the engine's index.
+
+        Raises:
+            OctavoError: an engine has died before it answered.
+        """
+        counts: dict[int, list[tuple[int, list[int]]]] = await self._client.call_utility(
+            "expert_counts"
+        )
+        return counts
 
     async def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False

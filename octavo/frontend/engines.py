@@ -41,6 +41,8 @@ class EngineRecords:
     ) -> None:
         self._client, self._metrics, self._make_forecast = client, metrics, make_forecast
         self._shows_stats = shows_stats
+        self.stats: dict[int, SchedulerStats] = {}
+        """Latest statistics of each engine, by its index."""
         self._cache_info: dict[str, Any] = {}
         self._forecasts = [make_forecast() for _ in range(size)]
         for index in range(size):
@@ -53,6 +55,7 @@ class EngineRecords:
         """Record the statistics of an engine's step."""
         if index < len(self):  # an engine that is being ended may send more
             self._forecasts[index].record(stats, timestamp)
+            self.stats[index] = stats
         metrics = self._metrics.for_engine(index)
         if self._shows_stats:
             metrics.record_scheduler_stats(stats)
@@ -127,6 +130,7 @@ class EngineRecords:
         finally:
             for index in range(keep, max(before, size)):
                 self._metrics.remove_engine(index)
+                self.stats.pop(index, None)
             del self._forecasts[keep:]
         logger.info("there are %d engines now", size)
 

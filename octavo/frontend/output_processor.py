@@ -7,7 +7,7 @@ import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
@@ -81,6 +81,22 @@ class ProcessedOutputs:
     """Core request ids that the core must stop: a stop text was found, or a sibling failed."""
     errors: dict[str, OctavoError] = field(default_factory=dict)
     """Failed requests without a collector, by the caller's request id."""
+
+
+class LiveAnswer(NamedTuple):
+    """Unfinished answer, without its contents."""
+
+    core_id: str
+    """Id in the core: each of n answers has a separate one."""
+    request_id: str
+    """Id of the caller; the n answers share it."""
+    tenant: str | None
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_cached_tokens: int
+    """Number of cached tokens of its prompt; 0 before the first token."""
+    arrival_time: float
+    """Second of `octavo.system.clock`."""
 
 
 @dataclass(slots=True)
@@ -255,6 +271,20 @@ class OutputProcessor:
         Another engine can continue these requests.
         """
         return [group.as_request() for group in self._groups.values()]
+
+    def live_answers(self) -> Iterator[LiveAnswer]:
+        """Yield the unfinished answers, in order of arrival."""
+        for state in self._states.values():
+            request = state.group.request
+            yield LiveAnswer(
+                state.request_id,
+                state.group.request_id,
+                request.options.tenant,
+                len(request.prompt_token_ids),
+                len(state.detokenizer.token_ids),
+                state.num_cached_tokens,
+                request.options.arrival_time,
+            )
 
     def waiting(self) -> Iterator[EngineCoreRequest]:
         """Yield the live requests without a token. O(live requests)."""

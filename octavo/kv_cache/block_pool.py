@@ -75,6 +75,20 @@ class FreeKVCacheBlockQueue:
         block.prev_free = block.next_free = None
         self.num_free_blocks -= 1
 
+    def last_known(self, count: int) -> list[int]:
+        """Return the ids of the last `count` blocks with a known prefix; the last one is first.
+
+        The queue must have as many. The walk ends with the first of them.
+        """
+        ids: list[int] = []
+        block = self._tail.prev_free
+        while len(ids) < count:
+            assert block is not None
+            if block.block_hash is not None:
+                ids.append(block.block_id)
+            block = block.prev_free
+        return ids
+
     def to_list(self) -> list[KVCacheBlock]:
         """Return all free blocks in order, for checks.
 
@@ -211,6 +225,10 @@ class BlockPool:
     def cached_blocks(self, group_id: int) -> Mapping[bytes, KVCacheBlock]:
         """Return the blocks with a known prefix in this group, by its hash."""
         return self._cached[group_id]
+
+    def known_blocks(self) -> list[int]:
+        """Return the ids of all blocks with a known prefix."""
+        return [block.block_id for known in self._cached for block in known.values()]
 
     def uncache(self, block: KVCacheBlock) -> None:
         """Remove a block from the prefix cache."""

@@ -422,6 +422,17 @@ class KVCacheManager:
                 if not self.managers:  # the first blocks are forgotten last, as in the pool
                     self.states.remember(reversed(request.block_hashes[: held.num_cached_blocks]))
 
+    def held_blocks(self) -> dict[str, list[int]]:
+        """Return the ids of the blocks of each request, or of a load for it; 0: the null block."""
+        held = {
+            request_id: [block.block_id for blocks in held.blocks for block in blocks]
+            for request_id, held in self._requests.items()
+        }
+        for request_id, load in self._loads.items():
+            held[request_id] = [block.block_id for blocks in load.hit for block in blocks]
+            held[request_id] += [block.block_id for _, block, _ in load.new]
+        return held
+
     def get_block_ids(self, request: Request) -> list[list[int]]:
         """Return all blocks of a request in order, one list for each group."""
         held = self._requests[request.request_id]

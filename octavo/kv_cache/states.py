@@ -26,6 +26,7 @@ written too early. A snapshot is known from the next step on.
 
 from __future__ import annotations
 
+import enum
 import heapq
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
@@ -84,6 +85,20 @@ class _RequestStates:
     """Pairs (number of tokens, slot) of the snapshots that the step being scheduled takes."""
     last: int = 0
     """Number of tokens of the request's last known snapshot."""
+
+
+class SlotKind(enum.IntEnum):
+    """Content of a slot."""
+
+    FREE = 0
+    LIVE = 1
+    """State of a running request."""
+    PENDING = 2
+    """Snapshot that a step writes."""
+    SNAPSHOT = 3
+    """Snapshot that the prefix cache knows."""
+    LOADING = 4
+    """Snapshot that a KV connector loads."""
 
 
 def id_of_state(slot: int) -> int:
@@ -297,6 +312,23 @@ class StateManager:
                 if self.log is not None:
                     self.log.new.append(snapshot)
         self._becoming = []
+
+    def slots(self) -> dict[int, tuple[SlotKind, str | None]]:
+        """Return the content of the used slots, and the request that owns it."""
+        found: dict[int, tuple[SlotKind, str | None]] = {}
+        for slot in self._loading:
+            found[slot] = SlotKind.LOADING, None
+        for snapshot in [*self._known.values(), *self._becoming]:
+            found[snapshot.slot] = SlotKind.SNAPSHOT, None
+        for request_id, states in self._requests.items():
+            found.update((slot, (SlotKind.LIVE, request_id)) for slot in states.slots)
+            found.update((slot, (SlotKind.PENDING, request_id)) for _, slot in states.pending)
+        return found
+
+    def ranked_slots(self) -> list[int]:
+        """Return the slots of the known snapshots; the one that is given up last is first."""
+        known = sorted(self._known.values(), key=lambda snapshot: snapshot.rank, reverse=True)
+        return [snapshot.slot for snapshot in known]
 
     def check_integrity(self, live: Iterable[str]) -> None:
         """Check that each slot has one owner.

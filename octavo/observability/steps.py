@@ -60,6 +60,8 @@ class StepRecord(msgspec.Struct, array_like=True, omit_defaults=True, frozen=Tru
     preemptions: list[StepPreemption] = []
     failed: bool = False
     """True if the step failed, or is computed again."""
+    sample_seconds: float = 0.0
+    """Part of the computation after the forward pass; see `ModelRunnerOutput`."""
 
     @property
     def num_tokens(self) -> int:

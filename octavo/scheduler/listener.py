@@ -51,8 +51,15 @@ class StepListener:
     def on_computed(self, step: int) -> None:
         """React to the end of a step's computation; runs on the thread that computes."""
 
-    def on_result(self, step: int, waited: float, failed: bool) -> None:
-        """React to a step's result or failure; the engine waited `waited` seconds for it."""
+    def on_result(self, step: int, waited: float, failed: bool, sample_seconds: float) -> None:
+        """React to a step's result or failure, possibly before `on_computed`.
+
+        Args:
+            step: number of the step.
+            waited: seconds for which the engine waited for it.
+            failed: True if the step failed, or is computed again.
+            sample_seconds: see `ModelRunnerOutput`; 0 if the step failed.
+        """
 
     def on_outputs(self, outputs: EngineCoreOutputs, is_idle: bool) -> None:
         """React to the outputs of `EngineCore.step`; `is_idle`: the core has no more work."""

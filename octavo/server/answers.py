@@ -640,6 +640,14 @@ class ResponseEvent(TypedDict):
     """Number of the event, counted from 0."""
 
 
+@with_config(ConfigDict(extra="allow", strict=True))
+class ViewEvent(TypedDict, total=False):
+    """Event of GET /v1/engine/view; docs/engine_view.md describes the fields of each kind."""
+
+    time: float
+    """Time of the event, in seconds since 1970."""
+
+
 class ResponseInputTokens(Answer):
     """POST /v1/responses/input_tokens."""
 

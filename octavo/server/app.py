@@ -44,6 +44,7 @@ from octavo.server.resume_routes import get_stream, resumable
 from octavo.server.state import ServerState
 from octavo.server.tokenize import detokenize, tokenize
 from octavo.server.ui import get_file, or_page
+from octavo.server.view import get_view
 
 Endpoint: TypeAlias = Callable[[Request], Awaitable[Response]]
 
@@ -125,6 +126,7 @@ ROUTES: tuple[tuple[str, Endpoint, str], ...] = (
     ("/v1/batches/{batch_id}", batches.get_batch, "GET"),
     ("/v1/batches/{batch_id}/cancel", batches.cancel_batch, "POST"),
     ("/v1/streams/{stream_id:path}", get_stream, "GET"),
+    ("/v1/engine/view", get_view, "GET"),
     ("/tokenize", tokenize, "POST"),
     ("/detokenize", detokenize, "POST"),
     ("/tokenizer_info", model_list.tokenizer_info, "GET"),

@@ -107,6 +107,28 @@ class Client:
             raise ServerError(_message(response.status_code, response.content))
         return str(response.json().get("message"))
 
+    def watch_engines(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield the events of the engine view: name and data. They end when the server stops.
+
+        Raises:
+            ServerError: the request was rejected or failed, or the answer has another form.
+        """
+        address = self._url.removesuffix("/v1") + "/v1/engine/view"
+        name = ""
+        try:
+            with self._http.stream("GET", address) as response:
+                if response.status_code != 200:
+                    raise ServerError(_message(response.status_code, response.read()))
+                for line in response.iter_lines():
+                    if line.startswith("event: "):
+                        name = line.removeprefix("event: ")
+                    elif line.startswith("data: "):
+                        yield name, msgspec.json.decode(line[6:], type=dict[str, Any])
+        except httpx.HTTPError as error:
+            raise self._unreachable(error) from None
+        except msgspec.MsgspecError:
+            raise ServerError(f"{address} is not the engine view of an Octavo server.") from None
+
     def describe(self) -> Served:
         """Return the description of the server and its model.
 

@@ -254,6 +254,7 @@ OPERATIONS: dict[str, Operation] = {
         chunk=InvocationChunk,
         query={"from": ("0",)},
     ),
+    "/v1/engine/view": Operation(None, (*_GUARDED, 404, 429), chunk=answers.ViewEvent),
     "/tokenize": Operation(answers.Tokens, _WITH_BODY, TokenizeBody),
     "/detokenize": Operation(answers.Text, _WITH_BODY, DetokenizeBody),
     "/tokenizer_info": Operation(answers.TokenizerInfo, (*_GUARDED, 404)),

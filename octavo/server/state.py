@@ -38,6 +38,7 @@ from octavo.server.recent_prompts import RecentPrompts
 from octavo.server.resumable_streams import StreamRegistry
 from octavo.server.state_dir import StateDir
 from octavo.server.stats_log import StatsLog
+from octavo.server.view_hub import ViewHub
 from octavo.text.chat_template import ChatTemplate
 from octavo.text.tokenizer import Tokenizer
 
@@ -87,6 +88,7 @@ class ServerState(HttpState):
         self.long_line = asyncio.Lock()
         """Lock of the one line of a batch that writes a long answer."""
         self.streams = StreamRegistry(config.resume_grace, self.run)
+        self.view = ViewHub(config, self.model_names)
         self._start_engine = start_engine
         self._started: asyncio.Task[AsyncLLM] | None = None
         self._loading: asyncio.Task[None] | None = None
@@ -214,6 +216,7 @@ class ServerState(HttpState):
         super().begin_drain()
         self.at_drain()
         self.streams.drain()
+        self.view.stop()
 
     # Requests
 

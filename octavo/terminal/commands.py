@@ -1,4 +1,4 @@
-"""Flags and functions of `octavo run | chat | complete | scale | list | pull`."""
+"""Flags and functions of `octavo run | chat | complete | scale | top | list | pull`."""
 
 from __future__ import annotations
 
@@ -61,6 +61,11 @@ _COMPLETE_EXAMPLES = """examples:
 """
 _SCALE_EXAMPLE = """example:
   octavo scale 3                      a server that was started with --enable-elastic-ep
+"""
+_TOP_EXAMPLES = """examples:
+  octavo top                          the server on this machine
+  octavo top --url http://host:8000   another server
+  octavo top | cat                    print the state once
 """
 _PULL_EXAMPLE = """example:
   octavo pull Qwen/Qwen3-0.6B
@@ -150,6 +155,14 @@ def add_commands(commands: Any, named: str | None) -> list[argparse.ArgumentPars
     )
     scale.set_defaults(command=scale_server, model=None)
 
+    top = commands.add_parser(
+        "top",
+        help="watch a running server's engines: KV blocks, steps and requests",
+        epilog=_TOP_EXAMPLES,
+    )
+    _add_address_flags(top)
+    top.set_defaults(command=watch_server, model=None)
+
     listing = commands.add_parser("list", help="list the models on this machine")
     listing.set_defaults(command=list_models)
 
@@ -164,7 +177,7 @@ def add_commands(commands: Any, named: str | None) -> list[argparse.ArgumentPars
         help="Folder to download to; default: the hub client's cache.",
     )
     pull.set_defaults(command=pull_model)
-    return [run, chat, complete, scale, listing, pull]
+    return [run, chat, complete, scale, top, listing, pull]
 
 
 def _add_sampling_flags(parser: argparse.ArgumentParser, exclude: str | None = None) -> None:
@@ -379,6 +392,15 @@ def scale_server(args: argparse.Namespace) -> int:
     key = args.admin_key or next(iter(admin_keys_from_environment()), None)
     with _connect(args, key) as client:
         print(harmless(client.scale(args.size)))
+    return 0
+
+
+def watch_server(args: argparse.Namespace) -> int:
+    """Run `octavo top`."""
+    from octavo.terminal.top import run
+
+    with _connect(args) as client, contextlib.suppress(KeyboardInterrupt):
+        run(client, args.url)
     return 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -458,6 +459,7 @@ class ModelRunner:
         Args:
             grammar: the tokens that grammars allow.
         """
+        begin = time.perf_counter()
         step, self._step = self._step, None
         errors, self._failed = self._failed, {}
         if step is None:
@@ -476,6 +478,7 @@ class ModelRunner:
             state.proposer.observe(inputs, step.result)
         if self.setup.config.load.expert_cache is not None:
             self._note_experts(output)
+        output.sample_seconds = time.perf_counter() - begin
         return pending
 
     def _expert_load(self) -> ExpertLoad | None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import gzip
+import json
 import os
 import signal
 import time
@@ -167,6 +168,49 @@ def test_a_recording_of_format_1_replays(tmp_path, capsys):
     assert requests["r4#9"].prompt_embeds.num_tokens == 2
     assert cli.main(["replay", str(path)]) == 0
     assert "0 answers differ" in capsys.readouterr().out
+
+
+def read_view(path):
+    """Return the pairs of name and data of a file with events of the engine view."""
+    events = path.read_text().split("\n\n")[:-1]
+    lines = [event.split("\n") for event in events]
+    return [(n.removeprefix("event: "), json.loads(d.removeprefix("data: "))) for n, d in lines]
+
+
+def test_the_engine_view_of_a_recording(recording, tmp_path, capsys):
+    out = tmp_path / "run.view"
+    assert cli.main(["replay", str(recording), "--view", str(out)]) == 0
+    events = read_view(out)
+    name, hello = events[0]
+    assert (name, hello["recording"], hello["max_num_seqs"]) == ("hello", True, 16)
+    ticks = [event for name, event in events if name == "tick"]
+    steps = [step for tick in ticks for step in tick.get("steps", ())]
+    assert f"{len(steps)} steps are in {out}" in capsys.readouterr().out
+    assert all("number" in step for step in steps)
+    assert len(steps) > 100
+    assert sum(step.get("forward", 0) > 0 for step in steps) > 0.8 * len(steps)
+    deaths = [death for tick in ticks for death in tick.get("deaths", ())]
+    assert len(deaths) == 1
+    states = [tick["health"] for tick in ticks if "health" in tick]
+    assert [state[:20] for state in states] == ["ok", "the engine has died:", "ok"]
+    requests = [event["rows"] for name, event in events if name == "requests"]
+    assert len({row[0] for rows in requests for row in rows}) > NUM_REQUESTS // 2
+    assert requests[-1] == []
+    times = [tick["time"] for tick in ticks]
+    assert times == sorted(times)
+    assert "little dog" not in out.read_text()
+
+
+def test_a_recording_of_format_1_has_a_view(tmp_path):
+    path, out = tmp_path / "run.rec", tmp_path / "run.view"
+    path.write_bytes(gzip.decompress(Path(__file__).with_name("format-1.rec.gz").read_bytes()))
+    assert cli.main(["replay", str(path), "--view", str(out)]) == 0
+    assert any("steps" in event for _, event in read_view(out))
+
+
+def test_a_view_that_cannot_be_written_is_told(recording, tmp_path, capsys):
+    assert cli.main(["replay", str(recording), "--view", str(tmp_path / "no" / "x")]) == 2
+    assert "cannot be written" in capsys.readouterr().err
 
 
 def test_it_tells_what_steps_take(recording, tmp_path, capsys):

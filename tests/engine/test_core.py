@@ -5,6 +5,7 @@ import json
 from types import SimpleNamespace
 
 import msgspec
+import numpy as np
 import pytest
 
 from octavo.config import SchedulerConfig
@@ -12,6 +13,7 @@ from octavo.engine import core as core_module
 from octavo.engine.core import EngineCore
 from octavo.engine.record import StepRecorder
 from octavo.errors import EngineDeadError, ModelError, ProfilerError, RequestError, SleepError
+from octavo.kv_cache.block_map import OWNER_SHIFT, BlockMap
 from octavo.kv_cache.groups import KVCacheConfig, make_kv_cache_groups
 from octavo.messages import FinishReason
 from octavo.models.cache import AttentionCache
@@ -320,6 +322,18 @@ def test_the_deadline_of_a_request_that_is_gone_wakes_nobody(core):
     assert core.seconds_to_deadline() is None
     core.clock.now += 6
     assert not core.has_work()
+
+
+def test_the_map_of_the_blocks_is_a_utility(core):
+    core.add_request(request("1", list(range(1, 41)), max_tokens=50))
+    for _ in range(4):
+        core.step()
+    (block_map,) = core.call_utility("block_map").values()
+    found = msgspec.convert(block_map, BlockMap)
+    assert found.owners == ["1"]
+    owners = np.frombuffer(found.cells, "<u4") >> OWNER_SHIFT
+    assert len(owners) == found.num_blocks == core.stats().num_total_blocks
+    assert (owners == 1).sum() == core.stats().num_used_blocks >= 3
 
 
 def test_utilities_are_called_by_name(core):

@@ -22,6 +22,8 @@ from octavo.frontend.beam_search import make_beam_search, prompt_params, run_bea
 from octavo.frontend.input_processor import InputProcessor, processing_time
 from octavo.frontend.output_processor import OutputProcessor, RequestOutputCollector
 from octavo.frontend.request_memory import RequestMemory
+from octavo.frontend.step_log import StepLog
+from octavo.kv_cache.block_map import BlockMap
 from octavo.messages import EngineCoreOutput, EngineCoreRequest, FinishReason, LogprobsLists
 from octavo.observability.metrics import EngineMetrics
 from octavo.observability.scheduler_stats import SchedulerStats
@@ -88,6 +90,10 @@ class FakeAsyncLLM:
         self.request_memory = RequestMemory(2**30)
         self.metrics = EngineMetrics("fake", MAX_MODEL_LEN)
         self.stats = SchedulerStats()
+        self.step_log = StepLog()
+        self.engine_stats: dict[int, SchedulerStats] = {}
+        self.maps: dict[int, BlockMap] = {}
+        self.max_num_batched_tokens = 512
         self.ready = True
         self.num_steps = 0
         self.answer = ANSWER
@@ -182,6 +188,19 @@ class FakeAsyncLLM:
     @property
     def num_unfinished_requests(self) -> int:
         return self._output.num_unfinished_requests
+
+    def live_answers(self):
+        for number, answer in enumerate(self._output.live_answers()):
+            yield answer._replace(core_id=f"{answer.core_id}#{number}")
+
+    def engine_of(self, core_id):
+        return 0
+
+    async def block_maps(self):
+        return self.maps
+
+    async def expert_counts(self):
+        return {}
 
     @property
     def is_running(self) -> bool:

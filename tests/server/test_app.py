@@ -81,6 +81,7 @@ def test_index_lists_the_addresses():
             "GET /v1/batches/{batch_id}",
             "POST /v1/batches/{batch_id}/cancel",
             "GET /v1/streams/{stream_id:path}",
+            "GET /v1/engine/view",
             "POST /tokenize",
             "POST /detokenize",
             "GET /tokenizer_info",

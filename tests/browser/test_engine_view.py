@@ -1,0 +1,160 @@
+"""Engine view in a browser: the map under load, held time, a recording, a death."""
+
+import hashlib
+import os
+import re
+import signal
+import threading
+
+import httpx
+import pytest
+from psutil import Process
+
+from octavo import cli
+from tests.browser.test_page import find_violations
+from tests.e2e.harness import serve
+
+SETTINGS = ["--num-gpu-blocks-override", "400", "--max-model-len", "1k", "--max-num-seqs", "8"]
+
+
+def picture(canvas):
+    """Return a digest of what a canvas shows."""
+    return hashlib.sha256(canvas.evaluate("c => c.toDataURL()").encode()).hexdigest()
+
+
+def shown(page, number):
+    """Return the paragraph about a step."""
+    return page.get_by_role("paragraph").filter(has_text=f"Step {number} of engine 0")
+
+
+def complete(url, count, tokens=200):
+    """Send requests; return the thread that waits for the answers."""
+
+    def send(i):
+        prompt = f"Once upon a time {i} girls saw a dog. " * 8
+        body = {"prompt": prompt, "max_tokens": tokens, "ignore_eos": True}
+        httpx.post(f"{url}/v1/completions", json=body, timeout=60).raise_for_status()
+
+    def send_all():
+        threads = [threading.Thread(target=send, args=(i,)) for i in range(count)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    thread = threading.Thread(target=send_all)
+    thread.start()
+    return thread
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    """Return a server that records, and the path of the recording."""
+    folder = tmp_path_factory.mktemp("recorded")
+    path = folder / "run.rec"
+    with serve(folder, *SETTINGS, "--record", str(path), spare=True) as server:
+        yield server, path
+
+
+def test_the_view_follows_the_engine(recorded, open_page):
+    server, _ = recorded
+    page = open_page("/#/engine", server.url)
+    canvas = page.get_by_role("img", name=re.compile("Map of 399 blocks"))
+    canvas.wait_for()
+    empty, label = picture(canvas), canvas.get_attribute("aria-label")
+    assert "0 in use" in label
+    sending = complete(server.url, 12, 200)  # four wait for a seat
+    page.get_by_text("all seats are taken").first.wait_for()
+    rows = page.get_by_role("table").last.get_by_role("row")
+    rows.filter(has_text="answer").nth(3).wait_for()
+    rows.filter(has_text="waiting").first.wait_for()
+    page.wait_for_function(
+        "() => !document.querySelector('canvas[aria-label^=\"Map of 399\"]')"
+        ".ariaLabel.includes(' 0 in use')"
+    )
+    assert picture(canvas) != empty
+    assert re.search(r"running\s*[1-8]\b", page.locator("dl.figures").inner_text())
+    sending.join()
+    page.get_by_text("There are none.").wait_for()
+    page.get_by_role("img", name=re.compile(" 0 in use, 0 shared, [1-9]")).wait_for()
+    page.get_by_text("KV blocks as a table").click()
+    page.get_by_role("row").filter(has_text="kept for later prompts").wait_for()
+
+
+def test_time_can_be_held_and_stepped_through(recorded, open_page):
+    server, _ = recorded
+    page = open_page("/#/engine", server.url)
+    sending = complete(server.url, 4, 300)
+    page.get_by_role("row").filter(has_text="answer").first.wait_for()
+    page.get_by_role("button", name="Hold").click()
+    text = page.get_by_role("paragraph").filter(has_text=re.compile(r"^Step \d+ of engine 0"))
+    number = int(re.search(r"\d+", text.inner_text())[0])
+    canvas = page.get_by_role("img", name="Tokens of each step")
+    for _ in range(3):
+        page.get_by_role("button", name="◀ Step").click()
+    shown(page, number - 3).wait_for()
+    held = picture(canvas)
+    page.keyboard.press("ArrowRight")
+    shown(page, number - 2).wait_for()
+    assert picture(canvas) != held
+    page.keyboard.press("ArrowLeft")
+    shown(page, number - 3).wait_for()
+    sending.join()
+    page.wait_for_timeout(500)
+    assert shown(page, number - 3).is_visible()  # nothing has moved
+    assert page.get_by_role("row").filter(has_text="answer").count() > 0
+    page.get_by_role("button", name="Live", exact=True).click()
+    page.get_by_text("There are none.").wait_for()
+    # A new page knows the steps from before.
+    other = open_page("/#/engine", server.url)
+    other.get_by_role("slider", name="Step").wait_for()
+    other.wait_for_function("() => Number(document.querySelector('.time').max) > 200")
+    other.wait_for_function("() => Number(document.querySelector('.time').min) < 20")
+
+
+def test_a_death_and_the_revival_are_shown(recorded, open_page):
+    server, _ = recorded
+    page = open_page("/#/engine", server.url)
+    page.get_by_role("img", name=re.compile("Map of 399 blocks")).wait_for()
+    (engine,) = [
+        child
+        for child in Process(server.process.pid).children(recursive=True)
+        if "octavo.engine.core_process" in " ".join(child.cmdline()) and child.num_threads() > 4
+    ][:1]
+    os.kill(engine.pid, signal.SIGKILL)
+    page.get_by_text(re.compile("starting the engine again")).wait_for()
+    page.get_by_text(re.compile(r"engine 0 died .* continued after \d")).wait_for()
+    page.get_by_text(re.compile("starting the engine again")).wait_for(state="hidden")
+
+
+def test_a_recording_can_be_opened(recorded, open_page, tmp_path):
+    server, path = recorded
+    out = tmp_path / "run.view"
+    complete(server.url, 2, 20).join()
+    assert cli.main(["replay", str(path), "--view", str(out)]) == 0
+    page = open_page("/#/engine", server.url)
+    page.get_by_label("Open a file of octavo replay --view").set_input_files(out)
+    page.get_by_text(re.compile(r"run.view: [\d,]+ steps")).wait_for()
+    page.get_by_text("recording,").wait_for()
+    first = shown(page, 1)
+    first.wait_for()
+    assert "prompt tokens" in first.inner_text()
+    page.get_by_role("button", name="Step ▶").click()
+    shown(page, 2).wait_for()
+    bad = tmp_path / "bad.view"
+    bad.write_text("event: tick\ndata: {\n\n")
+    page.get_by_label("Open a file of octavo replay --view").set_input_files(bad)
+    page.get_by_text(re.compile("bad.view cannot be shown")).wait_for()
+    page.get_by_role("button", name="Live server").click()
+    page.get_by_role("img", name=re.compile("Map of 399 blocks")).wait_for()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_axe_finds_nothing(recorded, open_page, scheme):
+    server, _ = recorded
+    page = open_page("/#/engine", server.url, color_scheme=scheme)
+    sending = complete(server.url, 3, 100)
+    page.get_by_role("row").filter(has_text="answer").first.wait_for()
+    page.get_by_role("button", name="Hold").click()
+    assert find_violations(page) == []
+    sending.join()

@@ -1,0 +1,145 @@
+"""Live view of real engines: maps, steps, scopes of keys, a death, several front ends."""
+
+import asyncio
+import json
+import os
+import signal
+import threading
+import time
+from contextlib import contextmanager
+
+import httpx
+import msgspec
+import numpy as np
+from psutil import Process
+
+from octavo.config import EngineConfig
+from octavo.fleet.start import EngineProcesses
+from octavo.frontend.async_llm import AsyncLLM
+from octavo.kv_cache.block_map import OWNER_SHIFT
+from octavo.sampling_params import SamplingParams
+from tests.e2e.harness import serve
+
+SMALL = ["--num-gpu-blocks-override", "300", "--max-model-len", "512"]
+
+
+@contextmanager
+def watching(url, key=None):
+    """Yield an iterator of the events of a view."""
+    headers = {} if key is None else {"authorization": f"Bearer {key}"}
+    with httpx.stream("GET", f"{url}/v1/engine/view", headers=headers, timeout=30) as response:
+        assert response.status_code == 200
+
+        def events():
+            name = ""
+            for line in response.iter_lines():
+                if line.startswith("event: "):
+                    name = line.removeprefix("event: ")
+                elif line.startswith("data: "):
+                    yield name, json.loads(line.removeprefix("data: "))
+
+        yield events()
+
+
+def until(events, found, seconds=30):
+    """Return the first event for which `found(name, event)` is true."""
+    end = time.monotonic() + seconds
+    for name, event in events:
+        if found(name, event):
+            return event
+        assert time.monotonic() < end, "the event did not come"
+    raise AssertionError("the stream has ended")
+
+
+def send(url, key=None, tokens=150, **headers):
+    """Send a request in a thread."""
+    if key is not None:
+        headers["authorization"] = f"Bearer {key}"
+    body = {"prompt": "Once upon a time", "max_tokens": tokens, "ignore_eos": True}
+
+    def post():
+        response = httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=60)
+        assert response.status_code == 200, response.text
+
+    thread = threading.Thread(target=post)
+    thread.start()
+    return thread
+
+
+def test_two_engines_two_keys_and_a_death(tmp_path):
+    flags = [*SMALL, "--data-parallel-size", "2", "--api-key", "a", "--api-key", "b"]
+    with serve(tmp_path, *flags, "--admin-key", "boss", spare=True) as server:
+        url = server.url
+        assert httpx.get(f"{url}/v1/engine/view").status_code == 401
+        with watching(url, "a") as of_a, watching(url, "boss") as of_boss:
+            hello = until(of_a, lambda name, _: name == "hello")
+            assert (hello["local_engines"], hello["all_requests"]) == (2, False)
+            maps = {}
+            until(of_boss, lambda _, e: maps.update(e.get("blocks", {})) or len(maps) == 2)
+            assert {m["num_blocks"] for m in maps.values()} == {299}
+            sent = [send(url, key, **{"x-request-id": f"of-{key}"}) for key in ("a", "b", "b")]
+            seen = until(of_a, lambda n, e: n == "requests" and len(e["others"]) == 3)
+            assert [row[3].split("-")[1:3] for row in seen["rows"]] == [["of", "a"]]
+            assert "of-b" not in json.dumps(seen)
+            seen = until(of_boss, lambda n, e: n == "requests" and len(e["rows"]) == 3)
+            assert "others" not in seen
+            steps = until(of_boss, lambda _, e: "steps" in e)["steps"]
+            assert all(step["forward"] > 0 for step in steps)
+            for thread in sent:
+                thread.join()
+            until(of_boss, lambda n, e: n == "requests" and not e["rows"])
+
+            children = Process(server.process.pid).children(recursive=True)
+            engines = [c for c in children if "core_process" in " ".join(c.cmdline())]
+            busy = max(engines, key=lambda c: c.cpu_times().user)
+            os.kill(busy.pid, signal.SIGKILL)
+            down = until(of_boss, lambda _, e: e.get("health", "ok") != "ok")
+            assert "is being started" in down["health"]
+            death = until(of_boss, lambda _, e: "deaths" in e)["deaths"][0]
+            assert death["seconds"] > 0
+
+
+def test_several_front_ends_show_the_steps_of_all(tmp_path):
+    flags = [*SMALL, "--api-server-count", "2"]
+    with serve(tmp_path, *flags) as server, watching(server.url) as events:
+        assert until(events, lambda name, _: name == "hello")["front_ends"] == 2
+        sent = [send(server.url, tokens=60) for _ in range(6)]
+        labels = set()
+
+        def note(_, event):
+            parts = [part for s in event.get("steps", ()) for part in s.get("parts", ())]
+            labels.update(part[0].partition(".")[0] for part in parts)
+            return len(labels) == 2
+
+        until(events, note)  # requests of both
+        for thread in sent:
+            thread.join()
+
+
+def test_a_map_has_the_blocks_of_a_running_request(tmp_path):
+    async def run():
+        config = EngineConfig.from_kwargs(num_gpu_blocks_override=100, max_model_len=512)
+        engine = await AsyncLLM.start(config, EngineProcesses(reports_steps=True))
+        try:
+            await engine.wait_ready()
+            found = []
+            params = SamplingParams(max_tokens=450, ignore_eos=True)
+            async for output in engine.generate("Once upon a time", params, "r"):
+                if not found and len(output.outputs[0].token_ids) > 20:
+                    found = [await engine.block_maps()]
+            (block_map,) = found[0].values()
+            owners = np.frombuffer(block_map.cells, "<u4") >> OWNER_SHIFT
+            assert [owner.partition("#")[0] for owner in block_map.owners] == ["r"]
+            assert 2 <= (owners == 1).sum() <= 30
+            after = (await engine.block_maps())[0]
+            assert after.owners == []
+            cells = np.frombuffer(after.cells, "<u4")
+            assert ((cells >> 3 & 7) == 7).sum() >= 20  # known prefixes
+            records = [step.record for step in engine.step_log.since(0)]
+            assert any(record.sample_seconds > 0 for record in records)
+            assert await engine.expert_counts() == {0: []}
+            assert msgspec.structs.asdict(engine.engine_stats[0])["num_steps"] > 50
+        finally:
+            await engine.shutdown()
+
+    asyncio.run(run())
