@@ -7,8 +7,14 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from octavo.messages import EngineCoreOutputs, SchedulerOutput
-from octavo.observability.steps import StepPart, StepPreemption, StepRecord, StepWait
+from octavo.messages import EngineCoreOutputs, EngineCoreRequest, SchedulerOutput
+from octavo.observability.steps import (
+    StepEvent,
+    StepPart,
+    StepPreemption,
+    StepRecord,
+    StepWait,
+)
 from octavo.request import Request
 from octavo.scheduler.listener import StepListener, WaitReason
 from octavo.system.clock import now
@@ -40,7 +46,7 @@ class _Scheduling:
 class StepReporter(StepListener):
     """Listener that adds a `StepRecord` of each finished step to the engine's outputs.
 
-    A step without requests is not reported.
+    A step without requests is not reported, except for events before the engine becomes idle.
 
     Args:
         clock: returns seconds.
@@ -54,7 +60,24 @@ class StepReporter(StepListener):
         self._done: list[int] = []
         """Steps with a result that the next outputs report."""
         self._last_computed = 0.0
+        self._events: list[StepEvent] = []
+        """Events that the next outputs report."""
         self._encoder = msgspec.msgpack.Encoder()
+
+    def on_add(self, request: EngineCoreRequest) -> None:
+        """Note the arrival of a request."""
+        self._note(request.request_id, "ADDED")
+
+    def on_hold(self, request: Request) -> None:
+        """Note that a request is held."""
+        self._note(request.request_id, request.status.name)
+
+    def on_ready(self, request: Request) -> None:
+        """Note that a request is no longer held."""
+        self._note(request.request_id, "READY")
+
+    def _note(self, request_id: str, kind: str) -> None:
+        self._events.append(StepEvent(request_id, self._clock(), kind))
 
     def on_begin(self, step: int) -> None:
         """Note the time."""
@@ -105,25 +128,25 @@ class StepReporter(StepListener):
             self._done.append(step)
 
     def on_outputs(self, outputs: EngineCoreOutputs, is_idle: bool) -> None:
-        """Report the finished steps."""
-        if not self._done:
+        """Report the finished steps, and the events with the first of them."""
+        if not self._done and not (is_idle and self._events):
             return
         processed = self._clock()
         for number in self._done:
             step = self._steps.pop(number)
             # A step that failed before its computation has no times of it.
             computed = step.computed or processed
-            record = StepRecord(
-                number,
-                step.schedule_begun,
-                step.scheduled,
-                step.begun or min(step.scheduled, computed),
-                computed,
-                processed,
-                step.parts,
-                step.wait,
-                step.preemptions,
-                step.failed,
-            )
-            outputs.steps.append(msgspec.Raw(self._encoder.encode(record)))
+            begun = step.begun or min(max(step.scheduled, self._last_computed), computed)
+            times = step.schedule_begun, step.scheduled, begun, computed, processed
+            report = step.parts, step.wait, step.preemptions, step.failed
+            self._report(outputs, StepRecord(number, *times, *report, self._take_events()))
         self._done.clear()
+        if self._events:  # the engine is idle
+            self._report(outputs, StepRecord(0, *5 * [processed], [], events=self._take_events()))
+
+    def _take_events(self) -> list[StepEvent]:
+        events, self._events = self._events, []
+        return events
+
+    def _report(self, outputs: EngineCoreOutputs, record: StepRecord) -> None:
+        outputs.steps.append(msgspec.Raw(self._encoder.encode(record)))

@@ -45,6 +45,12 @@ class StepListener:
     def on_preempt(self, request: Request, by: Request | None) -> None:
         """React to a preemption in favour of `by`; None: the request's step failed."""
 
+    def on_hold(self, request: Request) -> None:
+        """React to a request that waits outside of the queue; its status is the reason."""
+
+    def on_ready(self, request: Request) -> None:
+        """React to a held request that joins the queue."""
+
     def on_schedule(self, step: int, work: SchedulerOutput) -> None:
         """React to a scheduled step, just before the executor receives it."""
 
