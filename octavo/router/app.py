@@ -15,10 +15,11 @@ from octavo.observability.metrics import CONTENT_TYPE
 from octavo.router.job import read_job
 from octavo.router.proxy import ProxyResponse
 from octavo.router.state import RouterState, router_of
-from octavo.server.app import OLLAMA_PROBE, App, add_layers
+from octavo.server.app import OLLAMA_PROBE, PAGE_FILES, App, add_layers
 from octavo.server.body import read_body
 from octavo.server.errors import RouteError
 from octavo.server.middleware import context_of
+from octavo.server.ui import or_page
 from octavo.system.offload import offload
 
 # Headers of a single connection, or rewritten ones.
@@ -49,7 +50,8 @@ def build_app(state: RouterState) -> App:
         state.start()
         yield
 
-    app = App(_ROUTES, lifespan, state.config.root_path)
+    routes = (*_ROUTES, PAGE_FILES) if state.config.ui else _ROUTES
+    app = App(routes, lifespan, state.config.root_path)
     add_layers(app, state)
     return app
 
@@ -145,7 +147,7 @@ def _json(value: object, status: int = 200, headers: dict[str, str] | None = Non
 
 
 _ROUTES = (
-    ("/", index, "GET"),
+    ("/", or_page(index), "GET"),
     ("/health", health, "GET"),
     ("/ping", health, "GET"),
     ("/ping", health, "POST"),

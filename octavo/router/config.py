@@ -31,6 +31,7 @@ SHARED = frozenset(
         "disable_uvicorn_access_log",
         "disable_access_log_for_endpoints",
         "disable_fastapi_docs",
+        "ui",
         "uvicorn_log_level",
         "middleware",
     ]
@@ -44,6 +45,7 @@ PASSED_ON = frozenset(
         "log_format",
         "disable_uvicorn_access_log",
         "disable_access_log_for_endpoints",
+        "ui",
         "uvicorn_log_level",
     ]
 )

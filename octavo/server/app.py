@@ -43,6 +43,7 @@ from octavo.server.render import render_chat, render_completion
 from octavo.server.resume_routes import get_stream, resumable
 from octavo.server.state import ServerState
 from octavo.server.tokenize import detokenize, tokenize
+from octavo.server.ui import get_file, or_page
 
 Endpoint: TypeAlias = Callable[[Request], Awaitable[Response]]
 
@@ -73,8 +74,9 @@ DOCUMENTATION: tuple[tuple[str, Endpoint, str], ...] = (
     ("/docs", docs, "GET"),
 )
 OLLAMA_PROBE: tuple[str, Endpoint, str] = ("/", running, "HEAD")
+PAGE_FILES: tuple[str, Endpoint, str] = ("/ui/{name}", get_file, "GET")
 ROUTES: tuple[tuple[str, Endpoint, str], ...] = (
-    ("/", health.index, "GET"),
+    ("/", or_page(health.index), "GET"),
     ("/health", health.health, "GET"),
     ("/ping", health.health, "GET"),
     ("/ping", health.health, "POST"),
@@ -139,7 +141,7 @@ ROUTES: tuple[tuple[str, Endpoint, str], ...] = (
     ("/start_profile", admin.start_profile, "POST"),
     ("/stop_profile", admin.stop_profile, "POST"),
 )
-"""Path, function and method of each route, without `DOCUMENTATION` and `OLLAMA_PROBE`."""
+"""Path, function and method of each route, without `DOCUMENTATION`, `OLLAMA_PROBE` and `PAGE_FILES`."""
 
 
 class App(Starlette):
@@ -190,6 +192,8 @@ def build_app(state: ServerState) -> App:
 
     documented = not state.config.disable_fastapi_docs
     routes = ((*DOCUMENTATION, *ROUTES) if documented else ROUTES) + (OLLAMA_PROBE,)
+    if state.config.ui:
+        routes += (PAGE_FILES,)
     app = App(routes, lifespan, state.config.root_path)
     app.state.batches = runner
     add_layers(app, state)

@@ -23,6 +23,7 @@ from octavo.server.errors import (
     show,
 )
 from octavo.server.http_state import HttpState
+from octavo.server.ui import is_page
 from octavo.system.logs import REQUEST_ID
 
 logger = logging.getLogger(__name__)
@@ -91,7 +92,10 @@ class RequestMiddleware:
         token = REQUEST_ID.set(context.request_id)
         path, root = scope["path"], scope.get("root_path", "")
         # As the router sees the path: a proxy may leave its own path in front.
-        probe = (path.removeprefix(root) if path.startswith(f"{root}/") else path) in OPEN_PATHS
+        own_path = path.removeprefix(root) if path.startswith(f"{root}/") else path
+        probe = own_path in OPEN_PATHS or (
+            self.state.config.ui and is_page(scope["method"], own_path, headers.get("accept"))
+        )
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":

@@ -1,0 +1,5 @@
+// Chat view.
+
+export function mount(element, {el}) {
+  element.append(el("h2", {}, "Chat"));
+}

@@ -1,0 +1,5 @@
+// Engine view.
+
+export function mount(element, {el}) {
+  element.append(el("h2", {}, "Engine"));
+}

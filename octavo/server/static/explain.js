@@ -1,0 +1,5 @@
+// Explain view.
+
+export function mount(element, {el}) {
+  element.append(el("h2", {}, "Explain"));
+}

@@ -1,0 +1,1 @@
+// Markdown, rendered as elements.
