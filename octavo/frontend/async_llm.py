@@ -70,6 +70,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+Stages = list[tuple[str, float]]
+"""Causes of a request's time before the engine (see `time_line.py`), and their ends."""
+
 # Most steps that are processed in a row before waiting requests get a turn.
 _MOST_FOLLOWING = 7
 # Seconds between two checks whether the last requests have finished before a sleep.
@@ -161,9 +164,12 @@ class AsyncLLM:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: list[asyncio.Task[None]] = []
         default_batched_tokens = get_platform(config.device.device).server_batched_tokens
+        self.max_num_batched_tokens = resolve_max_num_batched_tokens(
+            config, default_batched_tokens, self.spec.max_model_len
+        )
         make_forecast = partial(
             Forecast,
-            resolve_max_num_batched_tokens(config, default_batched_tokens, self.spec.max_model_len),
+            self.max_num_batched_tokens,
             heeds_priority=config.scheduler.scheduling_policy == "priority",
         )
         # Last, so that a failure before it leaves no process.
@@ -365,12 +371,18 @@ class AsyncLLM:
         options: RequestOptions,
         *,
         add_special_tokens: bool = True,
+        stages: Stages | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Stream the outputs of a request that has an envelope; see `generate`."""
+        """Stream the outputs of a request that has an envelope; see `generate`.
+
+        `stages` gets the stages of the request before the engine.
+        """
         request, text = await self.process(prompt, params, request_id, options, add_special_tokens)
+        if stages is not None:
+            stages.append(("tokenize", clock.now()))
         nbytes = request_nbytes(request, params, self.spec.vocab_size)
         with self.request_memory.reserve(nbytes, options.tenant, background=options.background):
-            async with aclosing(self._stream(request, params, text)) as outputs:
+            async with aclosing(self._stream(request, params, text, stages)) as outputs:
                 async for output in outputs:
                     yield output
 
@@ -410,12 +422,18 @@ class AsyncLLM:
         options: RequestOptions,
         *,
         add_special_tokens: bool = True,
+        stages: Stages | None = None,
     ) -> RequestOutput:
-        """Find the most probable answers to a prompt with an envelope; see `beam_search`."""
+        """Find the most probable answers to a prompt with an envelope; see `beam_search`.
+
+        `stages` gets the stages of the request before the engine.
+        """
         of_prompt = prompt_params(params)
         request, text = await self.process(
             prompt, of_prompt, request_id, options, add_special_tokens
         )
+        if stages is not None:
+            stages.append(("tokenize", clock.now()))
         vocab_size = self.spec.vocab_size
         search = make_beam_search(params, request, vocab_size)
         nbytes = beam_search_nbytes(request, search, vocab_size)
@@ -664,7 +682,11 @@ class AsyncLLM:
         return request, text
 
     async def _stream(
-        self, request: EngineCoreRequest, params: SamplingParams, text: str | None = None
+        self,
+        request: EngineCoreRequest,
+        params: SamplingParams,
+        text: str | None = None,
+        stages: Stages | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Stream the outputs of a processed request; closing the stream aborts it."""
         if self._dead is not None:
@@ -680,6 +702,8 @@ class AsyncLLM:
         finished, timed = False, request.options.due < math.inf
         try:
             await self._client.add_request(request)
+            if stages is not None:
+                stages.append(("to_engine", clock.now()))
             while not finished:
                 output = queue.get_nowait()
                 if output is None:
@@ -771,6 +795,7 @@ class AsyncLLM:
     def _became_ready(self, ready: asyncio.Future[Any]) -> None:
         if ready.cancelled() or ready.exception() is not None:
             return
+        self.step_log.ready = clock.now()
         plan = ready.result().plan
         if self._recorder is not None:
             self._recorder.put_plan(plan.num_blocks, plan.max_model_len)

@@ -11,6 +11,7 @@ follows the core's request that ended last. All steps of a beam search are follo
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -441,7 +442,7 @@ class _Sweep:
             cuts |= {step.schedule_begun, step.begun, step.computed}
         ordered = sorted(cut for cut in cuts if begin <= cut <= end)
         place = 0
-        for a, b in zip(ordered, ordered[1:], strict=False):
+        for a, b in itertools.pairwise(ordered):
             while place < len(steps) and steps[place].computed <= a:
                 place += 1
             busy = place < len(steps) and steps[place].begun <= a

@@ -23,6 +23,7 @@ from octavo.server.errors import (
     show,
 )
 from octavo.server.http_state import HttpState
+from octavo.server.stories import SHORTEST_BLOCK, Story
 from octavo.server.ui import is_page
 from octavo.system.logs import REQUEST_ID
 
@@ -62,6 +63,10 @@ class RequestContext:
     """Time of the answer in seconds since 1970; None: now."""
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
+    received: float | None = None
+    """Second of `time.monotonic` at which the body had been read."""
+    story: Story | None = None
+    """Record for `explain`."""
 
 
 def context_of(request: Request) -> RequestContext:
@@ -106,7 +111,15 @@ class RequestMiddleware:
                     answer["X-Octavo-Ignored-Fields"] = ", ".join(context.ignored_fields)
                 if context.stripped:
                     answer["X-Octavo-Stripped"] = ", ".join(context.stripped)
+            story = context.story
+            if story is None:
+                await send(message)
+                return
+            begin = time.monotonic()
             await send(message)
+            end = time.monotonic()
+            if end - begin >= SHORTEST_BLOCK:
+                story.note_sending(begin, end)
 
         self.state.num_active += not probe
         try:
@@ -134,6 +147,8 @@ class RequestMiddleware:
         finally:
             self.state.num_active -= not probe
             self.state.body_bytes -= context.body_bytes
+            if context.story is not None:
+                context.story.end_http(context.status)
             _log_access(scope, context, probe or self._quiet(scope["path"]))
             REQUEST_ID.reset(token)
 

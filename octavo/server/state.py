@@ -38,6 +38,7 @@ from octavo.server.recent_prompts import RecentPrompts
 from octavo.server.resumable_streams import StreamRegistry
 from octavo.server.state_dir import StateDir
 from octavo.server.stats_log import StatsLog
+from octavo.server.stories import Stories
 from octavo.text.chat_template import ChatTemplate
 from octavo.text.tokenizer import Tokenizer
 
@@ -83,6 +84,7 @@ class ServerState(HttpState):
         folder = None if self.state_dir is None else self.state_dir.subfolder("objects")
         self.objects = ObjectStore(folder, config.request_memory_bytes)
         self.recent_prompts = RecentPrompts()
+        self.stories = Stories(config.num_explained)
         self.background = Background()
         self.long_line = asyncio.Lock()
         """Lock of the one line of a batch that writes a long answer."""

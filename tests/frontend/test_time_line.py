@@ -316,7 +316,9 @@ def test_all_steps_of_a_beam_search_are_followed():
 def test_seconds_by_cause_have_the_time_between_steps_apart():
     result = make_time_line(
         Marks(0.0, 30.0, prompts={7: []}, done=30.0, is_complete=True),
-        logged(step(1, 0, 10, [mine(8, 0, 8)]), step(2, 10, 20, [mine()]), step(3, 25, 30, [mine()])),
+        logged(
+            step(1, 0, 10, [mine(8, 0, 8)]), step(2, 10, 20, [mine()]), step(3, 25, 30, [mine()])
+        ),
     )
     assert result.seconds() == {"prefill": 10.0, "decode": 15.0, BETWEEN: 5.0}
 
@@ -348,9 +350,7 @@ def random_log(rng):
                 StepEvent(rng.choice(names), at - rng.random() * 3, rng.choice(kinds))
                 for _ in range(rng.randrange(3))
             ]
-            record = StepRecord(
-                number, *times, parts, wait, lost, rng.random() < 0.1, events
-            )
+            record = StepRecord(number, *times, parts, wait, lost, rng.random() < 0.1, events)
             steps += logged(record, engine=engine)
     begin = rng.uniform(0, 10)
     end = begin + rng.choice([0.0, rng.random() * 40])

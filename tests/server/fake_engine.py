@@ -22,6 +22,7 @@ from octavo.frontend.beam_search import make_beam_search, prompt_params, run_bea
 from octavo.frontend.input_processor import InputProcessor, processing_time
 from octavo.frontend.output_processor import OutputProcessor, RequestOutputCollector
 from octavo.frontend.request_memory import RequestMemory
+from octavo.frontend.step_log import StepLog
 from octavo.messages import EngineCoreOutput, EngineCoreRequest, FinishReason, LogprobsLists
 from octavo.observability.metrics import EngineMetrics
 from octavo.observability.scheduler_stats import SchedulerStats
@@ -88,6 +89,8 @@ class FakeAsyncLLM:
         self.request_memory = RequestMemory(2**30)
         self.metrics = EngineMetrics("fake", MAX_MODEL_LEN)
         self.stats = SchedulerStats()
+        self.step_log = StepLog()
+        self.max_num_batched_tokens = 2048
         self.ready = True
         self.num_steps = 0
         self.answer = ANSWER
@@ -126,13 +129,17 @@ class FakeAsyncLLM:
         self._output = OutputProcessor(self.tokenizer, self.metrics)
         self._stepping: asyncio.Task[None] | None = None
 
-    async def serve(self, prompt, params, request_id, options, *, add_special_tokens):
+    async def serve(self, prompt, params, request_id, options, *, add_special_tokens, stages=None):
         request, text = await self.process(prompt, params, request_id, options, add_special_tokens)
+        if stages is not None:
+            stages += [("tokenize", clock.now()), ("to_engine", clock.now())]
         async with aclosing(self._stream(request, params, text)) as outputs:
             async for output in outputs:
                 yield output
 
-    async def serve_beams(self, prompt, params, request_id, options, *, add_special_tokens):
+    async def serve_beams(
+        self, prompt, params, request_id, options, *, add_special_tokens, stages=None
+    ):
         self.beam_params.append(params)
         of_prompt = prompt_params(params)
         request, text = await self.process(
