@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from octavo.kv_cache.given_up import GivenUp
 from octavo.messages import EngineCoreOutputs, EngineCoreRequest, SchedulerOutput
 from octavo.observability.steps import (
     StepEvent,
@@ -75,6 +76,10 @@ class StepReporter(StepListener):
     def on_ready(self, request: Request) -> None:
         """Note that a request is no longer held."""
         self._note(request.request_id, "READY")
+
+    def on_given_up(self, request: Request, given_up: GivenUp) -> None:
+        """Note what the cache gave up."""
+        self._events.append(StepEvent(request.request_id, given_up.time, "GIVEN_UP", given_up.by))
 
     def _note(self, request_id: str, kind: str) -> None:
         self._events.append(StepEvent(request_id, self._clock(), kind))

@@ -6,6 +6,7 @@ import enum
 import logging
 from collections.abc import Sequence
 
+from octavo.kv_cache.given_up import GivenUp
 from octavo.messages import EngineCoreOutputs, EngineCoreRequest, SchedulerOutput
 from octavo.request import Request
 
@@ -50,6 +51,9 @@ class StepListener:
 
     def on_ready(self, request: Request) -> None:
         """React to a held request that joins the queue."""
+
+    def on_given_up(self, request: Request, given_up: GivenUp) -> None:
+        """React to a request that starts with a shorter prefix since the cache gave up a part."""
 
     def on_schedule(self, step: int, work: SchedulerOutput) -> None:
         """React to a scheduled step, just before the executor receives it."""

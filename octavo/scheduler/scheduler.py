@@ -660,6 +660,9 @@ class Scheduler:
             request.first_scheduled_time = now
             request.num_cached_tokens = min(start, request.num_prompt_tokens)
             request.num_stored_tokens = hit.num_stored
+            if (given_up := manager.given_up_after(request, start)) is not None:
+                for listener in self._listeners:
+                    listener.on_given_up(request, given_up)
         data = NewRequestData(
             request.all_token_ids.copy(),
             request.num_prompt_tokens,

@@ -1,4 +1,4 @@
-"""Flags and functions of `octavo run | chat | complete | scale | list | pull`."""
+"""Flags and functions of `octavo run | chat | complete | scale | explain | list | pull`."""
 
 from __future__ import annotations
 
@@ -61,6 +61,10 @@ _COMPLETE_EXAMPLES = """examples:
 """
 _SCALE_EXAMPLE = """example:
   octavo scale 3                      a server that was started with --enable-elastic-ep
+"""
+_EXPLAIN_EXAMPLES = """examples:
+  octavo explain                      list the recent requests
+  octavo explain chatcmpl-3f2a9c      why this request took as long as it did
 """
 _PULL_EXAMPLE = """example:
   octavo pull Qwen/Qwen3-0.6B
@@ -150,6 +154,21 @@ def add_commands(commands: Any, named: str | None) -> list[argparse.ArgumentPars
     )
     scale.set_defaults(command=scale_server, model=None)
 
+    explain = commands.add_parser(
+        "explain",
+        help="show why a request to a running server took as long as it did",
+        usage="%(prog)s [ID] [flags]",
+        epilog=_EXPLAIN_EXAMPLES,
+    )
+    explain.add_argument(
+        "id",
+        nargs="?",
+        metavar="ID",
+        help="Id of the answer or of the request (X-Request-Id); default: list recent requests.",
+    )
+    _add_address_flags(explain)
+    explain.set_defaults(command=explain_request, model=None)
+
     listing = commands.add_parser("list", help="list the models on this machine")
     listing.set_defaults(command=list_models)
 
@@ -164,7 +183,7 @@ def add_commands(commands: Any, named: str | None) -> list[argparse.ArgumentPars
         help="Folder to download to; default: the hub client's cache.",
     )
     pull.set_defaults(command=pull_model)
-    return [run, chat, complete, scale, listing, pull]
+    return [run, chat, complete, scale, explain, listing, pull]
 
 
 def _add_sampling_flags(parser: argparse.ArgumentParser, exclude: str | None = None) -> None:
@@ -379,6 +398,16 @@ def scale_server(args: argparse.Namespace) -> int:
     key = args.admin_key or next(iter(admin_keys_from_environment()), None)
     with _connect(args, key) as client:
         print(harmless(client.scale(args.size)))
+    return 0
+
+
+def explain_request(args: argparse.Namespace) -> int:
+    """Run `octavo explain`."""
+    from octavo.terminal.explanation import described, listed
+
+    with _connect(args) as client:
+        found = listed(client.recent_requests()) if args.id is None else None
+        print(harmless(described(client.explain(args.id)) if found is None else found))
     return 0
 
 
