@@ -13,8 +13,8 @@ import importlib
 import os
 import re
 import sys
-from collections.abc import Sequence
-from typing import Any, NoReturn
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from octavo import __version__
 from octavo.compat.settings import translate
@@ -44,6 +44,9 @@ from octavo.errors import ConfigError, OctavoError
 from octavo.terminal.commands import add_commands
 from octavo.terminal.completion import SHELLS, script
 from octavo.terminal.screen import note, print_error, write
+
+if TYPE_CHECKING:
+    from octavo.frontend.past import Past
 
 _BENCHMARKS = {
     "latency": (
@@ -580,10 +583,17 @@ def _serve(args: argparse.Namespace) -> int:
     try:
         from octavo.server.run import run_server
 
-        return run_server(server_config, engine_config, process)
+        return run_server(server_config, engine_config, process, _what_if)
     finally:
         if process is not None:
             process.shutdown(0.0)
+
+
+def _what_if(past: Past, settings: Sequence[str]) -> Mapping[str, float]:
+    """Call `what_if`, whose modules are imported by the first call."""
+    from octavo.simulation.what_if import what_if
+
+    return what_if(past, settings)
 
 
 # router

@@ -136,6 +136,8 @@ class AsyncLLM:
             first_engine=config.parallel.first_engine,
         )
         self.stats = SchedulerStats()
+        self.num_blocks = 0
+        """Number of blocks of an engine's KV cache; 0 before the model is loaded."""
         self.step_log = StepLog()
         self._input_processor = self._make_input_processor()
         self._recorder: Recorder | None = None
@@ -797,6 +799,7 @@ class AsyncLLM:
             return
         self.step_log.ready = clock.now()
         plan = ready.result().plan
+        self.num_blocks = plan.num_blocks
         if self._recorder is not None:
             self._recorder.put_plan(plan.num_blocks, plan.max_model_len)
         self._engines.set_cache_info(

@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.errors import NotFoundError, RequestError
+from octavo.frontend.past import SECONDS, Past, WhatIf
 from octavo.frontend.step_log import EngineDeath, LoggedStep
 from octavo.frontend.time_line import (
     BETWEEN,
@@ -73,6 +74,10 @@ _QUEUED = {
 }
 
 
+_SIMULATED = frozenset({"max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes"})
+"""Settings that a simulation can change."""
+
+
 def disabled(what: str) -> str:
     """Return the message of an error: nothing is recorded, so `what` is impossible."""
     return (
@@ -105,7 +110,7 @@ async def explain_request(request: Request) -> Response:
             "request_id",
             "request_not_found",
         )
-    return answers.respond(await explain_story(state, story))
+    return answers.respond(await explain_story(state, story, simulates=True))
 
 
 def _enabled(request: Request) -> ServerState:
@@ -132,16 +137,63 @@ def _listed(story: Story) -> answers.RecentRequest:
     }
 
 
-async def explain_story(state: ServerState, story: Story) -> answers.Explanation:
-    """Return the explanation of a request, up to now if it still runs."""
+async def explain_story(
+    state: ServerState, story: Story, *, simulates: bool = False
+) -> answers.Explanation:
+    """Return the explanation of a request, up to now if it still runs.
+
+    With `simulates`, advice has the result of a simulation, which may take a second.
+    """
     engine = await state.get_engine()
     log = engine.step_log
     marks = story.marks(log.ready)
     steps = list(log.between(marks.begin, marks.end))
     deaths = list(log.deaths)
-    return await asyncio.to_thread(
+    explanation, line = await asyncio.to_thread(
         _explain, state, engine, story, marks, steps, deaths, log.lost_until
     )
+    if simulates and state.what_if is not None and line.followed is not None and engine.num_blocks:
+        settings = [a["setting"] for a in explanation["advice"] if a["setting"] in _SIMULATED]
+        if settings:
+            before = list(log.between(marks.end - SECONDS, marks.end))
+            async with state.simulating:
+                saved = await asyncio.to_thread(
+                    _simulate, state.what_if, engine, before, line.followed, settings
+                )
+            _add_simulated(explanation["advice"], saved)
+    return explanation
+
+
+def _simulate(
+    what_if: WhatIf,
+    engine: AsyncLLM,
+    steps: Sequence[LoggedStep],
+    core_id: str,
+    settings: Sequence[str],
+) -> Mapping[str, float]:
+    """Return the seconds that twice the value of each setting would have saved."""
+    records = [(logged.engine_index, logged.record) for logged in steps]
+    own = [i for i, r in records for part in r.parts if part.request_id == core_id]
+    if not own:
+        return {}
+    past = Past(
+        engine.config,
+        engine.spec,
+        engine.num_blocks,
+        engine.max_model_len,
+        engine.max_num_batched_tokens,
+        [record for index, record in records if index == own[-1] and record.number],
+        core_id,
+    )
+    return what_if(past, settings)
+
+
+def _add_simulated(advice: list[answers.Advice], saved: Mapping[str, float]) -> None:
+    for entry in advice:
+        if (seconds := saved.get(entry["setting"])) is not None:
+            entry["saved_ms"] = round(seconds * 1000, 3)
+            entry["estimate"] = "simulated"
+            entry["text"] += " Simulated with twice the value."
 
 
 def _explain(
@@ -152,7 +204,7 @@ def _explain(
     steps: Sequence[LoggedStep],
     deaths: Sequence[EngineDeath],
     lost: float,
-) -> answers.Explanation:
+) -> tuple[answers.Explanation, TimeLine]:
     line = make_time_line(marks, steps, deaths, lost)
     limits = {
         "seats": state.engine_config.scheduler.max_num_seqs,
@@ -183,7 +235,7 @@ def _explain(
         },
         "advice": _advice(causes, line.spans, story, limits),
     }
-    return explanation
+    return explanation, line
 
 
 def shortened(spans: Sequence[Span]) -> list[Span]:

@@ -392,7 +392,7 @@ class Generation(ABC, Generic[B]):
         blamed = "n" if self.num_answers > self.num_prompts else self.prompt_param
         # Lines of batches take no places: their number has a limit of its own.
         admitted = nullcontext() if background else self.state.admit(count, blamed, tenant)
-        with self._told(tenant) as story, admitted:
+        with self._with_story(tenant) as story, admitted:
             engine = await self.state.get_engine()
             if story is not None:
                 story.mark()
@@ -520,7 +520,7 @@ class Generation(ABC, Generic[B]):
                 raise self._blamed(error) from None
 
     @contextmanager
-    def _told(self, owner: str | None) -> Iterator[Story | None]:
+    def _with_story(self, owner: str | None) -> Iterator[Story | None]:
         """Record the request for `explain` while its outputs are made.
 
         Raises:

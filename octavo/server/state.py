@@ -26,6 +26,7 @@ from octavo.errors import (
     QueueFullError,
     RequestError,
 )
+from octavo.frontend.past import WhatIf
 from octavo.frontend.request_memory import leaves_room
 from octavo.parsers.answer import Format
 from octavo.parsers.detect import find_format
@@ -85,6 +86,10 @@ class ServerState(HttpState):
         self.objects = ObjectStore(folder, config.request_memory_bytes)
         self.recent_prompts = RecentPrompts()
         self.stories = Stories(config.num_explained)
+        self.what_if: WhatIf | None = None
+        """Simulation of other settings for explanations."""
+        self.simulating = asyncio.Lock()
+        """Lock of the one simulation that runs."""
         self.background = Background()
         self.long_line = asyncio.Lock()
         """Lock of the one line of a batch that writes a long answer."""
