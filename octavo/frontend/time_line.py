@@ -297,7 +297,9 @@ class _Sweep:
             self._to(time, cause)
         if marks.prompts:
             if marks.ready is not None:
-                latest = steps[0].record.begun if steps else marks.end
+                latest = marks.end if marks.done is None else marks.done
+                if steps:
+                    latest = steps[0].record.begun
                 self._to(min(marks.ready, latest), "model_load")
             before: _Own | None = None
             for own in steps:

@@ -39,7 +39,7 @@ MAX_SPANS = 200
 TITLES: Mapping[str, str] = {
     "receive": "the body was received",
     "parse": "the body was parsed and checked",
-    "start": "the server waited for its engine to be started",
+    "start": "the server accepted the request",
     "render": "the prompt was rendered",
     "tokenize": "the prompt was tokenised",
     "to_engine": "on the way to the engine",

@@ -1,6 +1,7 @@
 """Time lines: they are partitions of the wall time, and their causes are true."""
 
 import itertools
+import math
 import random
 
 import msgspec
@@ -261,6 +262,8 @@ def test_a_failed_step_is_no_progress():
 def test_the_model_was_still_loading():
     spans = line([step(1, 50, 60, [mine(8, 0, 8)])], end=60.0, ready=45.0)
     assert causes(spans)[0] == ("model_load", 0, 45)
+    spans = line([], end=60.0, ready=math.inf, done=50.0, is_complete=False)
+    assert causes(spans) == [("model_load", 0, 50), ("deliver", 50, 60)]
 
 
 def test_steps_that_the_log_dropped_are_said_to_be_dropped():
