@@ -10,8 +10,10 @@ from octavo.config import EngineConfig
 from octavo.models.spec import ModelSpec
 from octavo.observability.steps import StepRecord
 
-SECONDS = 60.0
-"""Seconds of steps before the end of a request that are simulated."""
+MOST_SECONDS = 60.0
+"""Seconds of steps before the end of a request that are simulated at most."""
+SECONDS_BEFORE = 10.0
+"""Seconds of them before its arrival."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.errors import NotFoundError, RequestError
-from octavo.frontend.past import SECONDS, Past, WhatIf
+from octavo.frontend.past import MOST_SECONDS, SECONDS_BEFORE, Past, WhatIf
 from octavo.frontend.step_log import EngineDeath, LoggedStep
 from octavo.frontend.time_line import (
     BETWEEN,
@@ -155,7 +155,8 @@ async def explain_story(
     if simulates and state.what_if is not None and line.followed is not None and engine.num_blocks:
         settings = [a["setting"] for a in explanation["advice"] if a["setting"] in _SIMULATED]
         if settings:
-            before = list(log.between(marks.end - SECONDS, marks.end))
+            since = max(marks.begin - SECONDS_BEFORE, marks.end - MOST_SECONDS)
+            before = list(log.between(since, marks.end))
             async with state.simulating:
                 saved = await asyncio.to_thread(
                     _simulate, state.what_if, engine, before, line.followed, settings

@@ -144,7 +144,7 @@ class _Runs:
 
     def __call__(self, engine: SimulatedEngine) -> float:
         """Return the seconds from the arrival of the request to its last token."""
-        result = simulate(engine, self._requests, self._arrivals, self._check)
+        result = simulate(engine, self._requests, self._arrivals, on_step=self._check)
         times = result.records[self._place].token_times
         if not times:
             raise _TooLongError
