@@ -147,7 +147,8 @@ class StepReporter(StepListener):
             self._report(outputs, StepRecord(number, *times, *report, self._take_events()))
         self._done.clear()
         if self._events:  # the engine is idle
-            self._report(outputs, StepRecord(0, *5 * [processed], [], events=self._take_events()))
+            now = (processed, processed, processed, processed, processed)
+            self._report(outputs, StepRecord(0, *now, [], events=self._take_events()))
 
     def _take_events(self) -> list[StepEvent]:
         events, self._events = self._events, []

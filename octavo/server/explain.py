@@ -100,6 +100,11 @@ async def list_requests(request: Request) -> Response:
 async def explain_request(request: Request) -> Response:
     """Explain a recent request of the client's key."""
     state, name = _enabled(request), request.path_params["request_id"]
+    simulates = request.query_params.get("simulate", "true")
+    if simulates not in ("true", "false"):
+        raise RequestError(
+            f"simulate={show(simulates)} is not allowed; use true or false.", "simulate"
+        )
     context = context_of(request)
     owner = state.tenant(context.api_key)
     story = state.stories.find(name, owner, is_admin=context.is_admin)
@@ -110,7 +115,7 @@ async def explain_request(request: Request) -> Response:
             "request_id",
             "request_not_found",
         )
-    return answers.respond(await explain_story(state, story, simulates=True))
+    return answers.respond(await explain_story(state, story, simulates=simulates == "true"))
 
 
 def _enabled(request: Request) -> ServerState:

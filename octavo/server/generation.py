@@ -529,7 +529,10 @@ class Generation(ABC, Generic[B]):
         state, context = self.state, self.context
         if not state.stories.max_count or context.background:
             if self.body.explain:
-                raise RequestError(disabled("explain=true"), "explain", "explain_disabled")
+                message = disabled("explain=true")
+                if context.background:
+                    message = "explain=true is not available in a batch; leave it out."
+                raise RequestError(message, "explain", "explain_disabled")
             yield None
             return
         times = (context.arrival, context.received or context.arrival, self._parsed)

@@ -91,6 +91,7 @@ class FakeAsyncLLM:
         self.stats = SchedulerStats()
         self.step_log = StepLog()
         self.max_num_batched_tokens = 2048
+        self.num_blocks = 0
         self.ready = True
         self.num_steps = 0
         self.answer = ANSWER

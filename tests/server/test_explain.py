@@ -201,6 +201,29 @@ def test_hostile_ids_are_text(name):
     with_server(scenario)
 
 
+def test_other_settings_are_simulated_unless_the_client_declines():
+    async def scenario(served):
+        asked = []
+
+        def what_if(past, settings):
+            asked.append((past.core_id, len(past.steps), list(settings)))
+            return {"max_num_seqs": 0.0015}
+
+        served.state.what_if = what_if
+        served.engine.num_blocks = 9
+        await served.complete(request_id="mine", max_tokens=2)
+        path = "/v1/requests/mine/explain"
+        for query, estimate in (("", "simulated"), ("?simulate=false", "at_most")):
+            (advice,) = (await served.http.get(path + query)).json()["advice"]
+            assert advice["estimate"] == estimate
+        assert asked == [("cmpl-mine-0-0#1", 4, ["max_num_seqs"])]
+        (advice,) = (await served.http.get(path)).json()["advice"]
+        assert advice["saved_ms"] == 1.5
+        assert (await served.http.get(path + "?simulate=maybe")).status_code == 400
+
+    with_server(scenario, engine=slow)
+
+
 def test_every_cause_has_a_title():
     source = {*time_line._HELD.values(), *time_line.STEPS, time_line.BETWEEN}
     assert source <= TITLES.keys()
