@@ -147,9 +147,10 @@ class RequestMiddleware:
         finally:
             self.state.num_active -= not probe
             self.state.body_bytes -= context.body_bytes
+            end = time.monotonic()
             if context.story is not None:
-                context.story.end_http(context.status)
-            _log_access(scope, context, probe or self._quiet(scope["path"]))
+                context.story.end_http(context.status, end)
+            _log_access(scope, context, end, probe or self._quiet(scope["path"]))
             REQUEST_ID.reset(token)
 
     def _quiet(self, path: str) -> bool:
@@ -184,10 +185,10 @@ def _milliseconds(headers: Headers, name: str) -> int | None:
     return int(given)
 
 
-def _log_access(scope: Scope, context: RequestContext, quiet: bool) -> None:
+def _log_access(scope: Scope, context: RequestContext, end: float, quiet: bool) -> None:
     fields: dict[str, object] = {
         "status": context.status,
-        "latency_ms": round((time.monotonic() - context.arrival) * 1000, 1),
+        "latency_ms": round((end - context.arrival) * 1000, 1),
         "client": context.address,
     }
     if context.prompt_tokens is not None:

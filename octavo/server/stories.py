@@ -137,10 +137,15 @@ class Story:
             if self.http_ended is not None:  # it went on without the client
                 self.end = self.done
 
-    def end_http(self, status: int | None) -> None:
-        """Note the end of the HTTP request; the work may go on in the background."""
+    def end_http(self, status: int | None, end: float) -> None:
+        """Note the end of the HTTP request; the work may go on in the background.
+
+        Args:
+            status: its status.
+            end: second of `time.monotonic`.
+        """
         self.status = status
-        self.http_ended = clock.now()
+        self.http_ended = clock.from_monotonic(end)
         if self.done is not None:
             self.end = self.http_ended
 

