@@ -144,7 +144,7 @@ ROUTES: tuple[tuple[str, Endpoint, str], ...] = (
     ("/start_profile", admin.start_profile, "POST"),
     ("/stop_profile", admin.stop_profile, "POST"),
 )
-"""Path, function and method of each route, without `DOCUMENTATION`, `OLLAMA_PROBE` and `PAGE_FILES`."""
+"""Path, function and method of each route that the description has."""
 
 
 class App(Starlette):

@@ -96,6 +96,7 @@ def test_index_lists_the_addresses():
             "POST /is_scaling_elastic_ep",
             "POST /start_profile",
             "POST /stop_profile",
+            "GET /ui/{name}",
         ]
 
     with_server(scenario)

@@ -3,7 +3,7 @@
 const SPACES = {svg: "http://www.w3.org/2000/svg", math: "http://www.w3.org/1998/Math/MathML"};
 
 /** Make an element: el("p", {class: "note", onclick: f}, "text", child), el("svg:path", {d}).
- * Texts become text nodes. An attribute is a string or number, a boolean, or (on...) a function. */
+ * Texts become text nodes; null is left out; lists of children may be nested. An attribute is a string or number, a boolean, or (on...) a function. */
 export function el(name, attributes = {}, ...children) {
   const [space, local] = name.includes(":") ? name.split(":") : [null, name];
   const node = space ? document.createElementNS(SPACES[space], local) : document.createElement(name);
@@ -13,7 +13,7 @@ export function el(name, attributes = {}, ...children) {
     else if (typeof value === "boolean") node.toggleAttribute(key, value);
     else if (value !== undefined && value !== null) node.setAttribute(key, value);
   }
-  node.append(...children.filter(child => child !== null && child !== undefined));
+  for (const child of children.flat(3)) if (child !== null && child !== undefined) node.append(child);
   return node;
 }
 
@@ -113,6 +113,7 @@ export const api = {
   async* events(path, options) { yield* readEvents(await request(path, options)); },
   /** Open a view, with a text for its `show`: open("explain", "chatcmpl-1"). */
   open(view, argument = "") {
-    location.hash = argument ? `${view}/${encodeURIComponent(argument)}` : view;
+    // With a slash: the browser would move the focus to an element of that id.
+    location.hash = `/${view}${argument && `/${encodeURIComponent(argument)}`}`;
   },
 };

@@ -8,7 +8,7 @@ const mounted = {};
 let current = null;
 
 async function open() {
-  const [name, argument = ""] = location.hash.slice(1).split("/");
+  const [name, argument = ""] = location.hash.slice(2).split("/");
   const view = VIEWS.includes(name) ? name : "chat";
   if (current !== view) mounted[current]?.hide?.();
   current = view;
