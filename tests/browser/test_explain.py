@@ -20,7 +20,7 @@ def complete(server, name, **fields):
 
 def test_a_request_of_the_list_shows_its_time_line(open_page, server):
     name = complete(server, "seen")
-    page = open_page("/#explain")
+    page = open_page("/#/explain")
     button = page.get_by_role("button", name=name, exact=True)
     button.focus()
     page.keyboard.press("Enter")
@@ -36,7 +36,7 @@ def test_a_request_of_the_list_shows_its_time_line(open_page, server):
 
 def test_an_id_is_text(open_page, server):
     name = complete(server, HOSTILE)
-    page = open_page("/#explain")
+    page = open_page("/#/explain")
     page.get_by_role("button", name=name, exact=True).click()
     page.get_by_role("heading", name=name).wait_for()
     assert page.locator("#explain img").count() == 0
@@ -44,7 +44,7 @@ def test_an_id_is_text(open_page, server):
 
 
 def test_an_unknown_id_is_an_error(open_page):
-    page = open_page("/#explain")
+    page = open_page("/#/explain")
     page.get_by_label("Id of an answer").fill("none")
     page.keyboard.press("Enter")
     page.get_by_text("Request 'none' is not known to this API key").wait_for()
