@@ -372,7 +372,7 @@ class _Sweep:
         if self._lost > self._cursor:
             self._to(min(self._lost, end), "not_recorded")
         engine = self._engine_at(before, own)
-        is_running = before is not None
+        is_running = before is not None and not _is_next_beam(before, own)
         # The engine may have it, or take its blocks, before the cursor's time.
         since = self._marks.begin if before is None else before.record.scheduled
         if before is not None and own is not None and own.engine != before.engine:
@@ -486,6 +486,13 @@ class _Sweep:
             return
         behind = not self._is_own(last.wait.request_id)
         self._to(end, "queued", reason=last.wait.reason, is_behind=behind, others=others)
+
+
+def _is_next_beam(before: _Own, own: _Own | None) -> bool:
+    """Return True if a step starts another request of a beam search, which has queued again."""
+    if own is None or own.part.num_known_tokens is None:
+        return False
+    return own.part.request_id != before.part.request_id
 
 
 @dataclass(slots=True)

@@ -500,8 +500,9 @@ class Generation(ABC, Generic[B]):
                 async with aclosing(merged):
                     async for index, output in merged:
                         self.usage.add(index, output)
-                        if story is not None and story.first is None and output.outputs:
-                            story.first = clock.now()
+                        if story is not None and story.first is None:
+                            first = output.metrics.first_token_time
+                            story.first = None if first is None else clock.from_monotonic(first)
                         if watched is not None:
                             await watched.take(output)
                         for completion in output.outputs:

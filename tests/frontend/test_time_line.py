@@ -316,6 +316,26 @@ def test_all_steps_of_a_beam_search_are_followed():
     assert (spans[0].between, spans[0].theirs) == (2, 0)
 
 
+def test_each_step_of_a_beam_search_queues_again():
+    records = [
+        step(1, 0, 10, [mine(8, 0, 8, f"0.0_{ME}")]),
+        step(
+            2,
+            *(12, 20, [THEIRS]),
+            wait=StepWait(f"1.0_{ME}", "SEAT"),
+            events=[StepEvent(f"1.0_{ME}", 11.0, "ADDED")],
+        ),
+        step(3, 20, 30, [mine(1, 8, 9, f"1.0_{ME}")]),
+    ]
+    assert causes(line(records, end=30.0, is_one=True)) == [
+        ("prefill", 0, 10),
+        ("to_engine", 10, 11),
+        (BETWEEN, 11, 12),
+        ("queued", 12, 20),
+        ("prefill", 20, 30),
+    ]
+
+
 def test_seconds_by_cause_have_the_time_between_steps_apart():
     result = make_time_line(
         Marks(0.0, 30.0, prompts={7: []}, done=30.0, is_complete=True),
