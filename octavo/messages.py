@@ -199,6 +199,9 @@ class RequestOptions(msgspec.Struct, array_like=True, frozen=True):
     """True for a line of a batch: all other requests are served first, under every policy."""
     reports_progress: bool = False
     """True if each step with a part of the prompt makes an output without tokens."""
+    trace_headers: dict[str, str] | None = None
+    """Headers traceparent, tracestate and x-request-id, for the request's span; see
+    `observability/tracing.py`."""
 
     @property
     def share(self) -> str | int | None:

@@ -89,6 +89,8 @@ def example(field):
         return ["12"], "12"
     if field.name == "root_path":
         return ["/text"], "/text"
+    if field.name == "otlp_traces_endpoint":
+        return ["http://host:4318"], "http://host:4318"
     return ["text"], "text"
 
 

@@ -18,6 +18,9 @@ from octavo.errors import ModelError, reason_of
 
 # The index of the largest models has half this size.
 MOST_JSON_NBYTES = 32 * 2**20
+# Far beyond any model: memory for each layer is allocated before the layers are checked against the
+# weights.
+MOST_LAYERS = 4096
 _MOST = 2**31 - 1
 _Choice = TypeVar("_Choice", bound=str)
 _MOST_SHOWN = 100  # characters of a value in an error message

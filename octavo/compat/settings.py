@@ -496,9 +496,9 @@ FOREIGN: dict[str, Foreign] = {
             enable_logging_iteration_details=False,
         ),
         _group(
-            "OpenTelemetry traces are not supported; use /metrics, or a profile with profiler_dir",
+            "traces (otlp_traces_endpoint) have no times of a model's parts; record a profile with "
+            "profiler_dir",
             collect_detailed_traces=[],
-            otlp_traces_endpoint=None,
         ),
         _group("it tunes kv_cache_metrics, which is not supported", kv_cache_metrics_sample=ANY),
         _group(

@@ -21,8 +21,10 @@ from octavo.config.environment import (
     cache_folder,
     environment_without_keys,
     hub_offline,
+    notify_socket,
     server_api_key_from_environment,
     settings_from_environment,
+    traces_from_environment,
     unknown_variables,
 )
 from octavo.config.model import (
@@ -84,6 +86,7 @@ __all__ = [
     "config_fields",
     "environment_without_keys",
     "hub_offline",
+    "notify_socket",
     "optional_type",
     "is_size",
     "parse_size",
@@ -92,5 +95,6 @@ __all__ = [
     "section_fields",
     "server_api_key_from_environment",
     "settings_from_environment",
+    "traces_from_environment",
     "unknown_variables",
 ]

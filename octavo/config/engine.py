@@ -125,6 +125,7 @@ class EngineConfig(Section, frozen=True):
             )
         if self.speculation.speculative_config is not None:
             self.speculation.speculative_config.check()
+        _ = self.observability.traces_url  # reject a bad URL
         self._check_executor()
 
     @property
@@ -163,6 +164,8 @@ class EngineConfig(Section, frozen=True):
         which = f"enable_expert_parallel with data_parallel_size={engines}"
         backend, parallel = self.executor_backend, self.parallel
         events = self.cache.kv_events_config
+        several = parallel.num_local_engines < engines
+        local = f"data_parallel_size_local={parallel.data_parallel_size_local}"
         for is_wrong, setting in (
             (is_elastic and size > 1, f"tensor_parallel_size={size} and enable_elastic_ep"),
             (
@@ -173,9 +176,10 @@ class EngineConfig(Section, frozen=True):
             (backend not in ("uni", "mp"), f"distributed_executor_backend={backend}"),
             (parallel.external, "an external load balancer (data_parallel_rank)"),
             (parallel.data_parallel_hybrid_lb, "data_parallel_hybrid_lb"),
+            (several and self.device.enable_eplb, f"{local} and enable_eplb"),
             (
-                parallel.num_local_engines < engines,
-                f"data_parallel_size_local={parallel.data_parallel_size_local}",
+                several and self.device.pipeline_parallel_size > 1,
+                f"{local} and pipeline_parallel_size={self.device.pipeline_parallel_size}",
             ),
             (self.device.attention_backend == "triton", "attention_backend=triton"),
             (self.load.expert_cache is not None, "expert_cache"),
@@ -186,8 +190,8 @@ class EngineConfig(Section, frozen=True):
         ):
             if is_wrong:
                 raise ConfigError(
-                    f"{which} divides the experts among engines that are all on this machine's "
-                    f"CPU, and is not supported with {setting}; leave out one of them."
+                    f"{which} divides the experts among engines of one server on CPUs, and is not "
+                    f"supported with {setting}; leave out one of them."
                 )
 
     def _check_eplb(self) -> None:

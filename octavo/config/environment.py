@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import typing
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import unquote
 
 from octavo.errors import ConfigError
 
@@ -108,6 +110,37 @@ def server_api_key_from_environment() -> dict[str, str]:
     """Return the router's setting `server_api_key` if the environment has it."""
     key = os.environ.get(SERVER_API_KEY_VARIABLE)
     return {"server_api_key": key} if key else {}
+
+
+def traces_from_environment() -> tuple[str, dict[str, str]]:
+    """Return the name of this service in traces, and the headers to send spans with.
+
+    These are OpenTelemetry's variables OTEL_SERVICE_NAME and OTEL_EXPORTER_OTLP_HEADERS
+    (name=value,name=value, percent-encoded); OTEL_EXPORTER_OTLP_TRACES_HEADERS overrides the
+    latter.
+
+    Raises:
+        ConfigError: the headers are malformed; the message has the variable, but no secret.
+    """
+    headers: dict[str, str] = {}
+    for variable in ("OTEL_EXPORTER_OTLP_HEADERS", "OTEL_EXPORTER_OTLP_TRACES_HEADERS"):
+        for item in filter(None, map(str.strip, os.environ.get(variable, "").split(","))):
+            name, separator, value = (part.strip() for part in item.partition("="))
+            value = unquote(value)
+            if not (separator and re.fullmatch(r"[\w!#$%&'*+.^`|~-]+", name, re.ASCII)) or (
+                not re.fullmatch(r"[ -~]*", value)
+            ):
+                raise ConfigError(
+                    f"{variable} is not allowed; give names and values as in "
+                    "authorization=Bearer%20TOKEN,x-tenant=a."
+                )
+            headers[name.lower()] = value
+    return os.environ.get("OTEL_SERVICE_NAME", "").strip() or "octavo", headers
+
+
+def notify_socket() -> str | None:
+    """Return the address of systemd's socket for the state of this service; None without one."""
+    return os.environ.get("NOTIFY_SOCKET") or None
 
 
 def environment_without_keys() -> dict[str, str]:

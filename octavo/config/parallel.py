@@ -84,7 +84,13 @@ class ParallelConfig(Section, frozen=True):
         ),
     ] = None
     data_parallel_rpc_port: Annotated[
-        int, Meta(description="Port of the head node for nodes and their engines.", ge=0, le=65535)
+        int,
+        Meta(
+            description="Port of the head node for nodes and their engines. Engines that divide"
+            " experts use the next port, too.",
+            ge=0,
+            le=65535,
+        ),
     ] = 29550
     cluster_key_file: Annotated[
         str | None,

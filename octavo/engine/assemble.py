@@ -37,7 +37,7 @@ from octavo.plan.memory_plan import (
     MemoryPlan,
     make_memory_plan,
 )
-from octavo.plan.setup import WorkerSetup
+from octavo.plan.setup import Machine, WorkerSetup
 from octavo.platforms.registry import get_platform
 from octavo.quantization.packed import PackedBlocks
 from octavo.sampling.plugins import import_plugins
@@ -88,6 +88,7 @@ def make_engine_core(
     engine_index: int = 0,
     memory_limit: int | None = None,
     expert_memory: tuple[str, ...] = (),
+    machine: Machine | None = None,
     listeners: Sequence[StepListener] = (),
     wake: Callable[[], object] = lambda: None,
     platform: Platform | None = None,
@@ -105,6 +106,7 @@ def make_engine_core(
         engine_index: see `EngineCoreOutputs`.
         memory_limit: bytes that the engine may use; None: its share of the free memory.
         expert_memory: memories of the engines that divide the experts; see `WorkerSetup`.
+        machine: this machine, if these engines are on several.
         listeners: observers of the steps, in addition to those that the settings name.
         wake: called, on another thread, when an idle core has work again.
         platform: the device that computes; None: the config's.
@@ -125,7 +127,7 @@ def make_engine_core(
     profiler = None if directory is None else Profiler(directory)
     if spec.left_out:
         logger.info("%s is run as a text model, without %s", spec.architecture, spec.left_out)
-    setup = replace(setup, expert_memory=expert_memory)
+    setup = replace(setup, expert_memory=expert_memory, machine=machine)
     config, budget = setup.config, setup.max_num_batched_tokens
     checkpoint = open_checkpoint(model_path, config.load.load_format)
     for stage in setup.stages:

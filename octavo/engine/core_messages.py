@@ -6,6 +6,7 @@ import msgspec
 
 from octavo.config import EngineConfig
 from octavo.plan.memory_plan import MemoryPlan
+from octavo.plan.setup import Machine
 
 # Kinds of message, sent as the first frame.
 ADD, ABORT, UTILITY = b"A", b"B", b"U"
@@ -50,6 +51,8 @@ class CoreProcessSetup(msgspec.Struct):
     """Bytes that the process may use; None: its share of the free memory."""
     expert_memory: tuple[str, ...] = ()
     """Memory of the engines that divide the experts; see `ExpertGroup`."""
+    machine: Machine | None = None
+    """This machine, if these engines are on several."""
     clock_epoch: float = 0.0
     """`clock.epoch` of the parent."""
     reached_by: ReachedBy | None = None

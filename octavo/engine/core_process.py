@@ -114,6 +114,7 @@ def main() -> None:
             engine_index=setup.engine_index,
             memory_limit=setup.memory_limit,
             expert_memory=setup.expert_memory,
+            machine=setup.machine,
             listeners=[
                 *([] if recorder is None else [StepRecorder(recorder.put)]),
                 *([StepReporter()] if setup.reports_steps else []),

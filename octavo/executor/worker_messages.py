@@ -27,7 +27,7 @@ from octavo.models.drafts import find_draft
 from octavo.models.registry import read_spec
 from octavo.models.spec import ModelSpec
 from octavo.plan.memory import Scratch
-from octavo.plan.setup import WorkerSetup
+from octavo.plan.setup import Machine, WorkerSetup
 from octavo.system.distributed import Rank
 
 LENGTH_NBYTES = 4
@@ -49,6 +49,7 @@ class SetupMessage(msgspec.Struct):
     draft: SetupMessage | None
     engine: Rank
     expert_memory: tuple[str, ...]
+    machine: Machine | None
 
     @classmethod
     def of(cls, setup: WorkerSetup) -> SetupMessage:
@@ -65,6 +66,7 @@ class SetupMessage(msgspec.Struct):
             None if setup.draft is None else cls.of(setup.draft),
             setup.engine,
             setup.expert_memory,
+            setup.machine,
         )
 
     def complete(self, rank: Rank, group: int | None) -> WorkerSetup:
@@ -107,6 +109,7 @@ class SetupMessage(msgspec.Struct):
             model_identity=self.model_identity,
             engine=self.engine,
             expert_memory=self.expert_memory,
+            machine=self.machine,
         )
 
 

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from socket import AI_PASSIVE, SOCK_STREAM, getaddrinfo
+from socket import AI_PASSIVE, SO_REUSEADDR, SOCK_STREAM, SOL_SOCKET, getaddrinfo, socket
 from typing import Any, TypeVar
 
 import msgspec
@@ -182,31 +182,55 @@ class Hub:
         self._processes: dict[bytes, RemoteProcess] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._context = zmq.asyncio.Context()
-        self._socket = socket = self._context.socket(zmq.ROUTER)
-        socket.curve_server = True
-        socket.curve_secretkey = key.secret
-        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # for nodes that return early
-        set_limits(socket)
+        self._socket = router = self._context.socket(zmq.ROUTER)
+        router.curve_server = True
+        router.curve_secretkey = key.secret
+        router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        router.setsockopt(zmq.ROUTER_HANDOVER, 1)  # for nodes that return early
+        set_limits(router)
+        self._reserved: socket | None = None
         try:
             # ZMQ itself only listens on numeric addresses.
             found = getaddrinfo(host, port, type=SOCK_STREAM, flags=AI_PASSIVE)
-            socket.bind(tcp_address(str(found[0][4][0]), port))
+            self._family, self._host = found[0][0], str(found[0][4][0])
+            router.bind(tcp_address(self._host, port))
         except (OSError, zmq.ZMQError) as error:
             self._context.destroy(linger=0)
             raise ConfigError(
                 f"data_parallel_address={host!r}, data_parallel_rpc_port={port}: cannot listen "
                 f"there ({error.strerror}); choose an address of this machine and a free port."
             ) from None
-        endpoint = socket.getsockopt(zmq.LAST_ENDPOINT)
+        endpoint = router.getsockopt(zmq.LAST_ENDPOINT)
         assert isinstance(endpoint, bytes)
         self.address = endpoint.decode()
         """Address of the hub, in ZMQ's notation."""
-        self._monitor = socket.get_monitor_socket(
+        self._monitor = router.get_monitor_socket(
             zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
             | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
             | zmq.EVENT_HANDSHAKE_FAILED_AUTH
         )
+
+    def reserve_next_port(self) -> str:
+        """Reserve the port after the hub's for processes of this machine; return its address.
+
+        It is bound without listening. So others cannot have it, and each process may listen there.
+
+        Raises:
+            ConfigError: the port is taken, or there is none.
+        """
+        port = int(self.address.rpartition(":")[2]) + 1
+        reserved = socket(self._family, SOCK_STREAM)
+        try:
+            reserved.setsockopt(SOL_SOCKET, SO_REUSEADDR, 1)
+            reserved.bind((self._host, port))
+        except (OSError, OverflowError) as error:
+            reserved.close()
+            raise ConfigError(
+                f"data_parallel_rpc_port={port - 1}: engines that divide experts need the port "
+                f"after it, too, and {port} cannot be used ({error}); choose another one."
+            ) from None
+        self._reserved = reserved
+        return tcp_address(self._host, port)
 
     def attach(self) -> None:
         """Start to listen in the running event loop; later calls do nothing."""
@@ -290,6 +314,8 @@ class Hub:
             self._socket.close()
             self._monitor.close()
             self._context.destroy(linger=500)
+        if self._reserved is not None:
+            self._reserved.close()
 
     async def _receive(self) -> None:
         while True:
@@ -412,7 +438,7 @@ class RemoteProcess:
         self._hub, self._launch_id = hub, launch_id
         self._ended: str | None = None
         self.was_stopped = False
-        """True if a signal such as SIGSTOP had stopped it."""
+        """True if a signal such as SIGSTOP had stopped it, or it was killed as a victim."""
         self._unsent: list[tuple[bytes, bytes]] | None = []
         """Messages to send once it is connected; None: it is connected."""
         self._said: deque[tuple[bytes, bytes]] = deque()
@@ -430,9 +456,10 @@ class RemoteProcess:
         """Implement `EngineProcess`."""
         return self._ended
 
-    def kill(self, reason: str) -> None:
+    def kill(self, reason: str, *, is_victim: bool = False) -> None:
         """Implement `EngineProcess`; drop the process even if the node does not answer."""
         if self._ended is None:
+            self.was_stopped = self.was_stopped or is_victim
             self._hub.tell(self.node, KILL, Kill(self._launch_id, reason))
             self.end(f"{reason} and was killed")
 
@@ -514,7 +541,9 @@ class RemoteLauncher:
 
     def launch(self, ready: CoreReady | None, engine_index: int = 0) -> RemoteProcess:
         """Implement `CoreLauncher`."""
-        return self._hub.launch(self._rank, self._launcher.make_setup(ready, engine_index))
+        process = self._hub.launch(self._rank, self._launcher.make_setup(ready, engine_index))
+        self._launcher.note_launch(engine_index)
+        return process
 
     def make_spare(self) -> None:
         """Implement `CoreLauncher`."""

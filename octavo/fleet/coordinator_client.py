@@ -70,7 +70,7 @@ class CoordinatorProcess:
             return "the process that has the engines has ended"
         return self._killed_for
 
-    def kill(self, reason: str) -> None:
+    def kill(self, reason: str, *, is_victim: bool = False) -> None:
         """Drop the coordinator without killing it: it serves other front ends, too."""
         self._killed_for = self._killed_for or reason
 

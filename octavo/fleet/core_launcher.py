@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import logging
 import os
-import weakref
 from pathlib import Path
 
 import msgspec
 
 from octavo.config import EngineConfig
 from octavo.engine.core_messages import CoreProcessSetup, CoreReady
-from octavo.errors import ConfigError, reason_of
+from octavo.errors import reason_of
+from octavo.fleet.expert_memory import ExpertMemory
 from octavo.fleet.process import CoreProcess
 from octavo.plan.group_layout import ExpertGroupLayout
 from octavo.plan.memory_plan import MemoryPlan
+from octavo.plan.setup import Machine
 from octavo.system.distributed import GroupMemory
 
 logger = logging.getLogger(__name__)
@@ -63,7 +64,7 @@ class CoreLauncher:
         reports_steps: True if the processes send records of their steps.
 
     Raises:
-        ConfigError: engines that divide experts do not work on this system.
+        ConfigError: engines that divide experts do not work on this system; see `ExpertMemory`.
     """
 
     def __init__(
@@ -90,21 +91,34 @@ class CoreLauncher:
         self._log_level, self._log_format = log_level, log_format
         self._record, self._reports_steps = record, reports_steps
         self._spare = process
-        processes, engines = config.device.tensor_parallel_size, config.parallel.data_parallel_size
-        self._expert_group = ExpertGroupLayout(processes * engines, processes)
-        self._descriptors: list[int] = []
-        """Descriptors of the memories of engines that divide experts, by stage."""
+        processes, parallel = config.device.tensor_parallel_size, config.parallel
+        ranks = processes * parallel.num_local_engines
+        has_relay = parallel.num_local_engines < parallel.data_parallel_size
+        self._expert_group = ExpertGroupLayout(ranks + has_relay, processes)
+        self._memory: ExpertMemory | None = None
+        """Memory of engines that divide experts."""
         if config.divides_experts:
-            if not hasattr(os, "memfd_create"):
-                raise ConfigError(
-                    "enable_expert_parallel with data_parallel_size of more than 1 works on Linux "
-                    "only; leave one of them out."
-                )
-            self._descriptors = [
-                os.memfd_create("octavo-experts", os.MFD_CLOEXEC)
-                for _ in range(config.device.pipeline_parallel_size)
-            ]
-            self._free = weakref.finalize(self, _close, self._descriptors)
+            self._memory = ExpertMemory(config.device.pipeline_parallel_size)
+        self._machine: Machine | None = None
+        """This machine, if these engines are on several."""
+        self._generations: dict[int, bytes] = {}
+        """Generation of each engine's last process."""
+
+    def span(self, machine: Machine) -> None:
+        """Divide the experts among engines on several machines, of which this one is the head."""
+        self._machine = machine
+
+    def begin_generation(self) -> None:
+        """Start later processes apart from all earlier ones, which are killed."""
+        assert self._machine is not None
+        assert self._memory is not None
+        self._machine = msgspec.structs.replace(self._machine, generation=os.urandom(16))
+        self._memory.renew()
+
+    def is_outdated(self, engine_index: int) -> bool:
+        """Return True if an engine's last process belongs to an earlier generation."""
+        assert self._machine is not None
+        return self._generations.get(engine_index) != self._machine.generation
 
     def launch(self, ready: CoreReady | None, engine_index: int = 0) -> CoreProcess:
         """Start a process.
@@ -126,7 +140,13 @@ class CoreLauncher:
         except OSError:
             process.shutdown(0.0)
             raise
+        self.note_launch(engine_index)
         return process
+
+    def note_launch(self, engine_index: int) -> None:
+        """Record that a process of an engine was started, here or on another machine."""
+        if self._machine is not None:
+            self._generations[engine_index] = self._machine.generation
 
     def make_setup(self, ready: CoreReady | None, engine_index: int) -> CoreProcessSetup:
         """Return the setup of a process; see `launch`."""
@@ -145,7 +165,8 @@ class CoreLauncher:
             warm_spare=warm_spare,
             memory_limit=memory_limit,
             engine_index=engine_index,
-            expert_memory=tuple(f"/proc/{os.getpid()}/fd/{it}" for it in self._descriptors),
+            expert_memory=() if self._memory is None else self._memory.paths,
+            machine=self._machine,
             log_level=self._log_level,
             log_format=self._log_format,
             record=self._record,
@@ -164,25 +185,23 @@ class CoreLauncher:
 
     def close(self) -> None:
         """Free what all engines share, once they have ended. May be called twice."""
-        if self._descriptors:
-            self._descriptors = []
-            self._free()
+        if self._memory is not None:
+            self._memory.close()
 
     def engines_behind(self) -> list[int]:
-        """Return the engines that others wait for, since they divide the experts of a step."""
+        """Return the engines that others wait for, since they divide the experts of a step.
+
+        If these wait for other machines, it is not known for which engine there; the result is the
+        first one.
+        """
         begin, layout = GroupMemory.size(0), self._expert_group
         found = []
-        for descriptor in self._descriptors:
+        for descriptor in () if self._memory is None else self._memory.descriptors:
             counters = os.pread(descriptor, layout.nbytes, begin)
             if behind := layout.behind(counters):
                 found.append((layout.newest_step(counters), behind))
         # Stages that wait in later steps, or behind this one, wait for this one.
         return min(found, key=lambda it: it[0])[1] if found else []
-
-
-def _close(descriptors: list[int]) -> None:
-    for descriptor in descriptors:
-        os.close(descriptor)
 
 
 def with_kv_cache_of(config: EngineConfig, plan: MemoryPlan) -> EngineConfig:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator
 from functools import cached_property, partial
@@ -26,6 +27,7 @@ from octavo.fleet.routing import Router
 from octavo.fleet.supervisor import SUSPECT, Recovery, Supervisor
 from octavo.messages import EngineCoreOutputs, EngineCoreRequest
 from octavo.observability.scheduler_stats import SchedulerStats
+from octavo.plan.setup import Machine
 from octavo.system import clock
 from octavo.system.device import cpu_memory, num_cpus
 
@@ -101,10 +103,11 @@ class DataParallelClient:
         if self._local < self._size:
             assert parallel.data_parallel_address is not None
             assert parallel.cluster_key_file is not None
+            key = ClusterKey.from_file(parallel.cluster_key_file)
             self._hub = Hub(
                 parallel.data_parallel_address,
                 parallel.data_parallel_rpc_port,
-                ClusterKey.from_file(parallel.cluster_key_file),
+                key,
                 model=model,
                 size=self._size,
                 local=self._local,
@@ -135,6 +138,9 @@ class DataParallelClient:
         self._make, self._launcher = make, launcher
         self._supervisors: dict[int, Supervisor] = {}
         try:
+            if self._hub is not None and self._divides_experts:
+                address, pair = self._hub.reserve_next_port(), (key.public, key.secret)
+                launcher.span(Machine(0, self._local, address, *pair, os.urandom(16)))
             self._supervisors[0] = make(0, None)
         except BaseException:
             if self._hub is not None:
@@ -476,11 +482,32 @@ class DataParallelClient:
             failed: ids of failed answers.
         """
         self._router.forget_prefixes(index)
+        if self._divides_experts and self._hub is not None:
+            self._end_generation(index)
         if not self._can_serve(but=index):
             return 0
         dead = self._supervisors[index]
         ids = {r.request_id for r in self._requests_of(index) if failed.isdisjoint(r.child_ids)}
         return await self._move(index, {i for i in ids if dead.deaths_of(i) < SUSPECT})
+
+    def _has_lost_node(self, index: int) -> bool:
+        """Return True if an engine that divides the experts has lost its node while it loaded."""
+        is_there = self._hub is None or index < self._local or self._hub.has(index)
+        return self._divides_experts and not is_there
+
+    def _end_generation(self, index: int) -> None:
+        """Start all engines again, since one has died, and the experts are on several machines.
+
+        Args:
+            index: the dead engine.
+        """
+        if self._launcher.is_outdated(index):
+            return  # it was ended with the others
+        number = self._first + index
+        for other, supervisor in self._supervisors.items():
+            if other != index:
+                supervisor.restart(f"the engine divides experts with engine {number}, which died,")
+        self._launcher.begin_generation()
 
     async def _rescue(self) -> None:
         """Move the requests that wait for a starting engine to other engines.
@@ -525,15 +552,22 @@ class DataParallelClient:
     async def _give_up(self, index: int, error: EngineDeadError) -> None:
         """Stop restarting an engine; raise `error` if it was the last, or was never ready.
 
-        Engines that divide the experts cannot continue without it.
+        Engines that divide the experts cannot continue without it. If it has lost its node, they
+        wait.
 
         If others are left, an engine without a node restarts when a node joins.
         """
         others = self._supervisors.keys() - self._gone.keys() - self._leaving - {index}
+        if self._has_lost_node(index):
+            error = NodeMissingError(str(error))
         missing = isinstance(error, NodeMissingError)
-        if not others or not (missing or self.ready.done()) or self._divides_experts:
+        can_do_without = self.ready.done() and not self._divides_experts
+        if not others or not (missing or can_do_without):
             raise error
-        logger.error("engine %d stays down, the others serve: %s", self._first + index, error)
+        if self._divides_experts:
+            self._end_generation(index)
+        they = "wait for it" if self._divides_experts else "serve"
+        logger.error("engine %d stays down, the others %s: %s", self._first + index, they, error)
         self._gone[index] = error
         self._supervisors[index].fail_calls(error)
         self._router.forget_prefixes(index)

@@ -64,11 +64,16 @@ class EngineProcess(Protocol):
 
     @property
     def was_stopped(self) -> bool:
-        """True if it was killed because a signal such as SIGSTOP had stopped it."""
+        """True if it was killed as a victim, or because a signal such as SIGSTOP had stopped it."""
         ...
 
-    def kill(self, reason: str) -> None:
-        """Kill the process at once, for a reason that `describe_exit` reports."""
+    def kill(self, reason: str, *, is_victim: bool = False) -> None:
+        """Kill the process at once, for a reason that `describe_exit` reports.
+
+        Args:
+            reason: the reason.
+            is_victim: True if neither the process nor a request is the cause.
+        """
         ...
 
     def shutdown(self, timeout: float = 5.0) -> None:

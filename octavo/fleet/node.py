@@ -23,7 +23,7 @@ from octavo import __version__
 from octavo.checkpoints.identity import model_hash
 from octavo.checkpoints.registry import open_checkpoint
 from octavo.config import EngineConfig, ServerConfig
-from octavo.engine.core_messages import ReachedBy
+from octavo.engine.core_messages import CoreProcessSetup, ReachedBy
 from octavo.engine.head import connect
 from octavo.errors import ConfigError, EngineDeadError, reason_of
 from octavo.fleet import cluster
@@ -37,10 +37,12 @@ from octavo.fleet.cluster import (
     Launch,
 )
 from octavo.fleet.core_launcher import usable_process, usable_spare
+from octavo.fleet.expert_memory import ExpertMemory
 from octavo.fleet.process import CoreProcess
 from octavo.fleet.start import share_cores
 from octavo.models.hub import resolve_folders
 from octavo.models.registry import read_spec
+from octavo.plan.setup import Machine
 from octavo.system.device import cpu_memory
 from octavo.system.logs import setup_logging
 
@@ -116,6 +118,10 @@ class _Node:
         self._context = zmq.Context()
         self._processes: dict[bytes, CoreProcess] = {}
         self._spare: CoreProcess | None = None
+        self._memory: ExpertMemory | None = None
+        """Memory of the engines, if they divide experts."""
+        self._generation = b""
+        """Generation of the engines that use the memory."""
         self._latest = config
         """Settings of the engine that was started last."""
         self._stopped = False
@@ -194,6 +200,8 @@ class _Node:
         self._end_processes()
         if self._spare is not None:
             self._spare.shutdown(0.0)
+        if self._memory is not None:
+            self._memory.close()
         self._socket.disable_monitor()
         self._monitor.close()
         self._socket.close()
@@ -254,6 +262,8 @@ class _Node:
             log_format=self._server_config.log_format,
             reached_by=replace(self._reached, launch_id=setup.reached_by.launch_id),
         )
+        if setup.machine is not None:
+            setup = self._with_machine(setup, setup.machine)
         spare, self._spare = self._spare, None
         try:
             process = usable_process(spare)
@@ -264,6 +274,31 @@ class _Node:
             return
         self._processes[launch.launch_id] = process
         self._latest = setup.config
+
+    def _with_machine(self, setup: CoreProcessSetup, machine: Machine) -> CoreProcessSetup:
+        """Return the setup with this machine, and its memory of the engines' generation."""
+        if self._memory is None:
+            self._memory = ExpertMemory(setup.config.device.pipeline_parallel_size)
+        elif machine.generation != self._generation:
+            for process in self._processes.values():
+                process.kill("it belongs to an earlier generation")
+            self._memory.renew()
+        self._generation = machine.generation
+        parallel, replace = self._config.parallel, msgspec.structs.replace
+        assert parallel.data_parallel_address is not None
+        port = parallel.data_parallel_rpc_port + 1
+        return replace(
+            setup,
+            expert_memory=self._memory.paths,
+            machine=replace(
+                machine,
+                first_engine=self._join.start_rank,
+                num_engines=self._join.num_engines,
+                address=cluster.tcp_address(parallel.data_parallel_address, port),
+                public=self._reached.public,
+                secret=self._reached.secret,
+            ),
+        )
 
     def _end(self, launch_id: bytes, how: Callable[[CoreProcess], None]) -> None:
         process = self._processes.get(launch_id)

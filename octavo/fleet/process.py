@@ -58,7 +58,7 @@ class CoreProcess:
         self._killed_for: str | None = None
         self._stopped_for = 0.0
         self.was_stopped = False
-        """True if `kill_if_stopped` ended the process."""
+        """True if `kill_if_stopped` ended the process, or `kill` for no fault of its own."""
 
     def start(self, setup: CoreProcessSetup) -> None:
         """Open the channel, and send the setup, so that the process loads the model.
@@ -113,10 +113,15 @@ class CoreProcess:
         """True if the process can be started: it has not ended, and no signal has stopped it."""
         return self.describe_exit() is None and not is_stopped(self.pid)
 
-    def kill(self, reason: str) -> None:
-        """Kill a live process at once, for a reason that `describe_exit` reports."""
+    def kill(self, reason: str, *, is_victim: bool = False) -> None:
+        """Kill a live process at once, for a reason that `describe_exit` reports.
+
+        Args:
+            reason: the reason.
+            is_victim: True if neither the process nor a request is the cause.
+        """
         if self._killed_for is None and self._process.poll() is None:
-            self._killed_for = reason
+            self._killed_for, self.was_stopped = reason, self.was_stopped or is_victim
             self._process.kill()
 
     def kill_if_stopped(self, nap: float, limit: float) -> None:

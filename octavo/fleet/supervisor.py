@@ -164,6 +164,9 @@ class Supervisor:
         """Loading time of the first engine."""
         self._watcher: asyncio.Task[None] | None = None
         self._worker_pids: list[int] = []
+        self._first = first
+        self._is_victim = False
+        """True after `restart`, until another engine is started."""
         self._num_changes = 0
         """Number of pending calls that may silence the engine for a long time."""
         self._process = launcher.launch(first, engine_index)
@@ -298,6 +301,11 @@ class Supervisor:
         finally:
             self._num_changes -= method in _LONG_CALLS
 
+    def restart(self, reason: str) -> None:
+        """Kill the engine, so that it is started again; neither it nor a request is the cause."""
+        self._is_victim = True
+        self._client.process.kill(reason, is_victim=True)
+
     def fail_calls(self, error: Exception) -> None:
         """Fail all pending and future calls."""
         self._error = error
@@ -362,7 +370,7 @@ class Supervisor:
         self._worker_pids = []
         assert self._watcher is not None
         self._watcher.cancel()
-        if not self.ready.done():
+        if not (self.ready.done() or self._is_victim):
             raise error
         self._note_restart(noticed, error)
         self._began = self._began or (noticed, str(error), 0)
@@ -392,7 +400,9 @@ class Supervisor:
         return failed
 
     def _launch(self) -> AsyncMPClient:
-        self._process = process = self._launcher.launch(self.ready.result(), self._index)
+        self._is_victim = False
+        ready = self.ready.result() if self.ready.done() else self._first
+        self._process = process = self._launcher.launch(ready, self._index)
         try:
             return AsyncMPClient(process)
         except OSError:

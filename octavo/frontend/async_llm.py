@@ -8,7 +8,15 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iterable, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    Awaitable,
+    Callable,
+    Generator,
+    Iterable,
+    Mapping,
+    Sequence,
+)
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
@@ -46,6 +54,7 @@ from octavo.frontend.input_processor import InputProcessor, Prompt, processing_t
 from octavo.frontend.output_processor import OutputProcessor, RequestOutputCollector
 from octavo.frontend.request_memory import RequestMemory, request_nbytes, trim_when_idle
 from octavo.frontend.step_log import EngineDeath, StepLog
+from octavo.frontend.traces import make_tracer, read_trace_headers
 from octavo.messages import (
     EngineCoreOutputs,
     EngineCoreRequest,
@@ -143,10 +152,12 @@ class AsyncLLM:
         self._recorder: Recorder | None = None
         if record is not None:
             self._recorder = make_recorder(record, config, path, tokenizer_path)
+        self._tracer = make_tracer(config, self.metrics.record_dropped_spans)
         self._output_processor = OutputProcessor(
             self.tokenizer,
             self.metrics,
             None if self._recorder is None else self._recorder.put,
+            self._tracer,
         )
         self.request_memory = RequestMemory(request_memory)
         """Memory of unfinished requests, and of answers on their way to a client."""
@@ -307,7 +318,8 @@ class AsyncLLM:
             return Health(True, reason)
         if len(self._engines) > 1 and (down := self._client.down):
             engines = ", ".join(f"engine {number} {why}" for number, why in down.items())
-            return Health(True, f"{engines}; the others serve" if self.ready else engines)
+            they = "wait for it" if self.config.divides_experts else "serve"
+            return Health(True, f"{engines}; the others {they}" if self.ready else engines)
         if not self.ready:
             parallel = self.config.parallel
             number = f"engine {parallel.first_engine}" if parallel.numbered else "the engine"
@@ -328,6 +340,7 @@ class AsyncLLM:
         add_special_tokens: bool = True,
         turn: int = 0,
         lora_request: None = None,
+        trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
         data_parallel_rank: int | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
@@ -345,6 +358,8 @@ class AsyncLLM:
             add_special_tokens: True if the tokenizer adds its special tokens to a text.
             turn: number of prompts before it in the same call: later ones let others pass.
             lora_request: adapters are not supported.
+            trace_headers: W3C's headers traceparent and tracestate of a trace that the request
+                continues, and x-request-id; they matter only with `otlp_traces_endpoint`.
             priority: smaller is served earlier (with `scheduling_policy=priority`).
             data_parallel_rank: must be None: the engine with the least load is chosen.
 
@@ -358,6 +373,10 @@ class AsyncLLM:
         if priority:
             sampling_params = msgspec.structs.replace(sampling_params, priority=priority)
         options = _make_options(cache_salt, deadline, first_token_deadline, tenant, flow, turn)
+        if trace_headers is not None and self._tracer is not None:
+            options = msgspec.structs.replace(
+                options, trace_headers=read_trace_headers(trace_headers)
+            )
         stream = self.serve(
             prompt, sampling_params, request_id, options, add_special_tokens=add_special_tokens
         )
@@ -637,7 +656,7 @@ class AsyncLLM:
             loop = asyncio.get_running_loop()
         except RuntimeError:
             self._client.close()
-            self._end_recording()
+            self._end_records()
             return _Done()
         self._shutdown = loop.create_task(self._end_process())
         return self._shutdown
@@ -648,11 +667,13 @@ class AsyncLLM:
             await asyncio.gather(*tasks, return_exceptions=True)
         finally:  # the event loop, too, may be about to end
             await self._client.shutdown()
-            self._end_recording()
+            self._end_records()
 
-    def _end_recording(self) -> None:
+    def _end_records(self) -> None:
         if self._recorder is not None:
             self._recorder.close()
+        if self._tracer is not None:
+            self._tracer.close()
 
     async def process(
         self,

@@ -23,6 +23,7 @@ from octavo.frontend.environment import apply_environment
 from octavo.frontend.input_processor import InputProcessor, Prompt
 from octavo.frontend.interrupts import late_interrupts
 from octavo.frontend.output_processor import OutputProcessor
+from octavo.frontend.traces import make_tracer, read_trace_headers
 from octavo.messages import EngineCoreRequest, PauseMode, RequestOptions
 from octavo.models.hub import resolve_folders
 from octavo.models.registry import read_spec
@@ -92,7 +93,10 @@ class LLMEngine:
 
             max_model_len = resolve_max_model_len(config, self.spec)
             self._metrics = EngineMetrics(settings.model, max_model_len, self.metrics_prefix)
-        self._output_processor = OutputProcessor(self.tokenizer, self._metrics, record)
+        self._tracer = make_tracer(config, self._note_dropped_spans)
+        self._output_processor = OutputProcessor(
+            self.tokenizer, self._metrics, record, self._tracer
+        )
         self.client: InprocClient | IsolatedClient
         if isolate or config.parallel.data_parallel_size > 1:
             from octavo.fleet.isolated import start_isolated
@@ -156,7 +160,8 @@ class LLMEngine:
             arrival_time: seconds since 1970; default: now.
             lora_request: adapters are not supported.
             tokenization_kwargs: `truncate_prompt_tokens` and `add_special_tokens`.
-            trace_headers: traces are not supported.
+            trace_headers: W3C's headers traceparent and tracestate of a trace that the request
+                continues, and x-request-id; they matter only with `otlp_traces_endpoint`.
             priority: smaller is served earlier (with `scheduling_policy=priority`).
 
         Returns:
@@ -167,7 +172,7 @@ class LLMEngine:
         """
         if not isinstance(request_id, str):
             raise RequestError(f"request_id={request_id!r} is not a string.", "request_id")
-        refuse_unsupported(lora_request=lora_request, trace_headers=trace_headers)
+        refuse_unsupported(lora_request=lora_request)
         params, special = apply_tokenization(params, tokenization_kwargs)
         if priority:
             params = msgspec.structs.replace(params, priority=priority)
@@ -178,6 +183,7 @@ class LLMEngine:
                 request_id=request_id,
                 arrival_time=arrival_time,
                 add_special_tokens=special,
+                trace_headers=trace_headers,
             )
             self._hand_in(request, params, text)
             self._added.add(request_id)
@@ -373,6 +379,10 @@ class LLMEngine:
         """Return True if the engine sleeps at any level."""
         return bool(complete(self.client.call_utility("is_sleeping")))
 
+    def _note_dropped_spans(self, count: int) -> None:
+        if self._metrics is not None:
+            self._metrics.record_dropped_spans(count)
+
     def _record_sleep(self, level: int | None) -> None:
         if self._metrics is not None:
             for index in range(self.config.parallel.data_parallel_size):
@@ -398,6 +408,8 @@ class LLMEngine:
         """End the workers and free their memory. A second call is harmless."""
         self._running = False
         complete(self.client.shutdown())
+        if self._tracer is not None:
+            self._tracer.close()
 
     def process(
         self,
@@ -407,6 +419,7 @@ class LLMEngine:
         request_id: str | None = None,
         arrival_time: float | None = None,
         add_special_tokens: bool = True,
+        trace_headers: Mapping[str, str] | None = None,
     ) -> tuple[EngineCoreRequest, str | None]:
         """Return the core request of a prompt, and its text; see `InputProcessor.process`."""
         if request_id is None:
@@ -416,7 +429,12 @@ class LLMEngine:
             request_id,
             prompt,
             params,
-            RequestOptions(clock.now() if arrival_time is None else arrival_time),
+            RequestOptions(
+                clock.now() if arrival_time is None else arrival_time,
+                trace_headers=read_trace_headers(trace_headers)
+                if trace_headers is not None and self._tracer is not None
+                else None,
+            ),
             add_special_tokens=add_special_tokens,
         )
 

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from octavo.observability.metrics import (
         EngineMetrics,  # imports Prometheus, which only servers need
     )
+    from octavo.observability.tracing import (
+        Tracer,  # imports an HTTP client
+    )
 
 
 class RequestOutputCollector:
@@ -102,6 +105,12 @@ class _Group:
     times: dict[int, RequestMetrics] = field(default_factory=dict)
     max_num_generation_tokens: int = 0
     """Number of tokens of the longest finished answer."""
+    num_generation_tokens: int = 0
+    """Number of tokens of all finished answers."""
+    finish_reasons: list[str] = field(default_factory=list)
+    """Reasons for the end of the finished answers."""
+    error: Exception | None = None
+    """Error that ends the request."""
 
     @property
     def finished(self) -> bool:
@@ -218,6 +227,7 @@ class OutputProcessor:
         tokenizer: converts tokens to text; None for no text (`skip_tokenizer_init`).
         metrics: counts the events of requests; None: nothing is counted.
         record: callback for arrivals, outputs and ends of requests.
+        tracer: sends a span for each request; None: there are no traces.
     """
 
     def __init__(
@@ -225,10 +235,12 @@ class OutputProcessor:
         tokenizer: Tokenizer | None,
         metrics: EngineMetrics | None = None,
         record: Callable[[Arrival | Outputs | End], None] | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._metrics = metrics
         self._record = record
+        self._tracer = tracer
         self._states: dict[str, _RequestState] = {}
         self._groups: dict[str, _Group] = {}
 
@@ -392,6 +404,7 @@ class OutputProcessor:
             else:
                 states = [self._states[request_id]] if request_id in self._states else []
             for state in states:
+                state.group.error = error
                 self._end(state, reason, None, now)
                 aborted.append(state.request_id)
                 touched[state.group.request_id] = state.group
@@ -408,6 +421,8 @@ class OutputProcessor:
         self._states.clear()
         self._groups.clear()
         for group in groups:
+            group.error = error
+            self._trace(group)
             if group.queue is not None:
                 group.queue.put(error)
 
@@ -490,16 +505,19 @@ class OutputProcessor:
         state.detokenizer.finish()
         state.times.finished_time = timestamp
         state.hand_over_prompt_logprobs()
+        num_tokens = len(state.detokenizer.token_ids)
         if self._record is not None:
-            when, num_tokens = clock.from_monotonic(timestamp), len(state.detokenizer.token_ids)
+            when = clock.from_monotonic(timestamp)
             self._record(End(when, state.request_id, reason, stop_reason, num_tokens))
         self._store(state, state.make_completion(reason, stop_reason))
         del self._states[state.request_id]
         del group.live[state.request_id]
+        group.num_generation_tokens += num_tokens
+        group.finish_reasons.append(str(reason))
         if group.finished:
             self._groups.pop(group.request_id, None)
+            self._trace(group)
         if self._metrics is not None:
-            num_tokens = len(state.detokenizer.token_ids)
             group.max_num_generation_tokens = max(group.max_num_generation_tokens, num_tokens)
             metrics = self._metrics.for_engine(state.engine_index)
             metrics.record_finished(
@@ -518,6 +536,7 @@ class OutputProcessor:
     ) -> None:
         """End a request and its siblings with an error."""
         group = state.group
+        group.error = error
         for sibling in list(group.live.values()):
             if sibling is not state:
                 result.reqs_to_abort.append(sibling.request_id)
@@ -526,6 +545,19 @@ class OutputProcessor:
             group.queue.put(error)
         else:
             result.errors[group.request_id] = error
+
+    def _trace(self, group: _Group) -> None:
+        """Send the span of a request that has ended, or whose engine has."""
+        if self._tracer is not None:
+            live = sum(len(state.detokenizer.token_ids) for state in group.live.values())
+            self._tracer.record_finished(
+                group.request_id,
+                group.request,
+                _merge_times(list(group.times.values())),
+                num_generation_tokens=group.num_generation_tokens + live,
+                finish_reasons=group.finish_reasons,
+                error=group.error,
+            )
 
     @staticmethod
     def _store(state: _RequestState, completion: CompletionOutput) -> None:

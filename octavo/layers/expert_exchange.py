@@ -4,20 +4,57 @@ Each engine computes requests of its own. Each rank, which is a process of an en
 experts of every layer. At a mixture all ranks meet twice. After the first barrier each rank
 computes its experts for the tokens of all engines. After the second barrier each rank sums the
 results of its own engine's tokens. An engine without a step takes part without tokens.
+
+If the engines are on several machines, each machine has such memory. Its ranks and a relay meet
+there. Each meeting then has two barriers. Between them the relay exchanges rows with the relays of
+the other machines; see `ExpertRelay`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
 import numpy as np
+from numpy.typing import NDArray
 
 from octavo import _native
 from octavo.kernels.base import TokenSlots
 from octavo.kernels.memory import placeholder
 from octavo.kernels.native_base import DTYPE_CODES
-from octavo.system.distributed import GroupMemory, Rank
+from octavo.system.distributed import CACHE_LINE, GroupMemory, Rank, aligned
 from octavo.system.tensor import HostTensor, Tensor, from_numpy, itemsize
 
-_ALIGNMENT = 64  # a cache line
+N = TypeVar("N", bound=np.generic)
+
+
+@dataclass(frozen=True)
+class MixtureSizes:
+    """Sizes of a mixture."""
+
+    hidden: int
+    top_k: int
+    experts: int
+
+
+@dataclass(frozen=True)
+class MixtureRows:
+    """A mixture's part of the memory, as bytes and numbers.
+
+    T is the number of tokens of all slots, K that of a token's experts.
+    """
+
+    counts: NDArray[np.int32]
+    """Number of tokens of each slot."""
+    x: NDArray[np.uint8]
+    """Inputs: [T, bytes of a row]."""
+    ids: NDArray[np.int32]
+    """Experts: [T, K]."""
+    factors: NDArray[np.float32]
+    """Factors: [T, K]."""
+    results: NDArray[np.uint8]
+    """Results of the pairs, sorted by expert and then by token: [T * K, bytes of a row]."""
 
 
 class ExpertExchange:
@@ -33,21 +70,49 @@ class ExpertExchange:
         dtype: type of activations.
         per_engine: number of successive ranks that are an engine's. They have the same tokens, and
             the first one of them sends these.
+        meeting: position among those that meet in this memory, if the engines are on several
+            machines; the last one is a relay. None: all ranks meet here.
     """
 
-    def __init__(self, rank: Rank, most_tokens: int, dtype: str, per_engine: int = 1) -> None:
+    def __init__(
+        self,
+        rank: Rank,
+        most_tokens: int,
+        dtype: str,
+        per_engine: int = 1,
+        meeting: Rank | None = None,
+    ) -> None:
         self.rank, self.per_engine = rank, per_engine
+        self.meeting = rank if meeting is None else meeting
+        self.mixtures: list[MixtureSizes] = []
+        """All mixtures, in the order of the layers."""
+        self._has_relay = meeting is not None
         self._most_tokens, self._dtype = most_tokens, dtype
         self._engines = rank.size // per_engine
-        self._hidden = self._top_k = 0
-        """Largest sizes of all mixtures."""
         self._memory: GroupMemory | None = None
         self._begin = 0
 
-    def reserve(self, hidden: int, top_k: int) -> None:
+    def reserve(self, hidden: int, top_k: int, experts: int) -> None:
         """Make room for a mixture: `top_k` rows of `hidden` numbers for each token."""
         assert self._memory is None, "memory is reserved before it is attached"
-        self._hidden, self._top_k = max(self._hidden, hidden), max(self._top_k, top_k)
+        self.mixtures.append(MixtureSizes(hidden, top_k, experts))
+
+    def for_relay(self) -> ExpertExchange:
+        """Return the relay's end of this exchange."""
+        meeting = replace(self.meeting, index=self.meeting.size - 1)
+        made = ExpertExchange(self.rank, self._most_tokens, self._dtype, self.per_engine, meeting)
+        made.mixtures = self.mixtures
+        return made
+
+    @property
+    def num_engines(self) -> int:
+        """Number of engines on all machines, each with a slot."""
+        return self._engines
+
+    @property
+    def slot_size(self) -> int:
+        """Number of tokens that a slot has room for."""
+        return self._most_tokens
 
     @property
     def tokens(self) -> int:
@@ -57,24 +122,25 @@ class ExpertExchange:
     @property
     def nbytes(self) -> int:
         """Bytes of all rows."""
-        return sum(map(_aligned, self._sizes))
+        return sum(map(aligned, self._sizes))
 
     @property
     def _sizes(self) -> tuple[int, ...]:
         """Bytes of the counts, x, experts, factors and results, in this order."""
-        row, pairs = self._hidden * itemsize(self._dtype), self.tokens * self._top_k
+        row = max((it.hidden for it in self.mixtures), default=0) * itemsize(self._dtype)
+        pairs = self.tokens * max((it.top_k for it in self.mixtures), default=0)
         return 4 * self._engines, self.tokens * row, 4 * pairs, 4 * pairs, pairs * row
 
     def attach(self, memory: GroupMemory, begin: int) -> None:
         """Place the rows in a group's memory, from byte `begin` on."""
-        assert begin % _ALIGNMENT == 0
+        assert begin % CACHE_LINE == 0
         assert begin + self.nbytes <= len(memory.data), "the group's memory is too small"
         self._memory, self._begin = memory, begin
 
     def _tensor(self, part: int, shape: tuple[int, ...], dtype: str) -> HostTensor:
         if self._memory is None:
             return placeholder(*shape, dtype=dtype)
-        begin = self._begin + sum(map(_aligned, self._sizes[:part]))
+        begin = self._begin + sum(map(aligned, self._sizes[:part]))
         nbytes = int(np.prod(shape)) * itemsize(dtype)
         return from_numpy(self._memory.data[begin : begin + nbytes]).view(dtype).view(shape)
 
@@ -103,6 +169,24 @@ class ExpertExchange:
     def results(self, hidden: int, top_k: int) -> HostTensor:
         """Return the rows of all pairs of a token and one of its experts: [T * K, H]."""
         return self._tensor(4, (self.tokens * top_k, hidden), self._dtype)
+
+    def rows(self, sizes: MixtureSizes) -> MixtureRows:
+        """Return a mixture's part of the memory."""
+        tokens, top_k = self.tokens, sizes.top_k
+        row = sizes.hidden * itemsize(self._dtype)
+        return MixtureRows(
+            self._array(0, (self._engines,), np.int32),
+            self._array(1, (tokens, row), np.uint8),
+            self._array(2, (tokens, top_k), np.int32),
+            self._array(3, (tokens, top_k), np.float32),
+            self._array(4, (tokens * top_k, row), np.uint8),
+        )
+
+    def _array(self, part: int, shape: tuple[int, ...], dtype: type[N]) -> NDArray[N]:
+        assert self._memory is not None, "the memory is attached"
+        begin = self._begin + sum(map(aligned, self._sizes[:part]))
+        nbytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        return self._memory.data[begin : begin + nbytes].view(dtype).reshape(shape)
 
     def send(self, x: Tensor, ids: Tensor, factors: Tensor | None) -> None:
         """Copy x [T, H], experts [T, K] and factors [T, K] of this engine's step to its slot."""
@@ -134,12 +218,16 @@ class ExpertExchange:
         if self._sends:
             self._tensor(0, (self._engines,), "int32").numpy()[self.slots.own] = 0
 
-    def join(self) -> None:
-        """Wait until all ranks have come here."""
+    def join(self, relay: Callable[[], object] = lambda: None) -> None:
+        """Wait until all ranks have come here.
+
+        Args:
+            relay: exchanges rows with other machines, after the ranks of this one have come; only
+                the relay passes it.
+        """
         if self._memory is None:  # a recording that only measures memory
             return
         self._memory.barrier()
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        if self._has_relay:
+            relay()
+            self._memory.barrier()

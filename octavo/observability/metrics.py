@@ -170,13 +170,18 @@ _METRICS = (
         label="reason",
         values=(),
     ),
+    _Metric(
+        Counter,
+        "trace_spans_dropped",
+        "Spans of requests that the collector of otlp_traces_endpoint did not accept in time.",
+    ),
 )
 
 
 class EngineMetrics:
     """Metrics of one engine of a served model, in a registry shared with the model's other engines.
 
-    Only one thread may record. Any thread may call `render`.
+    Only one thread may record, except for dropped spans. Any thread may call `render`.
 
     Args:
         model_name: value of the label `model_name`.
@@ -362,6 +367,10 @@ class EngineMetrics:
     def record_rejection(self, reason: str) -> None:
         """Record the reason for rejecting a request on arrival, for example "queue_full"."""
         self._get("admission_rejections", reason).inc()
+
+    def record_dropped_spans(self, count: int) -> None:
+        """Record that spans could not be sent; any thread may call it."""
+        self._get("trace_spans_dropped").inc(count)
 
     def record_sleep_state(self, level: int | None) -> None:
         """Record the level at which the engine sleeps; None: awake."""

@@ -34,6 +34,8 @@ class Format:
     calls: Calls | None = None
     silent: tuple[str, ...] = ()
     """Texts that are not part of an answer."""
+    after_thoughts: str = "\n\n"
+    """Text that may stand between reasoning and what follows it."""
 
     def opens_thoughts(self, prompt: str) -> bool:
         """Return True if a prompt ends inside of reasoning."""
@@ -85,12 +87,12 @@ class Format:
         return {"type": "structural_tag", "format": {"type": "sequence", "elements": elements}}
 
     def _thought(self, inner: Form, thinks: bool) -> list[Form]:
-        """Return the reasoning that may come first, and the empty lines after it."""
+        """Return the reasoning that may come first, and the text after it."""
         if self.thoughts is None:
             return []
         begin, end = self.thoughts
         thought = tag("" if thinks else begin, inner, end)
-        return [thought if thinks else optional(thought), optional(const("\n\n"))]
+        return [thought if thinks else optional(thought), optional(const(self.after_thoughts))]
 
     def _triggered(self, schemas: Mapping[str, Any], parallel: bool) -> Form:
         """Return free text with calls after their marker."""

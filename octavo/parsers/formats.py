@@ -170,6 +170,7 @@ _ALL = [
             "<|end|>",
             "<|return|>",
         ),
+        after_thoughts="<|start|>assistant",
     ),
     Format("exaone4", THINK, _HERMES),
     Format(

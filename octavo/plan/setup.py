@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
+import msgspec
+
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
 from octavo.kv_cache.groups import KVCacheGroup, make_kv_cache_groups, select_layers
@@ -48,6 +50,21 @@ def resolve_kv_cache_dtype(config: EngineConfig, dtype: str) -> str:
             return asked
 
 
+class Machine(msgspec.Struct, frozen=True):
+    """One of several machines whose engines divide the experts; see `ExpertRelay`."""
+
+    first_engine: int
+    """Index of the machine's first engine; 0: it is the head."""
+    num_engines: int
+    address: str
+    """Address of the head's relay, in ZMQ's form."""
+    public: bytes
+    secret: bytes
+    """Secret key of the cluster's key pair; both keys are Z85."""
+    generation: bytes
+    """Random id of the engines that were started together; others are not connected."""
+
+
 @dataclass(frozen=True)
 class WorkerSetup:
     """Setup of a worker and its part of the model."""
@@ -75,6 +92,8 @@ class WorkerSetup:
     """Position of the engine among those that divide the experts."""
     expert_memory: tuple[str, ...] = ()
     """Paths of the memories of these engines, by stage."""
+    machine: Machine | None = None
+    """This machine, if these engines are on several; None: all are here."""
 
     @property
     def first_rank(self) -> int:
@@ -87,6 +106,18 @@ class WorkerSetup:
         if self.engine.size == 1:
             return ALONE
         index, size = self.first_rank + self.rank.index, self.engine.size * self.rank.size
+        return replace(self.engine, index=index, size=size)
+
+    @property
+    def meeting_rank(self) -> Rank:
+        """Position of the rank among those that meet in this machine's memory.
+
+        On several machines the last one is a relay, in place of the ranks of the other machines.
+        """
+        if self.machine is None:
+            return self.expert_rank
+        index = self.expert_rank.index - self.machine.first_engine * self.rank.size
+        size = self.machine.num_engines * self.rank.size + 1
         return replace(self.engine, index=index, size=size)
 
     @property

@@ -257,7 +257,8 @@ def memory_budget(
             activations += ranks * setup.group_layout.slot_nbytes  # the received hidden states
     if setup.rank.world_size > 1:
         activations += dataclasses.replace(setup, scratches=scratches).group_nbytes
-    activations += sum(scratch.exchanged for scratch in scratches) // setup.engine.size
+    exchanged = sum(scratch.exchanged for scratch in scratches)
+    activations += exchanged // config.parallel.num_local_engines
     return MemoryBudget(
         source="what is free",
         available=cpu_memory(config.device.numa_node)[1],

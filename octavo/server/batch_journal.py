@@ -1,21 +1,26 @@
 """Journal of a batch: the answers to its lines, on disk in the order in which they were made.
 
-Each record is one line: the number of the batch's line, 1 for an answer or 0 for an error, and the
-JSON for the output file. After a crash the last record may be incomplete. It is then
-removed, and its line is answered again.
+Each record is one line: the number of the batch's line, 1 for an answer or 0 for an error, the
+CRC-32 of the rest, and the JSON for the output file. After a crash the last record may be
+incomplete. It is then removed. A damaged record is skipped. In both cases the batch's line is
+answered again.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import re
+import zlib
 from pathlib import Path
 from typing import BinaryIO
 
 from octavo.server.state_dir import sync_folder
 
-_RECORD = re.compile(rb"(\d{1,9}) ([01]) (?=\{)")
+logger = logging.getLogger(__name__)
+
+_RECORD = re.compile(rb"(\d{1,9}) ([01]) ([0-9a-f]{8}) (?=\{)")
 _PIECE = 2**20
 
 
@@ -48,14 +53,27 @@ class Journal:
             raise
 
     def _read(self) -> None:
+        damaged = 0
         with open(self.path, "rb") as records:
             for record in records:
-                found = _RECORD.match(record)
-                if found is None or not record.endswith(b"}\n"):
+                if not record.endswith(b"\n"):
+                    damaged += 1
                     break
-                begin = self.nbytes + found.end()
+                begin = self.nbytes
                 self.nbytes += len(record)
-                self.places[int(found[1])] = found[2] == b"1", begin, self.nbytes
+                found = _RECORD.match(record)
+                if found is not None:
+                    number, good = int(found[1]), found[2] == b"1"
+                    if _record(number, good, record[found.end() : -1]) == record:
+                        self.places[number] = good, begin + found.end(), self.nbytes
+                        continue
+                damaged += 1
+        if damaged:
+            logger.warning(
+                "%s: %d records are incomplete or damaged; their lines are answered again",
+                self.path,
+                damaged,
+            )
 
     @property
     def num_good(self) -> int:
@@ -82,7 +100,7 @@ class Journal:
                 return
             records, end = [], self.nbytes
             for number, good, data in pending:
-                record = b"%d %d %b\n" % (number, good, data)
+                record = _record(number, good, data)
                 records.append(record)
                 end += len(record)
                 self.places[number] = good, end - len(data) - 1, end
@@ -119,3 +137,8 @@ class Journal:
     def close(self) -> None:
         """Close the file."""
         self._stream.close()
+
+
+def _record(number: int, good: bool, data: bytes) -> bytes:
+    checksum = zlib.crc32(data, zlib.crc32(b"%d %d" % (number, good)))
+    return b"%d %d %08x %b\n" % (number, good, checksum, data)

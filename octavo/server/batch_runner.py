@@ -457,13 +457,15 @@ class _Job:
         try:
             batch.completed = journal.num_good
             batch.failed = len(journal.places) - batch.completed
-            if batch.ending is None:
+            lost = batch.ending == "completed" and len(journal.places) < batch.total
+            if batch.ending is None or lost:
                 ending = await self._answer_all(journal)
                 now = int(time.time())
                 batch.ending = ending
                 if ending != "cancelled":
                     batch.status, batch.finalizing_at = "finalizing", now
-                batch.output_file_id, batch.error_file_id = new_file_id(), new_file_id()
+                batch.output_file_id = batch.output_file_id or new_file_id()
+                batch.error_file_id = batch.error_file_id or new_file_id()
                 await runner.save(batch)
             await self._finish(journal)
         finally:

@@ -439,6 +439,10 @@ class Generation(ABC, Generic[B]):
             salt = private_salt(self.context.api_key, self.body.cache_salt)
             if story is not None:
                 story.mark()
+            trace_headers: dict[str, str] | None = None
+            if engine.config.observability.otlp_traces_endpoint is not None:
+                own_id = {"x-request-id": self.context.request_id}
+                trace_headers = self.context.trace_headers | own_id
 
             async def one(index: int) -> AsyncGenerator[IndexedOutput, None]:
                 prompt = prompts[index]
@@ -456,6 +460,7 @@ class Generation(ABC, Generic[B]):
                     flow=flow_of(self.context.address),
                     background=background,
                     reports_progress=bool(self.body.return_progress),
+                    trace_headers=trace_headers,
                 )
                 if self.body.use_beam_search:
                     beams = self.body.beam_params(params.max_tokens)

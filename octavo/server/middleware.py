@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from octavo.errors import RequestError
+from octavo.frontend.traces import read_trace_headers
 from octavo.server.auth import OPEN_PATHS
 from octavo.server.errors import (
     ClientDisconnectError,
@@ -52,6 +53,8 @@ class RequestContext:
     deadline_ms: int | None = None
     max_ttft_ms: int | None = None
     """Limits from headers; those of the body have precedence."""
+    trace_headers: dict[str, str] = field(default_factory=dict)
+    """W3C's headers of a trace that the request continues."""
     body_bytes: int = 0
     """Number of received bytes of the body."""
     status: int | None = None
@@ -135,6 +138,7 @@ class RequestMiddleware:
                     raise UnavailableError("The server is shutting down; try another one.")
                 context.deadline_ms = _milliseconds(headers, "X-Deadline-Ms")
                 context.max_ttft_ms = _milliseconds(headers, "X-Max-TTFT-Ms")
+                context.trace_headers = read_trace_headers(headers)
             await self.app(scope, receive, send_with_id)
         except ClientDisconnectError:
             context.status = CLIENT_CLOSED_REQUEST

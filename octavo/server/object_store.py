@@ -56,6 +56,8 @@ class ObjectStore:
         self._on_disk = _Shelf(MAX_DISK_BYTES, MAX_OBJECTS)
         self._reads: dict[tuple[str, str], object] = {}
         """Newest read of each object that is being read and has not changed since."""
+        self._outdated: set[tuple[str, str]] = set()
+        """Objects whose file has an earlier state; only the thread of the disk uses it."""
         self._memory: RequestMemory | None = None
         self._writer: ThreadPoolExecutor | None = None
         """Thread that does all work on the disk, in order."""
@@ -84,7 +86,7 @@ class ObjectStore:
             return
         self._on_disk.put(owner, name, len(data) + _DIGEST)
         too_many = list(self._on_disk.excess())
-        await self._work(_write, self._folder, owner, name, data, too_many)
+        await self._work(self._write, self._folder, owner, name, data, too_many)
 
     async def get(self, api_key: str | None, name: str) -> bytes | None:
         """Return an object; None: the key has no object of this name."""
@@ -110,6 +112,20 @@ class ObjectStore:
             await self._work(_remove, self._folder, [(owner, name)])
         return found
 
+    def _write(
+        self, folder: Path, owner: str, name: str, data: bytes, too_many: list[tuple[str, str]]
+    ) -> None:
+        """Write an object; if that fails, an earlier state of it must not come back."""
+        _remove(folder, too_many)
+        if (owner, name) in too_many:
+            return
+        self._outdated.discard((owner, name))
+        if not _write_file(folder, owner, name, data) and not _remove(folder, [(owner, name)]):
+            self._outdated.add((owner, name))
+
+    def _read(self, folder: Path, owner: str, name: str) -> bytes | None:
+        return None if (owner, name) in self._outdated else _read_file(folder, owner, name)
+
     def close(self) -> None:
         """Finish the work on the disk."""
         if self._writer is not None:
@@ -119,7 +135,7 @@ class ObjectStore:
         """Read an object from the disk; keep it in memory unless it has changed meanwhile."""
         read = self._reads[owner, name] = object()
         try:
-            data = await self._work(_read, folder, owner, name)
+            data = await self._work(self._read, folder, owner, name)
         finally:
             is_newest = self._reads.get((owner, name)) is read
             if is_newest:
@@ -248,12 +264,8 @@ def _find_files(folder: Path, shelf: _Shelf) -> None:
     _remove(folder, list(shelf.excess()))
 
 
-def _write(
-    folder: Path, owner: str, name: str, data: bytes, too_many: list[tuple[str, str]]
-) -> None:
-    _remove(folder, too_many)
-    if (owner, name) in too_many:
-        return
+def _write_file(folder: Path, owner: str, name: str, data: bytes) -> bool:
+    """Write a file; return False, with an error in the log, if that fails."""
     file = folder / owner / name
     try:
         if not file.parent.exists():
@@ -262,9 +274,11 @@ def _write(
         write_file(file, hashlib.blake2b(data, digest_size=_DIGEST).digest() + data)
     except OSError as error:
         logger.error("%s cannot be written, so a restart will lose it: %s", file, reason_of(error))
+        return False
+    return True
 
 
-def _read(folder: Path, owner: str, name: str) -> bytes | None:
+def _read_file(folder: Path, owner: str, name: str) -> bytes | None:
     """Return the data of a file; None, with a warning, if it is damaged or missing."""
     file = folder / owner / name
     try:
@@ -279,10 +293,14 @@ def _read(folder: Path, owner: str, name: str) -> bytes | None:
     return data
 
 
-def _remove(folder: Path, names: list[tuple[str, str]]) -> None:
+def _remove(folder: Path, names: list[tuple[str, str]]) -> bool:
+    """Remove files; return False, with an error in the log, if one of them stays."""
+    removed = True
     for owner, name in names:
         file = folder / owner / name
         try:
             file.unlink(missing_ok=True)
         except OSError as error:
             logger.error("%s cannot be removed: %s", file, reason_of(error))
+            removed = False
+    return removed

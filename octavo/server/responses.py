@@ -663,7 +663,17 @@ class ResponseAnswer(ChatCompletion):
         return written
 
     async def _save(self) -> None:
-        """Store the response, and add it to its conversation."""
+        """Store the response, and add it to its conversation, even if the client leaves meanwhile.
+
+        The conversation is held until then.
+        """
+        work = asyncio.create_task(self._store())
+        try:
+            await asyncio.shield(work)
+        finally:
+            await asyncio.wait({work})
+
+    async def _store(self) -> None:
         state, api_key = self.state, self.context.api_key
         if self._stores:
             events = None if self.log is None else await offload(_LONG, self.log.joined)

@@ -22,6 +22,7 @@ from octavo.server.listen import address_of, client_address, tls_context
 from octavo.server.protocol import KEEP_ALIVE_TIMEOUT, make_protocol
 from octavo.server.state import ServerState
 from octavo.system.garbage import exempt_present_objects
+from octavo.system.notify import notify_ready
 
 logger = logging.getLogger(__name__)
 
@@ -89,8 +90,8 @@ async def serve(
         state: the server.
         listener: the socket.
         hear: registers a callback for each signal that ends the server.
-        announces: True if it logs the server's address and statistics; one of several front
-            ends does.
+        announces: True if it logs the server's address and statistics, and tells systemd that
+            the server is ready; one of several front ends does.
 
     Raises:
         OctavoError: the engine failed; the message has the root cause.
@@ -99,6 +100,7 @@ async def serve(
     def on_ready() -> None:
         if announces:
             _log_ready(state, listener)
+            notify_ready()
             state.log_stats()
         else:
             logger.info("ready")

@@ -72,9 +72,7 @@ class LLGuidanceBackend(GrammarBackend):
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
-        self._tokenizer = llguidance.LLTokenizer(
-            llguidance.TokenizerWrapper(_Tokens(vocabulary)), eos_token=vocabulary.stop_token_ids
-        )
+        self._tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(_Tokens(vocabulary)))
         self._limits = llguidance.LLParserLimits(
             max_items_in_row=_MAX_ITEMS, max_lexer_states=_MAX_LEXER_STATES, verbose_errors=False
         )
@@ -98,18 +96,23 @@ class LLGuidanceBackend(GrammarBackend):
 
 
 class _Tokens:
-    """Vocabulary with the attributes that llguidance expects."""
+    """Vocabulary with the attributes that llguidance expects.
+
+    It has one token more, which stands for the end of the text: the library matches no end token
+    in a grammar, but a stop token may be a part of one.
+    """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
-        self.tokens = list(vocabulary.token_bytes)
+        self.tokens = [*vocabulary.token_bytes, b""]
         for text, token in vocabulary.special_tokens.items():
             self.tokens[token] = text.encode()
-        self.eos_token_id = vocabulary.stop_token_ids[0]
+        self.eos_token_id = vocabulary.size
         self.bos_token_id = None
         self.special_token_ids = [
             *vocabulary.stop_token_ids,
             *vocabulary.special_tokens.values(),
+            self.eos_token_id,
         ]
 
     def __call__(self, text: str) -> list[int]:
@@ -121,15 +124,20 @@ class _Compiled(CompiledGrammar):
     def __init__(self, matcher: LLMatcher, vocabulary: Vocabulary) -> None:
         self._matcher, self._vocabulary = matcher, vocabulary
         self.stop_token_ids = frozenset(vocabulary.stop_token_ids)
+        self._stop_row = np.zeros(-(-vocabulary.size // 32), np.int32)
+        for token in vocabulary.stop_token_ids:
+            self._stop_row[token // 32] |= np.uint32(1 << token % 32).view(np.int32)
 
     def start(self) -> Grammar:
         """Implement `CompiledGrammar`."""
-        return _Grammar(self._matcher.deep_copy(), self._vocabulary)
+        return _Grammar(self._matcher.deep_copy(), self._vocabulary, self._stop_row)
 
 
 class _Grammar(Grammar):
-    def __init__(self, matcher: LLMatcher, vocabulary: Vocabulary) -> None:
-        self._matcher, self._vocabulary = matcher, vocabulary
+    def __init__(
+        self, matcher: LLMatcher, vocabulary: Vocabulary, stop_row: NDArray[np.int32]
+    ) -> None:
+        self._matcher, self._vocabulary, self._stop_row = matcher, vocabulary, stop_row
         self._stops = frozenset(vocabulary.stop_token_ids)
         self._terminated = False  # stored here: the library cannot roll back a stop token
         self._last: list[int] = []
@@ -140,7 +148,7 @@ class _Grammar(Grammar):
             if self._terminated or token >= self._vocabulary.size:
                 return count
             if token in self._stops:
-                if not self._matcher.is_accepting():
+                if not (self._matcher.is_accepting() or self._matcher.validate_tokens([token])):
                     return count
                 self._terminated = True
             elif self._matcher.is_stopped() or not self._matcher.try_consume_tokens([token]):
@@ -163,12 +171,16 @@ class _Grammar(Grammar):
     def fill_bitmask(self, row: NDArray[np.int32]) -> None:
         """Implement `Grammar`."""
         if self._terminated:
-            row[:] = 0
-            for token in self._stops:
-                row[token // 32] |= np.uint32(1 << token % 32).view(np.int32)
+            row[:] = self._stop_row
             return
-        self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        end = self._vocabulary.size
+        mask = np.empty(end // 32 + 1, np.int32)
+        self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         self._check()
+        mask[-1] &= (1 << end % 32) - 1  # no token is beyond it
+        row[:] = mask[: len(row)]
+        if self._matcher.is_accepting():  # the mask may contain the end even if not
+            row |= self._stop_row
 
     @property
     def is_terminated(self) -> bool:
@@ -179,7 +191,9 @@ class _Grammar(Grammar):
         """Implement `Grammar`."""
         if self._terminated or self._matcher.is_stopped():
             return []
-        text = self._matcher.compute_ff_bytes().decode("utf-8", "ignore")
+        # A special token is 0xff and its number.
+        data = self._matcher.compute_ff_bytes().partition(b"\xff")[0]
+        text = data.decode("utf-8", "ignore")
         before = self._vocabulary.token_bytes[self._last[-1]] if self._last else b""
         return self._vocabulary.tokenize(text, before, most) if text else []
 

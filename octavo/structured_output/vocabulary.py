@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from octavo.errors import GrammarError
 from octavo.text.tokenizer import Tokenizer
@@ -21,7 +23,7 @@ class Vocabulary:
     encode: Callable[[str], list[int]]
     """Tokenizer of a text, without special tokens."""
     special_tokens: Mapping[str, int] = field(default_factory=dict)
-    """Special tokens that do not end an answer, by their text. A grammar may contain them."""
+    """Special tokens by their text. A grammar may contain them; a stop token ends it there."""
 
     @classmethod
     def from_tokenizer(
@@ -50,12 +52,12 @@ class Vocabulary:
                 "out."
             )
         silent = tokenizer.all_special_ids.union(stop_token_ids)
-        others = [i for i in sorted(silent.difference(stop_token_ids)) if i < vocab_size]
+        special = [i for i in sorted(silent) if i < vocab_size]
         return cls(
             [b"" if i in silent else tokenizer.token_bytes(i) for i in range(vocab_size)],
             stop_token_ids,
             lambda text: tokenizer.encode(text, add_special_tokens=False),
-            dict(zip(tokenizer.convert_ids_to_tokens(others), others, strict=True)),
+            dict(zip(tokenizer.convert_ids_to_tokens(special), special, strict=True)),
         )
 
     @property
@@ -63,8 +65,17 @@ class Vocabulary:
         """Width of the logits."""
         return len(self.token_bytes)
 
+    @cached_property
+    def _special(self) -> re.Pattern[str]:
+        """Texts of special tokens that can be divided."""
+        texts = sorted((t for t in self.special_tokens if len(t) > 1), key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, texts)) if texts else "(?!)")
+
     def tokenize(self, text: str, before: bytes, most: int) -> list[int]:
         """Return the tokens of a text that continues another one, as the tokenizer would split it.
+
+        The tokenizer reads the text of a special token as the token, which is no text. Such a
+        text is divided first.
 
         Args:
             text: text to tokenize.
@@ -73,6 +84,16 @@ class Vocabulary:
         """
         # Only a beginning is needed, and text far after a token does not change its split.
         text = text[: 16 * most]
+        tokens, begin = list[int](), 0
+        for end in [*(found.start() + 1 for found in self._special.finditer(text)), len(text)]:
+            piece = self._tokenize_piece(text[begin:end], before if begin == 0 else b"")
+            if begin < end and not piece:
+                return []
+            tokens += piece
+            begin = end
+        return tokens[:most]
+
+    def _tokenize_piece(self, text: str, before: bytes) -> list[int]:
         data = text.encode()
         # Sentencepiece puts a space before a text, so the text cannot be tokenized alone.
         for context in (before.decode("utf-8", "ignore"), "\n", ""):
@@ -81,5 +102,5 @@ class Vocabulary:
                 continue
             rest = ids[len(start) :]
             if b"".join(self.token_bytes[i] for i in rest) == data:
-                return rest[:most]
+                return rest
         return []

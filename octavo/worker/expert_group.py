@@ -24,6 +24,11 @@ each of these groups the n-th step of a generation is the same step, so the stag
 each other in a circle. In a new generation they could, since the stages of an engine may be in
 different steps when another engine dies. So such an engine belongs to one generation only, and ends
 with it: it is started again.
+
+If the engines are on several machines, the ranks of each machine are a group with memory of its
+own. Its last rank is a relay (`ExpertRelay`), which stands for the ranks of the other machines. The
+engines of all machines are started together, with new memory and new connections. They belong to
+one generation only, too.
 """
 
 from __future__ import annotations
@@ -33,7 +38,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import TypeVar
 
 from octavo import _native
@@ -54,6 +58,8 @@ T = TypeVar("T")
 
 LOST = "another engine died that has a part of the experts, while stages were in different steps"
 """Reason of the end of an engine with several stages."""
+LOST_MACHINE = "another machine with a part of the experts is lost, or an engine there died"
+"""Reason of the end of an engine, if the engines are on several machines."""
 
 # Interval at which an idle engine looks for changes that do not wake it.
 _LOOK_SECONDS = 0.1
@@ -66,7 +72,8 @@ def make_exchange(setup: WorkerSetup) -> ExpertExchange | None:
     if setup.expert_rank.size == 1:
         return None
     tokens, size = setup.max_num_batched_tokens, setup.rank.size
-    return ExpertExchange(setup.expert_rank, tokens, setup.dtype, size)
+    meeting = None if setup.machine is None else setup.meeting_rank
+    return ExpertExchange(setup.expert_rank, tokens, setup.dtype, size, meeting)
 
 
 def make_wave(setup: WorkerSetup) -> ExpertWave | None:
@@ -77,9 +84,14 @@ def make_wave(setup: WorkerSetup) -> ExpertWave | None:
     """
     if not setup.expert_memory:
         return None
-    return ExpertWave(
-        setup.expert_memory, replace(setup.expert_rank, index=setup.first_rank), setup.rank.size
-    )
+    return ExpertWave(setup.expert_memory, setup.meeting_rank, setup.rank.size)
+
+
+def reason_of_end(setup: WorkerSetup) -> str | None:
+    """Return why an engine ends when another one dies; None: it waits for the other one."""
+    if setup.machine is not None:
+        return LOST_MACHINE
+    return LOST if setup.rank.num_stages > 1 else None
 
 
 class ExpertWave:
@@ -187,7 +199,8 @@ class ExpertGroup:
         exchange: exchange of the built model's mixtures.
         balancer: balances the experts of the ranks; None: they stay where they are.
         peers: memory of the engine's ranks, if there are several.
-        repeats: False if the engine has several stages, and cannot repeat a step.
+        lost: reason of the engine's end when another engine dies, if this one cannot repeat a step.
+            None: it can.
 
     Raises:
         ConfigError: the other engines do not compute the same model.
@@ -202,9 +215,9 @@ class ExpertGroup:
         balancer: ExpertBalancer | None = None,
         peers: GroupMemory | None = None,
         *,
-        repeats: bool = True,
+        lost: str | None = None,
     ) -> None:
-        rank = exchange.rank
+        rank = exchange.meeting
         counters = ExpertGroupLayout(rank.size)
         header = counters.nbytes
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -237,9 +250,11 @@ class ExpertGroup:
         """True while this rank belongs to a generation."""
         self._steps = 0
         """Number of steps in this generation."""
-        self._repeats = repeats
+        self._lost = lost
         self._was_met = False
         """True after this rank has belonged to a generation."""
+        self._has_ended = False
+        """True after `end`."""
 
     def run(self, step: Callable[[], T], *, repeats: bool = True) -> T:
         """Run a step, and return its result; run it again if an engine dies meanwhile.
@@ -251,7 +266,7 @@ class ExpertGroup:
         Raises:
             StepLostError: an engine has died, and the step cannot run again.
             EngineDeadError: the step has failed, so this engine must end.
-            EngineStoppedError: an engine has died, and this one has several stages.
+            EngineStoppedError: an engine has died, and this one cannot repeat its step.
         """
         while True:
             self._meet()
@@ -265,6 +280,37 @@ class ExpertGroup:
                     raise StepLostError("an engine died that has a part of the experts") from error
             except Exception as error:
                 raise self._fail(error) from error
+
+    def wait_for_step(self) -> bool:
+        """Wait briefly until another rank begins the next step; return True if one has begun.
+
+        The first call also waits until all ranks have come together.
+
+        Raises:
+            EngineStoppedError: the generation has ended.
+        """
+        self._meet()
+        with contextlib.suppress(_native.GroupError):  # too late, or broken
+            self._begun.wait(self._steps + 1, timeout=_LOOK_SECONDS)
+            return True
+        return False
+
+    def announce(self, step: int) -> None:
+        """Wake the other ranks for a step that ranks elsewhere have begun. Any thread may call it.
+
+        Args:
+            step: number of the step in this generation; this rank has not finished it.
+        """
+        self._begun_here.post(step)
+        self._begun.post(step)
+
+    def end(self) -> None:
+        """End the generation: all ranks leave the barriers. Any thread may call it.
+
+        This rank comes to no further one.
+        """
+        self._has_ended = True
+        self._memory.break_()
 
     def serve(self, step: Callable[[], object]) -> None:
         """Run a step without tokens, for other engines.
@@ -309,8 +355,8 @@ class ExpertGroup:
             if not self._memory.broken:
                 return
             self._is_met = False
-        if self._was_met and not self._repeats:
-            raise EngineStoppedError(LOST)
+        if self._was_met and self._lost is not None:
+            raise EngineStoppedError(self._lost)
         newest = max(came.value for came in self._came)
         own = self._came[self._index].value
         generation = newest + (own == newest)
@@ -345,11 +391,16 @@ class ExpertGroup:
 
         Returns:
             `generation`, or the later one.
+
+        Raises:
+            EngineStoppedError: this rank has ended.
         """
         while not all(counter.reached(generation) for counter in counters):
             newest = max(came.value for came in self._came)
             if newest != generation:
                 return newest
+            if self._has_ended:
+                raise EngineStoppedError("this rank has ended")
             if breaks:
                 self._memory.break_()
             time.sleep(_MEET_SECONDS)

@@ -44,8 +44,9 @@ from octavo.sampling.vllm_logits_processors import make_processor
 from octavo.system.device import cpu_memory
 from octavo.system.tensor import Tensor
 from octavo.worker.expert_balancer import BalancedSteps, ExpertBalancer
-from octavo.worker.expert_group import ExpertGroup, make_exchange
+from octavo.worker.expert_group import ExpertGroup, make_exchange, reason_of_end
 from octavo.worker.expert_loads import ExpertLoads
+from octavo.worker.expert_relay import ExpertRelay
 from octavo.worker.graphs import EagerSteps, ExpertSteps, StepResult, StepRunner
 from octavo.worker.group import Group, make_buffers, make_received
 from octavo.worker.input_batch import (
@@ -203,14 +204,18 @@ class ModelRunner:
         """Balancer of the loads of the experts; None: experts stay where they are."""
         self.expert_group: ExpertGroup | None = None
         """Engines that divide the experts; None: this one has all."""
+        self.expert_relay: ExpertRelay | None = None
+        """Connection of this machine's engines with those of others; None: another one has it."""
         if exchange is not None:
             self.expert_group = ExpertGroup(
                 setup.expert_memory[setup.rank.stage],
                 exchange,
                 self.balancer,
                 None if self.group is None else self.group.memory,
-                repeats=setup.rank.num_stages == 1,
+                lost=reason_of_end(setup),
             )
+            if setup.machine is not None and setup.meeting_rank.index == 0:
+                self.expert_relay = ExpertRelay(setup.machine, setup.expert_memory[0], exchange)
         elif self.balancer is not None:
             assert self.group is not None
             self.balancer.attach(self.group.memory, self.group.balancing)

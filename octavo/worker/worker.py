@@ -168,4 +168,6 @@ class Worker:
         if self._transfers is not None:
             self._transfers.shutdown()
             self._transfers = None
+        if self._runner is not None and self._runner.expert_relay is not None:
+            self._runner.expert_relay.close()
         self._runner = None

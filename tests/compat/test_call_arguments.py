@@ -7,7 +7,9 @@ from octavo.errors import UnsupportedError
 
 
 def test_arguments_that_request_nothing_pass():
-    refuse_unsupported(lora_request=None, trace_headers={}, chat_template_content_format="auto")
+    refuse_unsupported(
+        lora_request=None, mm_processor_kwargs={}, chat_template_content_format="auto"
+    )
     refuse_unsupported(lora_request=[None, None], data_parallel_rank=None)
 
 
@@ -16,7 +18,6 @@ def test_arguments_that_request_nothing_pass():
     [
         ("lora_request", [None, 5], "merge the adapter"),
         ("mm_processor_kwargs", {"a": 1}, "text only"),
-        ("trace_headers", {"a": "b"}, "leave them out"),
         ("data_parallel_rank", 0, "least load"),
         ("chat_template_content_format", "openai", "leave it out"),
     ],

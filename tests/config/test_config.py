@@ -29,6 +29,7 @@ from octavo.config import (
     section_fields,
     server_api_key_from_environment,
     settings_from_environment,
+    traces_from_environment,
     unknown_variables,
 )
 from octavo.config.arguments import add_settings, given_settings
@@ -144,6 +145,10 @@ BAD = {
     "numa_node": [-1, 0.5, "auto"],
     "disable_log_stats": ["yes", 1],
     "profiler_dir": [5],
+    "otlp_traces_endpoint": [
+        *(5, "", "collector:4318", "grpc://collector:4317", "http://", "http://collector:port"),
+        "https://user:password@collector:4318",
+    ],
     "kv_events_config": [
         *("zmq", 5),
         {"enable_kv_cache_event": True},
@@ -177,6 +182,45 @@ BAD = {
 }
 
 
+@pytest.mark.parametrize(
+    ("endpoint", "url"),
+    [
+        (None, None),
+        ("http://collector:4318", "http://collector:4318/v1/traces"),
+        ("http://collector:4318/", "http://collector:4318/v1/traces"),
+        ("https://[::1]:4318/v1/traces", "https://[::1]:4318/v1/traces"),
+        ("https://collector/api/otel", "https://collector/api/otel"),
+        ("http://collector?tenant=a", "http://collector/v1/traces?tenant=a"),
+    ],
+)
+def test_url_of_traces(endpoint, url):
+    config = EngineConfig.from_kwargs(otlp_traces_endpoint=endpoint)
+    assert config.observability.traces_url == url
+
+
+def test_traces_need_http_and_show_no_password():
+    assert "http://host:4318" in refused(otlp_traces_endpoint="grpc://collector:4317")
+    message = refused(otlp_traces_endpoint="http://user:hunter2@collector")
+    assert "OTEL_EXPORTER_OTLP_HEADERS" in message
+    assert "hunter2" not in message
+
+
+def test_environment_of_traces(monkeypatch):
+    for name in ("HEADERS", "TRACES_HEADERS"):
+        monkeypatch.delenv(f"OTEL_EXPORTER_OTLP_{name}", raising=False)
+    monkeypatch.setenv("OTEL_SERVICE_NAME", "")
+    assert traces_from_environment() == ("octavo", {})
+    monkeypatch.setenv("OTEL_SERVICE_NAME", "mine")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "Authorization=Basic%20a=, x-a = 1,,")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_HEADERS", "x-a=2")
+    assert traces_from_environment() == ("mine", {"authorization": "Basic a=", "x-a": "2"})
+    for bad in ("hunter2", "a b=hunter2", "=hunter2", "a=hunter2%0A", "a=hunter2%C3%A4"):
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", bad)
+        with pytest.raises(ConfigError, match="OTEL_EXPORTER_OTLP_HEADERS") as error:
+            traces_from_environment()
+        assert "hunter2" not in str(error.value)
+
+
 def test_profiles_are_of_one_process():
     message = refused(profiler_dir="p", distributed_executor_backend="mp")
     assert "profiler_dir" in message
@@ -200,7 +244,8 @@ def test_rows_of_one_process_are_not_divided():
         {"kv_events_config": {"enable_kv_cache_events": True}, "enable_elastic_ep": True},
         {"data_parallel_rank": 1},
         {"data_parallel_hybrid_lb": True},
-        {"data_parallel_size_local": 1},
+        {"data_parallel_size_local": 1, "enable_eplb": True},
+        {"data_parallel_size_local": 1, "pipeline_parallel_size": 2},
         {"attention_backend": "triton"},
         {"expert_cache": "1G"},
     ],

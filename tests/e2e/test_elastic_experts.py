@@ -84,6 +84,10 @@ class Load:
         return self
 
     def __exit__(self, *error):
+        self.end()
+
+    def end(self):
+        """Wait for the last answers. May be called twice."""
         self._end.set()
         for client in self._clients:
             client.result(120)

@@ -18,13 +18,14 @@ FLAGS = ["--max-model-len", "256", "--kv-cache-memory-bytes", "8M", "--num-threa
 
 
 class Cluster:
-    """Common settings of a cluster's machines."""
+    """Common settings of a cluster's machines: a head and nodes, each with `local` engines."""
 
-    def __init__(self, folder):
+    def __init__(self, folder, size=2, local=1, settings=FLAGS, model=""):
         self.folder = folder
         self.key = self.make_key("key", "k" * 40)
         self.port = harness.free_port()
         self.logs = []
+        self.size, self.local, self.settings, self.model = size, local, settings, model
 
     def make_key(self, name, text):
         path = self.folder / name
@@ -34,7 +35,8 @@ class Cluster:
 
     def flags(self, key=None):
         return [
-            *("-dp", "2", "--data-parallel-size-local", "1", *FLAGS),
+            *("-dp", str(self.size), "--data-parallel-size-local", str(self.local)),
+            *self.settings,
             *("--data-parallel-address", "127.0.0.1"),
             *("--data-parallel-rpc-port", str(self.port)),
             *("--cluster-key-file", str(key or self.key)),
@@ -43,8 +45,9 @@ class Cluster:
     @contextlib.contextmanager
     def node(self, *flags, key=None):
         """Start a node's process; yield it and its log."""
-        command = [sys.executable, "-m", "octavo", "serve", "--headless"]
-        command += ["--data-parallel-start-rank", "1", *self.flags(key), *flags]
+        command = [sys.executable, "-m", "octavo", "serve", *([self.model] if self.model else [])]
+        command += ["--headless", "--data-parallel-start-rank", str(self.local)]
+        command += [*self.flags(key), *flags]
         log = self.folder / f"node-{len(self.logs)}.log"
         self.logs.append(log)
         with log.open("wb") as out:

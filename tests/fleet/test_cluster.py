@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import socket
 from typing import ClassVar
 
 import msgspec
@@ -341,6 +342,26 @@ def test_an_address_that_cannot_be_listened_on_is_refused(key):
             Hub("127.0.0.1", port, key, model="m", size=4, local=2, on_join=joined.append)
         with pytest.raises(ConfigError, match=r"data_parallel_address='no\.such\.host\.invalid'"):
             Hub("no.such.host.invalid", 1, key, model="m", size=4, local=2, on_join=joined.append)
+
+    run(test, key)
+
+
+def test_the_next_port_is_kept_for_processes_of_this_machine(key):
+    async def test(hub, joined):
+        address = hub.reserve_next_port()
+        host, _, port = hub.address.rpartition(":")
+        assert address == f"tcp://127.0.0.1:{int(port) + 1}"
+        for _ in range(2):  # of one process after the other
+            with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+                router.bind(address)
+        with socket.socket() as stranger, pytest.raises(OSError, match="in use"):
+            stranger.bind(("127.0.0.1", int(port) + 1))
+        hub.address = f"{host}:{int(port) - 1}"
+        with pytest.raises(ConfigError, match=f"need the port after it, too, and {port} cannot"):
+            hub.reserve_next_port()
+        hub.address = f"{host}:65535"
+        with pytest.raises(ConfigError, match="65536 cannot be used"):
+            hub.reserve_next_port()
 
     run(test, key)
 

@@ -18,6 +18,7 @@ from octavo.fleet.core_launcher import CoreLauncher
 from octavo.fleet.ipc_channel import IpcChannel
 from octavo.fleet.process import CoreProcess
 from octavo.plan.group_layout import ExpertGroupLayout
+from octavo.plan.setup import Machine
 from octavo.system.distributed import GroupMemory
 
 
@@ -62,6 +63,37 @@ def test_the_engines_that_others_wait_for_in_several_stages(monkeypatch):
     assert one.engines_behind() == [0]
     one.close()
     assert one.engines_behind() == []
+
+
+def test_engines_on_several_machines_share_nothing_with_earlier_ones(monkeypatch):
+    settings = {"enable_expert_parallel": True, "data_parallel_size": 4, "num_threads": 1}
+    config = EngineConfig.from_kwargs(data_parallel_size_local=2, **settings)
+    monkeypatch.setattr(EngineConfig, "from_kwargs", lambda: config)
+    one = launcher()
+    one.span(Machine(0, 2, "tcp://head:1", b"public", b"secret", b"first"))
+    first = one.make_setup(None, 3)
+    assert first.machine == Machine(0, 2, "tcp://head:1", b"public", b"secret", b"first")
+    Path(first.expert_memory[0]).write_bytes(b"rows")
+    one.note_launch(3)
+    assert not one.is_outdated(3)
+    one.begin_generation()
+    second = one.make_setup(None, 3)
+    assert one.is_outdated(3)
+    one.note_launch(3)
+    assert not one.is_outdated(3)
+    assert second.machine.generation != b"first"
+    assert second.machine.address == "tcp://head:1"
+    assert second.expert_memory != first.expert_memory
+    assert Path(first.expert_memory[0]).read_bytes() == b""
+    # The relay is the last rank; the first engine elsewhere stands for all of them.
+    layout = ExpertGroupLayout(3)
+    counters = bytearray(layout.nbytes)
+    for rank, value in enumerate((7, 7, 6)):
+        counters[layout.arrivals(rank) : layout.arrivals(rank) + 1] = bytes([value])
+    Path(second.expert_memory[0]).write_bytes(bytes(GroupMemory.size(0)) + counters)
+    assert one.engines_behind() == [2]
+    one.close()
+    assert not Path(second.expert_memory[0]).exists()
 
 
 def has_ended(process: CoreProcess) -> None:

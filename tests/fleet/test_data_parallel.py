@@ -15,6 +15,7 @@ from octavo.engine.core_messages import CoreReady
 from octavo.errors import (
     ConfigError,
     EngineDeadError,
+    EngineStoppedError,
     NodeMissingError,
     ScalingError,
     StepFailedError,
@@ -43,6 +44,7 @@ class Engines:
         self.records: dict[str, EngineCoreRequest] = {}
         self.launched, self.recoveries, self.ends, self.outputs = [], [], {}, []
         self.error = None
+        self.generation, self.generations = 0, {}
         Client.made = []
         self.client = DataParallelClient(
             self,
@@ -53,11 +55,21 @@ class Engines:
         )
 
     def launch(self, ready, engine_index):
+        self.note_launch(engine_index)
         self.launched.append((engine_index, ready))
         return Process(len(self.launched))
 
     def make_setup(self, ready, engine_index):
         return ready
+
+    def note_launch(self, engine_index):
+        self.generations[engine_index] = self.generation
+
+    def begin_generation(self):
+        self.generation += 1
+
+    def is_outdated(self, engine_index):
+        return self.generations[engine_index] != self.generation
 
     def make_spare(self):
         pass
@@ -355,6 +367,87 @@ def test_an_engine_that_has_lost_its_node():
         assert client.down == {}
         await engines.add("c")
         assert engines.ids(1) == ["c"]
+
+    run(test, ready=False)
+
+
+async def start_on_machines(engines):
+    """Start two engines that divide experts, the second on a node; return the nodes."""
+    client, nodes = engines.client, Nodes(engines)
+    client._hub, client._local, client._divides_experts = nodes, 1, True
+    nodes.there = True
+    await engines.start(2)
+    await engines.add("a", "b")
+    return nodes
+
+
+async def end_victim(engines, index, guilty):
+    """Report the death of a victim, and wait for the process that replaces it."""
+    process = engines.process(index).process
+    assert process.is_victim
+    assert f"divides experts with engine {guilty}, which died" in process.reason
+    before = len(Client.made)
+    await engines.say(index, EngineStoppedError(process.reason))
+    while len(Client.made) == before:
+        await asyncio.sleep(0.001)
+
+
+def test_engines_that_divide_experts_on_several_machines_start_again_together():
+    async def test(engines):
+        await start_on_machines(engines)
+        for guilty in (0, 1):
+            await engines.die(guilty)
+            await end_victim(engines, 1 - guilty, guilty)
+            assert engines.generation == guilty + 1, "a victim begins no generation"
+            assert engines.process(guilty).process.reason is None
+            for index in (1, 0):
+                await engines.say(index, READY)
+            assert (engines.ids(0), engines.ids(1)) == (["a"], ["b"])
+            await engines.say(0, brought(a=1))
+            await engines.say(1, brought(b=1))
+        await engines.die(1)
+        await engines.die(1)  # while it loads: the other one has not been started again yet
+        assert engines.generation == 4
+        await end_victim(engines, 0, 1)
+        assert engines.generation == 4
+        await engines.die(0)  # and this one, too
+        assert engines.generation == 5
+        await end_victim(engines, 1, 0)
+        assert engines.generations == {0: 5, 1: 5}
+        supervisors = engines.client._supervisors
+        deaths = supervisors[0].deaths_of("a"), supervisors[1].deaths_of("b")
+        assert deaths == (1, 2), "only those of their own engine"
+        assert engines.error is None
+
+    run(test, ready=False)
+
+
+def test_engines_that_divide_experts_wait_for_a_lost_node(caplog):
+    async def test(engines):
+        nodes, client = await start_on_machines(engines), engines.client
+        nodes.there = False
+        await engines.say(1, EngineDeadError("the node has closed the connection"))
+        assert client.down[1] == "waits for its node"
+        assert "engine 1 stays down, the others wait for it" in caplog.text
+        await end_victim(engines, 0, 1)
+        await engines.say(0, READY)
+        assert engines.ids(0) == ["a", "b"]
+        nodes.there = True
+        client._news.set()
+        await engines.say(0)
+        assert client.down[1] == "is being started"
+        nodes.there = False
+        await engines.say(1, EngineDeadError("the node has closed the connection"))
+        assert client.down[1] == "waits for its node"
+        assert engines.generation == 2
+        await end_victim(engines, 0, 1)
+        nodes.there = True
+        client._news.set()
+        await engines.say(0, READY)
+        await engines.say(1, READY)
+        assert client.down == {}
+        assert engines.generations == {0: 2, 1: 2}
+        assert engines.error is None
 
     run(test, ready=False)
 

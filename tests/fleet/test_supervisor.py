@@ -32,9 +32,10 @@ class Process:
 
     def __init__(self, number):
         self.pid, self.reason, self.naps = number, None, []
+        self.is_victim = False
 
-    def kill(self, reason):
-        self.reason = reason
+    def kill(self, reason, *, is_victim=False):
+        self.reason, self.is_victim = reason, is_victim
 
     def kill_if_stopped(self, nap, limit):
         self.naps.append((nap, limit))
@@ -607,6 +608,22 @@ def test_a_death_while_loading_is_nobodys_fault():
         assert engine.ends == {}
 
     run(test)
+
+
+def test_a_victim_is_started_again_even_while_it_loads_for_the_first_time():
+    async def test(engine):
+        await engine.add("a")
+        engine.supervisor._first = READY  # as of the first one of several engines
+        victim = engine.client.process
+        engine.supervisor.restart("it is a victim")
+        assert (victim.reason, victim.is_victim) == ("it is a victim", True)
+        await engine.die("it is a victim", EngineStoppedError)
+        assert not engine.supervisor.ready.done()
+        await engine.say(READY, engine.brought(a=3))
+        assert engine.client.ids == ["a"]
+        assert engine.supervisor.deaths_of("a") == 0
+
+    run(test, ready=False)
 
 
 def test_who_leaves_during_its_trial():

@@ -33,6 +33,7 @@ from octavo.observability.recording import RecordSettings, read_records
 from octavo.observability.scheduler_stats import SchedulerStats
 from octavo.sampling_params import RequestOutputKind, SamplingParams
 from octavo.system import device
+from tests.collector import collector
 from tests.plan.plans import make_plan
 
 
@@ -162,6 +163,7 @@ def test_what_the_process_is_started_with(monkeypatch):
             "log_level": "info",
             "log_format": "text",
             "record": None,
+            "reports_steps": False,
         }
         assert engine.request_memory.limit == 2**30 == ServerConfig().request_memory_bytes
         del client.settings["on_recovery"]
@@ -248,6 +250,30 @@ def test_deadlines_hold_while_there_is_no_engine(monkeypatch, kind):
         assert engine.num_unfinished_requests == 0
 
     run(test, monkeypatch)
+
+
+def test_a_trace_goes_on(monkeypatch):
+    parent = f"00-{'a' * 32}-{'b' * 16}-01"
+
+    async def test(engine, client):
+        client.become_ready(READY)
+        for name in "ab":
+            given = {"traceparent": parent, "authorization": "secret"} if name == "a" else None
+            stream = engine.generate([5], SamplingParams(), name, trace_headers=given)
+            reading = asyncio.ensure_future(anext(stream))
+            await until(lambda name=name: ("add", name) in client.sent)
+            client.said.put_nowait(
+                EngineCoreOutputs([EngineCoreOutput(name, [7], finish_reason=FinishReason.LENGTH)])
+            )
+            await reading
+
+    with collector() as receiver:
+        run(test, monkeypatch, {"otlp_traces_endpoint": receiver.url, "served_model_name": "mine"})
+        spans = {s["attributes"]["gen_ai.request.id"]: s for s in receiver.spans}
+    assert (spans["a"]["traceId"], spans["a"]["parentSpanId"]) == ("a" * 32, "b" * 16)
+    assert "parentSpanId" not in spans["b"]
+    assert spans["a"]["attributes"]["gen_ai.response.model"] == "mine"
+    assert "secret" not in str(receiver.messages)
 
 
 def test_the_cache_is_empty_after(monkeypatch):

@@ -42,10 +42,10 @@ class Spec:
 class Bench:
     """Output processor with outputs that the test sends for the engine core."""
 
-    def __init__(self, tokenizer="default", metrics=None):
+    def __init__(self, tokenizer="default", metrics=None, tracer=None):
         self.tokenizer = byte_level() if tokenizer == "default" else tokenizer
         self.inputs = InputProcessor(ModelConfig(), Spec(), self.tokenizer, 1000)
-        self.outputs = OutputProcessor(self.tokenizer, metrics)
+        self.outputs = OutputProcessor(self.tokenizer, metrics, tracer=tracer)
         self.now = 100.0
 
     def add(self, request_id="r", prompt="ab", queue=False, **params):
@@ -757,3 +757,52 @@ def test_what_another_engine_gets():
     assert (b.request_id, b.n, b.output_token_ids) == ("b", 3, [])
     assert b.answers == {0: bench.tokenizer.encode("xy"), 2: []}
     assert b.child_ids == ["0_b", "2_b"]
+
+
+class Tracer:
+    """Keeps what is known of the requests that have ended."""
+
+    def __init__(self):
+        self.ended = []
+
+    def record_finished(self, request_id, request, times, **ended):
+        error = ended.pop("error")
+        seconds = None if times.finished_time is None else times.finished_time - times.arrival_time
+        self.ended.append((request_id, seconds, *ended.values(), error and type(error)))
+
+
+def test_spans_of_requests():
+    """A span for each request, with all its answers, however it ends."""
+    tracer = Tracer()
+    bench = Bench(tracer=tracer)
+    bench.add("a", n=2)
+    bench.step(end("0_a", "xyz"))  # at 101
+    assert tracer.ended == []
+    bench.step(end("1_a", "x", FinishReason.STOP))
+    assert tracer.ended.pop() == ("a", 2, 4, ["length", "stop"], None)
+    bench.add("b", stop=["y"])
+    bench.step(("b", "xyz"))
+    assert tracer.ended.pop() == ("b", 1, 2, ["stop"], None)  # without what follows
+    bench.add("c", n=2)
+    bench.step(("0_c", "x"), end("1_c", [], FinishReason.ERROR, error="why"))
+    assert tracer.ended.pop() == ("c", 1, 1, ["error", "error"], OctavoError)
+    assert tracer.ended == []
+
+
+def test_spans_of_requests_that_are_ended():
+    tracer = Tracer()
+    bench = Bench(tracer=tracer)
+    for name in "abc":
+        bench.add(name, n=2)
+    bench.step(*((f"{i}_{name}", "xy") for i in range(2) for name in "abc"))
+    bench.outputs.abort_requests(["a"])
+    bench.outputs.abort_requests(["b"], DeadlineError("late"))
+    bench.outputs.propagate_error(EngineDeadError("gone"))
+    names, seconds, *rest = zip(*tracer.ended, strict=True)
+    assert names == ("a", "b", "c")
+    assert seconds[2] is None
+    assert [*zip(*rest, strict=True)] == [
+        (4, ["abort", "abort"], None),
+        (4, ["error", "error"], DeadlineError),
+        (4, [], EngineDeadError),
+    ]

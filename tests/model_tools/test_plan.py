@@ -10,9 +10,11 @@ from octavo.checkpoints.registry import open_checkpoint
 from octavo.config import EngineConfig, ServerConfig
 from octavo.engine.assemble import make_engine_core
 from octavo.kv_cache.sessions import SessionShape
-from octavo.model_tools.plan import plan
+from octavo.model_tools.plan import Expectation, plan
+from octavo.model_tools.plan_times import MachineProbe
 from octavo.models.hub import local_folder
 from octavo.models.registry import read_spec
+from octavo.plan.step_cost import KernelCost, Machine, StepCost
 
 STORIES = local_folder("octavo/stories")
 
@@ -110,5 +112,154 @@ def test_the_command_prints_text_and_json(capsys):
     assert shown.err == ""
     for words in ("weights", "3,072 bytes each", "requests of 2,048 tokens", "16 sessions"):
         assert words in shown.out
+    for words in ("expected times: ", "GB/s read", "a prompt of 512", "--quantization int8"):
+        assert words in shown.out
     assert cli.main(["plan"]) == 2
     assert "MODEL is missing" in capsys.readouterr().err
+
+
+class FixedProbe:
+    """Probe of a machine that reads 1,000 bytes per second, and computes a token in 0.01 s.
+
+    A step reads 100 bytes, half of that if weights are quantized, and 1 byte of each context token.
+    """
+
+    cores = 2
+
+    def __init__(self):
+        self.tried, self.forms = [], set()
+
+    def memory(self, nbytes, weight, dtype, num_reqs):
+        self.forms.add(weight.form.name)
+        return Machine(1000.0)
+
+    def host(self, num_reqs):
+        return 0.001
+
+    def trial(self, setup, max_len):
+        self.setup, self.max_len = setup, max_len
+        return self
+
+    def run(self, batch):
+        self.tried.append(batch)
+        weights = 50.0 if self.setup.config.model.quantization else 100.0
+        context = sum(done + count for done, count in batch)
+        tokens = sum(count for _, count in batch)
+        kernels = (
+            KernelCost("linear 8x8", 0.01 * tokens, weights),
+            KernelCost("attention", 0.0, context),
+        )
+        return StepCost(kernels)
+
+
+def expect(*, model="octavo/stories", expected=None, **kwargs):
+    probe = FixedProbe()
+    given = {"input_len": 100, "output_len": 20, "batch_size": 4} | (expected or {})
+    return plan({"model": model, **kwargs}, None, Expectation(**given, probe=probe)), probe
+
+
+def test_expected_times():
+    result, probe = expect(max_num_batched_tokens=200, max_num_seqs=8)
+    times = result["times"]
+    assert probe.max_len == 120
+    assert probe.forms == {"plain", "int8", "int4"}
+    assert times["problem"] is None
+    assert (times["cores"], times["bandwidth"]) == (2, 1000.0)
+    assert times["tpot_ms"] == pytest.approx(100 + 111 + 1)
+    assert times["batch_tpot_ms"] == pytest.approx(100 + 4 * 111 + 1)
+    assert times["output_throughput"] == pytest.approx(4 / 0.545)
+    assert times["ttft_ms"] == pytest.approx(1000 + 100 + 1)
+    # Two prompts in a step of 2 s; their mean is that of both steps.
+    step = 2000 + 200 + 1
+    assert times["longest_step_ms"] == pytest.approx(step)
+    assert times["batch_ttft_ms"] == pytest.approx(1.5 * step)
+    assert times["parts_ms"]["one answer"] == pytest.approx(
+        {"products": 100, "attention": 111, "host": 1}
+    )
+
+
+def test_times_on_another_machine():
+    other = {"cores": 8, "bandwidth": 4000.0}
+    result, _ = expect(expected=other, max_num_batched_tokens=200, max_num_seqs=8)
+    times = result["times"]
+    assert (times["cores"], times["bandwidth"]) == (8, 4000.0)
+    assert times["tpot_ms"] == pytest.approx((100 + 111) / 4 + 1)
+    assert times["ttft_ms"] == pytest.approx(1000 / 4 + 100 / 4 + 1)
+    assert result["limit"] is None
+    assert result["total"] < 2**34
+    limited, _ = expect(expected=other | {"memory": 2**32})
+    assert limited["limit"] == int(2**32 * 0.92)
+    # Each thread has memory of its own.
+    one, many = (expect(expected={"cores": cores})[0]["items"] for cores in (1, 64))
+    assert many["activations"] > one["activations"]
+
+
+def test_what_each_setting_buys():
+    result, _ = expect(max_num_batched_tokens=200, max_num_seqs=8, kv_cache_memory_bytes=2**24)
+    base, *others = result["settings"]
+    rows = {next(iter(row["setting"].items())): row for row in others}
+    assert base["setting"] == {}
+    assert base["room"] == 8
+    assert base["tpot_ms"] == result["times"]["tpot_ms"]
+    int8 = rows["quantization", "int8"]
+    assert int8["tpot_ms"] == pytest.approx(50 + 111 + 1)
+    assert int8["total"] < base["total"]
+    # Half of the bytes and a scale for each head
+    assert 1.7 < rows["kv_cache_dtype", "int8"]["kv_tokens"] / base["kv_tokens"] < 2
+    assert rows["max_num_batched_tokens", 100]["longest_step_ms"] == pytest.approx(1101)
+    assert rows["max_num_seqs", 16]["room"] == 16
+    assert rows["max_num_seqs", 4]["room"] == 4
+
+
+def test_settings_with_errors_are_left_out(hybrid):
+    """A model that is quantized already, and seats for fewer requests than there are."""
+    kwargs = {"load_format": "dummy", "max_num_seqs": 4, "quantization": "int8"}
+    result, _ = expect(model=str(hybrid), **kwargs)
+    names = [name for row in result["settings"] for name in row["setting"].items()]
+    assert ("quantization", "int8") not in names
+    assert ("quantization", "int4") in names
+    assert ("max_num_seqs", 2) not in names
+    assert ("max_num_seqs", 8) in names
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"pipeline_parallel_size": 2},
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
+    ],
+)
+def test_times_that_are_not_known(setting):
+    result, probe = expect(**setting)
+    assert result["times"]["problem"] == f"not known with {next(iter(setting))}"
+    assert result["settings"] == []
+    assert probe.tried == []
+
+
+def test_ranks_share_the_machine():
+    whole, _ = expect()
+    divided, probe = expect(tensor_parallel_size=2)
+    assert probe.setup.rank.size == 1
+    assert divided["times"]["tpot_ms"] == whole["times"]["tpot_ms"]
+
+
+def test_requests_must_fit(capsys):
+    argv = ["plan", "octavo/stories", "--max-num-seqs", "4"]
+    assert cli.main([*argv, "--batch-size", "5"]) == 2
+    assert "--batch-size 5: 4 requests of 640 tokens" in capsys.readouterr().err
+    assert cli.main([*argv, "--input-len", "4000"]) == 2
+    assert "more than the context of 2,048 tokens" in capsys.readouterr().err
+    assert cli.main([*argv, "--bandwidth", "-1"]) == 2
+    assert "--bandwidth -1 must be greater than 0" in capsys.readouterr().err
+
+
+def test_the_probe_of_this_machine():
+    probe = MachineProbe(1)
+    requests = {"input_len": 64, "output_len": 16, "batch_size": 2}
+    result = plan({"model": "octavo/stories"}, None, Expectation(**requests, probe=probe))
+    times = result["times"]
+    assert times["cores"] == 1
+    assert 1e8 < times["bandwidth"] < 1e13
+    assert 0 < times["tpot_ms"] < times["ttft_ms"] < 60_000
+    assert times["parts_ms"]["prompt"].keys() >= {"products", "attention", "host"}
+    assert all(ms >= 0 for parts in times["parts_ms"].values() for ms in parts.values())

@@ -71,6 +71,7 @@ NAMES = {
     "requests_recovered",
     "recovery_seconds",
     "streams_resumed",
+    "trace_spans_dropped",
 }
 
 # Samples that the panels of vLLM's three published Grafana dashboards query, without the prefix,

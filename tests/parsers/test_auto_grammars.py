@@ -109,6 +109,21 @@ def test_what_the_grammar_allows(name, parallel):
                 assert (function, found) == ("now", {})
 
 
+def test_the_reasoning_of_gpt_oss_is_a_message():
+    """A new message begins after it. The end of a call is the model's stop token."""
+    fmt = FORMATS["openai"]
+    words = vocabulary([mark for mark in special_texts(fmt) if mark != "<|call|>"])
+    words.special_tokens["<|call|>"] = 256
+    compiled = compile_tag(fmt.structural_tag(SCHEMAS, required=True), words)
+    thought = "<|channel|>analysis<|message|>I think.<|end|>"
+    call = "<|channel|>commentary to=functions.now <|constrain|>json<|message|>{}"
+    for before in ("", thought, f"{thought}<|start|>assistant"):
+        assert accepts(compiled, words, before + call)
+        assert not accepts(compiled, words, before)
+    assert not accepts(compiled, words, call.removesuffix("}"))
+    assert not accepts(compiled, words, f"{thought}<|start|>assistant{thought}{call}")
+
+
 def test_words_that_are_no_marker():
     fmt, words = FORMATS["phi4_mini_json"], vocabulary()
     compiled = compile_tag(fmt.structural_tag(SCHEMAS), words)

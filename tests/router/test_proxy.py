@@ -33,12 +33,15 @@ WHOLE = stream(*events("one ", "two ", "three"), DONE)
 async def test_an_answer_comes_back_as_it_is():
     answer = whole(choices=[], usage={"prompt_tokens": 2, "completion_tokens": 3})
     async with Routed([answer]) as router:
-        got = await router.ask(temperature=0.5, headers={"authorization": "Bearer client"})
+        trace = f"00-{'a' * 32}-{'b' * 16}-01"
+        headers = {"authorization": "Bearer client", "traceparent": trace, "tracestate": "c=d"}
+        got = await router.ask(temperature=0.5, headers=headers)
         assert (got.status_code, got.json()["choices"]) == (200, [])
         (asked,) = router.servers[0].asked
         assert json.loads(asked.content)["temperature"] == 0.5
         assert asked.headers["authorization"] == "Bearer client"
         assert asked.headers["x-request-id"] == got.headers["x-request-id"]
+        assert (asked.headers["traceparent"], asked.headers["tracestate"]) == (trace, "c=d")
         metrics = (await router.client.get("/metrics")).text
         assert 'octavo:router_tokens_total{kind="completion"} 3.0' in metrics
         got = await router.client.get("/v1/models?a=%20b")

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import logging
 import shutil
 import time
 
@@ -624,25 +625,41 @@ def finished(tmp_path, name, batch):
     return found
 
 
-def test_a_restart_continues_with_the_same_bytes(tmp_path):
+def test_a_restart_continues_with_the_same_bytes(tmp_path, caplog):
     batch = interrupted(tmp_path, "a", 20)
     journal = tmp_path / "a" / "batches" / f"{batch['id']}.journal"
     num_done = journal.read_bytes().count(b"\n")
     assert 20 <= num_done < 60
-    for name in ("fresh", "torn", "broken"):
+    names = ("a", "fresh", "torn", "broken", "damaged")
+    for name in names[1:]:
         shutil.copytree(tmp_path / "a", tmp_path / name)
     (tmp_path / "fresh" / "batches" / journal.name).unlink()
     with (tmp_path / "torn" / "batches" / journal.name).open("ab") as torn:
         torn.write(b'59 1 {"id": "batch_req_0", "cus')
     broken = tmp_path / "broken" / "batches" / journal.name
     broken.write_bytes(broken.read_bytes()[:-1500] + b"\x00" * 1500)
-    found = {name: finished(tmp_path, name, batch) for name in ("a", "fresh", "torn", "broken")}
+    damage(tmp_path / "damaged" / "batches" / journal.name)
+    with caplog.at_level(logging.WARNING):
+        found = {name: finished(tmp_path, name, batch) for name in names}
     for kind in ("output", "error"):
         assert len({each[kind] for each in found.values()}) == 1
         assert found["a"][kind].count(b"\n") == {"output": 40, "error": 20}[kind]
     assert found["fresh"]["ran"] == 40
     assert found["a"]["ran"] < 40
     assert found["torn"]["ran"] == found["a"]["ran"]
+    assert found["damaged"]["ran"] == found["a"]["ran"] + 1
+    told = [r.getMessage() for r in caplog.records if "incomplete or damaged" in r.getMessage()]
+    assert [text.partition(": ")[2].split(" ")[0] for text in told] == ["1", "1", "2"]
+
+
+def damage(journal):
+    """Change a letter of the first answer in a journal, and the number of the first error."""
+    records = journal.read_bytes().splitlines(keepends=True)
+    answer = next(i for i, record in enumerate(records) if record.split()[1] == b"1")
+    error = next(i for i, record in enumerate(records) if record.split()[1] == b"0")
+    records[answer] = records[answer].replace(b"text_completion", b"test_completion")
+    records[error] = b"1" + records[error]
+    journal.write_bytes(b"".join(records))
 
 
 def test_a_restart_while_the_files_are_written(tmp_path, monkeypatch):
@@ -659,7 +676,11 @@ def test_a_restart_while_the_files_are_written(tmp_path, monkeypatch):
             await until(served, batch, "finalizing")
 
         with_server(scenario, few_seats, state_dir=str(tmp_path / "s"))
-    assert finished(tmp_path, "s", batch)["ran"] == 0
+    shutil.copytree(tmp_path / "s", tmp_path / "damaged")
+    damage(tmp_path / "damaged" / "batches" / f"{batch['id']}.journal")
+    whole, damaged = (finished(tmp_path, name, batch) for name in ("s", "damaged"))
+    assert (whole.pop("ran"), damaged.pop("ran")) == (0, 1)
+    assert damaged == whole
 
 
 def test_a_full_disk_pauses_a_batch(monkeypatch):

@@ -8,7 +8,7 @@ from openai.types.conversations import Conversation, ConversationItemList
 from openai.types.conversations.conversation_item import ConversationItem
 from pydantic import TypeAdapter
 
-from octavo.server import conversations
+from octavo.server import conversations, responses
 from tests.server.fake_engine import Call
 from tests.server.test_responses import create, prompt_of, refused, serve
 
@@ -209,3 +209,33 @@ def test_one_response_at_a_time_continues_a_conversation():
         assert await texts(served, made) == ["a", "Yes" * 9]
 
     serve(scenario, answer="Yes" * 9, step_time=0.01)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_while_its_response_is_stored(monkeypatch, stream):
+    """The conversation has the response, too, before another response can continue it."""
+    begun, go_on = asyncio.Event(), asyncio.Event()
+    save = responses.save
+
+    async def slow(*args):
+        await save(*args)
+        begun.set()
+        await go_on.wait()
+
+    async def scenario(served):
+        made = await begin(served, "first")
+        fields = {"input": "hi", "conversation": made["id"], "stream": stream}
+        monkeypatch.setattr(responses, "save", slow)
+        call = Call(served, "/v1/responses", json.dumps(fields).encode())
+        await begun.wait()
+        call.disconnect()
+        await asyncio.sleep(0.05)
+        error = await refused(served, conversation=made["id"], status=409)
+        assert error["code"] == "conversation_locked"
+        go_on.set()
+        await call.task
+        assert await texts(served, made) == ["first", "hi", "Yes"]
+        await create(served, "So?", conversation=made["id"])
+        assert prompt_of(served).endswith("<user>first<user>hi<assistant>Yes<user>So?<assistant>")
+
+    serve(scenario, answer="Yes")

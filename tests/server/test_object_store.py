@@ -142,6 +142,38 @@ def test_a_full_disk(tmp_path, monkeypatch, caplog):
     assert "No space left on device" in caplog.text
 
 
+@pytest.mark.parametrize("can_remove", [True, False], ids=["full", "read-only"])
+def test_an_object_that_cannot_be_written_has_no_earlier_state(tmp_path, monkeypatch, can_remove):
+    def fail(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    async def scenario(store):
+        await store.put(None, name(1), b"old")
+        with monkeypatch.context() as patched:
+            patched.setattr(object_store, "write_file", fail)
+            if not can_remove:
+                patched.setattr(object_store.Path, "unlink", fail)
+            await store.put(None, name(1), b"new")
+        assert await store.get(None, name(1)) == b"new"
+        store._forget("all", name(1))
+        assert await store.get(None, name(1)) is None
+        await store.put(None, name(1), b"newer")
+        store._forget("all", name(1))
+        assert await store.get(None, name(1)) == b"newer"
+
+    async def again(store):
+        assert await store.get(None, name(1)) == b"newer"
+        monkeypatch.setattr(object_store, "write_file", fail)
+        await store.put(None, name(1), b"newest")
+
+    async def last(store):
+        assert await store.get(None, name(1)) is None
+
+    run(scenario, tmp_path)
+    run(again, tmp_path)
+    run(last, tmp_path)
+
+
 def test_a_memory_that_is_too_small_for_an_object(tmp_path):
     async def scenario(store):
         await store.put(None, name(1), bytes(2**20))

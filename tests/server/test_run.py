@@ -373,7 +373,10 @@ def test_engine_processes_have_the_settings_of_the_server():
         log_level="debug",
         log_format="json",
         record=RecordSettings("run.rec", "hash", 2**20),
+        reports_steps=True,
     )
+    quiet = ServerConfig(ui=False, explain_requests=0)
+    assert not run.engine_processes(quiet).reports_steps
 
 
 @pytest.mark.parametrize(

@@ -516,6 +516,63 @@ def test_small_tokenizers(make):
         assert forced == b"ab"
 
 
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: b.name)
+@pytest.mark.parametrize("make", [small_tokenizers.byte_level, small_tokenizers.sentencepiece])
+def test_the_text_of_a_special_token_is_text(make, backend):
+    """In a grammar that has it as text; the tokenizer would read the token."""
+    tokenizer = make()
+    vocabulary = Vocabulary.from_tokenizer(tokenizer, len(tokenizer), [tokenizer.eos_token_id])
+    compiled = backend(vocabulary).compile(GrammarSpec("choice", '["a<s>b</s></s>"]'))
+    grammar, text = compiled.start(), b""
+    while (found := allowed(grammar, vocabulary.size)) != [tokenizer.eos_token_id]:
+        assert grammar.accept_tokens(found[:1]) == 1
+        text += vocabulary.token_bytes[found[0]]
+    assert text == b"a<s>b</s></s>"
+
+
+def thinks_then_calls(begin):
+    """Return a structural tag: maybe <s>text<s>, maybe a line feed, then `begin`a</s>."""
+
+    def tag(begin, content, end):
+        return {"type": "tag", "begin": begin, "content": content, "end": end}
+
+    parts = [
+        {"type": "optional", "content": tag("<s>", {"type": "any_text"}, "<s>")},
+        {"type": "optional", "content": {"type": "const_string", "value": "\n"}},
+        tag(begin, {"type": "const_string", "value": "a"}, "</s>"),
+    ]
+    tag = {"type": "structural_tag", "format": {"type": "sequence", "elements": parts}}
+    return GrammarSpec("structural_tag", json.dumps(tag))
+
+
+@pytest.mark.parametrize("padding", [0, 23, 24])
+def test_a_stop_token_in_a_grammar(padding):
+    """It is allowed where the grammar has it, and only there, and ends the answer."""
+    tokenizer = small_tokenizers.byte_level()
+    size = len(tokenizer) + padding
+    bos, eos = small_tokenizers.BOS, small_tokenizers.EOS
+    vocabulary = Vocabulary.from_tokenizer(tokenizer, size, [eos])
+    compiled = LLGuidanceBackend(vocabulary).compile(thinks_then_calls("<s>!"))
+    grammar = compiled.start()
+    assert allowed(grammar, size) == [10, bos]
+    assert grammar.accept_tokens([bos, 65, bos]) == 3
+    assert allowed(grammar, size) == [10, bos]  # the rest may begin with an empty text
+    assert grammar.accept_tokens([eos]) == 0
+    assert grammar.forced_tokens(9) == []  # of a special token, which is no text
+    assert grammar.accept_tokens([bos]) == 1
+    assert grammar.forced_tokens(9) == [33, 97]
+    assert grammar.accept_tokens([33, 97]) == 2
+    assert allowed(grammar, size) == [eos]
+    assert grammar.forced_tokens(9) == []
+    for _ in range(2):
+        assert grammar.accept_tokens([eos, 97]) == 1
+        assert grammar.is_terminated
+        assert allowed(grammar, size) == [eos]
+        grammar.rollback(1)
+        assert not grammar.is_terminated
+        assert allowed(grammar, size) == [eos]
+
+
 def test_tokenizers_without_bytes_are_refused():
     tokenizer = small_tokenizers.word_piece()
     with pytest.raises(GrammarError, match="fixed bytes"):

@@ -240,7 +240,7 @@ class Engine(Ranked):
     def __init__(self, path, index, size=3, source=None):
         super().__init__(index, size, 6, size, CONFIG, source)
         self.exchange = ExpertExchange(Rank(index, size), 4, "float32")
-        self.exchange.reserve(8, 2)
+        self.exchange.reserve(8, 2, 4)
         self.group = ExpertGroup(str(path), self.exchange, self.balancer)
         self.wave = ExpertWave([str(path)], Rank(index, size))
 

@@ -14,7 +14,7 @@ from octavo.errors import ConfigError, EngineDeadError, EngineStoppedError, Step
 from octavo.layers.expert_exchange import ExpertExchange
 from octavo.plan.group_layout import ExpertGroupLayout
 from octavo.system.distributed import GroupMemory, Rank
-from octavo.worker.expert_group import ExpertGroup, ExpertWave
+from octavo.worker.expert_group import LOST, ExpertGroup, ExpertWave
 
 
 class DeadError(BaseException):
@@ -26,8 +26,8 @@ class Engine:
 
     def __init__(self, path, index, size=3, repeats=True):
         self.exchange = ExpertExchange(Rank(index, size), 4, "float32")
-        self.exchange.reserve(8, 2)
-        self.group = ExpertGroup(str(path), self.exchange, repeats=repeats)
+        self.exchange.reserve(8, 2, 4)
+        self.group = ExpertGroup(str(path), self.exchange, lost=None if repeats else LOST)
         self.wave = ExpertWave([str(path)], Rank(index, size))
         self.begun = self.done = 0
 
@@ -196,7 +196,7 @@ class Process(Engine):
     def __init__(self, path, engine, index, peers):
         self.index, rank = index, Rank(2 * engine + index, 4)
         self.exchange = ExpertExchange(rank, 4, "float32", 2)
-        self.exchange.reserve(8, 2)
+        self.exchange.reserve(8, 2, 4)
         self.peers = GroupMemory(peers, 128, Rank(index, 2))
         self.group = ExpertGroup(str(path), self.exchange, peers=self.peers)
         self.wave = ExpertWave([str(path)], Rank(2 * engine, 4), 2)
@@ -319,6 +319,6 @@ def test_a_barrier_is_broken_while_another_engine_leaves_it(memory):
 def test_other_models_are_refused(memory):
     Engine(memory, 0)
     other = ExpertExchange(Rank(1, 3), 4, "float32")
-    other.reserve(16, 2)
+    other.reserve(16, 2, 4)
     with pytest.raises(ConfigError, match="do not compute the same model"):
         ExpertGroup(str(memory), other)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from octavo.checkpoints.config_json import MOST_LAYERS
 from octavo.checkpoints.gguf.architectures import ARCHITECTURES, SCORES
 from octavo.checkpoints.gguf.tokenizer import NO_TOKEN
 from octavo.checkpoints.refusals import reason_of_refusal
@@ -69,7 +70,7 @@ _IGNORED: tuple[str, ...] = (
 )
 _IGNORED += ("mm.", "vision.")
 """Keys, or beginnings of keys, that do not change the text model's numbers."""
-_MOST, _MOST_LAYERS = 1e30, 4096
+_MOST = 1e30
 NOT_ROTATED = float(np.float32(1e30))
 """Factor of the wavelengths of pairs that Gemma 4 does not rotate."""
 _NORMS_WRITTEN = ("deepseek2", "glm4moe", "dots1", "exaone-moe", "nemotron_h_moe")
@@ -802,13 +803,13 @@ class Description:
     def _layer_count(self, config: Mapping[str, Any]) -> int:
         """Return the number of layers."""
         count = config.get("num_hidden_layers", 0)
-        if type(count) is not int or not 0 <= count <= _MOST_LAYERS:
+        if type(count) is not int or not 0 <= count <= MOST_LAYERS:
             raise self.error(f"{self.kind}.block_count={count} is not supported")
         return count
 
     def _of_layers(self, key: str, count: int) -> list[Any]:
         """Return the number of each layer, without layers that predict several tokens."""
-        if type(count) is not int or count > _MOST_LAYERS:
+        if type(count) is not int or count > MOST_LAYERS:
             raise self.error(f"{self.kind}.block_count={count} is not supported")
         value = self._value(key)
         numbers = value.tolist() if isinstance(value, np.ndarray) else [value] * count

@@ -117,7 +117,7 @@ _PARTS: dict[str, tuple[str, str]] = {
     "third_party": ("third-party code in vLLM", "install the original packages"),
     "tokenizers": ("vLLM's tokenizers", "use LLM.get_tokenizer()"),
     "tool_parsers": ("vLLM's parsers of tool calls", _PARSERS),
-    "tracing": ("vLLM's OpenTelemetry traces", "use profiler_dir, or /metrics"),
+    "tracing": ("vLLM's functions for OpenTelemetry", "use otlp_traces_endpoint"),
     "transformers_utils": (
         "vLLM's helpers for the library transformers",
         "use that library directly",

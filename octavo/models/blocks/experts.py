@@ -243,7 +243,7 @@ class ExpertsSpec(BlockSpec):
             )
         exchange = parts.exchange if self.exchanged else None
         if exchange is not None:
-            exchange.reserve(self.hidden, top_k)
+            exchange.reserve(self.hidden, top_k, len(self.up))
         live = Experts(
             ops,
             Router(

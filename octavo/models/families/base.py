@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from octavo.checkpoints.config_json import ConfigJson
+from octavo.checkpoints.config_json import MOST_LAYERS, ConfigJson
 from octavo.errors import ModelError
 from octavo.models.blocks.embedding import EmbedSpec
 from octavo.models.blocks.head import HeadSpec
@@ -51,9 +51,8 @@ PLAIN: dict[str, Activation] = {
 
 _DTYPES = {name: name for name in ("float32", "float16", "bfloat16", "float64")}
 _DTYPES |= {f"torch.{name}": name for name in _DTYPES}
-# Far beyond any model: memory for each layer and head of config.json is allocated before they are
-# checked against the weights.
-MOST_LAYERS, MOST_HEADS = 4096, 65536
+MOST_HEADS = 65536
+"""Limit of heads, like `MOST_LAYERS`."""
 
 
 def read_num_layers(config: ConfigJson, *names: str) -> int:
@@ -120,8 +119,8 @@ class Heads:
         return cls(hidden_size, num_heads, num_kv_heads, head_size)
 
     @property
-    def result_size(self) -> int:
-        """Number of elements of a head's result, which is a sum of values."""
+    def size_of_values(self) -> int:
+        """Number of elements of a head of values, and of a head's result."""
         return self.head_size if self.value_size is None else self.value_size
 
     @property
@@ -141,7 +140,7 @@ class Heads:
         `shards` is the number of parts of the heads, for the layout by_shard.
         """
         query, key = self.num_heads * self.head_size, self.num_kv_heads * self.head_size
-        rows = (query, key, self.num_kv_heads * self.result_size)
+        rows = (query, key, self.num_kv_heads * self.size_of_values)
         return LinearSpec(
             tuple(zip(modules, rows, strict=True))
             if len(modules) > 1
@@ -157,7 +156,7 @@ class Heads:
         self, module: str, *, bias: bool, layout: Literal["rows", "conv1d"] = "rows"
     ) -> LinearSpec:
         """Return the projection from the heads' results to the hidden size."""
-        inputs = self.num_heads * self.result_size
+        inputs = self.num_heads * self.size_of_values
         return LinearSpec(((module, self.hidden_size),), inputs, bias, layout)
 
 

@@ -171,7 +171,7 @@ class LlamaLike:
             final_norm = RMSNormSpec(self.final_norm, hidden, eps, self.final_norm_offset)
         qkv_proj = heads.qkv_proj(*self.qkv_modules, bias=self.qkv_bias, layout=self.qkv_layout)
         if self.attention_gate is not None:
-            gates = heads.num_heads * (1 if self.gates_of_heads else heads.result_size)
+            gates = heads.num_heads * (1 if self.gates_of_heads else heads.size_of_values)
             modules = *qkv_proj.modules, (self.attention_gate, gates)
             qkv_proj = replace(qkv_proj, modules=modules)
         if self.queries_with_gates:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from octavo.checkpoints.config_json import ConfigJson
+from octavo.checkpoints.config_json import MOST_LAYERS, ConfigJson
 from octavo.kernels.routing import ExpertActivation
 from octavo.models.blocks.attention import AttentionSpec
 from octavo.models.blocks.base import BlockSpec
 from octavo.models.blocks.experts import ExpertsSpec
 from octavo.models.blocks.linear import LinearSpec
-from octavo.models.families.base import MOST_LAYERS, PLAIN, Heads, plain_mlp, read_activation
+from octavo.models.families.base import PLAIN, Heads, plain_mlp, read_activation
 from octavo.models.families.experts import ExpertNames, read_grouped_experts
 from octavo.models.families.mamba2 import mixers_spec
 from octavo.models.families.state_parts import MIXERS, Mamba2Fields

@@ -1,0 +1,63 @@
+"""Model of step times."""
+
+import pytest
+
+from octavo.plan.step_cost import KernelCost, Load, Machine, StepCost, distinct_experts
+
+COST = StepCost(
+    (
+        KernelCost("linear 64x64", 2.0, 30.0),
+        KernelCost("linear_q 64x64", 1.0, 50.0),
+        KernelCost("attention", 4.0, 0.0),
+        KernelCost("rms_norm", 0.5, 0.0),
+    ),
+    host=0.25,
+)
+
+
+def test_a_kernel_computes_while_it_reads():
+    assert COST.parts(Machine(10.0)) == {
+        "products": 3.0 + 5.0,
+        "attention": 4.0,
+        "other kernels": 0.5,
+        "host": 0.25,
+    }
+    assert COST.time(Machine(10.0)) == 12.75
+
+
+def test_a_share_of_the_smaller_one_is_not_hidden():
+    machine = Machine(10.0, exposed=0.5, exposed_in_few=0.75, exposed_in_blocks=0.25)
+    assert COST.parts(machine)["products"] == 3.0 + 0.75 * 2 + 5.0 + 0.75 * 1
+    assert KernelCost("linear 64x64", 2.0, 30.0, rows=8).time(machine) == 3.0 + 0.5 * 2
+    assert KernelCost("experts", 2.0, 10.0, rows=3).time(machine) == 2.0 + 0.5 * 1
+    attention = StepCost((KernelCost("attention", 4.0, 20.0),))
+    assert attention.time(Machine(10.0, exposed_in_blocks=0.25)) == 4.0 + 0.25 * 2
+
+
+def test_another_machine_computes_and_reads_faster():
+    assert COST.time(Machine(1e9, speed=2.0)) == (2 + 1 + 4 + 0.5) / 2 + 0.25
+    assert COST.time(Machine(20.0, speed=1e9)) == pytest.approx(80 / 20 + 0.25)
+
+
+def test_distinct_experts():
+    assert distinct_experts(128, 8, 1) == pytest.approx(8)
+    assert distinct_experts(4, 2, 2) == pytest.approx(3)
+    assert distinct_experts(8, 2, 10**6) == pytest.approx(8)
+
+
+def test_steps_of_a_load():
+    load = Load(input_len=1000, output_len=20, batch_size=8)
+    assert load.decode(2) == ((1010, 1), (1010, 1))
+    assert load.prompts(8, 512) == (((0, 512),), ((488, 512),))
+    assert load.prompts(1, 2048) == (((0, 1000),),) * 2
+    assert load.prompts(8, 2048) == (((0, 1000),) * 2,) * 2
+
+
+def test_time_to_the_first_token():
+    long = Load(1024, 1, 2)
+    assert long.first_token_time(1.0, 3.0, 1, 512) == pytest.approx(4.0)
+    assert long.first_token_time(1.0, 3.0, 2, 512) == pytest.approx((4 + 8) / 2)
+    # The second prompt of a step ends with it; the last step is shorter.
+    short = Load(100, 1, 3)
+    assert short.first_token_time(2.0, 2.0, 3, 200) == pytest.approx((2 + 2 + 3) / 3)
+    assert short.first_token_time(1.0, 1.0, 1, 512) == pytest.approx(1.0)
