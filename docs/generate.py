@@ -285,7 +285,8 @@ def _attributes(kind: type) -> list[tuple[str, str]]:
 
 
 def _address(path: str) -> str:
-    return path.replace("{model:path}", BUILTIN_MODEL).replace("{stream_id:path}", "cmpl-abc")
+    path = path.replace("{model:path}", BUILTIN_MODEL).replace("{stream_id:path}", "cmpl-abc")
+    return path.replace("{request_id:path}", "cmpl-abc")
 
 
 def _shown(path: str) -> str:

@@ -13,9 +13,9 @@ import importlib
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from octavo import __version__
 from octavo.compat.settings import translate
@@ -45,6 +45,9 @@ from octavo.errors import ConfigError, OctavoError
 from octavo.terminal.commands import add_commands
 from octavo.terminal.completion import SHELLS, script
 from octavo.terminal.screen import note, print_error, write
+
+if TYPE_CHECKING:
+    from octavo.frontend.past import Past
 
 _BENCHMARKS = {
     "latency": (
@@ -587,10 +590,17 @@ def _serve(args: argparse.Namespace) -> int:
     try:
         from octavo.server.run import run_server
 
-        return run_server(server_config, engine_config, process)
+        return run_server(server_config, engine_config, process, _what_if)
     finally:
         if process is not None:
             process.shutdown(0.0)
+
+
+def _what_if(past: Past, settings: Sequence[str]) -> Mapping[str, float]:
+    """Call `what_if`, whose modules are imported by the first call."""
+    from octavo.simulation.what_if import what_if
+
+    return what_if(past, settings)
 
 
 # router

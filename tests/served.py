@@ -9,7 +9,7 @@ from octavo.fleet import process as process_module
 def stand_in(monkeypatch, seen):
     """Make `octavo serve` put its settings into `seen`, or call it; it starts nothing."""
 
-    def run_server(server, engine, process=None):
+    def run_server(server, engine, process=None, what_if=None):
         if callable(seen):
             return seen(server, engine)
         seen.update(server=server, engine=engine)

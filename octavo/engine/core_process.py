@@ -121,6 +121,8 @@ def main() -> None:
             ],
             wake=lambda: inputs.put([]),  # an empty abort
         )
+        if setup.reports_steps:
+            core.scheduler.kv_cache_manager.log_given_up(clock.now)
         core.executor.register_failure_callback(inputs.put)  # wakes an idle loop
         # All current objects stay: exempt them from garbage collections, which saves 90 ms each.
         gc.freeze()

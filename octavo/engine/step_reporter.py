@@ -7,8 +7,15 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from octavo.messages import EngineCoreOutputs, SchedulerOutput
-from octavo.observability.steps import StepPart, StepPreemption, StepRecord, StepWait
+from octavo.kv_cache.given_up import GivenUp
+from octavo.messages import EngineCoreOutputs, EngineCoreRequest, SchedulerOutput
+from octavo.observability.steps import (
+    StepEvent,
+    StepPart,
+    StepPreemption,
+    StepRecord,
+    StepWait,
+)
 from octavo.request import Request
 from octavo.scheduler.listener import StepListener, WaitReason
 from octavo.system.clock import now
@@ -41,7 +48,7 @@ class _Scheduling:
 class StepReporter(StepListener):
     """Listener that adds a `StepRecord` of each finished step to the engine's outputs.
 
-    A step without requests is not reported.
+    A step without requests is not reported, except for events before the engine becomes idle.
 
     Args:
         clock: returns seconds.
@@ -55,7 +62,28 @@ class StepReporter(StepListener):
         self._done: list[int] = []
         """Steps with a result that the next outputs report."""
         self._last_computed = 0.0
+        self._events: list[StepEvent] = []
+        """Events that the next outputs report."""
         self._encoder = msgspec.msgpack.Encoder()
+
+    def on_add(self, request: EngineCoreRequest) -> None:
+        """Note the arrival of a request."""
+        self._note(request.request_id, "ADDED")
+
+    def on_hold(self, request: Request) -> None:
+        """Note that a request is held."""
+        self._note(request.request_id, request.status.name)
+
+    def on_ready(self, request: Request) -> None:
+        """Note that a request is no longer held."""
+        self._note(request.request_id, "READY")
+
+    def on_given_up(self, request: Request, given_up: GivenUp) -> None:
+        """Note what the cache gave up."""
+        self._events.append(StepEvent(request.request_id, given_up.time, "GIVEN_UP", given_up.by))
+
+    def _note(self, request_id: str, kind: str) -> None:
+        self._events.append(StepEvent(request_id, self._clock(), kind))
 
     def on_begin(self, step: int) -> None:
         """Note the time."""
@@ -110,24 +138,26 @@ class StepReporter(StepListener):
             self._done.append(step)
 
     def on_outputs(self, outputs: EngineCoreOutputs, is_idle: bool) -> None:
-        """Report the finished steps."""
-        if not self._done:
+        """Report the finished steps, and the events with the first of them."""
+        if not self._done and not (is_idle and self._events):
             return
         processed = self._clock()
         for number in self._done:
             step = self._steps.pop(number)
-            record = StepRecord(
-                number,
-                step.schedule_begun,
-                step.scheduled,
-                step.begun,
-                step.computed,
-                processed,
-                step.parts,
-                step.wait,
-                step.preemptions,
-                step.failed,
-                step.sample_seconds,
-            )
-            outputs.steps.append(msgspec.Raw(self._encoder.encode(record)))
+            # A step that failed before its computation has no times of it.
+            computed = step.computed or processed
+            begun = step.begun or min(max(step.scheduled, self._last_computed), computed)
+            times = step.schedule_begun, step.scheduled, begun, computed, processed
+            report = step.parts, step.wait, step.preemptions, step.failed, step.sample_seconds
+            self._report(outputs, StepRecord(number, *times, *report, self._take_events()))
         self._done.clear()
+        if self._events:  # the engine is idle
+            now = (processed, processed, processed, processed, processed)
+            self._report(outputs, StepRecord(0, *now, [], events=self._take_events()))
+
+    def _take_events(self) -> list[StepEvent]:
+        events, self._events = self._events, []
+        return events
+
+    def _report(self, outputs: EngineCoreOutputs, record: StepRecord) -> None:
+        outputs.steps.append(msgspec.Raw(self._encoder.encode(record)))

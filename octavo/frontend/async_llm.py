@@ -85,6 +85,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+Stages = list[tuple[str, float]]
+"""Causes of a request's time before the engine (see `time_line.py`), and their ends."""
+
 # Most steps that are processed in a row before waiting requests get a turn.
 _MOST_FOLLOWING = 7
 # Seconds between two checks whether the last requests have finished before a sleep.
@@ -148,6 +151,8 @@ class AsyncLLM:
             first_engine=config.parallel.first_engine,
         )
         self.stats = SchedulerStats()
+        self.num_blocks = 0
+        """Number of blocks of an engine's KV cache; 0 before the model is loaded."""
         self.step_log = StepLog()
         self._input_processor = self._make_input_processor()
         self._recorder: Recorder | None = None
@@ -393,12 +398,18 @@ class AsyncLLM:
         options: RequestOptions,
         *,
         add_special_tokens: bool = True,
+        stages: Stages | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Stream the outputs of a request that has an envelope; see `generate`."""
+        """Stream the outputs of a request that has an envelope; see `generate`.
+
+        `stages` gets the stages of the request before the engine.
+        """
         request, text = await self.process(prompt, params, request_id, options, add_special_tokens)
+        if stages is not None:
+            stages.append(("tokenize", clock.now()))
         nbytes = request_nbytes(request, params, self.spec.vocab_size)
         with self.request_memory.reserve(nbytes, options.tenant, background=options.background):
-            async with aclosing(self._stream(request, params, text)) as outputs:
+            async with aclosing(self._stream(request, params, text, stages)) as outputs:
                 async for output in outputs:
                     yield output
 
@@ -438,12 +449,18 @@ class AsyncLLM:
         options: RequestOptions,
         *,
         add_special_tokens: bool = True,
+        stages: Stages | None = None,
     ) -> RequestOutput:
-        """Find the most probable answers to a prompt with an envelope; see `beam_search`."""
+        """Find the most probable answers to a prompt with an envelope; see `beam_search`.
+
+        `stages` gets the stages of the request before the engine.
+        """
         of_prompt = prompt_params(params)
         request, text = await self.process(
             prompt, of_prompt, request_id, options, add_special_tokens
         )
+        if stages is not None:
+            stages.append(("tokenize", clock.now()))
         vocab_size = self.spec.vocab_size
         search = make_beam_search(params, request, vocab_size)
         nbytes = beam_search_nbytes(request, search, vocab_size)
@@ -731,7 +748,11 @@ class AsyncLLM:
         return request, text
 
     async def _stream(
-        self, request: EngineCoreRequest, params: SamplingParams, text: str | None = None
+        self,
+        request: EngineCoreRequest,
+        params: SamplingParams,
+        text: str | None = None,
+        stages: Stages | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Stream the outputs of a processed request; closing the stream aborts it."""
         if self._dead is not None:
@@ -747,6 +768,8 @@ class AsyncLLM:
         finished, timed = False, request.options.due < math.inf
         try:
             await self._client.add_request(request)
+            if stages is not None:
+                stages.append(("to_engine", clock.now()))
             while not finished:
                 output = queue.get_nowait()
                 if output is None:
@@ -838,7 +861,9 @@ class AsyncLLM:
     def _became_ready(self, ready: asyncio.Future[Any]) -> None:
         if ready.cancelled() or ready.exception() is not None:
             return
+        self.step_log.ready = clock.now()
         plan = ready.result().plan
+        self.num_blocks = plan.num_blocks
         if self._recorder is not None:
             self._recorder.put_plan(plan.num_blocks, plan.max_model_len)
         self._engines.set_cache_info(

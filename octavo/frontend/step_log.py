@@ -58,6 +58,8 @@ class StepLog:
         self.num_dropped = 0
         """Number of dropped steps: the first step in the log has this number, counted from 0."""
         self.deaths: deque[EngineDeath] = deque(maxlen=64)
+        self.ready: float | None = None
+        """Time at which the model was loaded; None: it is not loaded yet."""
 
     @property
     def end(self) -> int:
@@ -75,6 +77,11 @@ class StepLog:
         ):
             self.nbytes -= len(self._steps.popleft().data) + _ENTRY
             self.num_dropped += 1
+
+    @property
+    def lost_until(self) -> float:
+        """Time before which steps may have been dropped; 0: none was."""
+        return self._steps[0].time if self.num_dropped and self._steps else 0.0
 
     def since(self, number: int) -> list[LoggedStep]:
         """Return the logged steps from `number` on; see `end`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from octavo.kv_cache.events import KVEventLog
+from octavo.kv_cache.given_up import GivenUpLog
 
 # Block 0 holds no request's KV; block tables use it in place of blocks that are not needed.
 NULL_BLOCK_ID = 0
@@ -145,6 +146,8 @@ class BlockPool:
         self.num_evictions = 0
         """Number of known prefixes lost to reuse of their block."""
         self.events = events
+        self.given_up: GivenUpLog | None = None
+        """Log of the prefixes lost to reuse; None: there is none."""
         self._cached: list[dict[bytes, KVCacheBlock]] = [{} for _ in range(num_groups)]
 
     @property
@@ -162,13 +165,18 @@ class BlockPool:
         """Share of the blocks that live requests hold, 0 to 1."""
         return self.num_used_blocks / self.num_usable_blocks
 
-    def get_new_blocks(self, count: int) -> list[KVCacheBlock]:
-        """Allocate `count` blocks with one reference each; there must be enough free ones."""
+    def get_new_blocks(self, count: int, user: str | None = None) -> list[KVCacheBlock]:
+        """Allocate `count` blocks with one reference each; there must be enough free ones.
+
+        `user` is the request that gets them.
+        """
         assert count <= self.num_free_blocks, f"{count} blocks of {self.num_free_blocks} free"
         blocks = []
         for _ in range(count):
             block = self.free_queue.popleft()
             if block.block_hash is not None:
+                if self.given_up is not None:
+                    self.given_up.note(block.block_hash, user)
                 self.uncache(block)
                 self.num_evictions += 1
             block.ref_cnt = 1

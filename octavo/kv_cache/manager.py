@@ -32,12 +32,13 @@ with it, and overwritten before they are read.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
 from octavo.kv_cache.block_pool import NULL_BLOCK_ID, BlockPool, KVCacheBlock
 from octavo.kv_cache.events import KVEventLog
+from octavo.kv_cache.given_up import GivenUp, GivenUpLog
 from octavo.kv_cache.groups import KVCacheConfig, make_manager
 from octavo.kv_cache.states import Snapshot, StateManager, id_of_state
 from octavo.request import Request
@@ -139,6 +140,24 @@ class KVCacheManager:
         self._has_pages = self.states is None and all(
             m.num_full_blocks(self.block_size) == 1 for m in self.managers
         )
+
+    def log_given_up(self, clock: Callable[[], float]) -> None:
+        """Begin a log of the blocks and snapshots that are given up."""
+        self.pool.given_up = GivenUpLog(clock)
+        if self.states is not None:
+            self.states.given_up = self.pool.given_up
+
+    def given_up_after(self, request: Request, num_tokens: int) -> GivenUp | None:
+        """Return when the block after a request's known prefix of `num_tokens` was given up.
+
+        In models with states it may also be a later block's snapshot.
+        """
+        log = self.pool.given_up
+        if log is None or request.skip_reading_prefix_cache:
+            return None
+        hashes = request.block_hashes[num_tokens // self.block_size :]
+        found = map(log.find, hashes if self.states is not None else hashes[:1])
+        return next((entry for entry in found if entry is not None), None)
 
     @property
     def num_used_blocks(self) -> int:
@@ -284,7 +303,9 @@ class KVCacheManager:
         if end > held.num_slots:
             held.num_slots = -(-end // self.block_size) * self.block_size
             for manager, blocks in zip(self.managers, held.blocks, strict=True):
-                new = self.pool.get_new_blocks(manager.num_blocks(end) - len(blocks))
+                new = self.pool.get_new_blocks(
+                    manager.num_blocks(end) - len(blocks), request.request_id
+                )
                 blocks += new
                 new_ids.append([block.block_id for block in new])
         self._cache_full_blocks(request, held, end)
@@ -353,7 +374,7 @@ class KVCacheManager:
                 if block_hash in known:
                     before.append(NULL_BLOCK_ID)
                     continue
-                (block,) = self.pool.get_new_blocks(1)
+                (block,) = self.pool.get_new_blocks(1, request.request_id)
                 load.new.append((group_id, block, block_hash))
                 before.append(block.block_id)
         self._loads[request.request_id] = load
@@ -568,7 +589,7 @@ class KVCacheManager:
                 self.pool.uncache(last)
             else:
                 # The reference just added keeps the source until the step is scheduled.
-                (blocks[-1],) = self.pool.get_new_blocks(1)
+                (blocks[-1],) = self.pool.get_new_blocks(1, request.request_id)
                 self._copies.append((last, blocks[-1]))
         self._requests[request.request_id] = held
         looked_up = request.block_hashes and not request.skip_reading_prefix_cache

@@ -34,6 +34,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from weakref import WeakKeyDictionary
 
+from octavo.kv_cache.given_up import GivenUpLog
 from octavo.request import Request
 
 ANSWER_SPACING = 64
@@ -148,6 +149,8 @@ class StateManager:
         """Hashes of blocks of tokens, the least recently used first."""
         self._loading: set[int] = set()
         """Slots that a KV connector fills."""
+        self.given_up: GivenUpLog | None = None
+        """Log of the snapshots given up; None: there is none."""
         self.log: SnapshotLog | None = None
         """Log for a KV connector."""
         # Of the step being scheduled:
@@ -410,6 +413,8 @@ class StateManager:
             del self._known[snapshot.block_hash]
             self._last_value = rank[0]
             self.num_evictions += 1
+            if self.given_up is not None:
+                self.given_up.note(snapshot.block_hash, None)
             slot = snapshot.slot
         for entry in kept:
             heapq.heappush(self._heap, entry)

@@ -38,6 +38,20 @@ class StepPreemption(msgspec.Struct, array_like=True, frozen=True):
     """Request that needed the blocks; None: a step of the request failed."""
 
 
+class StepEvent(msgspec.Struct, array_like=True, frozen=True):
+    """Event of a request outside of steps, reported with the next step."""
+
+    request_id: str
+    """Id in the core; with ADDED that of all n answers."""
+    time: float
+    kind: str
+    """ADDED: the engine received it; the name of a `RequestStatus`: it is held for that reason;
+    READY: it is no longer held; GIVEN_UP: see `by`."""
+    by: str | None = None
+    """With GIVEN_UP: the request starts with fewer cached tokens, because at `time` the cache used
+    the next block for the request `by`."""
+
+
 class StepRecord(msgspec.Struct, array_like=True, omit_defaults=True, frozen=True):
     """Step that has ended.
 
@@ -46,7 +60,7 @@ class StepRecord(msgspec.Struct, array_like=True, omit_defaults=True, frozen=Tru
     """
 
     number: int
-    """Number of the step, from 1 for each engine process."""
+    """Number of the step, from 1 for each engine process; 0: no step, only events."""
     schedule_begun: float
     scheduled: float
     begun: float
@@ -62,6 +76,8 @@ class StepRecord(msgspec.Struct, array_like=True, omit_defaults=True, frozen=Tru
     """True if the step failed, or is computed again."""
     sample_seconds: float = 0.0
     """Part of the computation after the forward pass; see `ModelRunnerOutput`."""
+    events: list[StepEvent] = []
+    """Events since the last report, in order."""
 
     @property
     def num_tokens(self) -> int:

@@ -6,6 +6,7 @@ import enum
 import logging
 from collections.abc import Sequence
 
+from octavo.kv_cache.given_up import GivenUp
 from octavo.messages import EngineCoreOutputs, EngineCoreRequest, SchedulerOutput
 from octavo.request import Request
 
@@ -44,6 +45,15 @@ class StepListener:
 
     def on_preempt(self, request: Request, by: Request | None) -> None:
         """React to a preemption in favour of `by`; None: the request's step failed."""
+
+    def on_hold(self, request: Request) -> None:
+        """React to a request that waits outside of the queue; its status is the reason."""
+
+    def on_ready(self, request: Request) -> None:
+        """React to a held request that joins the queue."""
+
+    def on_given_up(self, request: Request, given_up: GivenUp) -> None:
+        """React to a request that starts with a shorter prefix since the cache gave up a part."""
 
     def on_schedule(self, step: int, work: SchedulerOutput) -> None:
         """React to a scheduled step, just before the executor receives it."""

@@ -163,7 +163,7 @@ class Scheduler:
         if self.paused and request.status == RequestStatus.WAITING:
             request.status = RequestStatus.WAITING_FOR_WAKE_UP
         if request.status in HELD:
-            self._held.add(request, request.status)
+            self._hold(request, request.status)
         else:
             self.waiting.push(request)
 
@@ -204,7 +204,12 @@ class Scheduler:
         """
         request = self.requests[request_id]
         self.waiting.remove(request)
+        self._hold(request, status)
+
+    def _hold(self, request: Request, status: RequestStatus) -> None:
         self._held.add(request, status)
+        for listener in self._listeners:
+            listener.on_hold(request)
 
     def set_ready(self, request_id: str) -> None:
         """Move a held request to its place in the queue; ignore a finished one.
@@ -215,9 +220,11 @@ class Scheduler:
         if request is None:
             return
         if self.paused:
-            request.status = RequestStatus.WAITING_FOR_WAKE_UP
-        else:
-            self.waiting.push(self._held.release(request_id))
+            self._hold(request, RequestStatus.WAITING_FOR_WAKE_UP)
+            return
+        self.waiting.push(self._held.release(request_id))
+        for listener in self._listeners:
+            listener.on_ready(request)
 
     def fail_request(self, request_id: str, message: str, error_kind: str = "RequestError") -> None:
         """End a request in any state; the next outputs contain the error.
@@ -653,6 +660,9 @@ class Scheduler:
             request.first_scheduled_time = now
             request.num_cached_tokens = min(start, request.num_prompt_tokens)
             request.num_stored_tokens = hit.num_stored
+            if (given_up := manager.given_up_after(request, start)) is not None:
+                for listener in self._listeners:
+                    listener.on_given_up(request, given_up)
         data = NewRequestData(
             request.all_token_ids.copy(),
             request.num_prompt_tokens,

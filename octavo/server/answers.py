@@ -135,6 +135,137 @@ class PromptTokensDetails(Answer):
     cache_miss: NotRequired[CacheMiss]
 
 
+class PromptDifference(Answer):
+    """Place where the prompt differs from the most alike recent prompt of the same key."""
+
+    volatile: str | None
+    """What usually changes there: a date or time, an id, an agent's billing header; null: nothing
+    known."""
+    text: NotRequired[str | None]
+    """Text around the first token that differs, with --explain-prompts."""
+    earlier_text: NotRequired[str | None]
+    """Text of the earlier prompt there."""
+
+
+class GivenUpBlocks(Answer):
+    """Blocks of the prompt's prefix that the cache gave up for another request."""
+
+    seconds_before: float
+    """Seconds between that and the arrival of the request."""
+    token: int
+    """Index of the first token of the first of these blocks."""
+
+
+class ExplainedCache(Answer):
+    """Cached and computed tokens of the prompts, and why not more were in the cache."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    miss: CacheMiss | None
+    difference: PromptDifference | None
+    given_up: GivenUpBlocks | None
+
+
+class ExplainedSpan(Answer):
+    """Part of the time line, with one cause."""
+
+    cause: str
+    begin_ms: float
+    """Milliseconds since the arrival of the request."""
+    ms: float
+    text: str
+    reason: NotRequired[str | None]
+    """With queued: SEAT, BUDGET, BLOCKS, LEADER, REMOTE_KVS or IN_FLIGHT."""
+    is_behind: NotRequired[bool | None]
+    """With queued: true if the reason is that of another request, which was the first in the
+    queue."""
+    steps: NotRequired[int | None]
+    tokens: NotRequired[int | None]
+    """Number of computed tokens of this request."""
+    others: NotRequired[int | None]
+    """Most other requests in one of the steps."""
+    theirs_ms: NotRequired[float | None]
+    """Share of the steps' time, by tokens, of the other requests."""
+    between_ms: NotRequired[float | None]
+    """Time between the steps; in causes it belongs to between_steps."""
+
+
+class ExplainedCause(Answer):
+    """All time with one cause."""
+
+    cause: str
+    ms: float
+    text: str
+
+
+class ExplainedAnswer(Answer):
+    """Answer to a prompt, by the engine's steps."""
+
+    prompt: int
+    index: int
+    followed: bool
+    """True if the time line is that of this answer: it ended last."""
+    begin_ms: float
+    end_ms: float
+    steps: int
+    prompt_chunks: int
+    """Number of the steps that computed the prompt."""
+    computed_tokens: int
+    cached_tokens: int
+    preemptions: int
+
+
+class Advice(Answer):
+    """Setting that would have helped."""
+
+    setting: str
+    text: str
+    saved_ms: float | None
+    estimate: Literal["at_most", "simulated", "unknown"]
+    """at_most: the time of the causes that the setting removes; simulated: by a simulation of the
+    requests of that time."""
+
+
+class RecentRequest(Answer):
+    """Recent request."""
+
+    id: str
+    """Id of the answer."""
+    request_id: str
+    path: str
+    model: str
+    created: float
+    """Arrival in seconds since 1970."""
+    seconds: float
+    prompt_tokens: int
+    completion_tokens: int
+    status: int | None
+    """HTTP status; null: none was sent yet."""
+    finished: bool
+
+
+class RecentRequests(Answer):
+    """GET /v1/requests."""
+
+    object: Literal["list"]
+    data: list[RecentRequest]
+
+
+class Explanation(RecentRequest):
+    """GET /v1/requests/{request_id}/explain."""
+
+    object: Literal["request.explanation"]
+    wall_ms: float
+    first_token_ms: float | None
+    timeline: list[ExplainedSpan]
+    """Parts in order, without gaps: they sum to wall_ms."""
+    causes: list[ExplainedCause]
+    """Time by cause, the longest first: they sum to wall_ms, too."""
+    answers: list[ExplainedAnswer]
+    cache: ExplainedCache
+    advice: list[Advice]
+
+
 class Usage(Answer):
     """Token counts."""
 
@@ -228,6 +359,8 @@ class CompletionAnswer(Envelope):
     choices: list[CompletionChoice]
     usage: Usage
     metrics: NotRequired[PerRequestMetrics | None]
+    explanation: NotRequired[Explanation | None]
+    """With explain."""
     kv_transfer_params: NotRequired[dict[str, Any] | None]
 
 
@@ -252,6 +385,8 @@ class CompletionChunk(Envelope):
     choices: list[CompletionChunkChoice]
     usage: NotRequired[Usage | None]
     metrics: NotRequired[PerRequestMetrics | None]
+    explanation: NotRequired[Explanation | None]
+    """With explain."""
     prompt_progress: NotRequired[PromptProgress | None]
 
 
@@ -326,6 +461,8 @@ class ChatAnswer(Envelope):
     choices: list[ChatChoice]
     usage: Usage
     metrics: NotRequired[PerRequestMetrics | None]
+    explanation: NotRequired[Explanation | None]
+    """With explain."""
     kv_transfer_params: NotRequired[dict[str, Any] | None]
     prompt_logprobs: PromptLogprobs | None
     prompt_token_ids: list[int] | None
@@ -379,6 +516,8 @@ class ChatChunk(Envelope):
     choices: list[ChatChunkChoice]
     usage: NotRequired[Usage | None]
     metrics: NotRequired[PerRequestMetrics | None]
+    explanation: NotRequired[Explanation | None]
+    """With explain."""
     prompt_progress: NotRequired[PromptProgress | None]
     prompt_token_ids: NotRequired[list[int] | None]
 

@@ -27,6 +27,7 @@ from octavo.server.chat import create_batch_chat_completion, create_chat_complet
 from octavo.server.completions import create_completion
 from octavo.server.docs import HEADERS, docs_page
 from octavo.server.errors import on_http_exception
+from octavo.server.explain import explain_request, list_requests
 from octavo.server.generate import create_token_generation
 from octavo.server.http_state import HttpState
 from octavo.server.invocations import create_invocation
@@ -116,6 +117,8 @@ ROUTES: tuple[tuple[str, Endpoint, str], ...] = (
     ("/api/version", ollama_version, "GET"),
     ("/inference/v1/generate", resumable(create_token_generation), "POST"),
     ("/invocations", resumable(create_invocation), "POST"),
+    ("/v1/requests", list_requests, "GET"),
+    ("/v1/requests/{request_id:path}/explain", explain_request, "GET"),
     ("/v1/files", files.create_file, "POST"),
     ("/v1/files", files.list_files, "GET"),
     ("/v1/files/{file_id}", files.get_file, "GET"),

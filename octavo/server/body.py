@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any, ClassVar, TypeVar
@@ -110,6 +111,7 @@ async def read_body(request: Request, limit: int) -> bytes:
             raise BodyTooLargeError(limit)
         state.check_bodies(len(data))
         if not message.get("more_body", False):
+            context.received = time.monotonic()
             return bytes(data)
 
 

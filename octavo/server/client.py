@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
+from urllib.parse import quote
 
 import httpx
 import msgspec
@@ -41,6 +42,68 @@ class Served(NamedTuple):
     """True if the server knows how the model writes reasoning."""
     routes: frozenset[str]
     """Methods and paths, such as POST /v1/messages."""
+
+
+class ListedRequest(msgspec.Struct):
+    """Recent request; see `answers.RecentRequest`."""
+
+    id: str
+    path: str
+    created: float
+    seconds: float
+    completion_tokens: int
+    status: int | None
+
+
+class RecentRequests(msgspec.Struct):
+    """Recent requests of a key."""
+
+    data: list[ListedRequest]
+
+
+class ExplainedSpan(msgspec.Struct):
+    """Part of a time line; see `answers.ExplainedSpan`."""
+
+    cause: str
+    begin_ms: float
+    ms: float
+    text: str
+
+
+class ExplainedCause(msgspec.Struct):
+    """All time with one cause."""
+
+    cause: str
+    ms: float
+    text: str
+
+
+class GivenAdvice(msgspec.Struct):
+    """Setting that would have helped; see `answers.Advice`."""
+
+    setting: str
+    text: str
+    saved_ms: float | None
+    estimate: str
+
+
+class Explanation(msgspec.Struct):
+    """Reasons of a request's time; see `answers.Explanation`."""
+
+    id: str
+    path: str
+    status: int | None
+    finished: bool
+    wall_ms: float
+    first_token_ms: float | None
+    completion_tokens: int
+    timeline: list[ExplainedSpan]
+    causes: list[ExplainedCause]
+    cache: dict[str, Any]
+    advice: list[GivenAdvice]
+
+
+S = TypeVar("S")
 
 
 class Client:
@@ -128,6 +191,35 @@ class Client:
             raise self._unreachable(error) from None
         except msgspec.MsgspecError:
             raise ServerError(f"{address} is not the engine view of an Octavo server.") from None
+
+    def recent_requests(self) -> RecentRequests:
+        """Return the recent requests of the key, the newest first.
+
+        Raises:
+            ServerError: the request was rejected or failed.
+        """
+        return self._get("/requests", RecentRequests)
+
+    def explain(self, request_id: str) -> Explanation:
+        """Return why a recent request took as long as it did.
+
+        Raises:
+            ServerError: the request was rejected or failed.
+        """
+        return self._get(f"/requests/{quote(request_id, safe='')}/explain", Explanation)
+
+    def _get(self, path: str, kind: type[S]) -> S:
+        """Return the answer of a route under /v1."""
+        try:
+            response = self._http.get(self._url + path)
+        except httpx.HTTPError as error:
+            raise self._unreachable(error) from None
+        if response.status_code != 200:
+            raise ServerError(_message(response.status_code, response.content))
+        try:
+            return msgspec.json.decode(response.content, type=kind)
+        except msgspec.MsgspecError:
+            raise ServerError(f"{self._url} is not the address of an Octavo server.") from None
 
     def describe(self) -> Served:
         """Return the description of the server and its model.

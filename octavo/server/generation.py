@@ -7,7 +7,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, aclosing, nullcontext
+from contextlib import AbstractContextManager, aclosing, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, cast
 
 import msgspec
@@ -32,13 +32,16 @@ from octavo.sampling_params import SamplingParams
 from octavo.server import answers
 from octavo.server.auth import flow_of, private_salt
 from octavo.server.errors import ClientDisconnectError, error_event, log_unexpected
+from octavo.server.explain import disabled, explain_story
 from octavo.server.load_report import add_load_report
 from octavo.server.middleware import context_of
 from octavo.server.parts import Delta
-from octavo.server.recent_prompts import LONG, Recorded, explain, to_bytes
+from octavo.server.prompt_difference import find_difference
+from octavo.server.recent_prompts import LONG, Found, Recorded, explain, to_bytes
 from octavo.server.resumable_streams import DONE, Events, Stream
 from octavo.server.schema import GenerationBody
 from octavo.server.state import ServerState, state_of
+from octavo.server.stories import Story
 from octavo.system import clock
 from octavo.system.offload import offload
 from octavo.text.tokenizer import Tokenizer
@@ -107,8 +110,10 @@ class Generation(ABC, Generic[B]):
         self.state = state_of(request)
         self.body = body
         self.context = context_of(request)
+        self._path = request.scope["path"]
         if body.request_id is not None:
             self.context.request_id = body.request_id
+        self._parsed = time.monotonic()
         self.id = f"{self.id_prefix}-{self.context.request_id}"
         deadline_ms = body.deadline_ms or self.context.deadline_ms
         arrival = self.context.arrival
@@ -267,6 +272,7 @@ class Generation(ABC, Generic[B]):
                 outputs[index] = output
         in_order = [outputs[i] for i in sorted(outputs)]
         choices = self.choices(in_order)
+        explanation = await self._explanation() if self.body.explain else None
 
         def others() -> dict[str, object]:
             fields: dict[str, object] = {"usage": self.usage.to_dict()}
@@ -276,6 +282,8 @@ class Generation(ABC, Generic[B]):
             params = [output.kv_transfer_params for output in in_order]
             if params[0] is not None:  # the request has one prompt then
                 fields["kv_transfer_params"] = params[0]
+            if explanation is not None:
+                fields["explanation"] = explanation
             return fields
 
         candidates = [_num_candidates(output) for output in in_order]
@@ -326,7 +334,8 @@ class Generation(ABC, Generic[B]):
                 if always:
                     tail = b'],"usage":' + encode(self.usage.to_dict()) + b"}\n\n"
                 yield [head + choice + tail for choice in chunks]
-        if with_usage or (self.body.return_metrics and self._times is not None):
+        explains = bool(self.body.explain)
+        if with_usage or explains or (self.body.return_metrics and self._times is not None):
             last = b"]"
             if with_usage:
                 last += b',"usage":' + encode(self.usage.to_dict())
@@ -334,6 +343,8 @@ class Generation(ABC, Generic[B]):
                 metrics = self._metrics(self._times)
                 # A chunk omits unknown times, as vLLM does.
                 last += b',"metrics":' + encode({k: v for k, v in metrics.items() if v is not None})
+            if explains:
+                last += b',"explanation":' + encode(await self._explanation())
             yield [head + last + b"}\n\n"]
 
     def _metrics(self, times: RequestMetrics) -> answers.PerRequestMetrics:
@@ -380,8 +391,11 @@ class Generation(ABC, Generic[B]):
         tenant, background = self.state.tenant(self.context.api_key), self.context.background
         blamed = "n" if self.num_answers > self.num_prompts else self.prompt_param
         # Lines of batches take no places: their number has a limit of its own.
-        with nullcontext() if background else self.state.admit(count, blamed, tenant):
+        admitted = nullcontext() if background else self.state.admit(count, blamed, tenant)
+        with self._with_story(tenant) as story, admitted:
             engine = await self.state.get_engine()
+            if story is not None:
+                story.mark()
             self.tokenizer = engine.tokenizer
             try:
                 prompts, params, add_special_tokens = await self.read(engine)
@@ -423,6 +437,8 @@ class Generation(ABC, Generic[B]):
                     },
                 )
             salt = private_salt(self.context.api_key, self.body.cache_salt)
+            if story is not None:
+                story.mark()
             trace_headers: dict[str, str] | None = None
             if engine.config.observability.otlp_traces_endpoint is not None:
                 own_id = {"x-request-id": self.context.request_id}
@@ -430,7 +446,9 @@ class Generation(ABC, Generic[B]):
 
             async def one(index: int) -> AsyncGenerator[IndexedOutput, None]:
                 prompt = prompts[index]
-                request_id = f"{self.id}-{index}-{self.state.next_id()}"
+                number = self.state.next_id()
+                request_id = f"{self.id}-{index}-{number}"
+                stages = None if story is None else story.begin_prompt(number)
                 options = RequestOptions(
                     clock.now(),
                     tenant=tenant,
@@ -454,11 +472,17 @@ class Generation(ABC, Generic[B]):
                             request_id,
                             options,
                             add_special_tokens=add_special_tokens,
+                            stages=stages,
                         ),
                     )
                     return
                 stream = engine.serve(
-                    prompt, params, request_id, options, add_special_tokens=add_special_tokens
+                    prompt,
+                    params,
+                    request_id,
+                    options,
+                    add_special_tokens=add_special_tokens,
+                    stages=stages,
                 )
                 async with aclosing(stream):  # closing aborts unfinished requests
                     async for output in stream:
@@ -468,14 +492,22 @@ class Generation(ABC, Generic[B]):
             asked = self.body.return_metrics or self.state.config.enable_per_request_metrics
             times_one = asked and count == 1 and not background
             watched: _WatchedPrompt | None = None
-            if count == 1 and self._explains_misses(prompts[0], params, engine):
-                watched = _WatchedPrompt(self, salt)
+            reports = self.reports_cache_misses and self.reports_cached_tokens
+            if (
+                count == 1
+                and (reports or story is not None)
+                and self._may_find_misses(prompts[0], params, engine)
+            ):
+                watched = _WatchedPrompt(self, salt, reports)
             streams = [one(i) for i in range(len(prompts))]
             merged = streams[0] if len(streams) == 1 else _merge(streams)
             try:
                 async with aclosing(merged):
                     async for index, output in merged:
                         self.usage.add(index, output)
+                        if story is not None and story.first is None:
+                            first = output.metrics.first_token_time
+                            story.first = None if first is None else clock.from_monotonic(first)
                         if watched is not None:
                             await watched.take(output)
                         for completion in output.outputs:
@@ -493,12 +525,47 @@ class Generation(ABC, Generic[B]):
             except RequestError as error:
                 raise self._blamed(error) from None
 
-    def _explains_misses(self, prompt: Prompt, params: SamplingParams, engine: AsyncLLM) -> bool:
-        """Return True if the usage explains a prefix that a prompt misses."""
+    @contextmanager
+    def _with_story(self, owner: str | None) -> Iterator[Story | None]:
+        """Record the request for `explain` while its outputs are made.
+
+        Raises:
+            RequestError: the answer is to contain the explanation, and there is none.
+        """
+        state, context = self.state, self.context
+        if not state.stories.max_count or context.background:
+            if self.body.explain:
+                message = disabled("explain=true")
+                if context.background:
+                    message = "explain=true is not available in a batch; leave it out."
+                raise RequestError(message, "explain", "explain_disabled")
+            yield None
+            return
+        times = (context.arrival, context.received or context.arrival, self._parsed)
+        context.story = story = Story(
+            context.request_id,
+            self.id,
+            owner,
+            self._path,
+            self.body.model or state.model_names[0],
+            self.usage,
+            [clock.from_monotonic(time) for time in times],
+            self.num_prompts,
+        )
+        story.is_one = bool(self.body.use_beam_search)
+        state.stories.add(story)
+        with story.at_work():
+            yield story
+
+    async def _explanation(self) -> answers.Explanation:
+        """Return the explanation of the request up to now."""
+        assert self.context.story is not None
+        return await explain_story(self.state, self.context.story)
+
+    def _may_find_misses(self, prompt: Prompt, params: SamplingParams, engine: AsyncLLM) -> bool:
+        """Return True if a prompt might find a prefix in the cache."""
         return (
-            self.reports_cache_misses
-            and self.reports_cached_tokens
-            and engine.config.cache.enable_prefix_caching
+            engine.config.cache.enable_prefix_caching
             and params.prompt_logprobs is None  # such a prompt is computed completely
             and not self.body.use_beam_search
             and (isinstance(prompt, str) or "prompt_embeds" not in prompt)
@@ -649,10 +716,12 @@ class _WatchedPrompt:
     Args:
         generation: the request.
         scope: scope of its cached prefixes.
+        reports: True if the usage has the result.
     """
 
-    def __init__(self, generation: Generation[Any], scope: str | None) -> None:
+    def __init__(self, generation: Generation[Any], scope: str | None, reports: bool) -> None:
         self._generation = generation
+        self._reports = reports
         self._scope = scope
         self._recorded: Recorded | None = None
         self._answer: list[int] = []
@@ -687,8 +756,25 @@ class _WatchedPrompt:
                 miss["message"] = await offload(
                     len(ids) // 4, self._message_of, output, generation.tokenizer, miss["token"]
                 )
-            generation.usage.cache_miss = miss
+            if self._reports:
+                generation.usage.cache_miss = miss
+            if miss is not None:
+                self._tell(found, prompt, miss)
         self._recorded = prompts.add(self._scope, prompt)
+
+    def _tell(self, found: Found, prompt: bytes, miss: answers.CacheMiss) -> None:
+        """Record the missed prefix for `explain`."""
+        generation = self._generation
+        story, tokenizer = generation.context.story, generation.tokenizer
+        if story is None:
+            return
+        story.cache_miss = miss
+        if miss["reason"] == "changed" and tokenizer is not None:
+            earlier = found.recorded.prompt + found.recorded.answer
+            texts = generation.state.config.explain_prompts
+            story.difference = find_difference(
+                tokenizer, prompt, earlier, miss["token"], with_texts=texts
+            )
 
     def _message_of(self, output: RequestOutput, tokenizer: Tokenizer, token: int) -> int | None:
         """Return the index of the message that has a token of the prompt."""

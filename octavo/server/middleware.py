@@ -24,6 +24,7 @@ from octavo.server.errors import (
     show,
 )
 from octavo.server.http_state import HttpState
+from octavo.server.stories import SHORTEST_BLOCK, Story
 from octavo.server.ui import is_page
 from octavo.system.logs import REQUEST_ID
 
@@ -65,6 +66,10 @@ class RequestContext:
     """Time of the answer in seconds since 1970; None: now."""
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
+    received: float | None = None
+    """Second of `time.monotonic` at which the body had been read."""
+    story: Story | None = None
+    """Record for `explain`."""
 
 
 def context_of(request: Request) -> RequestContext:
@@ -109,7 +114,15 @@ class RequestMiddleware:
                     answer["X-Octavo-Ignored-Fields"] = ", ".join(context.ignored_fields)
                 if context.stripped:
                     answer["X-Octavo-Stripped"] = ", ".join(context.stripped)
+            story = context.story
+            if story is None:
+                await send(message)
+                return
+            begin = time.monotonic()
             await send(message)
+            end = time.monotonic()
+            if end - begin >= SHORTEST_BLOCK:
+                story.note_sending(begin, end)
 
         self.state.num_active += not probe
         try:
@@ -138,7 +151,10 @@ class RequestMiddleware:
         finally:
             self.state.num_active -= not probe
             self.state.body_bytes -= context.body_bytes
-            _log_access(scope, context, probe or self._quiet(scope["path"]))
+            end = time.monotonic()
+            if context.story is not None:
+                context.story.end_http(context.status, end)
+            _log_access(scope, context, end, probe or self._quiet(scope["path"]))
             REQUEST_ID.reset(token)
 
     def _quiet(self, path: str) -> bool:
@@ -173,10 +189,10 @@ def _milliseconds(headers: Headers, name: str) -> int | None:
     return int(given)
 
 
-def _log_access(scope: Scope, context: RequestContext, quiet: bool) -> None:
+def _log_access(scope: Scope, context: RequestContext, end: float, quiet: bool) -> None:
     fields: dict[str, object] = {
         "status": context.status,
-        "latency_ms": round((time.monotonic() - context.arrival) * 1000, 1),
+        "latency_ms": round((end - context.arrival) * 1000, 1),
         "client": context.address,
     }
     if context.prompt_tokens is not None:

@@ -255,6 +255,10 @@ OPERATIONS: dict[str, Operation] = {
         query={"from": ("0",)},
     ),
     "/v1/engine/view": Operation(None, (*_GUARDED, 404, 429), chunk=answers.ViewEvent),
+    "/v1/requests": Operation(answers.RecentRequests, _GUARDED),
+    "/v1/requests/{request_id:path}/explain": Operation(
+        answers.Explanation, (*_GUARDED, 404), query={"simulate": ("true", "false")}
+    ),
     "/tokenize": Operation(answers.Tokens, _WITH_BODY, TokenizeBody),
     "/detokenize": Operation(answers.Text, _WITH_BODY, DetokenizeBody),
     "/tokenizer_info": Operation(answers.TokenizerInfo, (*_GUARDED, 404)),

@@ -16,6 +16,7 @@ from octavo.engine.checks import check_recording, check_settings
 from octavo.errors import ConfigError
 from octavo.fleet.process import CoreProcess
 from octavo.fleet.start import EngineProcesses, start_loading
+from octavo.frontend.past import WhatIf
 from octavo.models.hub import resolve_model
 from octavo.models.registry import read_spec
 from octavo.models.spec import divide_layers
@@ -42,7 +43,10 @@ logger = logging.getLogger(__name__)
 
 
 def run_server(
-    config: ServerConfig, engine_config: EngineConfig, process: CoreProcess | None
+    config: ServerConfig,
+    engine_config: EngineConfig,
+    process: CoreProcess | None,
+    what_if: WhatIf | None = None,
 ) -> int:
     """Serve until a signal ends it; return the exit status.
 
@@ -50,6 +54,7 @@ def run_server(
         config: settings of the server.
         engine_config: settings of the engine.
         process: first process of the engine, not started yet; None with several front ends.
+        what_if: simulates other settings; None: explanations have no such estimates.
 
     Raises:
         OctavoError: the address cannot be used, or the engine failed (with the root cause).
@@ -96,7 +101,7 @@ def run_server(
             # Import the web framework while the engine loads the model.
             from octavo.server.serve import serve_engine
 
-            return serve_engine(config, engine_config, processes, listener)
+            return serve_engine(config, engine_config, processes, listener, what_if)
         finally:
             if config.uds is not None:
                 Path(config.uds).unlink(missing_ok=True)

@@ -283,6 +283,9 @@ class GenerationBody(ServedBody, StructuredOutputsBody):
     return_metrics: bool | None = None
     """Report times and counts of the request as metrics of the answer, or of the last chunk; only
     for one answer to one prompt."""
+    explain: bool | None = None
+    """Explain the time of the request in its answer, or in the last chunk of its stream, as
+    explanation; see docs/explain.md."""
     return_progress: bool | None = None
     """Send chunks with prompt_progress while the prompt is computed; needs stream, and one
     prompt."""

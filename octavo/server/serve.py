@@ -15,6 +15,7 @@ import uvloop
 from octavo.config import EngineConfig, ServerConfig
 from octavo.fleet.start import EngineProcesses
 from octavo.frontend.async_llm import AsyncLLM
+from octavo.frontend.past import WhatIf
 from octavo.server.app import App, build_app
 from octavo.server.http_state import HttpState
 from octavo.server.listen import address_of, client_address, tls_context
@@ -36,8 +37,11 @@ def serve_engine(
     engine_config: EngineConfig,
     processes: EngineProcesses,
     listener: socket.socket,
+    what_if: WhatIf | None = None,
 ) -> int:
     """Start the engine in this front end, and serve; return the exit status.
+
+    `what_if` simulates other settings.
 
     Raises:
         OctavoError: the engine failed; the message has the root cause.
@@ -46,6 +50,7 @@ def serve_engine(
         state = ServerState(
             config, engine_config, lambda: start_engine(config, engine_config, processes)
         )
+        state.what_if = what_if
         exempt_present_objects()  # modules stay
         return runner.run(serve(state, listener))
 

@@ -26,6 +26,7 @@ from octavo.errors import (
     QueueFullError,
     RequestError,
 )
+from octavo.frontend.past import WhatIf
 from octavo.frontend.request_memory import leaves_room
 from octavo.parsers.answer import Format
 from octavo.parsers.detect import find_format
@@ -38,6 +39,7 @@ from octavo.server.recent_prompts import RecentPrompts
 from octavo.server.resumable_streams import StreamRegistry
 from octavo.server.state_dir import StateDir
 from octavo.server.stats_log import StatsLog
+from octavo.server.stories import Stories
 from octavo.server.view_hub import ViewHub
 from octavo.text.chat_template import ChatTemplate
 from octavo.text.tokenizer import Tokenizer
@@ -84,6 +86,11 @@ class ServerState(HttpState):
         folder = None if self.state_dir is None else self.state_dir.subfolder("objects")
         self.objects = ObjectStore(folder, config.request_memory_bytes)
         self.recent_prompts = RecentPrompts()
+        self.stories = Stories(config.num_explained)
+        self.what_if: WhatIf | None = None
+        """Simulation of other settings for explanations."""
+        self.simulating = asyncio.Lock()
+        """Lock of the one simulation that runs."""
         self.background = Background()
         self.long_line = asyncio.Lock()
         """Lock of the one line of a batch that writes a long answer."""

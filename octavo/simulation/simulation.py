@@ -83,6 +83,7 @@ def simulate(
     arrivals: Sequence[float],
     on_end: Callable[[], object] = lambda: None,
     router: Router | None = None,
+    on_step: Callable[[], object] = lambda: None,
 ) -> SimulatedRun:
     """Serve requests in virtual time.
 
@@ -93,6 +94,7 @@ def simulate(
         arrivals: arrival of each, in seconds since the start.
         on_end: called when a request has ended.
         router: assigns requests to engines; default: as in a server.
+        on_step: called before each step.
     """
     config = engine.config
     count = config.parallel.data_parallel_size
@@ -103,7 +105,7 @@ def simulate(
         RequestRecord(len(request.token_ids), 0, at, at)
         for request, at in zip(requests, arrivals, strict=True)
     ]
-    replicas = [_Replica(engine, records, router, on_end) for _ in range(count)]
+    replicas = [_Replica(engine, records, router, on_end, on_step) for _ in range(count)]
     for index in sorted(range(len(requests)), key=arrivals.__getitem__):
         for replica in replicas:
             replica.run(arrivals[index])
@@ -129,6 +131,7 @@ class _Replica:
         records: list[RequestRecord],
         router: Router,
         on_end: Callable[[], object],
+        on_step: Callable[[], object],
     ) -> None:
         self.clock, self._times = VirtualClock(), engine.step_times
         self.core = EngineCore(
@@ -146,6 +149,7 @@ class _Replica:
         self.timeline, self.kv_usage_max = Timeline(), 0.0
         self._processor = OutputProcessor(None)
         self._records, self._router, self._on_end = records, router, on_end
+        self._on_step = on_step
 
     def add(self, request: EngineCoreRequest) -> None:
         """Add a request that arrives now, or arrived during the last step."""
@@ -162,6 +166,7 @@ class _Replica:
             self.clock.seconds = max(self.clock.seconds, until)
 
     def _step(self) -> None:
+        self._on_step()
         self.clock.seconds += self._times.host_seconds
         self.clock.seconds += self._times.host_request_seconds * len(self.core.scheduler.running)
         outputs = self.core.step()

@@ -1,4 +1,4 @@
-"""Flags and functions of `octavo run | chat | complete | scale | top | list | pull`."""
+"""Flags and functions of `octavo run | chat | complete | scale | top | explain | list | pull`."""
 
 from __future__ import annotations
 
@@ -66,6 +66,10 @@ _TOP_EXAMPLES = """examples:
   octavo top                          the server on this machine
   octavo top --url http://host:8000   another server
   octavo top | cat                    print the state once
+"""
+_EXPLAIN_EXAMPLES = """examples:
+  octavo explain                      list the recent requests
+  octavo explain chatcmpl-3f2a9c      why this request took as long as it did
 """
 _PULL_EXAMPLE = """example:
   octavo pull Qwen/Qwen3-0.6B
@@ -162,6 +166,20 @@ def add_commands(commands: Any, named: str | None) -> list[argparse.ArgumentPars
     )
     _add_address_flags(top)
     top.set_defaults(command=watch_server, model=None)
+    explain = commands.add_parser(
+        "explain",
+        help="show why a request to a running server took as long as it did",
+        usage="%(prog)s [ID] [flags]",
+        epilog=_EXPLAIN_EXAMPLES,
+    )
+    explain.add_argument(
+        "id",
+        nargs="?",
+        metavar="ID",
+        help="Id of the answer or of the request (X-Request-Id); default: list recent requests.",
+    )
+    _add_address_flags(explain)
+    explain.set_defaults(command=explain_request, model=None)
 
     listing = commands.add_parser("list", help="list the models on this machine")
     listing.set_defaults(command=list_models)
@@ -177,7 +195,7 @@ def add_commands(commands: Any, named: str | None) -> list[argparse.ArgumentPars
         help="Folder to download to; default: the hub client's cache.",
     )
     pull.set_defaults(command=pull_model)
-    return [run, chat, complete, scale, top, listing, pull]
+    return [run, chat, complete, scale, top, explain, listing, pull]
 
 
 def _add_sampling_flags(parser: argparse.ArgumentParser, exclude: str | None = None) -> None:
@@ -401,6 +419,16 @@ def watch_server(args: argparse.Namespace) -> int:
 
     with _connect(args) as client, contextlib.suppress(KeyboardInterrupt):
         run(client, args.url)
+    return 0
+
+
+def explain_request(args: argparse.Namespace) -> int:
+    """Run `octavo explain`."""
+    from octavo.terminal.explanation import described, listed
+
+    with _connect(args) as client:
+        found = listed(client.recent_requests()) if args.id is None else None
+        print(harmless(described(client.explain(args.id)) if found is None else found))
     return 0
 
 

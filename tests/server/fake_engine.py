@@ -93,7 +93,8 @@ class FakeAsyncLLM:
         self.step_log = StepLog()
         self.engine_stats: dict[int, SchedulerStats] = {}
         self.maps: dict[int, BlockMap] = {}
-        self.max_num_batched_tokens = 512
+        self.max_num_batched_tokens = 2048
+        self.num_blocks = 0
         self.ready = True
         self.num_steps = 0
         self.answer = ANSWER
@@ -132,13 +133,17 @@ class FakeAsyncLLM:
         self._output = OutputProcessor(self.tokenizer, self.metrics)
         self._stepping: asyncio.Task[None] | None = None
 
-    async def serve(self, prompt, params, request_id, options, *, add_special_tokens):
+    async def serve(self, prompt, params, request_id, options, *, add_special_tokens, stages=None):
         request, text = await self.process(prompt, params, request_id, options, add_special_tokens)
+        if stages is not None:
+            stages += [("tokenize", clock.now()), ("to_engine", clock.now())]
         async with aclosing(self._stream(request, params, text)) as outputs:
             async for output in outputs:
                 yield output
 
-    async def serve_beams(self, prompt, params, request_id, options, *, add_special_tokens):
+    async def serve_beams(
+        self, prompt, params, request_id, options, *, add_special_tokens, stages=None
+    ):
         self.beam_params.append(params)
         of_prompt = prompt_params(params)
         request, text = await self.process(

@@ -167,3 +167,21 @@ def test_a_server_that_is_none(server):
     server.answers["/v1/models"] = (401, b'{"error": {"message": "no key"}}')
     with pytest.raises(ServerError, match="no key"):
         Client(server.url)
+
+
+def test_an_explanation_has_the_id_in_its_path(server):
+    listed = {"id": "a", "path": "/v1/x", "created": 1.0, "seconds": 2.0, "completion_tokens": 3}
+    found = listed | {"status": 200, "finished": True, "wall_ms": 2000.0, "first_token_ms": None}
+    found |= {"timeline": [], "causes": [], "cache": {}, "advice": [], "later": "field"}
+    server.answers["/v1/requests"] = 200, json.dumps({"data": [listed | {"status": None}]}).encode()
+    server.answers["/v1/requests/a%2Fb%3F/explain"] = 200, json.dumps(found).encode()
+    server.answers["/v1/requests/none/explain"] = 404, b'{"error": {"message": "not known"}}'
+    server.answers["/v1/requests/odd/explain"] = 200, b"<html>"
+    client = Client(server.url)
+    assert [request.id for request in client.recent_requests().data] == ["a"]
+    assert client.explain("a/b?").wall_ms == 2000.0
+    with pytest.raises(ServerError, match="not known"):
+        client.explain("none")
+    with pytest.raises(ServerError, match="not the address of an Octavo server"):
+        client.explain("odd")
+    client.close()

@@ -14,7 +14,7 @@ from octavo.models import hub
 from octavo.outputs import CompletionOutput, RequestOutput
 from octavo.sampling_params import SamplingParams
 from octavo.server import client as client_module
-from octavo.terminal import commands
+from octavo.terminal import commands, explanation
 
 
 @pytest.fixture(autouse=True)
@@ -370,6 +370,17 @@ def test_the_operator_scales_with_a_key(client, capsys, monkeypatch):
     assert cli.main(["scale", "3", "--admin-key", "boss"]) == 0
     assert client().api_key == "boss"
     assert capsys.readouterr().out == "scaled to 3\n" * 4
+
+
+def test_requests_are_listed_and_explained(client, capsys, monkeypatch):
+    monkeypatch.setattr(explanation, "listed", lambda found: f"list of {found}")
+    monkeypatch.setattr(explanation, "described", lambda found: f"story of {found}\x1b")
+    FakeClient.recent_requests = lambda self: "recent"
+    FakeClient.explain = lambda self, name: name
+    assert cli.main(["explain"]) == 0
+    assert cli.main(["explain", "cmpl-1", "--api-key", "k"]) == 0
+    assert client().api_key == "k"
+    assert capsys.readouterr().out == "list of recent\nstory of cmpl-1\u241b\n"
 
 
 def test_one_completion(client, capsys, monkeypatch):

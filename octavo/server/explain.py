@@ -1,0 +1,408 @@
+"""GET /v1/requests and /v1/requests/ID/explain: why a request took as long as it did."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from octavo.errors import NotFoundError, RequestError
+from octavo.frontend.past import MOST_SECONDS, SECONDS_BEFORE, Past, WhatIf
+from octavo.frontend.step_log import EngineDeath, LoggedStep
+from octavo.frontend.time_line import (
+    BETWEEN,
+    STEPS,
+    Answer,
+    Marks,
+    Span,
+    TimeLine,
+    make_time_line,
+    number_of,
+)
+from octavo.server import answers
+from octavo.server.errors import show
+from octavo.server.middleware import context_of
+from octavo.server.state import state_of
+from octavo.server.stories import Story
+from octavo.system import clock
+
+if TYPE_CHECKING:
+    from octavo.frontend.async_llm import AsyncLLM
+    from octavo.server.state import ServerState
+
+MAX_SPANS = 200
+"""Number of spans of a time line that an explanation has; the shortest are joined."""
+
+TITLES: Mapping[str, str] = {
+    "receive": "the body was received",
+    "parse": "the body was parsed and checked",
+    "start": "the server accepted the request",
+    "render": "the prompt was rendered",
+    "tokenize": "the prompt was tokenised",
+    "to_engine": "on the way to the engine",
+    "model_load": "the model was still loading",
+    "grammar": "the grammar was compiled",
+    "kv_load": "cached blocks were loaded from elsewhere",
+    "asleep": "the engine was paused or asleep",
+    "queued": "queued",
+    "step_of_others": "the engine computed a step without this request",
+    "prefill": "the prompt was computed",
+    "recompute": "tokens were computed again",
+    "decode": "the answer was computed",
+    "failed_step": "a step failed",
+    "preempted": "preempted: another request needed its blocks",
+    "engine_death": "the engine died and was replaced",
+    BETWEEN: "the engine's own work around its steps",
+    "deliver": "the answer was written and sent",
+    "client": "the client did not read",
+    "not_recorded": "no longer recorded",
+    "several": "several short parts",
+}
+"""Titles of the causes of time."""
+
+_QUEUED = {
+    "SEAT": "all {seats} seats (max_num_seqs) were taken by other requests",
+    "BUDGET": "the steps' token budget (max_num_batched_tokens, {budget}) was used by other"
+    " requests",
+    "BLOCKS": "memory: other requests held the KV blocks that it needed",
+    "LEADER": "another answer to the same prompt computed the prompt that they share",
+    "REMOTE_KVS": "the first request in the queue waited for a load of cached blocks",
+    "IN_FLIGHT": "its steps in flight had to end first",
+}
+
+
+_SIMULATED = frozenset({"max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes"})
+"""Settings that a simulation can change."""
+
+
+def disabled(what: str) -> str:
+    """Return the message of an error: nothing is recorded, so `what` is impossible."""
+    return (
+        f"{what} is not available, as this server records no requests; start it with "
+        "--explain-requests N, the number of recent requests to record."
+    )
+
+
+async def list_requests(request: Request) -> Response:
+    """Return the recent requests of the client's key, the newest first."""
+    state = _enabled(request)
+    context = context_of(request)
+    owner = state.tenant(context.api_key)
+    stories = state.stories.visible(owner, is_admin=context.is_admin)
+    return answers.respond(
+        answers.RecentRequests(object="list", data=[_listed(story) for story in stories])
+    )
+
+
+async def explain_request(request: Request) -> Response:
+    """Explain a recent request of the client's key."""
+    state, name = _enabled(request), request.path_params["request_id"]
+    simulates = request.query_params.get("simulate", "true")
+    if simulates not in ("true", "false"):
+        raise RequestError(
+            f"simulate={show(simulates)} is not allowed; use true or false.", "simulate"
+        )
+    context = context_of(request)
+    owner = state.tenant(context.api_key)
+    story = state.stories.find(name, owner, is_admin=context.is_admin)
+    if story is None:
+        raise NotFoundError(
+            f"Request {show(name)} is not known to this API key: it is unknown, another key's, or "
+            f"not one of the last {state.stories.max_count} (--explain-requests).",
+            "request_id",
+            "request_not_found",
+        )
+    return answers.respond(await explain_story(state, story, simulates=simulates == "true"))
+
+
+def _enabled(request: Request) -> ServerState:
+    state = state_of(request)
+    if not state.stories.max_count:
+        raise RequestError(disabled(request.scope["path"]), None, "explain_disabled")
+    return state
+
+
+def _listed(story: Story) -> answers.RecentRequest:
+    usage = story.usage
+    end = clock.now() if story.end is None else story.end
+    return {
+        "id": story.answer_id,
+        "request_id": story.request_id,
+        "path": story.path,
+        "model": story.model,
+        "created": story.begin,
+        "seconds": end - story.begin,
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "status": story.status,
+        "finished": story.end is not None,
+    }
+
+
+async def explain_story(
+    state: ServerState, story: Story, *, simulates: bool = False
+) -> answers.Explanation:
+    """Return the explanation of a request, up to now if it still runs.
+
+    With `simulates`, advice has the result of a simulation, which may take a second.
+    """
+    engine = await state.get_engine()
+    log = engine.step_log
+    marks = story.marks(log.ready)
+    steps = list(log.between(marks.begin, marks.end))
+    deaths = list(log.deaths)
+    explanation, line = await asyncio.to_thread(
+        _explain, state, engine, story, marks, steps, deaths, log.lost_until
+    )
+    if simulates and state.what_if is not None and line.followed is not None and engine.num_blocks:
+        settings = [a["setting"] for a in explanation["advice"] if a["setting"] in _SIMULATED]
+        if settings:
+            since = max(marks.begin - SECONDS_BEFORE, marks.end - MOST_SECONDS)
+            before = list(log.between(since, marks.end))
+            async with state.simulating:
+                saved = await asyncio.to_thread(
+                    _simulate, state.what_if, engine, before, line.followed, settings
+                )
+            _add_simulated(explanation["advice"], saved)
+    return explanation
+
+
+def _simulate(
+    what_if: WhatIf,
+    engine: AsyncLLM,
+    steps: Sequence[LoggedStep],
+    core_id: str,
+    settings: Sequence[str],
+) -> Mapping[str, float]:
+    """Return the seconds that twice the value of each setting would have saved."""
+    records = [(logged.engine_index, logged.record) for logged in steps]
+    own = [i for i, r in records for part in r.parts if part.request_id == core_id]
+    if not own:
+        return {}
+    past = Past(
+        engine.config,
+        engine.spec,
+        engine.num_blocks,
+        engine.max_model_len,
+        engine.max_num_batched_tokens,
+        [record for index, record in records if index == own[-1] and record.number],
+        core_id,
+    )
+    return what_if(past, settings)
+
+
+def _add_simulated(advice: list[answers.Advice], saved: Mapping[str, float]) -> None:
+    for entry in advice:
+        if (seconds := saved.get(entry["setting"])) is not None:
+            entry["saved_ms"] = round(seconds * 1000, 3)
+            entry["estimate"] = "simulated"
+            entry["text"] += " Simulated with twice the value."
+
+
+def _explain(
+    state: ServerState,
+    engine: AsyncLLM,
+    story: Story,
+    marks: Marks,
+    steps: Sequence[LoggedStep],
+    deaths: Sequence[EngineDeath],
+    lost: float,
+) -> tuple[answers.Explanation, TimeLine]:
+    line = make_time_line(marks, steps, deaths, lost)
+    limits = {
+        "seats": state.engine_config.scheduler.max_num_seqs,
+        "budget": engine.max_num_batched_tokens,
+    }
+    timeline = [_span(span, marks.begin, limits) for span in shortened(line.spans)]
+    causes = _causes(line.spans, marks.begin)
+    usage = story.usage
+    explanation: answers.Explanation = {
+        **_listed(story),
+        "object": "request.explanation",
+        "wall_ms": _milliseconds(_micros(marks.end, marks.begin)),
+        "first_token_ms": None
+        if story.first is None
+        else _milliseconds(_micros(story.first, marks.begin)),
+        "timeline": timeline,
+        "causes": causes,
+        "answers": [
+            _answer(answer, story, line, marks.begin)
+            for answer in sorted(line.answers.values(), key=lambda answer: answer.last)
+        ],
+        "cache": {
+            "prompt_tokens": usage.prompt_tokens,
+            "cached_tokens": usage.cached_tokens,
+            "miss": story.cache_miss,
+            "difference": story.difference,
+            "given_up": _given_up(line, marks.begin),
+        },
+        "advice": _advice(causes, line.spans, story, limits),
+    }
+    return explanation, line
+
+
+def shortened(spans: Sequence[Span]) -> list[Span]:
+    """Return at most `MAX_SPANS` spans; neighbours that are short are joined to `several`."""
+    if len(spans) <= MAX_SPANS:
+        return list(spans)
+    kept = sorted(range(len(spans)), key=lambda i: spans[i].begin - spans[i].end)
+    long = set(kept[: MAX_SPANS // 2])
+    found: list[Span] = []
+    for i, span in enumerate(spans):
+        if i not in long:
+            span = Span(span.begin, span.end, "several")
+            if found and found[-1].cause == "several":
+                found[-1].end = span.end
+                continue
+        found.append(span)
+    return found
+
+
+def _micros(time: float, begin: float) -> int:
+    return round((time - begin) * 1e6)
+
+
+def _milliseconds(micros: int) -> float:
+    return micros / 1000
+
+
+def _span(span: Span, origin: float, limits: Mapping[str, int]) -> answers.ExplainedSpan:
+    begin, end = _micros(span.begin, origin), _micros(span.end, origin)
+    found: answers.ExplainedSpan = {
+        "cause": span.cause,
+        "begin_ms": _milliseconds(begin),
+        "ms": _milliseconds(end - begin),
+        "text": _text(span, limits),
+    }
+    if span.reason is not None:
+        found |= {"reason": span.reason, "is_behind": span.is_behind}
+    if span.cause in STEPS:
+        found |= {
+            "steps": span.steps,
+            "tokens": span.tokens,
+            "theirs_ms": _milliseconds(round(span.theirs * 1e6)),
+            "between_ms": _milliseconds(round(span.between * 1e6)),
+        }
+    if span.cause in STEPS or span.cause == "queued":
+        found["others"] = span.others
+    return found
+
+
+def _text(span: Span, limits: Mapping[str, int]) -> str:
+    """Return the sentence that tells the cause of a span."""
+    title = TITLES[span.cause]
+    if span.cause == "queued":
+        why = _QUEUED[span.reason or "BLOCKS"].format(**limits)
+        return f"queued{' behind another request' if span.is_behind else ''}: {why}"
+    if span.cause not in STEPS:
+        return title
+    what = {"prefill": "chunk", "recompute": "chunk"}.get(span.cause, "step")
+    text = f"{title} in {_counted(span.steps, what)}, {_counted(span.tokens, 'token')}"
+    if span.others:
+        seconds = (span.end - span.begin - span.between) * 1000
+        text += f", shared with {_counted(span.others, 'other')}"
+        text += f" ({span.theirs * 1000:.1f} ms of {seconds:.1f} ms theirs)"
+    return text
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def _causes(spans: Sequence[Span], origin: float) -> list[answers.ExplainedCause]:
+    """Return the time of each cause, the longest first; they sum to the wall time."""
+    sums: dict[str, int] = {}
+    for span in spans:
+        between = round(span.between * 1e6)
+        whole = _micros(span.end, origin) - _micros(span.begin, origin)
+        between = min(between, whole)
+        sums[span.cause] = sums.get(span.cause, 0) + whole - between
+        if between:
+            sums[BETWEEN] = sums.get(BETWEEN, 0) + between
+    return [
+        {"cause": cause, "ms": _milliseconds(micros), "text": TITLES[cause]}
+        for cause, micros in sorted(sums.items(), key=lambda item: -item[1])
+    ]
+
+
+def _answer(answer: Answer, story: Story, line: TimeLine, origin: float) -> answers.ExplainedAnswer:
+    number = number_of(answer.core_id)
+    child = answer.core_id.partition("_")[0]
+    return {
+        "prompt": list(story.prompts).index(number) if number in story.prompts else 0,
+        "index": int(child) if child.isascii() and child.isdecimal() else 0,
+        "followed": answer.core_id == line.followed,
+        "begin_ms": _milliseconds(_micros(answer.first, origin)),
+        "end_ms": _milliseconds(_micros(answer.last, origin)),
+        "steps": answer.num_steps,
+        "prompt_chunks": answer.num_chunks,
+        "computed_tokens": answer.num_tokens,
+        "cached_tokens": answer.num_cached,
+        "preemptions": answer.num_preemptions,
+    }
+
+
+def _given_up(line: TimeLine, origin: float) -> answers.GivenUpBlocks | None:
+    if line.followed is None or (event := line.answers[line.followed].given_up) is None:
+        return None
+    seconds = round(origin - event.time, 3)
+    return {"seconds_before": seconds, "token": line.answers[line.followed].num_cached}
+
+
+def _advice(
+    causes: Sequence[answers.ExplainedCause],
+    spans: Sequence[Span],
+    story: Story,
+    limits: Mapping[str, int],
+) -> list[answers.Advice]:
+    """Return what would have helped: at most the time of the cause that a setting removes."""
+    queued: dict[str, float] = {}
+    for span in spans:
+        if span.reason is not None:
+            queued[span.reason] = queued.get(span.reason, 0.0) + span.end - span.begin
+    spent = {cause["cause"]: cause["ms"] for cause in causes}
+    memory = queued.get("BLOCKS", 0.0) * 1000
+    memory += spent.get("preempted", 0.0) + spent.get("recompute", 0.0)
+    found: list[answers.Advice] = []
+
+    def add(setting: str, milliseconds: float, text: str) -> None:
+        if milliseconds >= 1:
+            saved = round(milliseconds, 3)
+            found.append(
+                {"setting": setting, "text": text, "saved_ms": saved, "estimate": "at_most"}
+            )
+
+    add(
+        "max_num_seqs",
+        queued.get("SEAT", 0.0) * 1000,
+        f"More than {limits['seats']} seats, if the memory suffices.",
+    )
+    add(
+        "max_num_batched_tokens",
+        queued.get("BUDGET", 0.0) * 1000,
+        f"A larger token budget than {limits['budget']}; others' steps then take longer.",
+    )
+    add(
+        "kv_cache_memory_bytes",
+        memory,
+        "More memory for the KV cache, or fewer seats, so that no request loses its blocks.",
+    )
+    add("resources", spent.get("kv_load", 0.0), "Faster storage of cached blocks.")
+    difference = story.difference
+    if difference is not None and difference["volatile"] is not None:
+        is_header = difference["volatile"] == "an agent's billing header"
+        found.append(
+            {
+                "setting": "strip_client_noise" if is_header else "prompt",
+                "text": "Start the server with --strip-client-noise: it leaves out the header."
+                if is_header
+                else f"Move {difference['volatile']} behind the parts of the prompt that stay the "
+                "same.",
+                "saved_ms": None,
+                "estimate": "unknown",
+            }
+        )
+    return found

@@ -1,0 +1,119 @@
+"""Texts of `octavo explain`: the list of recent requests, and the time line of one."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from octavo.server.client import Explanation, RecentRequests
+
+_LEAST_BAR = 8
+_MOST_BAR = 60
+_FULL = "█"
+_PARTS = " ▏▎▍▌▋▊▉"
+_INDENT = "   "
+
+
+def listed(requests: RecentRequests) -> str:
+    """Return the table of recent requests."""
+    rows = [("ID", "ROUTE", "AT", "SECONDS", "TOKENS", "STATUS")]
+    for request in requests.data:
+        rows.append(
+            (
+                request.id,
+                request.path,
+                time.strftime("%H:%M:%S", time.localtime(request.created)),
+                f"{request.seconds:.3f}",
+                str(request.completion_tokens),
+                "runs" if request.status is None else str(request.status),
+            )
+        )
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    )
+
+
+def described(found: Explanation, width: int | None = None) -> str:
+    """Return the explanation of a request, with a bar for each part of its time line.
+
+    Args:
+        found: the explanation.
+        width: columns of the terminal; None: as they are.
+    """
+    width = width or shutil.get_terminal_size().columns
+    first = "" if found.first_token_ms is None else f", first token {found.first_token_ms:,.1f} ms"
+    state = f"status {found.status}" if found.finished else "still running"
+    head = (
+        f"{found.id}: {found.wall_ms:,.1f} ms{first}, "
+        f"{found.completion_tokens} tokens, {state}, {found.path}"
+    )
+    lines = [head, "", "time line"]
+    room = max(_LEAST_BAR, min(_MOST_BAR, width - 26))
+    longest = max((span.ms for span in found.timeline), default=0.0)
+    for span in found.timeline:
+        bar = _bar(span.ms / longest * room if longest else 0.0)
+        lines.append(f"{span.begin_ms:>11,.1f} {span.ms:>10,.1f} ms {bar}")
+        lines += _wrapped(span.text, width)
+    lines += ["", "by cause"]
+    for cause in found.causes:
+        share = cause.ms / found.wall_ms * 100 if found.wall_ms else 0.0
+        lines.append(f"{cause.ms:>22,.1f} ms {share:>5.1f} %  {cause.text}")
+    lines += ["", *_cache(found.cache)]
+    for advice in found.advice:
+        saved = "" if advice.saved_ms is None else f": saves {_at_most(advice.estimate)}"
+        saved += "" if advice.saved_ms is None else f"{advice.saved_ms:,.0f} ms"
+        lines.append(f"{advice.setting}{saved}. {advice.text}")
+    return "\n".join(lines)
+
+
+def _at_most(estimate: str) -> str:
+    return {"at_most": "at most ", "simulated": "about "}.get(estimate, "")
+
+
+def _bar(length: float) -> str:
+    """Return a bar of a number of columns, to an eighth; never empty."""
+    eighths = max(1, round(length * 8))
+    whole, rest = divmod(eighths, 8)
+    return _FULL * whole + (_PARTS[rest] if rest else "")
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    import textwrap
+
+    indent = " " * 26
+    if width < 60:
+        indent = _INDENT
+    return textwrap.wrap(text, width, initial_indent=indent, subsequent_indent=indent)
+
+
+def _cache(cache: dict[str, Any]) -> list[str]:
+    """Return the lines about the cache."""
+    lines = [f"cache: {cache['cached_tokens']} of {cache['prompt_tokens']} prompt tokens"]
+    miss, difference, given_up = (cache.get(n) for n in ("miss", "difference", "given_up"))
+    if miss is not None:
+        message = "" if miss["message"] is None else f" in message {miss['message']}"
+        lines.append(f"{_INDENT}{_MISSES[miss['reason']].format(**miss)}{message}")
+    if difference is not None:
+        if difference["volatile"] is not None:
+            lines.append(f"{_INDENT}{difference['volatile']} is what differs")
+        for name, title in (("text", "this prompt"), ("earlier_text", "before")):
+            if difference.get(name) is not None:
+                lines.append(f"{_INDENT}{title}: {difference[name]!r}")
+    if given_up is not None:
+        lines.append(
+            f"{_INDENT}the block of token {given_up['token']} was given up for another request "
+            f"{given_up['seconds_before']:.1f} s before"
+        )
+    return lines
+
+
+_MISSES = {
+    "changed": "token {token} differs from the most alike recent prompt",
+    "forgotten": "the cache has given up the blocks from token {token} on",
+    "no_state": "the cache has no recurrent state after token {token}",
+    "emptied": "the cache was emptied {seconds} s before",
+}

@@ -1,0 +1,50 @@
+"""The explain view: the list, a time line, hostile ids, the keyboard."""
+
+import json
+import urllib.request
+
+HOSTILE = "<img/src=x/onerror=document.title='owned'>"
+
+
+def complete(server, name, **fields):
+    """Send a completion with a request id."""
+    body = {"prompt": "Once upon a time", "max_tokens": 6, "request_id": name, **fields}
+    request = urllib.request.Request(
+        server.url + "/v1/completions",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request) as answer:
+        return json.load(answer)["id"]
+
+
+def test_a_request_of_the_list_shows_its_time_line(open_page, server):
+    name = complete(server, "seen")
+    page = open_page("/#/explain")
+    button = page.get_by_role("button", name=name, exact=True)
+    button.focus()
+    page.keyboard.press("Enter")
+    page.get_by_role("heading", name=name).wait_for()
+    parts = page.get_by_role("table", name="Parts of the time")
+    assert "the prompt was computed in 1 chunk, 4 tokens" in parts.inner_text()
+    bar = page.get_by_role("img", name="Time line of")
+    assert bar.locator("span").count() == parts.get_by_role("row").count() - 1
+    assert bar.bounding_box()["width"] > 200
+    page.get_by_text("By cause").click()
+    assert page.get_by_role("table", name="Time by cause").is_visible()
+
+
+def test_an_id_is_text(open_page, server):
+    name = complete(server, HOSTILE)
+    page = open_page("/#/explain")
+    page.get_by_role("button", name=name, exact=True).click()
+    page.get_by_role("heading", name=name).wait_for()
+    assert page.locator("#explain img").count() == 0
+    assert page.title() == "Octavo"
+
+
+def test_an_unknown_id_is_an_error(open_page):
+    page = open_page("/#/explain")
+    page.get_by_label("Id of an answer").fill("none")
+    page.keyboard.press("Enter")
+    page.get_by_text("Request 'none' is not known to this API key").wait_for()

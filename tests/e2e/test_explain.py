@@ -1,0 +1,166 @@
+"""Explanations of a real server's requests under load, with preemptions and a killed engine."""
+
+import collections
+import concurrent.futures
+import itertools
+import re
+import signal
+import threading
+import time
+
+import httpx
+import pytest
+
+from tests.e2e.harness import serve
+
+NUM_REQUESTS = 200
+NUM_CLIENTS = 24
+SCHEMA = {"type": "object", "properties": {"a": {"enum": ["x", "y"]}}, "required": ["a"]}
+
+
+def body(number):
+    """Return the route and the body of one of the mixed requests."""
+    words = "the small dog ran home " * (1 + number % 29)
+    common = {"max_tokens": 8 + number % 60, "ignore_eos": True, "temperature": 0.5}
+    match number % 6:
+        case 0:
+            return "completions", {**common, "prompt": f"{number} {words}"}
+        case 1:
+            return "completions", {**common, "prompt": words, "n": 2, "stream": True}
+        case 2:
+            form = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}
+            chat = {"messages": [{"role": "user", "content": f"{number}"}], "max_tokens": 40}
+            return "chat/completions", {**chat, "response_format": form}
+        case 3:
+            chat = {"messages": [{"role": "user", "content": words}], "stream": True}
+            return "chat/completions", {**common, **chat}
+        case 4:
+            return "completions", {**common, "prompt": [words, "once", f"{number}"]}
+        case _:
+            fields = {"use_beam_search": True, "n": 2, "prompt": f"{number} once"}
+            return "completions", {**fields, "max_tokens": 6}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    flags = [
+        *("--max-model-len", "512", "--num-gpu-blocks-override", "40", "--max-num-seqs", "8"),
+        *("--max-num-batched-tokens", "96", "--explain-requests", "1000"),
+        *("--strip-client-noise", "--explain-prompts"),
+    ]
+    with serve(tmp_path_factory.mktemp("explain"), *flags, spare=True) as server:
+        yield server
+
+
+def explain(server, name):
+    """Return the explanation of a request, which must be a partition of its time."""
+    answer = server.get(f"/v1/requests/{name}/explain?simulate=false")
+    assert answer.status_code == 200, answer.text
+    found = answer.json()
+    parts = found["timeline"]
+    assert parts[0]["begin_ms"] == 0
+    for part, after in itertools.pairwise(parts):
+        assert after["begin_ms"] == pytest.approx(part["begin_ms"] + part["ms"], abs=1e-6)
+        assert part["ms"] > 0
+    assert sum(part["ms"] for part in parts) == pytest.approx(found["wall_ms"], abs=1e-6)
+    assert sum(c["ms"] for c in found["causes"]) == pytest.approx(found["wall_ms"], abs=1e-6)
+    return found
+
+
+def logged_times(server):
+    """Return the milliseconds that the server's log has for each request."""
+    lines = server.log.read_text().splitlines()
+    pattern = re.compile(r"POST /v1/\S+ .*latency_ms=([\d.]+).*request_id=(\S+)")
+    return {m[2]: float(m[1]) for line in lines if (m := pattern.search(line))}
+
+
+def test_mixed_requests_under_load_with_preemptions_and_a_killed_engine(server):
+    done = threading.Semaphore(0)
+    spans = {}
+
+    def send(number):
+        path, fields = body(number)
+        name = f"mixed-{number}"
+        begin = time.monotonic()
+        with httpx.stream(
+            "POST",
+            f"{server.url}/v1/{path}",
+            json=fields,
+            headers={"X-Request-Id": name},
+            timeout=300,
+        ) as response:
+            text = response.read()
+            # A machine with other work may refuse a grammar, which is explained as well.
+            assert response.status_code == 200 or b"grammar_busy" in text, text
+        spans[name] = begin, time.monotonic()
+        done.release()
+
+    with concurrent.futures.ThreadPoolExecutor(NUM_CLIENTS) as pool:
+        sent = [pool.submit(send, number) for number in range(NUM_REQUESTS)]
+        for _ in range(NUM_REQUESTS // 3):
+            done.acquire()
+        killed = time.monotonic()
+        server.engine_process().send_signal(signal.SIGKILL)
+        for future in sent:
+            future.result()
+    server.wait_for_metric("octavo:engine_restarts_total", 1)
+    logged = logged_times(server)
+    seen, recovered = collections.Counter(), []
+    for name, (begin, end) in spans.items():
+        found = explain(server, name)
+        assert found["finished"]
+        assert found["wall_ms"] == pytest.approx(logged[name], abs=2)
+        assert found["wall_ms"] <= (end - begin) * 1000
+        causes = {cause["cause"]: cause["ms"] for cause in found["causes"]}
+        seen.update(causes.keys())
+        assert {"receive", "parse", "tokenize", "deliver"} <= causes.keys()
+        assert "prefill" in causes or found["status"] == 503
+        if end < killed:
+            assert "engine_death" not in causes
+        for part in found["timeline"]:
+            if part["cause"] == "engine_death":
+                recovered.append(found["created"] + (part["begin_ms"] + part["ms"]) / 1000)
+    # The death ends at the same time for all.
+    assert max(recovered) - min(recovered) < 0.001
+    assert len(recovered) == seen["engine_death"] > 8
+    assert seen["decode"] > NUM_REQUESTS // 2
+    for cause in ("queued", "grammar", "preempted", "recompute", "engine_death"):
+        assert seen[cause], (cause, seen)
+    assert seen["not_recorded"] == 0
+    # A simulation takes a second, with others' work on this machine some.
+    found = server.get("/v1/requests/mixed-199/explain").json()
+    assert all(a["estimate"] in ("at_most", "simulated") for a in found["advice"])
+
+
+def test_the_explanation_is_in_the_answer(server):
+    fields = {"prompt": "Once upon a time", "max_tokens": 5, "explain": True, "ignore_eos": True}
+    whole = server.post("/v1/completions", fields).json()
+    assert {part["cause"] for part in whole["explanation"]["timeline"]} >= {"prefill", "decode"}
+    assert whole["explanation"]["id"] == whole["id"]
+    assert not whole["explanation"]["finished"]
+    text = server.post("/v1/completions", {**fields, "stream": True}).text
+    assert text.count('"explanation":') == 1
+    last = text.split("\n\n")[-3]
+    assert '"explanation":{"' in last
+    assert last.startswith("data: ")
+
+
+def test_what_was_given_up_and_what_differs(server):
+    first = "It was 2026-11-27 and " + "a dog ran to the tree. " * 60
+    second = first.replace("11-27", "11-28")
+    for prompt in (first[:900], second[:900]):
+        answer = server.post("/v1/completions", {"prompt": prompt, "max_tokens": 1})
+        assert answer.status_code == 200, answer.text
+    cache = explain(server, answer.json()["id"])["cache"]
+    assert cache["cached_tokens"] == 0
+    assert cache["given_up"] is None
+    assert (cache["miss"]["reason"], cache["miss"]["message"]) == ("changed", None)
+    assert cache["difference"]["volatile"] == "a date or time"
+    assert "2026-11-28 and a dog" in cache["difference"]["text"]
+    assert "2026-11-27 and a dog" in cache["difference"]["earlier_text"]
+    for number in range(12):  # they take all blocks
+        server.post("/v1/completions", {"prompt": f"{number} " + "cats " * 150, "max_tokens": 1})
+    answer = server.post("/v1/completions", {"prompt": second[:900], "max_tokens": 1}).json()
+    given_up = explain(server, answer["id"])["cache"]["given_up"]
+    assert given_up["token"] == 0
+    assert given_up["seconds_before"] > 0

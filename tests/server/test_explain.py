@@ -1,0 +1,244 @@
+"""GET /v1/requests and their explanations: who may see them, and what they say."""
+
+import asyncio
+import itertools
+from urllib.parse import quote
+
+import msgspec
+import pytest
+
+from octavo.frontend import time_line
+from octavo.frontend.time_line import Span
+from octavo.observability.steps import StepEvent, StepPart, StepRecord, StepWait
+from octavo.server.explain import MAX_SPANS, TITLES, shortened
+from octavo.system import clock
+from tests.server.fake_engine import Call, FakeAsyncLLM, with_server
+
+
+class Logging(FakeAsyncLLM):
+    """Fake engine that logs steps of its requests: a wait, two chunks and a step."""
+
+    async def _stream(self, request, sampling_params, text=None):
+        async for output in super()._stream(request, sampling_params, text):
+            yield output
+        begin = clock.now()
+        self.log_steps(f"{request.request_id}#1", begin)
+
+    def log_steps(self, name, begin):
+        other = StepPart("cmpl-o-0-999999#1", 10)
+        at = [begin - 0.008 + 0.002 * i for i in range(5)]
+        records = [
+            StepRecord(
+                1,
+                *(at[0], at[0], at[0], at[1], at[1]),
+                [other],
+                StepWait(name, "SEAT"),
+                events=[StepEvent(name, at[0], "ADDED")],
+            ),
+            StepRecord(
+                2, *(at[1], at[1], at[1], at[2], at[2]), [StepPart(name, 2, 0, 0, 3), other]
+            ),
+            StepRecord(3, *(at[2], at[2], at[2], at[3], at[3]), [StepPart(name, 1), other]),
+            StepRecord(4, *(at[3], at[3], at[3], at[4], at[4]), [StepPart(name, 1)]),
+        ]
+        steps = [msgspec.Raw(msgspec.msgpack.encode(record)) for record in records]
+        self.step_log.add(0, begin, steps)
+
+
+def slow():
+    engine = Logging()
+    engine.step_time = 0.01
+    engine.step_log.ready = 0.0
+    return engine
+
+
+def test_the_time_line_of_a_request():
+    async def scenario(served):
+        call = await served.complete(max_tokens=2, request_id="mine")
+        assert call.status_code == 200
+        for name in ("mine", "cmpl-mine"):
+            found = (await served.http.get(f"/v1/requests/{name}/explain")).json()
+            assert found["id"] == "cmpl-mine"
+        causes = [span["cause"] for span in found["timeline"]]
+        assert causes[:4] == ["receive", "parse", "start", "render"]
+        place = causes.index("prefill")
+        assert causes[place - 1 :] == ["queued", "prefill", "decode", "deliver"]
+        queued, prefill, decode, _ = found["timeline"][place - 1 :]
+        assert (queued["reason"], queued["is_behind"], queued["others"]) == ("SEAT", False, 1)
+        seats = served.engine.config.scheduler.max_num_seqs
+        assert queued["text"] == (
+            f"queued: all {seats} seats (max_num_seqs) were taken by other requests"
+        )
+        assert (prefill["steps"], prefill["tokens"]) == (2, 3)
+        assert prefill["text"].startswith(
+            "the prompt was computed in 2 chunks, 3 tokens, shared with 1 other ("
+        )
+        assert decode["others"] == 0
+        assert sum(span["ms"] for span in found["timeline"]) == pytest.approx(found["wall_ms"])
+        (advice,) = [a for a in found["advice"] if a["setting"] == "max_num_seqs"]
+        assert advice["saved_ms"] == pytest.approx(queued["ms"], abs=0.01)
+        assert advice["estimate"] == "at_most"
+        (answer,) = found["answers"]
+        assert (answer["prompt_chunks"], answer["steps"], answer["followed"]) == (2, 3, True)
+
+    with_server(scenario, engine=slow)
+
+
+def test_the_list_has_the_newest_first():
+    async def scenario(served):
+        await served.complete(request_id="one", max_tokens=3)
+        await served.chat(request_id="two", max_tokens=1)
+        data = (await served.http.get("/v1/requests")).json()["data"]
+        assert [entry["id"] for entry in data] == ["chatcmpl-two", "cmpl-one"]
+        assert [entry["path"] for entry in data] == ["/v1/chat/completions", "/v1/completions"]
+        assert data[1]["completion_tokens"] == 3
+        assert (data[1]["status"], data[1]["finished"]) == (200, True)
+
+    with_server(scenario)
+
+
+def test_a_running_request_is_explained_up_to_now():
+    async def scenario(served):
+        served.engine.paused = True
+        call = Call(served, "/v1/completions", b'{"prompt":"hi","request_id":"slow"}')
+        while not served.engine.live:
+            await asyncio.sleep(0.01)
+        found = (await served.http.get("/v1/requests/slow/explain")).json()
+        assert (found["finished"], found["status"], found["first_token_ms"]) == (False, None, None)
+        call.task.cancel()
+        await asyncio.gather(call.task, return_exceptions=True)
+
+    with_server(scenario)
+
+
+KEYS = {"api_key": ["one", "two"], "admin_key": ["boss"]}
+
+
+def key(name):
+    return {"Authorization": f"Bearer {name}"}
+
+
+def test_keys_see_their_own_requests_and_the_operator_sees_all():
+    async def scenario(served):
+        body = {"prompt": "hi", "max_tokens": 1, "request_id": "mine"}
+        await served.http.post("/v1/completions", json=body, headers=key("one"))
+
+        async def status(path, name):
+            return (await served.http.get(path, headers=key(name))).status_code
+
+        path = "/v1/requests/mine/explain"
+        assert [await status(path, name) for name in ("one", "two", "boss")] == [200, 404, 200]
+        lists = [
+            (await served.http.get("/v1/requests", headers=key(name))).json()["data"]
+            for name in ("one", "two", "boss")
+        ]
+        assert [len(data) for data in lists] == [1, 0, 1]
+        # An id of another key is answered as an unknown one.
+        theirs = (await served.http.get(path, headers=key("two"))).json()["error"]
+        unknown = (await served.http.get("/v1/requests/none/explain", headers=key("two"))).json()
+        assert theirs["code"] == unknown["error"]["code"] == "request_not_found"
+        assert theirs["message"].replace("mine", "none") == unknown["error"]["message"]
+        assert (await served.http.get(path)).status_code == 401
+
+    with_server(scenario, **KEYS)
+
+
+def test_without_records_the_setting_is_named():
+    async def scenario(served):
+        for path in ("/v1/requests", "/v1/requests/x/explain"):
+            answer = await served.http.get(path)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (400, "explain_disabled")
+            assert "--explain-requests" in answer.json()["error"]["message"]
+        answer = await served.complete(explain=True)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, "explain")
+        assert "--explain-requests" in error["message"]
+        assert (await served.complete()).status_code == 200
+
+    with_server(scenario, explain_requests=0)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("usage", [False, True])
+def test_the_explanation_is_in_the_answer_on_request(stream, usage):
+    async def scenario(served):
+        options = {"stream_options": {"include_usage": usage}} if stream else {}
+        answer = await served.complete(max_tokens=2, explain=True, stream=stream, **options)
+        if not stream:
+            assert answer.json()["explanation"]["object"] == "request.explanation"
+            return
+        events = [e.removeprefix("data: ") for e in answer.text.split("\n\n") if e]
+        last = msgspec.json.decode(events[-2])
+        assert last["choices"] == []
+        assert last["explanation"]["completion_tokens"] == 2
+        assert ("usage" in last) == usage
+        assert not any("explanation" in event for event in events[:-2])
+
+    with_server(scenario)
+
+
+def test_requests_that_failed_are_explained():
+    async def scenario(served):
+        await served.complete(prompt="long " * 10_000, request_id="bad")
+        answer = await served.http.get("/v1/requests/bad/explain")
+        found = answer.json()
+        assert found["status"] == 400
+        assert found["timeline"][-1]["cause"] == "deliver"
+
+    with_server(scenario)
+
+
+@pytest.mark.parametrize("name", ["<script>alert(1)</script>", "a/../b", "%2e%2e", "a?b#c", "{x}"])
+def test_hostile_ids_are_text(name):
+    async def scenario(served):
+        answer = await served.complete(request_id=name, max_tokens=1)
+        assert answer.status_code == 200
+        answer = await served.http.get(f"/v1/requests/{quote(name, safe='')}/explain")
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["request_id"] == name
+        assert answer.headers["content-type"] == "application/json"
+
+    with_server(scenario)
+
+
+def test_other_settings_are_simulated_unless_the_client_declines():
+    async def scenario(served):
+        asked = []
+
+        def what_if(past, settings):
+            asked.append((past.core_id, len(past.steps), list(settings)))
+            return {"max_num_seqs": 0.0015}
+
+        served.state.what_if = what_if
+        served.engine.num_blocks = 9
+        await served.complete(request_id="mine", max_tokens=2)
+        path = "/v1/requests/mine/explain"
+        for query, estimate in (("", "simulated"), ("?simulate=false", "at_most")):
+            (advice,) = (await served.http.get(path + query)).json()["advice"]
+            assert advice["estimate"] == estimate
+        assert asked == [("cmpl-mine-0-0#1", 4, ["max_num_seqs"])]
+        (advice,) = (await served.http.get(path)).json()["advice"]
+        assert advice["saved_ms"] == 1.5
+        assert (await served.http.get(path + "?simulate=maybe")).status_code == 400
+
+    with_server(scenario, engine=slow)
+
+
+def test_every_cause_has_a_title():
+    source = {*time_line._HELD.values(), *time_line.STEPS, time_line.BETWEEN}
+    assert source <= TITLES.keys()
+
+
+def test_a_long_time_line_keeps_its_longest_parts_and_its_length():
+    spans = [Span(float(i), i + 1.0, f"c{i % 2}") for i in range(5 * MAX_SPANS)]
+    spans[77].cause = "long"
+    spans[77].end += 3
+    for span in spans[78:]:
+        span.begin, span.end = span.begin + 3, span.end + 3
+    short = shortened(spans)
+    assert len(short) <= MAX_SPANS + 1
+    assert "long" in [span.cause for span in short]
+    assert (short[0].begin, short[-1].end) == (0.0, 5 * MAX_SPANS + 3.0)
+    for before, after in itertools.pairwise(short):
+        assert before.end == after.begin
+    assert shortened(spans[:9]) == spans[:9]
