@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
@@ -15,6 +16,15 @@ MAX_BYTES = 16 * 2**20
 # Bytes of an entry besides its record.
 _ENTRY = 160
 _DECODER = msgspec.msgpack.Decoder(StepRecord)
+
+
+class _Number(msgspec.Struct, array_like=True):
+    """First field of a `StepRecord`."""
+
+    number: int
+
+
+_NUMBER = msgspec.msgpack.Decoder(_Number)
 
 
 class LoggedStep(NamedTuple):
@@ -54,6 +64,8 @@ class StepLog:
     def __init__(self, max_seconds: float = MAX_SECONDS, max_bytes: int = MAX_BYTES) -> None:
         self._max_seconds, self._max_bytes = max_seconds, max_bytes
         self._steps: deque[LoggedStep] = deque()
+        self._events: deque[LoggedStep] = deque()
+        """Records that are no steps, but have events."""
         self.nbytes = 0
         self.num_dropped = 0
         """Number of dropped steps: the first step in the log has this number, counted from 0."""
@@ -70,13 +82,20 @@ class StepLog:
         """Log the steps of a message from an engine; `time` is the time of the message."""
         for step in steps:
             logged = LoggedStep(time, engine_index, bytes(step))
-            self._steps.append(logged)
+            is_step = _NUMBER.decode(logged.data).number > 0
+            (self._steps if is_step else self._events).append(logged)
             self.nbytes += len(logged.data) + _ENTRY
-        while self.nbytes > self._max_bytes or (
-            self._steps and self._steps[0].time < time - self._max_seconds
-        ):
-            self.nbytes -= len(self._steps.popleft().data) + _ENTRY
-            self.num_dropped += 1
+        oldest = time - self._max_seconds
+        while (log := self._older) and (self.nbytes > self._max_bytes or log[0].time < oldest):
+            self.nbytes -= len(log.popleft().data) + _ENTRY
+            self.num_dropped += log is self._steps
+
+    @property
+    def _older(self) -> deque[LoggedStep]:
+        """The log with the oldest record; it is empty if both are."""
+        if not self._steps or (self._events and self._events[0].time < self._steps[0].time):
+            return self._events
+        return self._steps
 
     @property
     def lost_until(self) -> float:
@@ -89,7 +108,7 @@ class StepLog:
         return [self._steps[i] for i in range(first, len(self._steps))]
 
     def between(self, begin: float, end: float) -> Iterator[LoggedStep]:
-        """Yield the logged steps with a time from `begin` to `end`, both included."""
-        for logged in self._steps:
+        """Yield the logged records with a time from `begin` to `end`, both included."""
+        for logged in heapq.merge(self._steps, self._events, key=lambda logged: logged.time):
             if begin <= logged.time <= end:
                 yield logged

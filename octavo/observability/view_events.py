@@ -178,7 +178,7 @@ class Requests(msgspec.Struct, omit_defaults=True):
 
 
 class _Step(msgspec.Struct, array_like=True):
-    """`StepRecord` with encoded parts."""
+    """`StepRecord` with encoded parts and events."""
 
     number: int
     schedule_begun: float
@@ -191,6 +191,7 @@ class _Step(msgspec.Struct, array_like=True):
     preemptions: list[StepPreemption] = []
     failed: bool = False
     sample_seconds: float = 0.0
+    events: msgspec.Raw = msgspec.Raw(b"\x90")
 
 
 assert _Step.__struct_fields__ == StepRecord.__struct_fields__

@@ -570,6 +570,7 @@ def test_what_the_process_makes_of_itself(tmp_path):
             "engine_index": 2,
             "memory_limit": None,
             "expert_memory": [],
+            "machine": None,
             "listeners": [],
         },
         "interval": pytest.approx(SWITCH_INTERVAL),

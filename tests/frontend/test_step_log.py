@@ -44,3 +44,16 @@ def test_old_steps_are_dropped_by_memory():
     log.add(0, 3.0, [raw(1, size=10_000)])  # larger than the limit: it is not kept either
     assert log.nbytes == 0
     assert log.since(0) == []
+
+
+def test_records_without_a_step_are_no_steps():
+    log = StepLog(max_seconds=60.0)
+    log.add(0, 1.0, [raw(1)])
+    log.add(0, 2.0, [raw(0, size=0)])
+    log.add(0, 3.0, [raw(2)])
+    assert [s.record.number for s in log.since(0)] == [1, 2]
+    assert [s.record.number for s in log.between(0.0, 9.0)] == [1, 0, 2]
+    log.add(0, 63.5, [])
+    assert log.since(0) == []
+    assert list(log.between(0.0, 99.0)) == []
+    assert (log.num_dropped, log.nbytes) == (2, 0)

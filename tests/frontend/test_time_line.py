@@ -373,7 +373,9 @@ def random_log(rng):
                 StepEvent(rng.choice(names), at - rng.random() * 3, rng.choice(kinds))
                 for _ in range(rng.randrange(3))
             ]
-            record = StepRecord(number, *times, parts, wait, lost, rng.random() < 0.1, events)
+            record = StepRecord(
+                number, *times, parts, wait, lost, rng.random() < 0.1, events=events
+            )
             steps += logged(record, engine=engine)
     begin = rng.uniform(0, 10)
     end = begin + rng.choice([0.0, rng.random() * 40])

@@ -242,7 +242,7 @@ class TestPicture:
         picture = Picture(engine)
         picture.update([None], clock.now())
         number = view_picture._STEPS + 10
-        engine.step_log.add(0, 1.0, [record(i, ("a#1", 1)) for i in range(number)])
+        engine.step_log.add(0, 1.0, [record(i + 1, ("a#1", 1)) for i in range(number)])
         ((_, tick),) = read(picture.update([None], clock.now()).news(None))
         assert (tick["first"], len(tick["steps"])) == (10, view_picture._STEPS)
 
