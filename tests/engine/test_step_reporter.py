@@ -80,3 +80,29 @@ def test_a_failed_step_is_reported_as_failed():
     core.executor.failure = RuntimeError("no memory")
     assert [r.failed for r in run(core)] == [True]
     core.shutdown()
+
+
+def test_arrivals_and_times_outside_of_the_queue_are_reported():
+    core = make_reporting_core()
+    core.sleep(0, "keep")
+    core.add_request(request("1", [1, 2, 3], max_tokens=1))
+    core.wake_up()
+    core.add_request(request("2", [1, 2, 3], max_tokens=1))
+    events = [event for record in run(core) for event in record.events]
+    assert [(event.request_id, event.kind) for event in events] == [
+        *(("1", "ADDED"), ("1", "WAITING_FOR_WAKE_UP"), ("1", "READY"), ("2", "ADDED"))
+    ]
+    times = [event.time for event in events]
+    assert times == sorted(set(times))
+    core.shutdown()
+
+
+def test_events_before_an_idle_engine_are_reported_without_a_step():
+    core = make_reporting_core()
+    core.add_request(request("1", [1, 2, 3], max_tokens=1))
+    core.abort_requests(["1"])
+    (step,) = core.step().steps
+    record = msgspec.msgpack.decode(step, type=StepRecord)
+    assert (record.number, record.parts) == (0, [])
+    assert [event.kind for event in record.events] == ["ADDED"]
+    core.shutdown()

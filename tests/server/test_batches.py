@@ -390,7 +390,7 @@ def test_lines_leave_most_of_the_memory_and_wait_for_room(monkeypatch):
 
         real = served.engine.serve
 
-        async def serve(prompt, params, request_id, options, *, add_special_tokens):
+        async def serve(prompt, params, request_id, options, *, add_special_tokens, stages=None):
             with reserve(1, options.tenant, background=options.background):
                 async for output in real(
                     prompt, params, request_id, options, add_special_tokens=add_special_tokens
