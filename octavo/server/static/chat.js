@@ -189,7 +189,6 @@ export function mount(element) {
     return article;
   }
 
-  /** Return the form in which the visitor types the results of an answer's calls. */
   function resultForm(i) {
     const {calls} = chat.nodes[i], area = label => el("textarea", {rows: 2, class: "mono", "aria-label": label, placeholder: label});
     const areas = calls.map(({name}) => area(`Result of ${name}`));

@@ -3,7 +3,7 @@
 import {api, clock, el, ms, note, percent, scroll, table, whole} from "./api.js";
 import {flags, History, isPrompt, split} from "./engine_history.js";
 
-const RATE_SECONDS = 5, BAR = 7, BATCH_HEIGHT = 90, TIMES_HEIGHT = 60;
+const RATE_SECONDS = 5, BAD_MS = 2000, BAR = 7, BATCH_HEIGHT = 90, TIMES_HEIGHT = 60;
 const WAITS = {
   SEAT: "all seats are taken (max_num_seqs)", BUDGET: "the step has no tokens left for it",
   BLOCKS: "there are not enough free KV blocks", LEADER: "a step computes the prompt that it shares",
@@ -28,10 +28,12 @@ function key(tone, text) {
 /** Clear a canvas; return a function that fills a rectangle of it with a colour. */
 function prepare(canvas, width, height) {
   const scale = devicePixelRatio || 1, style = getComputedStyle(document.documentElement), tones = new Map();
-  Object.assign(canvas, {width: Math.round(width * scale), height: Math.round(height * scale)});
+  const size = {width: Math.round(width * scale), height: Math.round(height * scale)};
+  if (canvas.width !== size.width || canvas.height !== size.height) Object.assign(canvas, size);
   Object.assign(canvas.style, {width: `${width}px`, height: `${height}px`});
   const context = canvas.getContext("2d");
-  context.scale(scale, scale);
+  context.setTransform(scale, 0, 0, scale, 0, 0);
+  context.clearRect(0, 0, width, height);
   return (tone, x, y, w, h, alpha = 1) => {
     if (!tones.has(tone)) tones.set(tone, tone.startsWith("--") ? style.getPropertyValue(tone).trim() : tone);
     context.fillStyle = tones.get(tone);
@@ -42,12 +44,12 @@ function prepare(canvas, width, height) {
 
 export function mount(element) {
   const history = new History(), panels = new Map();
-  let held = null, stream = null, fromFile = false, drawing = false, spoken = 0, width = 0;
+  let held = null, stream = null, fromFile = false, drawing = false, spoken = 0, width = 0, badAt = -Infinity;
 
   const status = note("Connecting…"), layout = note(), more = note(), when = el("span", {class: "dim"});
   const alive = el("p", {class: "hidden-text", role: "status"}), deaths = el("ul");
   const health = el("p", {class: "error", hidden: true, role: "alert"});
-  const hold = el("button", {onclick: () => (held === null ? holdAt(last()) : live())}, "Hold");
+  const hold = el("button", {onclick: () => { if (held === null) holdAt(last()); else { held = null; draw(); } }}, "Hold");
   const back = el("button", {onclick: () => move(-1), title: "Shortcut: left arrow"}, "◀ Step");
   const on = el("button", {onclick: () => move(1), title: "Shortcut: right arrow"}, "Step ▶");
   const slider = el("input", {type: "range", "aria-label": "Step", class: "time", oninput: () => holdAt(Number(slider.value))});
@@ -62,7 +64,6 @@ export function mount(element) {
 
   const last = () => history.first + history.steps.length - 1;
   function holdAt(number) { held = Math.max(history.first, Math.min(last(), number)); draw(); }
-  function live() { held = null; draw(); }
   function move(by) { holdAt((held ?? last()) + by); }
   function keys(event) {
     const by = event.target === slider ? 0 : {ArrowLeft: -1, ArrowRight: 1}[event.key];
@@ -88,9 +89,8 @@ export function mount(element) {
   /** Follow the server until `stop`; connect again when the stream ends. */
   async function watch() {
     if (stream) return;
-    fromFile = false;
+    [held, fromFile] = [null, false];
     file.value = "";
-    held = null;
     const mine = stream = new AbortController();
     while (stream === mine) {
       let wait = 1000;
@@ -118,17 +118,18 @@ export function mount(element) {
   function render() {
     const shown = held ?? last(), step = history.step(shown), {frames} = history;
     width = Math.max(200, engines.clientWidth - 2);
-    hold.textContent = held === null ? "Hold" : "Live";
-    hold.disabled = fromFile;
-    hold.setAttribute("aria-pressed", String(held !== null));
+    Object.assign(hold, {textContent: held === null ? "Hold" : "Live", disabled: fromFile, ariaPressed: String(held !== null)});
     for (const control of [back, on, slider]) control.disabled = !step;
     Object.assign(slider, {min: history.first, max: Math.max(history.first, last()), value: shown});
     const index = held === null ? frames.length - 1 : history.frameOf(shown), frame = frames[index];
     const present = frame?.engines ?? history.engines;
     when.textContent = step ? `${held === null ? "live" : fromFile ? "recording" : "held"}, ${clock(step.time)}` : "";
     layout.textContent = describe(history.hello, present);
-    health.hidden = !frame || frame.health === "ok";
-    if (frame && health.textContent !== frame.health) health.textContent = frame.health;
+    const isBad = Boolean(frame) && frame.health !== "ok", now = performance.now();
+    if (isBad) badAt = now;
+    health.hidden = !isBad && (held !== null || now - badAt > BAD_MS);
+    if (!isBad && !health.hidden) setTimeout(draw, BAD_MS);  // a revival may take less than one can read
+    if (isBad && health.textContent !== frame.health) health.textContent = frame.health;
     deaths.replaceChildren(...history.deaths.slice(-5).map(({time, engine, reason, seconds}) => el("li", {},
       `${clock(time)}: engine ${engine} died (${reason}); its requests continued after ${seconds.toFixed(2)} s.`)));
     for (const engine of present) renderEngine(engine, shown, index);
