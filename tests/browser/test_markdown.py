@@ -39,7 +39,7 @@ LINK = 'rel="noopener noreferrer" target="_blank"'
         ("[a](https://b.c/d_(e))", f'<p><a href="https://b.c/d_(e)" {LINK}>a</a></p>'),
         ("(https://b.c).", f'<p>(<a href="https://b.c/" {LINK}>https://b.c</a>).</p>'),
         ("![a](https://b.c/d.png)", f'<p><a href="https://b.c/d.png" {LINK}>a</a></p>'),
-        ("<https://b.c>", f'<p><a href="https://b.c/" {LINK}>https://b.c</a></p>'),
+        ("<https://b.c>", f'<p>&lt;<a href="https://b.c/" {LINK}>https://b.c</a>&gt;</p>'),
         ("<b>a</b> &lt;", "<p>&lt;b&gt;a&lt;/b&gt; &amp;lt;</p>"),
         ("It costs $5 and $6.", "<p>It costs $5 and $6.</p>"),
     ],

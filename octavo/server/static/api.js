@@ -3,7 +3,8 @@
 const SPACES = {svg: "http://www.w3.org/2000/svg", math: "http://www.w3.org/1998/Math/MathML"};
 
 /** Make an element: el("p", {class: "note", onclick: f}, "text", child), el("svg:path", {d}).
- * Texts become text nodes; null is left out; lists of children may be nested. An attribute is a string or number, a boolean, or (on...) a function. */
+ * Texts become text nodes; null is left out; lists of children may be nested.
+ * An attribute is a string or number, a boolean, or (on...) a function. */
 export function el(name, attributes = {}, ...children) {
   const [space, local] = name.includes(":") ? name.split(":") : [null, name];
   const node = space ? document.createElementNS(SPACES[space], local) : document.createElement(name);
@@ -17,18 +18,23 @@ export function el(name, attributes = {}, ...children) {
   return node;
 }
 
-/** Error of a request: the message of the server, its HTTP status, its code. */
-export class ApiError extends Error {
-  constructor(message, status, code) {
-    super(message);
-    this.status = status;
-    this.code = code;
-  }
+export const byId = id => document.getElementById(id);
+export const scroll = (label, content) => el("div", {class: "scroll", tabindex: 0, role: "group", "aria-label": label}, content);
+/** Return a table. A cell is a text, an element, a number, or {number: text or elements}. */
+export function table(heads, rows, label) {
+  const cell = value => el("td", typeof value === "number" || value?.number !== undefined ? {class: "number"} : {}, value?.number ?? value);
+  return el("table", {"aria-label": label}, el("thead", {}, el("tr", {}, heads.map(head => el("th", {scope: "col"}, head)))),
+    el("tbody", {}, rows.map(cells => el("tr", {}, cells.map(cell)))));
 }
 
+export const note = text => el("p", {class: "dim"}, text);
+export const whole = value => Math.round(value).toLocaleString("en");
+export const percent = share => `${(100 * share).toFixed(1)} %`;
+export const ms = value => `${value.toLocaleString("en", {maximumFractionDigits: value < 10 ? 2 : 0})} ms`;
+export const clock = seconds => new Date(seconds * 1000).toLocaleTimeString();
 /** Show a message for a few seconds; screen readers read it. */
 export function say(text) {
-  const status = document.getElementById("status");
+  const status = byId("status");
   status.textContent = text;
   clearTimeout(say.timer);
   say.timer = setTimeout(() => { status.textContent = ""; }, 6000);
@@ -37,9 +43,8 @@ export function say(text) {
 /** Ask for the key; return false if the visitor cancels. One dialog serves all who wait. */
 export function askKey(why) {
   askKey.open ??= new Promise(resolve => {
-    const dialog = document.getElementById("ask"), input = document.getElementById("ask-key");
-    document.getElementById("ask-text").textContent = why ??
-      "This server needs an API key. The browser keeps it until you close this tab.";
+    const dialog = byId("ask"), input = byId("ask-key");
+    byId("ask-text").textContent = why ?? "This server needs an API key. The browser keeps it until you close this tab.";
     input.value = "";
     dialog.returnValue = "";
     dialog.addEventListener("close", () => {
@@ -53,32 +58,26 @@ export function askKey(why) {
 }
 
 /** Send a request; `path` has no leading slash, so that it works at any path of a proxy.
- * `body` (an object) makes it a POST. Raises ApiError; asks for the key if the server wants one. */
-async function request(path, {body, signal, headers = {}, method} = {}) {
+ * `body` (an object) makes it a POST. Raises Error with the server's message and the HTTP status;
+ * asks for the key if the server wants one. */
+async function request(path, {body, signal, headers} = {}) {
   for (;;) {
     const key = sessionStorage.getItem("key");
     const response = await fetch(path, {
-      method: method ?? (body === undefined ? "GET" : "POST"),
-      headers: {
-        ...(body === undefined ? {} : {"Content-Type": "application/json"}),
-        ...(key ? {Authorization: `Bearer ${key}`} : {}),
-        ...headers,
-      },
-      body: body === undefined ? undefined : JSON.stringify(body),
-      signal,
+      method: body ? "POST" : "GET",
+      headers: {...(body && {"Content-Type": "application/json"}), ...(key && {Authorization: `Bearer ${key}`}), ...headers},
+      body: body && JSON.stringify(body), signal,
     });
     if (response.ok) return response;
     const text = await response.text();
     let error = {message: `${response.status} ${response.statusText}`};
     try { error = JSON.parse(text).error ?? error; } catch { /* not JSON */ }
-    if (response.status === 401) {
-      if (await askKey(key ? `${error.message} Give another one.` : undefined)) continue;
-    }
-    throw new ApiError(error.message, response.status, error.code);
+    const again = response.status === 401 && await askKey(key ? `${error.message} Give another one.` : undefined);
+    if (!again) throw Object.assign(new Error(error.message), {status: response.status});
   }
 }
 
-/** Yield the events {event, id, data} of a response; they end with the response. */
+/** Yield the events {event, data} of a response; they end with the response. */
 async function* readEvents(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "", event = {data: []};
@@ -89,27 +88,21 @@ async function* readEvents(response) {
       const lines = (rest + value).split(/\r\n|\n|\r(?!$)/);
       rest = lines.pop();
       for (const line of lines) {
-        if (line === "") {
-          if (event.data.length) yield {...event, data: event.data.join("\n")};
-          event = {data: []};
-          continue;
-        }
         const [, field, text] = /^([^:]*):? ?(.*)$/s.exec(line);
         if (field === "data") event.data.push(text);
-        else if (field === "event" || field === "id") event[field] = text;
+        else if (field === "event") event.event = text;
+        else if (line === "") {
+          if (event.data.length) yield {...event, data: event.data.join("\n")};
+          event = {data: []};
+        }
       }
     }
-  } finally {
-    reader.cancel().catch(() => {});
-  }
+  } finally { reader.cancel().catch(() => {}); }
 }
 
 /** What each view's `mount(element, api)` receives. */
 export const api = {
-  el, say, request, readEvents,
-  /** Return the JSON of a route. */
-  json: async (path, options) => (await request(path, options)).json(),
-  /** Yield the events of a route. */
+  el, say, readEvents, json: async (path, options) => (await request(path, options)).json(),
   async* events(path, options) { yield* readEvents(await request(path, options)); },
   /** Open a view, with a text for its `show`: open("explain", "chatcmpl-1"). */
   open(view, argument = "") {

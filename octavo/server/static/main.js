@@ -1,7 +1,7 @@
 // Tabs: each view is a module with mount(element, api), called when the view is first opened. mount
 // may return {show(argument), hide()}, called each time that the view is opened and left.
 
-import {api, askKey, el, say} from "./api.js";
+import {api, askKey, byId, el, say} from "./api.js";
 
 const VIEWS = ["chat", "engine", "explain", "bench"];
 const mounted = {};
@@ -13,45 +13,36 @@ async function open() {
   if (current !== view) mounted[current]?.hide?.();
   current = view;
   for (const other of VIEWS) {
-    const tab = document.getElementById(`tab-${other}`);
+    const tab = byId(`tab-${other}`);
     tab.setAttribute("aria-selected", String(other === view));
     tab.tabIndex = other === view ? 0 : -1;
-    document.getElementById(other).hidden = other !== view;
+    byId(other).hidden = other !== view;
   }
-  const panel = document.getElementById(view);
+  const panel = byId(view);
   try {
     mounted[view] ??= (await import(`./${view}.js`)).mount(panel, api) ?? {};
     if (current === view) mounted[view].show?.(decodeURIComponent(argument));
-  } catch (error) {
-    panel.append(el("p", {class: "error"}, `The view failed: ${error.message}`));
-  }
+  } catch (error) { panel.append(el("p", {class: "error"}, `The view failed: ${error.message}`)); }
 }
 
-document.querySelector("[role=tablist]").addEventListener("click", event => {
-  const tab = event.target.closest("[role=tab]");
-  if (tab) api.open(tab.getAttribute("aria-controls"));
-});
+for (const view of VIEWS) byId(`tab-${view}`).addEventListener("click", () => api.open(view));
 document.querySelector("[role=tablist]").addEventListener("keydown", event => {
   const step = {ArrowRight: 1, ArrowLeft: -1}[event.key];
   if (!step) return;
   const next = VIEWS.at((VIEWS.indexOf(current) + step) % VIEWS.length);
-  document.getElementById(`tab-${next}`).focus();
+  byId(`tab-${next}`).focus();
   api.open(next);
 });
-document.getElementById("key").addEventListener("click", async () => {
+byId("key").addEventListener("click", async () => {
   if (await askKey("The API key for this server. Leave it empty to send none.")) say("Key saved.");
 });
 
 function setTheme(theme) {
-  document.documentElement.dataset.theme = theme;
-  document.getElementById("theme").textContent = {auto: "Theme: auto", dark: "Dark", light: "Light"}[theme];
+  localStorage.setItem("theme", document.documentElement.dataset.theme = theme);
+  byId("theme").textContent = {auto: "Theme: auto", dark: "Dark", light: "Light"}[theme];
 }
 setTheme(localStorage.getItem("theme") ?? "auto");
-document.getElementById("theme").addEventListener("click", () => {
-  const themes = ["auto", "dark", "light"];
-  const next = themes[(themes.indexOf(document.documentElement.dataset.theme) + 1) % 3];
-  localStorage.setItem("theme", next);
-  setTheme(next);
-});
+const NEXT_THEME = {auto: "dark", dark: "light", light: "auto"};
+byId("theme").addEventListener("click", () => setTheme(NEXT_THEME[document.documentElement.dataset.theme]));
 addEventListener("hashchange", open);
 open();

@@ -1,7 +1,7 @@
 // Markdown, rendered as elements. The text is never parsed as HTML: tags are shown as text, images
 // as links, and links lead to the web or to mail only. The time is linear in the text's length.
 
-import {el} from "./api.js";
+import {el, scroll} from "./api.js";
 import {formula} from "./formula.js";
 
 const MAX_DEPTH = 12, MAX_LINK = 2000, MAX_FORMULA_LINES = 60;
@@ -9,8 +9,9 @@ const ITEM = /^( {0,9})([-*+]|\d{1,9}[.)])(?: +|$)/;
 const FENCE = /^ {0,3}(`{3,}|~{3,}) *([\w+#.-]*)/;
 const RULE = /^ {0,3}([-*_]) *(?:\1 *){2,}$/;
 const HEADING = /^ {0,3}(#{1,6})(?: |$)/;
+const QUOTE = /^ {0,3}>/;
 const FORMULA = /^ {0,3}(\$\$|\\\[)/;
-const SPECIAL = /[\\`*_~[!<$\n]|https?:\/\//g;
+const SPECIAL = /[\\`*_~[!$\n]|https?:\/\//g;
 const WORD = /[\p{L}\p{N}]/u;
 
 /** Show a Markdown text in an element. Blocks that have not changed since the last call stay. */
@@ -27,17 +28,11 @@ export function render(element, text) {
 /** Return the blocks of lines: pairs of source and function that makes the element. */
 function split(lines, depth) {
   const blocks = [];
-  for (let i = 0; i < lines.length;) {
-    const line = lines[i], begin = line.trimStart();
-    if (!begin) { i++; continue; }
-    const until = test => {
-      let end = i + 1;
-      while (end < lines.length && !test(lines[end])) end++;
-      return end;
-    };
-    const [end, make] = blockAt(lines, i, line, begin, until, depth);
-    blocks.push([lines.slice(i, end).join("\n"), make]);
-    i = end;
+  for (let i = 0, end; i < lines.length; i = end) {
+    end = i + 1;
+    if (!lines[i].trim()) continue;
+    const [after, make] = blockAt(lines, i, depth);
+    blocks.push([lines.slice(i, end = after).join("\n"), make]);
   }
   return blocks;
 }
@@ -45,41 +40,46 @@ function split(lines, depth) {
 const build = (lines, depth) => split(lines, depth).map(([, make]) => make());
 
 /** Return the end of the block that begins at a line, and the function that makes it. */
-function blockAt(lines, i, line, begin, until, depth) {
+function blockAt(lines, i, depth) {
+  const line = lines[i], paragraph = (...content) => el("p", {}, content);
+  const until = test => {
+    let end = i + 1;
+    while (end < lines.length && !test(lines[end])) end++;
+    return end;
+  };
   let match, end;
-  if (depth >= MAX_DEPTH) return [lines.length, () => el("p", {}, lines.slice(i).join("\n"))];
+  if (depth >= MAX_DEPTH) return [lines.length, () => paragraph(lines.slice(i).join("\n"))];
   if ((match = FENCE.exec(line))) {
     const [, fence, language] = match;
     end = until(other => other.trim().startsWith(fence) && !other.trim().replaceAll(fence[0], ""));
     return [Math.min(end + 1, lines.length), () => codeBlock(lines.slice(i + 1, end).join("\n"), language)];
   }
   if ((match = FORMULA.exec(line)) && (end = formulaEnd(lines, i, match[1] === "$$" ? "$$" : "\\]"))) {
-    return [end, () => el("p", {class: "formula"}, formula(lines.slice(i, end).join("\n").trim().slice(2, -2), true))];
+    const source = lines.slice(i, end).join("\n").trim().slice(2, -2);
+    return [end, () => el("p", {class: "formula"}, formula(source, true))];
   }
   if ((match = HEADING.exec(line))) {
-    return [i + 1, () => el(`h${Math.min(match[1].length + 1, 6)}`, {}, inline(begin.slice(match[1].length).trim(), depth))];
+    return [i + 1, () => el(`h${Math.min(match[1].length + 1, 6)}`, {}, inline(line.trim().replace(/^#+/, "").trim(), depth))];
   }
   if (RULE.test(line)) return [i + 1, () => el("hr")];
-  if (begin[0] === ">") {
-    end = until(other => !other.trimStart().startsWith(">"));
-    return [end, () => el("blockquote", {}, build(lines.slice(i, end).map(other => other.trimStart().slice(1).replace(/^ /, "")), depth + 1))];
+  if (line.trimStart()[0] === ">") {
+    end = until(other => other.trimStart()[0] !== ">");
+    const inner = lines.slice(i, end).map(other => other.trimStart().slice(1).replace(/^ /, ""));
+    return [end, () => el("blockquote", {}, build(inner, depth + 1))];
   }
-  if (ITEM.test(line)) {
-    end = listEnd(lines, i);
-    return [end, () => list(lines.slice(i, end), depth)];
-  }
+  if (ITEM.test(line)) return [end = listEnd(lines, i), () => list(lines.slice(i, end), depth)];
   if (line.includes("|") && isDelimiter(lines[i + 1])) {
     end = until(other => !other.includes("|"));
     return [end, () => table(lines.slice(i, end), depth)];
   }
-  end = until(other => !other.trim() || [FENCE, HEADING, RULE, FORMULA, /^ {0,3}>/].some(start => start.test(other)) || /^ {0,3}([-*+]|1[.)]) /.test(other));
-  return [end, () => el("p", {}, inline(lines.slice(i, end).map(other => other.trimStart()).join("\n"), depth))];
+  const ends = [FENCE, HEADING, RULE, FORMULA, QUOTE, /^ {0,3}([-*+]|1[.)]) /, /^\s*$/];
+  end = until(other => ends.some(start => start.test(other)));
+  return [end, () => paragraph(inline(lines.slice(i, end).map(other => other.trimStart()).join("\n"), depth))];
 }
 
 function codeBlock(code, language) {
   const button = el("button", {class: "quiet", onclick: () => copy(code, button)}, "Copy");
-  return el("div", {class: "code"},
-    el("div", {class: "row"}, el("span", {class: "dim"}, language || "code"), el("span", {class: "space"}), button),
+  return el("div", {class: "code"}, el("div", {class: "row"}, el("span", {class: "dim"}, language || "code"), el("span", {class: "space"}), button),
     el("pre", {tabindex: 0, role: "group", "aria-label": `${language} code`.trim()}, el("code", {}, code)));
 }
 
@@ -115,7 +115,7 @@ function listEnd(lines, start) {
     const line = lines[i], match = ITEM.exec(line), indent = line.length - line.trimStart().length;
     if (!line.trim()) continue;
     const goesOn = match ? match[1].length <= outer + 1 && /\d/.test(match[2]) === /\d/.test(mark) && !RULE.test(line)
-      : i === end && ![HEADING, FENCE, FORMULA, /^ {0,3}>/].some(other => other.test(line));
+      : i === end && ![HEADING, FENCE, FORMULA, QUOTE].some(other => other.test(line));
     if (!goesOn && indent < outer + 2) break;
     end = i + 1;
   }
@@ -123,32 +123,27 @@ function listEnd(lines, start) {
 }
 
 function list(lines, depth) {
-  const [, {length: outer}, mark] = ITEM.exec(lines[0]), items = [], isOrdered = /\d/.test(mark);
+  const [, {length: outer}, mark] = ITEM.exec(lines[0]), items = [], start = parseInt(mark, 10);
   for (const line of lines) {
-    const match = ITEM.exec(line);
+    const match = ITEM.exec(line), indent = line.length - line.trimStart().length;
     if (match && match[1].length <= outer + 1) items.push([line.slice(match[0].length)]);
-    else items.at(-1).push(line.slice(Math.min(outer + mark.length + 1, line.length - line.trimStart().length)));
+    else items.at(-1).push(line.slice(Math.min(outer + mark.length + 1, indent)));
   }
-  return el(isOrdered ? "ol" : "ul", isOrdered && parseInt(mark, 10) !== 1 ? {start: parseInt(mark, 10)} : {}, items.map(item => {
-    const blocks = build(item, depth + 1), isTight = blocks[0]?.localName === "p" && !blocks.slice(1).some(block => block.localName === "p");
-    return el("li", {}, isTight ? [...blocks[0].childNodes, ...blocks.slice(1)] : blocks);
+  return el(start >= 0 ? "ol" : "ul", {start: start >= 0 && start !== 1 ? start : null}, items.map(item => {
+    const [first, ...others] = build(item, depth + 1);
+    const isTight = first?.localName === "p" && !others.some(block => block.localName === "p");
+    return el("li", {}, isTight ? [...first.childNodes] : first, others);
   }));
 }
 
 function cells(line) {
   return line.trim().replace(/^\|/, "").replace(/(?<!\\)\|$/, "").split(/(?<!\\)\|/).map(cell => cell.trim().replaceAll("\\|", "|"));
 }
-
 const isDelimiter = line => /^[\s|:-]*-[\s|:-]*$/.test(line ?? "") && cells(line).every(cell => /^:?-+:?$/.test(cell));
-
 function table([head, delimiter, ...body], depth) {
   const sides = cells(delimiter).map(cell => (cell.endsWith(":") ? (cell[0] === ":" ? "middle" : "number") : null));
-  const row = (line, name) => {
-    const texts = cells(line);
-    return el("tr", {}, sides.map((side, i) => el(name, {class: side}, inline(texts[i] ?? "", depth))));
-  };
-  return el("div", {class: "scroll", tabindex: 0, role: "group", "aria-label": "Table"},
-    el("table", {}, el("thead", {}, row(head, "th")), el("tbody", {}, body.map(line => row(line, "td")))));
+  const row = (texts, name) => el("tr", {}, sides.map((side, i) => el(name, {class: side}, inline(texts[i] ?? "", depth))));
+  return scroll("Table", el("table", {}, el("thead", {}, row(cells(head), "th")), el("tbody", {}, body.map(line => row(cells(line), "td")))));
 }
 
 /** Return a link, or its text alone if the address is not one of the web or of mail. */
@@ -158,7 +153,6 @@ function link(address, children) {
   return el("a", {href: url.href, rel: "noopener noreferrer", target: "_blank"}, children);
 }
 
-/** Return the texts and elements of a line. A mark that is not closed is text. */
 function inline(text, depth) {
   const found = [], absent = new Set(), special = new RegExp(SPECIAL);
   let plain = "", i = 0;
@@ -173,10 +167,7 @@ function inline(text, depth) {
     i = next.index;
     const [part, end] = spanAt(text, i, find, depth) ?? [text[i], i + 1];
     if (typeof part === "string") plain += part;
-    else {
-      found.push(part.localName === "br" ? plain.trimEnd() : plain, part);
-      plain = "";
-    }
+    else { found.push(part.localName === "br" ? plain.trimEnd() : plain, part); plain = ""; }
     i = end;
   }
   found.push(plain + text.slice(i));
@@ -187,10 +178,11 @@ function inline(text, depth) {
 function spanAt(text, i, find, depth) {
   const mark = text[i], after = text[i + 1] ?? "", before = text[i - 1] ?? "";
   const inner = words => (depth < MAX_DEPTH ? inline(words, depth + 1) : [words]);
-  let match, end, run = mark;
+  let end, run = mark;
   if (mark === "\n") return text.slice(i - 2, i) === "  " ? [el("br"), i + 1] : undefined;
   if (mark === "\\") {
-    if ((after === "(" || after === "[") && (end = find(after === "(" ? "\\)" : "\\]", i + 2)) > 0) return [formula(text.slice(i + 2, end), after === "["), end + 2];
+    end = {"(": "\\)", "[": "\\]"}[after] ? find({"(": "\\)", "[": "\\]"}[after], i + 2) : -1;
+    if (end > 0) return [formula(text.slice(i + 2, end), after === "["), end + 2];
     return /[!-/:-@[-`{-~]/.test(after) ? [after, i + 2] : undefined;
   }
   if (mark === "`") {
@@ -200,30 +192,31 @@ function spanAt(text, i, find, depth) {
   }
   if (mark === "*" || mark === "_" || (mark === "~" && after === "~")) {
     if (after === mark) run += mark;
-    if (!(text[i + run.length] ?? "").trim() || (mark === "_" && WORD.test(before))) return [run, i + run.length];
-    end = find(run, i + run.length + 1);
+    const begin = i + run.length, plain = [run, begin];
+    if (!(text[begin] ?? "").trim() || (mark === "_" && WORD.test(before))) return plain;
+    end = find(run, begin + 1);
     // The end follows no space; two marks are no end of one.
-    while (end > 0 && (!text[end - 1].trim() || (run === mark && text[end + 1] === mark))) end = find(run, end + (text[end + 1] === mark ? 2 : 1));
+    while (end > 0 && (!text[end - 1].trim() || (run === mark && text[end + 1] === mark))) {
+      end = find(run, end + (text[end + 1] === mark ? 2 : 1));
+    }
     if (end > 0 && run !== mark && text[end + 2] === mark) end++;
-    if (end < 0 || (mark === "_" && WORD.test(text[end + run.length] ?? ""))) return [run, i + run.length];
-    return [el(mark === "~" ? "del" : run === mark ? "em" : "strong", {}, inner(text.slice(i + run.length, end))), end + run.length];
+    if (end < 0 || (mark === "_" && WORD.test(text[end + run.length] ?? ""))) return plain;
+    return [el(mark === "~" ? "del" : run === mark ? "em" : "strong", {}, inner(text.slice(begin, end))), end + run.length];
   }
   if (mark === "$") {
     if (after === "$") run = "$$";
-    end = (text[i + run.length] ?? "").trim() ? find(run, i + run.length) : -1;
+    const begin = i + run.length;
+    end = (text[begin] ?? "").trim() ? find(run, begin) : -1;
     // Two prices are no formula.
     const isFormula = end > 0 && text[end - 1].trim() && !/\d/.test(text[end + run.length] ?? "");
-    return isFormula ? [formula(text.slice(i + run.length, end), run === "$$"), end + run.length] : [run, i + run.length];
-  }
-  if (mark === "<") {
-    match = /^<((?:https?:\/\/|mailto:)[^\s<>]+)>/.exec(text.slice(i, i + MAX_LINK));
-    return match ? [link(match[1], match[1]), i + match[0].length] : undefined;
+    return isFormula ? [formula(text.slice(begin, end), run === "$$"), end + run.length] : [run, begin];
   }
   if (mark === "h") {
-    match = WORD.test(before) ? null : /^https?:\/\/[^\s<>"'`\]]+/.exec(text.slice(i, i + MAX_LINK));
+    const match = WORD.test(before) ? null : /^https?:\/\/[^\s<>"'`\]]+/.exec(text.slice(i, i + MAX_LINK));
     if (!match) return undefined;
-    const [address] = /^.*[^.,;:!?*_)]/.exec(match[0].includes("(") ? match[0].replace(/\)$/, "）") : match[0]), shown = match[0].slice(0, address.length);
-    return [link(shown, shown), i + shown.length];
+    // Signs at the end belong to the sentence; so does a bracket that the address does not open.
+    const end = match[0].includes("(") ? /^.*[^.,;:!?*_]/ : /^.*[^.,;:!?*_)]/, [address] = end.exec(match[0]);
+    return [link(address, address), i + address.length];
   }
   // A picture is a link: the page loads nothing from elsewhere.
   if (mark === "!" && after !== "[") return undefined;
@@ -231,6 +224,6 @@ function spanAt(text, i, find, depth) {
   end = close < 0 ? -1 : find(")", close + 2);
   if (end < 0 || end - from > MAX_LINK) return undefined;
   if (text.slice(close, end).includes("(", 2) && text[end + 1] === ")") end++;
-  const address = text.slice(close + 2, end).trim().split(/\s/)[0].replace(/^<|>$/g, ""), words = text.slice(from, close);
+  const [address] = text.slice(close + 2, end).trim().split(/\s/), words = text.slice(from, close);
   return [link(address, mark === "!" ? words || address : inner(words)), end + 1];
 }

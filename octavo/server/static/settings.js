@@ -1,6 +1,6 @@
 // Settings of a conversation: system prompt, sampling parameters, schema, tools.
 
-import {el} from "./api.js";
+import {byId, el} from "./api.js";
 
 const SHOWN = 6;
 const CHOICES = {
@@ -30,29 +30,28 @@ const OTHERS = {
 /** Show the settings of a conversation in an element; `changed` is called after each change. */
 export function showSettings(element, settings, changed) {
   const field = (name, kind) => {
-    const [label, placeholder] = OTHERS[name] ?? [name, kind === "json" ? "JSON" : "default"], holder = OTHERS[name] ? settings : settings.sampling;
-    const options = (CHOICES[kind] ? ["", ...CHOICES[kind]] : []).map(value => el("option", {value}, value || "default")), id = `set-${name}`;
+    const [label, placeholder] = OTHERS[name] ?? [name, kind === "json" ? "JSON" : "default"], id = `set-${name}`;
+    const holder = OTHERS[name] ? settings : settings.sampling, choices = CHOICES[kind] && ["", ...CHOICES[kind]];
+    const options = choices?.map(value => el("option", {value}, value || "default"));
     const tag = CHOICES[kind] ? "select" : kind === "area" ? "textarea" : "input";
-    const input = el(tag, {id, rows: 3, placeholder, spellcheck: "false", type: kind === "number" ? kind : null, step: "any", class: name === "system" ? null : "mono", oninput: () => {
-      holder[name] = input.value;
-      fail(name, "");
-      changed();
-    }}, options);
+    const input = el(tag, {id, rows: 3, placeholder, spellcheck: "false", type: kind === "number" ? kind : null, step: "any", class: name === "system" ? null : "mono",
+      "aria-describedby": `${id}-error`, oninput: () => { holder[name] = input.value; fail(name, ""); changed(); }}, options);
     input.value = holder[name] ?? "";
-    input.setAttribute("aria-describedby", `${id}-error`);
-    return el("div", {class: kind === "area" ? "field wide" : "field"}, el("label", {for: id}, label), input, el("p", {id: `${id}-error`, class: "bad"}));
+    return el("div", {class: kind === "area" ? "field wide" : "field"}, el("label", {for: id}, label), input,
+      el("p", {id: `${id}-error`, class: "bad"}));
   };
   const group = (name, ...fields) => el("fieldset", {}, el("legend", {}, name), fields);
   const sampling = Object.entries(FIELDS).map(([name, kind]) => field(name, kind));
   element.replaceChildren(el("h2", {}, "Settings"), field("system", "area"),
-    group("Sampling", sampling.slice(0, SHOWN), field("logprobs", "number"), el("details", {}, el("summary", {}, "More parameters"), sampling.slice(SHOWN), field("other", "area"))),
+    group("Sampling", sampling.slice(0, SHOWN), field("logprobs", "number"),
+      el("details", {}, el("summary", {}, "More parameters"), sampling.slice(SHOWN), field("other", "area"))),
     group("Structured output", field("schema", "area")), group("Tools", field("tools", "area"), field("choice", "text")));
 }
 
 /** Show what is wrong with a setting; an empty text: nothing. */
 function fail(name, text) {
-  const input = document.getElementById(`set-${name}`);
-  document.getElementById(`set-${name}-error`).textContent = text;
+  const input = byId(`set-${name}`);
+  byId(`set-${name}-error`).textContent = text;
   input.setAttribute("aria-invalid", String(Boolean(text)));
   if (!text) return;
   input.closest("aside").hidden = false;
