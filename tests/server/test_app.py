@@ -71,6 +71,8 @@ def test_index_lists_the_addresses():
             "GET /api/version",
             "POST /inference/v1/generate",
             "POST /invocations",
+            "GET /v1/requests",
+            "GET /v1/requests/{request_id:path}/explain",
             "POST /v1/files",
             "GET /v1/files",
             "GET /v1/files/{file_id}",
