@@ -85,6 +85,7 @@ def test_time_can_be_held_and_stepped_through(recorded, open_page):
     sending = complete(server.url, 4, 300)
     page.get_by_role("row").filter(has_text="answer").first.wait_for()
     page.get_by_role("button", name="Hold").click()
+    page.get_by_role("button", name="Live", exact=True).wait_for()  # the next frame draws it
     text = page.get_by_role("paragraph").filter(has_text=re.compile(r"^Step \d+ of engine 0"))
     number = int(re.search(r"\d+", text.inner_text())[0])
     canvas = page.get_by_role("img", name="Tokens of each step")
