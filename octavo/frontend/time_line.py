@@ -293,8 +293,10 @@ class _Sweep:
         if marks.prompts:
             number = None if followed is None else number_of(followed)
             stages += marks.prompts[max(marks.prompts) if number is None else number]
+        # The engine may be faster than the front end, which marks the sending when it has its turn.
+        sent = steps[0].record.begun if steps else marks.end
         for cause, time in stages:
-            self._to(time, cause)
+            self._to(min(time, sent), cause)
         if marks.prompts:
             if marks.ready is not None:
                 latest = marks.end if marks.done is None else marks.done

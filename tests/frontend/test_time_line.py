@@ -91,6 +91,20 @@ def test_stages_before_the_engine_and_the_delivery_after_it():
     ]
 
 
+def test_a_front_end_that_marks_the_sending_late_hides_no_step():
+    spans = line(
+        [step(1, 2, 10, [mine(8, 0, 8)]), step(2, 10, 12, [mine()])],
+        prompts={7: [("tokenize", 1.0), ("to_engine", 11.0)]},
+        end=12.0,
+    )
+    assert causes(spans) == [
+        ("tokenize", 0, 1),
+        ("to_engine", 1, 2),
+        ("prefill", 2, 10),
+        ("decode", 10, 12),
+    ]
+
+
 def test_chunks_of_a_prompt_are_one_span_and_know_the_share_of_others():
     spans = line(
         [
