@@ -201,6 +201,7 @@ def test_conversations_are_kept_and_moved(chat, open_page, tmp_path):
     chat.answer_with({"content": "Answer two"})
     chat.send("Second question")
     page.reload()
+    page.get_by_text("Answer two").wait_for()
     chat = Chat(page)
     assert [role_text[1] for role_text in chat.messages()] == ["Second question", "Answer two"]
     page.get_by_role("button", name="First question", exact=True).click()
