@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from octavo.engine.step_reporter import StepReporter
+from octavo.messages import EngineCoreOutputs, ScheduledRequest, SchedulerOutput
 from octavo.observability.steps import StepPreemption, StepRecord
 from tests.engine.test_core import make_core, request
 
@@ -106,3 +107,19 @@ def test_events_before_an_idle_engine_are_reported_without_a_step():
     assert (record.number, record.parts) == (0, [])
     assert [event.kind for event in record.events] == ["ADDED"]
     core.shutdown()
+
+
+def test_a_step_that_was_scheduled_ahead_begins_after_the_step_before_it():
+    ticks = itertools.count(1)
+    reporter = StepReporter(lambda: float(next(ticks)))
+    for number in (1, 2):
+        reporter.on_begin(number)
+        reporter.on_schedule(number, SchedulerOutput([ScheduledRequest("1", 1)]))
+    for number in (1, 2):
+        reporter.on_computed(number)
+        reporter.on_result(number, 0.0, failed=False, sample_seconds=0.0)
+    outputs = EngineCoreOutputs()
+    reporter.on_outputs(outputs, is_idle=True)
+    first, second = (msgspec.msgpack.decode(step, type=StepRecord) for step in outputs.steps)
+    assert (first.scheduled, first.begun, first.computed) == (2.0, 2.0, 5.0)
+    assert (second.scheduled, second.begun, second.computed) == (4.0, 5.0, 6.0)
