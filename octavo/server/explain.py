@@ -64,7 +64,7 @@ TITLES: Mapping[str, str] = {
 """Titles of the causes of time."""
 
 _QUEUED = {
-    "SEAT": "all {seats} seats (max_num_seqs) were taken by other requests",
+    "SEAT": "other requests had all {seats} seats (max_num_seqs)",
     "BUDGET": "the steps' token budget (max_num_batched_tokens, {budget}) was used by other"
     " requests",
     "BLOCKS": "memory: other requests held the KV blocks that it needed",

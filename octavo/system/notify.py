@@ -22,4 +22,4 @@ def notify_ready() -> None:
             sender.setblocking(False)
             sender.sendto(b"READY=1", address)
     except OSError as error:
-        logger.warning("systemd could not be told that the server is ready: %s", error)
+        logger.warning("the message to systemd that the server is ready was not sent: %s", error)

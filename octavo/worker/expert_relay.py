@@ -431,7 +431,7 @@ class _HeadLink(_Link):
         if place == 0:
             for peer in self._peers.values():
                 self._send(peer, _BEGIN, step + 1)
-        for _ in self._peers:  # nobody sends more than the rows of this exchange
+        for _ in self._peers:  # each sends only the rows of this exchange
             peer, data = self._receive()
             write(copier, peer, data)
         for peer in self._peers.values():

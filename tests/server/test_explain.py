@@ -66,9 +66,7 @@ def test_the_time_line_of_a_request():
         queued, prefill, decode, _ = found["timeline"][place - 1 :]
         assert (queued["reason"], queued["is_behind"], queued["others"]) == ("SEAT", False, 1)
         seats = served.engine.config.scheduler.max_num_seqs
-        assert queued["text"] == (
-            f"queued: all {seats} seats (max_num_seqs) were taken by other requests"
-        )
+        assert queued["text"] == (f"queued: other requests had all {seats} seats (max_num_seqs)")
         assert (prefill["steps"], prefill["tokens"]) == (2, 3)
         assert prefill["text"].startswith(
             "the prompt was computed in 2 chunks, 3 tokens, shared with 1 other ("

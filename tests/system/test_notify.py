@@ -26,4 +26,4 @@ def test_no_systemd(tmp_path, monkeypatch, caplog):
         assert not caplog.records
         monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "nothing"))
         notify_ready()
-    assert "systemd could not be told" in caplog.text
+    assert "message to systemd that the server is ready was not sent" in caplog.text
