@@ -12,6 +12,7 @@ number and a state. The operator's key sees all.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import Counter, deque
 from collections.abc import AsyncGenerator
@@ -29,6 +30,8 @@ from octavo.system import clock
 
 if TYPE_CHECKING:
     from octavo.frontend.async_llm import AsyncLLM
+
+logger = logging.getLogger(__name__)
 
 MAX_VIEWERS = 1024
 MAX_QUEUE_BYTES = 512 * 2**10
@@ -174,6 +177,15 @@ class ViewHub:
         )
         work = self._work(picture), picture.follow_blocks(), picture.follow_experts()
         self._tasks = [asyncio.create_task(part) for part in work]
+        for task in self._tasks:
+            task.add_done_callback(self._note_end)
+
+    def _note_end(self, task: asyncio.Task[None]) -> None:
+        """End all streams if the work for them has failed; viewers may connect again."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("the engine view failed", exc_info=error)
+            for viewer in self._viewers:
+                viewer.end()
 
     async def _work(self, picture: Picture) -> None:
         while True:

@@ -221,7 +221,7 @@ class Picture:
             asked_after, seconds = self._log.end, 0.0
             with contextlib.suppress(OctavoError):  # an engine has died; the next one will answer
                 self._maps = await self._engine.block_maps()
-                seconds = max(found.seconds for found in self._maps.values())
+                seconds = max((found.seconds for found in self._maps.values()), default=0.0)
             await asyncio.sleep(max(INTERVAL, REST * seconds))
             await self._wait_for_steps(asked_after)
 

@@ -425,6 +425,21 @@ def test_events_are_encoded_once_for_all_viewers_of_an_audience(monkeypatch):
     with_server(scenario)
 
 
+def test_streams_end_if_the_work_for_them_fails(monkeypatch, caplog):
+    def update(self, audiences, time):
+        raise RuntimeError("a fault of the view")
+
+    async def scenario(served):
+        await Watching(served).until(has("requests"))
+        monkeypatch.setattr(view_picture.Picture, "update", update)
+        async with asyncio.timeout(10):
+            while len(served.state.view):
+                await asyncio.sleep(0.01)
+        assert "a fault of the view" in caplog.text
+
+    with_server(scenario)
+
+
 def test_a_viewer_that_does_not_read_is_dropped(monkeypatch):
     monkeypatch.setattr(view_hub, "MAX_QUEUE_BYTES", 3000)
 
