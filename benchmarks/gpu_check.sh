@@ -7,17 +7,17 @@
 # default: that of .venv if it exists, otherwise python3). The script builds Octavo from the source. This
 # needs a C++ compiler and, in that Python, scikit-build-core, nanobind, cmake and ninja. With --wheels
 # it installs Octavo from FOLDER instead, and other packages that the Python lacks; transformers requires
-# all packages that Octavo needs here, except msgspec. The script installs into build/gpu_check, does not
-# change the Python, and does not use the network.
+# all packages that Octavo needs here, except msgspec and pyzmq. The script installs into build/gpu_check,
+# does not change the Python, and does not use the network.
 #
 # Build FOLDER on another machine of the same kind, with the same version of Python:
 #
 #   python -m pip wheel --no-deps -w FOLDER .
-#   python -m pip wheel --no-deps -w FOLDER msgspec
+#   python -m pip wheel --no-deps -w FOLDER msgspec pyzmq
 #
 # Without --no-deps, pip would add torch and all of CUDA. If the versions of Python differ, replace the
-# second command by `pip download --no-deps -d FOLDER --only-binary :all: --python-version 3.12 msgspec`,
-# and omit the first: the script then builds Octavo on the GPU's machine.
+# second command by `pip download --no-deps -d FOLDER --only-binary :all: --python-version 3.12
+# msgspec pyzmq`, and omit the first: the script then builds Octavo on the GPU's machine.
 #
 # Exit status: 0 success, 1 a check failed, 3 no GPU, 4 a requirement is missing.
 set -euo pipefail
@@ -81,7 +81,7 @@ fi
 if [[ -d $target/octavo && -n $(where) && $(where) != $PWD/$target/* ]]; then
   missing "$python has an editable install of octavo, which hides the one given; take another Python"
 fi
-if ! error=$("$python" -P -c 'import octavo._native, octavo.llm, triton, transformers' 2>&1); then
+if ! error=$("$python" -P -c 'import octavo._native, octavo.executor.uniproc, triton, transformers' 2>&1); then
   missing "$(tail -n 1 <<<"$error"); give its wheel with --wheels"
 fi
 exec "$python" benchmarks/gpu_check.py "${arguments[@]}"

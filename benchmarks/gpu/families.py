@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,17 @@ def write_family(folder: str, name: str, tiny: dict[str, Any]) -> str:
 
 
 def check_families(bench: Bench) -> None:
-    """Compare each family's tokens with those of the CPU, and a request alone with among others."""
+    """Check each family; an error of one becomes a row, and the others are still checked."""
+    for name in bench.sizes.families:
+        try:
+            check_family(bench, name)
+        except Exception as error:
+            traceback.print_exc()
+            bench.add(name, f"{type(error).__name__}: {error}", "runs", False)
+
+
+def check_family(bench: Bench, name: str) -> None:
+    """Compare a family's tokens with those of the CPU, and a request alone with among others."""
     sizes = bench.sizes
     prompts = [random_ids(n, seed=n, vocab=sizes.tiny["vocab_size"]) for n in sizes.prompts]
     params = SamplingParams(temperature=0, max_tokens=sizes.answer, logprobs=1, ignore_eos=True)
@@ -102,40 +113,39 @@ def check_families(bench: Bench) -> None:
         "max_num_seqs": len(prompts),
         "max_num_batched_tokens": 256,
     }
-    for name in sizes.families:
-        with tempfile.TemporaryDirectory() as folder:
-            model = write_family(folder, name, sizes.tiny)
-            on_cpu = LLM(
-                model=model,
-                skip_tokenizer_init=True,
-                device="cpu",
-                dtype="float32",
-                **settings,
+    with tempfile.TemporaryDirectory() as folder:
+        model = write_family(folder, name, sizes.tiny)
+        on_cpu = LLM(
+            model=model,
+            skip_tokenizer_init=True,
+            device="cpu",
+            dtype="float32",
+            **settings,
+        )
+        try:
+            expected = generate(on_cpu, prompts, params)
+        finally:
+            on_cpu.shutdown()
+        for dtype in ("float32", "bfloat16"):
+            with engine(bench, model, dtype=dtype, batch_invariant=True, **settings) as llm:
+                answers = generate(llm, prompts, params)
+                alone = generate(llm, prompts[-1:], params)[0]
+            same = list(alone.token_ids) == list(answers[-1].token_ids)
+            bits = same and numbers(alone) == numbers(answers[-1])
+            equal, worst = 0, 0.0
+            for answer, truth in zip(answers, expected, strict=True):
+                pairs = zip(answer.token_ids, truth.token_ids, strict=True)
+                count = next((i for i, (a, b) in enumerate(pairs) if a != b), sizes.answer)
+                equal += count
+                near = zip(numbers(answer)[:count], numbers(truth)[:count], strict=True)
+                for token, (a, b) in zip(answer.token_ids, near, strict=False):
+                    worst = max(worst, abs(a[token] - b[token]))
+            bound, total = BOUNDS[dtype], len(prompts) * sizes.answer
+            fewest = total if dtype == "float32" else 0
+            bench.add(
+                f"{name}, {dtype}: tokens of the CPU in float32; alone and among others",
+                f"the first {equal} of {total} equal, logprobs within {worst:.1e}; "
+                f"{'the same' if bits else 'other'} bits",
+                f"{fewest}, {bound:.0e}; the same bits",
+                bits and equal >= fewest and worst <= bound,
             )
-            try:
-                expected = generate(on_cpu, prompts, params)
-            finally:
-                on_cpu.shutdown()
-            for dtype in ("float32", "bfloat16"):
-                with engine(bench, model, dtype=dtype, batch_invariant=True, **settings) as llm:
-                    answers = generate(llm, prompts, params)
-                    alone = generate(llm, prompts[-1:], params)[0]
-                same = list(alone.token_ids) == list(answers[-1].token_ids)
-                bits = same and numbers(alone) == numbers(answers[-1])
-                equal, worst = 0, 0.0
-                for answer, truth in zip(answers, expected, strict=True):
-                    pairs = zip(answer.token_ids, truth.token_ids, strict=True)
-                    count = next((i for i, (a, b) in enumerate(pairs) if a != b), sizes.answer)
-                    equal += count
-                    near = zip(numbers(answer)[:count], numbers(truth)[:count], strict=True)
-                    for token, (a, b) in zip(answer.token_ids, near, strict=False):
-                        worst = max(worst, abs(a[token] - b[token]))
-                bound, total = BOUNDS[dtype], len(prompts) * sizes.answer
-                fewest = total if dtype == "float32" else 0
-                bench.add(
-                    f"{name}, {dtype}: tokens of the CPU in float32; alone and among others",
-                    f"the first {equal} of {total} equal, logprobs within {worst:.1e}; "
-                    f"{'the same' if bits else 'other'} bits",
-                    f"{fewest}, {bound:.0e}; the same bits",
-                    bits and equal >= fewest and worst <= bound,
-                )

@@ -208,7 +208,8 @@ def test_neither_torch_nor_a_gpu(scene: Path) -> None:
 
 
 def test_octavo_from_a_wheel(scene: Path) -> None:
-    files = ["octavo/__init__.py", "octavo/llm.py", "octavo/_native.py"]
+    modules = ["__init__", "llm", "_native", "executor/__init__", "executor/uniproc"]
+    files = [f"octavo/{module}.py" for module in modules]
     write_wheel(scene / "wheels", "octavo", files)
     result = run_scene(scene, "--wheels", scene / "wheels", "--out", "rows.json", "--quick")
     assert result.returncode == 1, "the check's own status"
