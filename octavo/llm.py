@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import msgspec
 from tqdm import tqdm
@@ -15,7 +15,7 @@ from tqdm import tqdm
 from octavo.compat.call_arguments import apply_tokenization, refuse_unsupported
 from octavo.config import BUILTIN_MODEL, EngineConfig, ModelConfig
 from octavo.config.engine_settings import engine_settings
-from octavo.errors import OctavoError, RequestError, UnsupportedError
+from octavo.errors import OctavoError, RequestError
 from octavo.frontend.beam_search import (
     Beam,
     beam_requests,
@@ -27,6 +27,7 @@ from octavo.frontend.beam_search import (
 from octavo.frontend.input_processor import Prompt
 from octavo.frontend.interrupts import late_interrupts
 from octavo.frontend.llm_engine import LLMEngine, failed_output
+from octavo.llm_pooling import PoolingMethods, as_list
 from octavo.messages import EngineCoreRequest, PauseMode
 from octavo.observability.scheduler_stats import SchedulerStats
 from octavo.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
@@ -50,7 +51,7 @@ Bar = bool | Callable[..., Any]
 T = TypeVar("T")
 
 
-class LLM:
+class LLM(PoolingMethods):
     """Model in this process, for offline use.
 
     Args:
@@ -155,7 +156,7 @@ class LLM:
         """
         refuse_unsupported(lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs)
         starts = self._starts(
-            _as_list(prompts), sampling_params, True, priority, tokenization_kwargs
+            as_list(prompts), sampling_params, True, priority, tokenization_kwargs
         )
         return self._run(starts, use_tqdm=use_tqdm)
 
@@ -188,7 +189,7 @@ class LLM:
         """
         refuse_unsupported(lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs)
         starts = self._starts(
-            _as_list(prompts), sampling_params, True, priority, tokenization_kwargs
+            as_list(prompts), sampling_params, True, priority, tokenization_kwargs
         )
         return self._enqueue(starts)
 
@@ -235,7 +236,7 @@ class LLM:
         """
         processed = [
             self._process(prompt, prompt_params(params), add_special_tokens=True)
-            for prompt in _as_list(prompts)
+            for prompt in as_list(prompts)
         ]
         vocab_size = self.llm_engine.spec.vocab_size
         searches = [make_beam_search(params, request, vocab_size) for request, _ in processed]
@@ -372,18 +373,6 @@ class LLM:
         for request_id, prompt, its_params in zip(request_ids, prompts, params, strict=True):
             self._chats[request_id] = partial(reader.read, prompt, its_params)
         return request_ids
-
-    def encode(self, *_: object, **__: object) -> NoReturn:
-        """Raise UnsupportedError, as `embed`, `classify`, `score` and `reward` do.
-
-        Raises:
-            UnsupportedError: always.
-        """
-        raise UnsupportedError(
-            "Models generate text here; embeddings, classes, scores and rewards are not supported."
-        )
-
-    embed = classify = score = reward = encode
 
     def stream(
         self,
@@ -687,18 +676,3 @@ class LLM:
                 output = failed_output(request_id, output)
             results.append(output)
         return results
-
-
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Return one prompt or several as a list: a string, a dict and a list of token ids are one."""
-    if isinstance(prompts, str | Mapping):
-        return [prompts]
-    if not isinstance(prompts, Sequence):
-        raise RequestError(
-            f"prompts is a {type(prompts).__name__}; give a text, a list of token ids, a dict, or "
-            "a list of these.",
-            "prompts",
-        )
-    if prompts and isinstance(prompts[0], int):
-        return [prompts]  # type: ignore[list-item]  # a list of ids: mypy cannot narrow it
-    return list(prompts)  # type: ignore[arg-type]  # nor that these are prompts

@@ -171,6 +171,19 @@ class PromptEmbeds(msgspec.Struct, array_like=True, frozen=True):
         return memoryview(self.data)[start * self.row_nbytes : stop * self.row_nbytes]
 
 
+class PoolingSpec(msgspec.Struct, array_like=True, frozen=True):
+    """What the engine core computes for a request of a pooling model, in place of tokens."""
+
+    task: str
+    """Name of the model's pooler; see `PoolerSpec`."""
+    reads_all: bool = False
+    """True if the pooler reads all tokens: the prefix cache then cannot replace some."""
+    whole: bool = False
+    """True if one step must compute all tokens: each of them sees all others."""
+    second_begin: int = 0
+    """Index of the first token of the second text of a pair; 0: there is one text."""
+
+
 class RequestOptions(msgspec.Struct, array_like=True, frozen=True):
     """The envelope of a request: its properties besides the prompt and the sampling parameters.
 
@@ -241,6 +254,8 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True):
     answers: dict[int, list[int]] | None = None
     """With n > 1, the unfinished answers of a continued request: `output_token_ids` by index.
     None: all answers, from the start."""
+    pooling: PoolingSpec | None = None
+    """Result in place of tokens; None: the request generates tokens."""
 
     @property
     def known_token_ids(self) -> list[int]:
@@ -358,6 +373,8 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True):
     num_stored_tokens: int = 0
     """Prompt tokens with cached keys and values, with statistics only; more than
     `num_cached_tokens` if a recurrent state was missing."""
+    pooled: bytes | None = None
+    """Result of a `PoolingSpec`: float32 [n], or for each token [tokens, n]. The request ends."""
 
 
 class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True):
@@ -392,6 +409,8 @@ class NewRequestData(msgspec.Struct, array_like=True):
     slot p mod n. Empty if the model has no states."""
     state_source: int = -1
     """Slot with the state after `num_computed_tokens` tokens; -1: none were computed."""
+    pooling: PoolingSpec | None = None
+    """Result in place of tokens; see `EngineCoreRequest`."""
 
 
 class ScheduledRequest(msgspec.Struct, array_like=True):
@@ -498,6 +517,8 @@ class ModelRunnerOutput(msgspec.Struct, array_like=True):
     """Sums over all steps of the tokens of experts; None: the model has none."""
     sample_seconds: float = 0.0
     """Time of the worker after the forward pass, within which a captured step samples."""
+    pooled: dict[str, bytes] = {}
+    """Results of the requests with a `PoolingSpec` that have all tokens computed."""
 
 
 class UtilityCall(msgspec.Struct, array_like=True):

@@ -5,7 +5,10 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, overload
+from typing import Any, Generic, TypeVar, overload
+
+import numpy as np
+from numpy.typing import NDArray
 
 
 @dataclass(slots=True)
@@ -248,6 +251,67 @@ class RequestOutput:
     ec_transfer_params: None = field(default=None, kw_only=True)
     num_computed_tokens: int = field(default=0, kw_only=True)
     """Number of prompt tokens computed so far, in outputs without answers that tell progress."""
+    pooled: bytes | None = field(default=None, kw_only=True)
+    """Result of a pooling model, as the worker computed it."""
+
+
+@dataclass(slots=True)
+class PoolingOutput:
+    """Result of a text."""
+
+    data: NDArray[np.float32]
+    """Numbers [n], or for each token [tokens, n]."""
+
+
+@dataclass(slots=True)
+class EmbeddingOutput:
+    """Vector of a text."""
+
+    embedding: list[float]
+
+    @property
+    def hidden_size(self) -> int:
+        """Number of numbers."""
+        return len(self.embedding)
+
+
+@dataclass(slots=True)
+class ClassificationOutput:
+    """Scores of the classes for a text."""
+
+    probs: list[float]
+
+    @property
+    def num_classes(self) -> int:
+        """Number of classes."""
+        return len(self.probs)
+
+
+@dataclass(slots=True)
+class ScoringOutput:
+    """Score of a pair of texts."""
+
+    score: float
+
+
+Pooled = TypeVar("Pooled", PoolingOutput, EmbeddingOutput, ClassificationOutput, ScoringOutput)
+
+
+@dataclass(slots=True)
+class PoolingRequestOutput(Generic[Pooled]):
+    """Result of a pooling model for one prompt, as in vLLM."""
+
+    request_id: str
+    outputs: Pooled
+    prompt_token_ids: list[int]
+    num_cached_tokens: int = 0
+    """Number of prompt tokens that were in the prefix cache."""
+    finished: bool = True
+
+
+EmbeddingRequestOutput = PoolingRequestOutput[EmbeddingOutput]
+ClassificationRequestOutput = PoolingRequestOutput[ClassificationOutput]
+ScoringRequestOutput = PoolingRequestOutput[ScoringOutput]
 
 
 @dataclass(slots=True)

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterator
 
 from octavo.guard import Guard
-from octavo.messages import CoreSamplingParams, EngineCoreRequest, FinishReason
+from octavo.messages import CoreSamplingParams, EngineCoreRequest, FinishReason, PoolingSpec
 
 
 class RequestStatus(enum.IntEnum):
@@ -95,6 +95,7 @@ class Request:
         "num_spec_in_flight",
         "num_stored_tokens",
         "options",
+        "pooling",
         "prompt_embeds",
         "queue_key",
         "request_id",
@@ -121,6 +122,8 @@ class Request:
         self.num_prompt_tokens = len(core_request.prompt_token_ids)
         self.all_token_ids = core_request.prompt_token_ids + core_request.output_token_ids
         self.prompt_embeds = core_request.prompt_embeds
+        self.pooling: PoolingSpec | None = core_request.pooling
+        """Result in place of tokens; None: the request generates tokens."""
         self.guard: Guard | None = None
         """Guard of the answer; None: it has no limits."""
         if params.guard is not None:
@@ -190,8 +193,15 @@ class Request:
 
     @property
     def skip_reading_prefix_cache(self) -> bool:
-        """True if prompt logprobs are requested: the whole prompt must then be computed."""
+        """True if the result needs all tokens of the prompt computed: prompt logprobs, pooling."""
+        if self.pooling is not None:
+            return self.pooling.reads_all
         return self.sampling_params.prompt_logprobs is not None
+
+    @property
+    def whole(self) -> bool:
+        """True if one step must compute the whole prompt."""
+        return self.pooling is not None and self.pooling.whole
 
     def append_output_token_ids(self, token_ids: list[int]) -> None:
         """Add generated tokens and hash the blocks that they fill."""

@@ -17,7 +17,16 @@ from octavo.config import ModelConfig
 from octavo.errors import ContextLengthError, RequestError, UnsupportedError
 from octavo.frontend.core_params import KV_TRANSFER_PARAMS, make_core_params
 from octavo.frontend.prompt_embeds import PROMPT_EMBEDS_OFF, check_embeds, read_tensor
-from octavo.messages import EngineCoreRequest, GuardSpec, PromptEmbeds, RequestOptions
+from octavo.messages import (
+    CoreSamplingParams,
+    EngineCoreRequest,
+    GuardSpec,
+    PoolingSpec,
+    PromptEmbeds,
+    RequestOptions,
+)
+from octavo.models.blocks.pooler import PoolerSpec
+from octavo.pooling_params import PoolingParams
 from octavo.sampling_params import MAX_CACHE_SALT_LENGTH, SamplingParams
 from octavo.system.offload import pieces
 from octavo.text.markers import marker_tokens
@@ -59,6 +68,22 @@ Prompt = str | Sequence[int] | TextPrompt | TokensPrompt | EmbedsPrompt | Mappin
 
 class InputSpec(Protocol):
     """Part of a `ModelSpec` that an `InputProcessor` reads."""
+
+    @property
+    def architecture(self) -> str:
+        """Name of the architecture, for errors."""
+
+    @property
+    def generates(self) -> bool:
+        """True if the model can generate tokens."""
+
+    @property
+    def poolers(self) -> Sequence[PoolerSpec]:
+        """Results that the model has in place of tokens."""
+
+    @property
+    def sees_all(self) -> bool:
+        """True if one step must compute all tokens of a text."""
 
     @property
     def vocab_size(self) -> int:
@@ -146,6 +171,12 @@ class InputProcessor:
         """
         if not isinstance(params, SamplingParams):
             raise RequestError(f"params is a {type(params).__name__}, not SamplingParams.")
+        if not self._spec.generates:
+            raise RequestError(
+                f"This model ({self._spec.architecture}) generates no text. It can: "
+                f"{self._tasks()}.",
+                "model",
+            )
         self._check_params(params)
         options = _complete(options, prompt, params)
         embeds = self._read_embeds(prompt, params)
@@ -184,6 +215,143 @@ class InputProcessor:
             prompt_embeds=embeds,
         )
         return request, text
+
+    def process_pooling(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: PoolingParams,
+        options: RequestOptions,
+        *,
+        add_special_tokens: bool = True,
+    ) -> tuple[EngineCoreRequest, PoolerSpec]:
+        """Make the core request of a text for a pooling model; return it with its pooler.
+
+        Args:
+            request_id: an id that no live request has.
+            prompt: text, token ids, or a dict with "prompt" or "prompt_token_ids". "text_pair"
+                beside a text is the second text of a pair.
+            params: the parameters of the result.
+            options: the envelope.
+            add_special_tokens: True to let the tokenizer add its special tokens.
+
+        Raises:
+            RequestError: the request is bad, or this model does not support it.
+            ContextLengthError: the text is longer than the model's context.
+        """
+        if not isinstance(params, PoolingParams):
+            raise RequestError(f"params is a {type(params).__name__}, not PoolingParams.")
+        pooler = self._find_pooler(params)
+        options = _complete(options, prompt, params.as_sampling_params())
+        text, ids = self._read_prompt(prompt)
+        pair = prompt.get("text_pair") if isinstance(prompt, Mapping) else None
+        second = 0
+        if ids is None:
+            assert text is not None
+            ids, second = self._encode_text(text, pair, params, add_special_tokens)
+        elif params.truncate_prompt_tokens is not None:
+            ids = ids[self._kept(len(ids), params.as_sampling_params())]
+        self._check_ids("prompt", ids)
+        limit = self._max_model_len
+        if not ids:
+            raise RequestError("The text is empty; give at least one token.", "prompt")
+        if len(ids) > limit:
+            raise ContextLengthError(
+                f"This model's maximum context length is {limit} tokens; your text has {len(ids)} "
+                "tokens. Shorten it or set truncate_prompt_tokens.",
+                "prompt",
+            )
+        reads_all = pooler.reads_all or params.skip_reading_prefix_cache is True
+        request = EngineCoreRequest(
+            request_id=request_id,
+            prompt_token_ids=ids,
+            sampling_params=CoreSamplingParams(temperature=0.0, max_tokens=1),
+            options=options,
+            pooling=PoolingSpec(pooler.task, reads_all, self._spec.sees_all, second),
+        )
+        return request, pooler
+
+    def _tasks(self) -> str:
+        return ", ".join(pooler.task for pooler in self._spec.poolers) or "nothing"
+
+    def _find_pooler(self, params: PoolingParams) -> PoolerSpec:
+        """Return the pooler of a request's task; check the parameters that depend on it."""
+        poolers, model = self._spec.poolers, self._spec.architecture
+        if params.task is None and poolers:
+            pooler = poolers[0]
+        else:
+            found = next((p for p in poolers if p.task == params.task), None)
+            if found is None:
+                can = [*(["generate"] if self._spec.generates else []), *(p.task for p in poolers)]
+                raise RequestError(
+                    f"task={params.task!r}: this model ({model}) cannot do that. It can: "
+                    f"{', '.join(can)}.",
+                    "task",
+                )
+            pooler = found
+        if (wanted := params.dimensions) is not None:
+            if "embed" not in pooler.task:
+                raise RequestError(
+                    f"dimensions={wanted}: the task {pooler.task} returns no vectors; leave it "
+                    "out.",
+                    "dimensions",
+                )
+            if pooler.dimensions is None and wanted != pooler.size:
+                raise RequestError(
+                    f"dimensions={wanted}: this model ({model}) was not trained for shorter "
+                    f"vectors; leave it out, or use {pooler.size}.",
+                    "dimensions",
+                )
+            if wanted > pooler.size or (pooler.dimensions and wanted not in pooler.dimensions):
+                known = ", ".join(map(str, pooler.dimensions or ())) or f"1 to {pooler.size}"
+                raise RequestError(
+                    f"dimensions={wanted}: this model's vectors have {pooler.size} numbers; "
+                    f"choose one of: {known}.",
+                    "dimensions",
+                )
+        if params.returned_token_ids and max(params.returned_token_ids) >= pooler.size:
+            raise RequestError(
+                f"returned_token_ids={params.returned_token_ids}: the task {pooler.task} has "
+                f"{pooler.size} classes.",
+                "returned_token_ids",
+            )
+        return pooler
+
+    def _encode_text(
+        self, text: str, pair: object, params: PoolingParams, add_special_tokens: bool
+    ) -> tuple[list[int], int]:
+        """Return the tokens of a text, or of a pair, and the index of the second text's first one.
+
+        Truncation keeps the special tokens.
+        """
+        tokenizer, limit = self._tokenizer, self._max_model_len
+        if tokenizer is None:
+            raise RequestError(
+                "No tokenizer is loaded (skip_tokenizer_init); give the prompt as token ids.",
+                "prompt",
+            )
+        if pair is not None and not isinstance(pair, str):
+            raise RequestError(f"'text_pair' is a {type(pair).__name__}, not a text.", "prompt")
+        keep = params.truncate_prompt_tokens
+        if keep is not None and keep > limit:
+            raise RequestError(
+                f"truncate_prompt_tokens={keep} is more than the model's context of {limit} "
+                "tokens.",
+                "truncate_prompt_tokens",
+            )
+        if keep is None and is_longer(text + (pair or ""), limit):
+            raise ContextLengthError(
+                f"This model's maximum context length is {limit} tokens; your text of "
+                f"{len(text)} characters is longer. Shorten it or set truncate_prompt_tokens.",
+                "prompt",
+            )
+        return tokenizer.encode_text(
+            text,
+            pair,
+            add_special_tokens,
+            max_tokens=None if keep is None else limit if keep == -1 else keep,
+            truncation_side=params.truncation_side,
+        )
 
     def renew(
         self, request: EngineCoreRequest, params: SamplingParams, arrival_time: float

@@ -30,8 +30,10 @@ from octavo.models.registry import read_spec
 from octavo.observability.profiler import span
 from octavo.observability.recording import Arrival, End, Outputs
 from octavo.observability.scheduler_stats import SchedulerStats
+from octavo.models.blocks.pooler import PoolerSpec
 from octavo.outputs import CompletionOutput, RequestOutput
 from octavo.plan.memory_plan import resolve_dtype, resolve_max_model_len
+from octavo.pooling_params import PoolingParams
 from octavo.sampling_params import SamplingParams
 from octavo.system import clock
 from octavo.text.tokenizer import Tokenizer, require_tokenizer
@@ -435,6 +437,19 @@ class LLMEngine:
                 if trace_headers is not None and self._tracer is not None
                 else None,
             ),
+            add_special_tokens=add_special_tokens,
+        )
+
+    def process_pooling(
+        self, prompt: Prompt, params: PoolingParams, *, add_special_tokens: bool = True
+    ) -> tuple[EngineCoreRequest, PoolerSpec]:
+        """Return the core request of a text; see `InputProcessor.process_pooling`."""
+        request_id = next(i for i in map(str, self._request_ids) if i not in self._added)
+        return self.input_processor.process_pooling(
+            request_id,
+            prompt,
+            params,
+            RequestOptions(clock.now()),
             add_special_tokens=add_special_tokens,
         )
 

@@ -114,6 +114,8 @@ class _Group:
     num_cached_tokens: int = 0
     num_computed_tokens: int = 0
     """Number of prompt tokens computed so far, if the request reports its progress."""
+    pooled: bytes | None = None
+    """Result of a pooling model."""
     live: dict[str, _RequestState] = field(default_factory=dict)
     """Unfinished answers by core request id."""
     outputs: dict[int, CompletionOutput] = field(default_factory=dict)
@@ -169,6 +171,7 @@ class _Group:
             num_cached_tokens=self.num_cached_tokens,
             kv_transfer_params=self.kv_transfer_params,
             num_computed_tokens=self.num_computed_tokens,
+            pooled=self.pooled,
         )
 
 
@@ -475,6 +478,8 @@ class OutputProcessor:
         if output.new_prompt_logprobs is not None and state.prompt_logprobs is not None:
             rows = output.new_prompt_logprobs
             state.prompt_logprobs.append_rows(rows.token_ids, rows.logprobs, rows.ranks)
+        if output.pooled is not None:
+            group.pooled, group.num_cached_tokens = output.pooled, output.num_cached_tokens
         if output.kv_transfer_params is not None:
             group.kv_transfer_params = output.kv_transfer_params
         if output.repetition is not None and state.repetition is None:

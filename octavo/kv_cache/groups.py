@@ -11,17 +11,17 @@ physical tensor of its own, which consists of slots (`kv_cache/states.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import count
+from itertools import count, repeat
 from typing import Any
 
 from octavo.kv_cache.kinds.base import SingleTypeKVCacheManager
 from octavo.kv_cache.kinds.chunked_attention import ChunkedAttentionManager
 from octavo.kv_cache.kinds.full_attention import FullAttentionManager
 from octavo.kv_cache.kinds.sliding_window import SlidingWindowManager
-from octavo.models.cache import AttentionCache, CacheSpec, LatentCache
+from octavo.models.cache import AttentionCache, CacheSpec, EncoderCache, LatentCache
 from octavo.models.state_cache import StateCache
 
 
@@ -38,6 +38,7 @@ _ALIGNMENT = 64  # a cache line
 # Factories of managers by kind of cache spec; the arguments are the spec and the block size.
 MANAGERS: dict[type[Any], Callable[[Any, int], SingleTypeKVCacheManager]] = {
     AttentionCache: _attention_manager,
+    EncoderCache: lambda cache, block_size: FullAttentionManager(block_size),
     LatentCache: lambda cache, block_size: FullAttentionManager(block_size),
 }
 
@@ -54,6 +55,11 @@ class KVCacheGroup:
     def has_states(self) -> bool:
         """True if its layers have recurrent states, in slots instead of blocks."""
         return isinstance(self.cache, StateCache)
+
+    @property
+    def num_tensors(self) -> int:
+        """Number of physical tensors of its layers: each has its own, but encoders share one."""
+        return 1 if isinstance(self.cache, EncoderCache) else len(self.layer_indices)
 
 
 @dataclass(frozen=True)
@@ -106,7 +112,9 @@ class KVCacheConfig:
         """Tuples (layer, group, tensor) of all layers, in order."""
         places, own = [], count(_group_size(self.groups))
         for g, group in enumerate(self.groups):
-            tensors = own if group.has_states else count()
+            tensors: Iterator[int] = own if group.has_states else count()
+            if isinstance(group.cache, EncoderCache):
+                tensors = repeat(0)
             places += [(layer, g, next(tensors)) for layer in group.layer_indices]
         places.sort()
         assert [layer for layer, _, _ in places] == list(range(len(places)))
@@ -174,7 +182,7 @@ def slot_nbytes(groups: Sequence[KVCacheGroup], block_size: int, dtype: str) -> 
         of_group = [-(-nbytes // _ALIGNMENT) * _ALIGNMENT for nbytes in of_group]
     sizes = [0] * _group_size(groups)
     for nbytes, group in zip(of_group, groups, strict=True):
-        for slot in range(len(group.layer_indices)):
+        for slot in range(group.num_tensors):
             sizes[slot] = max(sizes[slot], nbytes)
     return sizes
 
@@ -217,4 +225,4 @@ def max_blocks_per_request(
 
 def _group_size(groups: Sequence[KVCacheGroup]) -> int:
     """Return the number of physical tensors of blocks."""
-    return max((len(group.layer_indices) for group in groups if not group.has_states), default=0)
+    return max((group.num_tensors for group in groups if not group.has_states), default=0)

@@ -141,6 +141,23 @@ class AttentionCache:
 
 
 @dataclass(frozen=True)
+class EncoderCache(AttentionCache):
+    """Keys and values of a step, for attention that sees all of a text.
+
+    No later step reads them, and no other layer: all layers use the same memory.
+    """
+
+    rolls_back = False
+
+    def pages(self) -> Pages:
+        """Raise ConfigError: there is nothing to keep."""
+        raise ConfigError(
+            "kv_transfer_config is not supported with encoders, which keep no keys and values; "
+            "leave it out."
+        )
+
+
+@dataclass(frozen=True)
 class LatentCache:
     """Latent of each token, in pages: one vector for the keys and values of all heads.
 

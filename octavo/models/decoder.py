@@ -25,7 +25,12 @@ class DecoderModel:
         self.spec = spec
         self.dtype = parts.dtype
         if spec.has_head:
-            self.head = spec.head.build(parts)
+            if spec.generates:
+                self.head = spec.head.build(parts)
+            self.poolers = {
+                pooler.task: pooler.build(parts.of(f"poolers.{pooler.task}"))
+                for pooler in spec.poolers
+            }
             # Drafters read its result while other ranks have begun the next step.
             self.norm = build_norm(
                 spec.head.norm, parts.of("norm"), size=spec.hidden_size, rows="final"

@@ -90,7 +90,8 @@ def assign(
     if isinstance(groups, Mapping):
         by_name = {module: loaded(form) for module, form in groups.items()}
         return _with_forms(spec, lambda module: by_name.get(module, PLAIN), by_name.get)
-    lm_head = [module for module, _ in spec.head.lm_head.modules]
+    projection = spec.head.lm_head
+    lm_head = [] if projection is None else [module for module, _ in projection.modules]
     left_out = [pattern for field in _LEFT_OUT for pattern in _texts(described, field)]
     plain = _Targets(left_out, described)
     targets = [(_Targets(texts, described), loaded(form)) for texts, form in groups]

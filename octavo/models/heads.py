@@ -165,6 +165,7 @@ def read_eagle3(config: ConfigJson, target: ModelSpec) -> EagleSpec:
     assert isinstance(attention, AttentionSpec)
     qkv_proj = replace(attention.qkv_proj, inputs=2 * size)
     num_tokens = config.integer("draft_vocab_size", most=target.vocab_size)
+    assert spec.head.lm_head is not None
     lm_head = replace(spec.head.lm_head, modules=(("lm_head", num_tokens),))
     eps = config.number("rms_norm_eps")
     return EagleSpec(

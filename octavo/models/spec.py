@@ -16,7 +16,8 @@ from octavo.models.blocks.base import Table
 from octavo.models.blocks.embedding import EmbedSpec
 from octavo.models.blocks.head import HeadSpec
 from octavo.models.blocks.layer import LayerSpec
-from octavo.models.cache import CacheSpec
+from octavo.models.blocks.pooler import PoolerSpec
+from octavo.models.cache import CacheSpec, EncoderCache
 from octavo.models.weights import Names, Weight
 from octavo.quantization.plain import PLAIN
 from octavo.system.distributed import Rank
@@ -25,7 +26,7 @@ from octavo.system.dtypes import DTYPE_NBYTES
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Complete specification of a decoder-only model."""
+    """Complete specification of a decoder-only model, or of an encoder."""
 
     architecture: str
     """Name in config.json's `architectures`, e.g. LlamaForCausalLM."""
@@ -53,6 +54,8 @@ class ModelSpec:
     """Regular expressions of names in a checkpoint that are not weights."""
     prefixes: tuple[tuple[str, str], ...] = ()
     """Pairs (own, stored) of prefixes: other beginnings of names in a checkpoint."""
+    poolers: tuple[PoolerSpec, ...] = ()
+    """Results in place of tokens, one for each task; the first one is the default."""
     streams: StreamsSpec | None = None
     """Several residual streams between the layers (Gemma 3n); None: one."""
     left_out: str = ""
@@ -67,6 +70,20 @@ class ModelSpec:
     """True if it has the final norm and the LM head; otherwise its output is for the next stage."""
     elsewhere: frozenset[str] = frozenset()
     """Names in the checkpoint that only other stages read."""
+
+    @property
+    def generates(self) -> bool:
+        """True if the model can generate tokens."""
+        return self.head.lm_head is not None
+
+    @property
+    def sees_all(self) -> bool:
+        """True if a token sees all tokens of its text: one step must compute all of them."""
+        return any(isinstance(cache, EncoderCache) for cache in self.caches)
+
+    def pooler(self, task: str) -> PoolerSpec | None:
+        """Return the pooler of a task; None: the model does not have it."""
+        return next((pooler for pooler in self.poolers if pooler.task == task), None)
 
     @property
     def embed_size(self) -> int:
@@ -183,7 +200,8 @@ class ModelSpec:
     @property
     def tied(self) -> bool:
         """True if the LM head is the embedding's table."""
-        return self.head.lm_head.modules[0][0] == self.embed.module
+        lm_head = self.head.lm_head
+        return lm_head is not None and lm_head.modules[0][0] == self.embed.module
 
     @property
     def caches(self) -> tuple[CacheSpec, ...]:
@@ -236,10 +254,16 @@ class ModelSpec:
         table of both.
         """
         lm_head = self.head.lm_head
-        whole = self.has_embed and self.has_head and lm_head.parts is None
+        whole = self.has_embed and self.has_head
         weights: list[Weight] = []
         if self.has_embed:
-            shared = self.tied and whole and (lm_head.forms or (PLAIN,)) == (self.embed.form,)
+            shared = (
+                self.tied
+                and whole
+                and lm_head is not None
+                and lm_head.parts is None
+                and (lm_head.forms or (PLAIN,)) == (self.embed.form,)
+            )
             weights += self.embed.weights(Names("embed."), shared=shared)
         if self.streams is not None:
             weights += self.streams.weights(Names("streams."))
@@ -248,6 +272,8 @@ class ModelSpec:
             weights += layer.weights(Names(f"layers.{i}.", checkpoint))
         if self.has_head:
             weights += self.head.weights(Names())
+            for pooler in self.poolers:
+                weights += pooler.weights(Names(f"poolers.{pooler.task}."))
         return weights
 
     @property

@@ -30,23 +30,31 @@ def check_fits(
     prompt = request.num_prompt_tokens
     if prompt == 0:
         raise RequestError("The prompt is empty.", "prompt")
-    if prompt >= max_model_len:
+    if request.pooling is not None:
+        if prompt > max_model_len:
+            raise ContextLengthError(
+                f"The text has {prompt} tokens, but the context holds {max_model_len} tokens. "
+                "Shorten the text.",
+                "prompt",
+            )
+    elif prompt >= max_model_len:
         raise ContextLengthError(
             f"The prompt has {prompt} tokens and at least one is to be generated, but the "
             f"context holds {max_model_len} tokens. Shorten the prompt.",
             "prompt",
         )
     limit = min(request.max_tokens, max_model_len - prompt)
-    if request.num_output_tokens >= max(limit, 1):
+    if request.num_output_tokens >= max(limit, 1) and request.pooling is None:
         raise RequestError(
             f"The request has {request.num_output_tokens} output tokens already, and may have "
             f"{limit}: nothing is left to be generated.",
             "max_tokens",
         )
-    if prompt > budget and not config.enable_chunked_prefill:
+    if prompt > budget and (request.whole or not config.enable_chunked_prefill):
+        why = "its model sees all of it" if request.whole else "chunked prefill is off"
         raise ContextLengthError(
-            f"The prompt has {prompt} tokens, but a step takes {budget} and chunked prefill "
-            "is off. Shorten the prompt.",
+            f"The prompt has {prompt} tokens, but a step takes {budget}, and {why}. Shorten the "
+            "prompt, or raise max_num_batched_tokens.",
             "prompt",
         )
     most = min(prompt + request.max_tokens, max_model_len)

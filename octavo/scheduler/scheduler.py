@@ -154,7 +154,9 @@ class Scheduler:
         )
         self._check_transfer(request)
         # The context also limits the output. Later code needs only `max_tokens`.
-        request.max_tokens = min(request.max_tokens, self.max_model_len - request.num_prompt_tokens)
+        if request.pooling is None:  # its result has a place in every context
+            left = self.max_model_len - request.num_prompt_tokens
+            request.max_tokens = min(request.max_tokens, left)
         request.queue_key = self._arrivals.next_key(request)
         self.requests[request.request_id] = request
         self._deadlines.add(request)
@@ -629,7 +631,7 @@ class Scheduler:
         manager, options = self.kv_cache_manager, request.options
         if manager.waits_for_leader(request):
             return self._note_wait(request, WaitReason.LEADER)
-        whole = not self.config.enable_chunked_prefill
+        whole = request.whole or not self.config.enable_chunked_prefill
         while True:
             hit, start = manager.get_computed_blocks(request)
             if self._loads is not None and self._loads.must_wait(
@@ -637,7 +639,9 @@ class Scheduler:
             ):
                 self.hold(request.request_id, RequestStatus.WAITING_FOR_REMOTE_KVS)
                 return self._note_wait(request, WaitReason.REMOTE_KVS)
-            num_new = self._cap(request.num_tokens - start)
+            num_new = request.num_tokens - start
+            if not whole:
+                num_new = self._cap(num_new)
             # Only a preempted request can be longer than a whole budget; it is split anyway.
             if whole and step.budget < num_new <= self.max_num_batched_tokens:
                 return self._note_wait(request, WaitReason.BUDGET)
@@ -670,6 +674,7 @@ class Scheduler:
             start,
             private=request.options.cache_salt is not None,
             prompt_embeds=request.prompt_embeds,
+            pooling=request.pooling,
         )
         if manager.states is not None:
             data.state_slots, data.state_source = manager.states.live_slots(request)
@@ -795,6 +800,8 @@ class Scheduler:
 
         This runs once per request and step: code that few requests need is in other functions.
         """
+        if request.pooling is not None:
+            return self._take_pooled(request, num_sampled, result)
         req_id = request.request_id
         tokens: list[int] = []
         logprobs = prompt_logprobs = finished = None
@@ -835,6 +842,23 @@ class Scheduler:
         if request.has_news or finished is not None:
             request.has_news = not tokens
             _add_statistics(output, request)
+        return output
+
+    def _take_pooled(
+        self, request: Request, num_sampled: int, result: ModelRunnerOutput
+    ) -> EngineCoreOutput | None:
+        """Apply a step's result to a request of a pooling model; it ends with its last token."""
+        if not num_sampled:
+            return None
+        request.num_output_placeholders -= num_sampled
+        output = EngineCoreOutput(
+            request.request_id,
+            [],
+            finish_reason=FinishReason.STOP,
+            pooled=result.pooled[request.request_id],
+        )
+        self._finish(request, RequestStatus.FINISHED_STOPPED)
+        _add_statistics(output, request)
         return output
 
     def _fail_expired(self, now: float) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import tokenizers
 
@@ -56,6 +56,18 @@ class BatchEncoding(dict[str, Any]):
     def attention_mask(self) -> Any:
         """Mask of ones in the shape of the ids."""
         return self["attention_mask"]
+
+
+def _longest_first(lengths: list[int], total: int) -> list[int]:
+    """Return lengths of one or two texts with at most `total` tokens, as transformers cuts them."""
+    if sum(lengths) <= total:
+        return lengths
+    if len(lengths) == 1:
+        return [total]
+    shorter, longer = min(lengths), max(total - min(lengths), 0)
+    if shorter > longer:
+        shorter, longer = total // 2, total - total // 2
+    return [shorter, longer] if lengths[0] <= lengths[1] else [longer, shorter]
 
 
 def _batch_encoding(
@@ -358,6 +370,49 @@ class Tokenizer:
             )
         ids: list[int] = encoding.ids
         return self._prefix + ids + self._suffix if add_special_tokens else ids
+
+    def encode_text(
+        self,
+        text: str,
+        pair: str | None,
+        add_special_tokens: bool,
+        *,
+        max_tokens: int | None,
+        truncation_side: Literal["left", "right"] = "right",
+    ) -> tuple[list[int], int]:
+        """Convert a text, or a pair of texts, to token ids, for a model that reads whole texts.
+
+        Args:
+            text: any text.
+            pair: second text of a pair, such as the document for a query; None: there is none.
+            add_special_tokens: add special tokens as specified by the tokenizer's files.
+            max_tokens: number of ids to keep; special tokens are always kept. None: all. Of a pair,
+                the longer text is cut first.
+            truncation_side: side at which tokens are dropped.
+
+        Returns:
+            The ids, and the index of the first id that belongs to the second text by the
+            tokenizer's types; 0: there is none.
+
+        Raises:
+            RequestError: a text is not valid Unicode.
+        """
+        encodings = self._encode([text] if pair is None else [text, pair], False)
+        backend = self._backend
+        if max_tokens is not None:
+            special = 0
+            if add_special_tokens:
+                special = len(self._prefix) + len(self._suffix)
+                special += backend.num_special_tokens_to_add(pair is not None)
+            lengths = _longest_first([len(e) for e in encodings], max(max_tokens - special, 0))
+            for encoding, length in zip(encodings, lengths, strict=True):
+                encoding.truncate(length, direction=truncation_side)
+        whole = backend.post_process(*encodings, add_special_tokens=add_special_tokens)
+        ids, types = whole.ids, whole.type_ids
+        if add_special_tokens:
+            ids = self._prefix + ids + self._suffix
+            types = [0] * len(self._prefix) + types
+        return ids, types.index(1) if pair is not None and 1 in types else 0
 
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
         """Convert texts to token ids in one call, without adding special tokens.

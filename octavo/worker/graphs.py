@@ -179,6 +179,8 @@ class EagerSteps:
         hidden = self.model.forward(tensors.input_ids, step)
         if step.handed is not None:
             return StepResult(hidden, _NO_LOGITS, step.kept, handed=step.handed)
+        if not self.model.spec.generates:
+            return StepResult(hidden, _NO_LOGITS, step.kept)
         return StepResult(hidden, self.model.head(hidden, tensors.logits_indices), step.kept)
 
 
@@ -220,7 +222,7 @@ class CapturedSteps:
             self._hidden = eager.model.forward(table.input_ids, step)
         self._logits: Tensor = _NO_LOGITS
         self._handed = step.handed
-        if step.handed is None:
+        if step.handed is None and eager.model.spec.generates:
             self._plan.bind("samples")
             with ops.record(self._plan, logits):
                 self._logits = eager.model.head(self._hidden, table.logits_indices)

@@ -152,7 +152,8 @@ class InputBatch:
         count = len(data.token_ids)
         self.token_ids[row, :count] = data.token_ids
         self.token_ids[row, count : self.num_tokens[row]] = 0  # removes old `UNKNOWN`s
-        self.num_tokens[row] = count
+        # A request without an answer never has all its tokens computed, so that none is sampled.
+        self.num_tokens[row] = count + (data.pooling is not None)
         self.num_prompt_tokens[row] = data.num_prompt_tokens
         self.num_computed_tokens[row] = data.num_computed_tokens
         self.num_blocks[:, row] = 0

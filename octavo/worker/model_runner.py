@@ -60,6 +60,7 @@ from octavo.worker.input_batch import (
 )
 from octavo.worker.loading_bar import loading_bar
 from octavo.worker.platform import Platform
+from octavo.worker.pooling import PoolingRows
 from octavo.worker.spec_decode.base import Proposer, Target
 
 logger = logging.getLogger(__name__)
@@ -84,6 +85,7 @@ class _ComputedStep:
     metadata: SamplingMetadata | None
     """Sampling metadata of the rows of logits; None if the step has drafts or grammars."""
     prompt_logprobs: dict[str, LogprobsLists]
+    pooled: dict[str, bytes]
     drafts: Drafts
 
 
@@ -228,6 +230,11 @@ class ModelRunner:
         self._state: RunnerState | None = None
         self._prompt_logprobs: dict[str, int] = {}
         """Number of prompt logprobs for each position, by id of the requests that need them."""
+        self._pooling: PoolingRows | None = None
+        """Rows of the requests that return vectors or scores; None: the model has no poolers."""
+        if setup.part.has_head and setup.part.poolers:
+            assert isinstance(self.model, DecoderModel)
+            self._pooling = PoolingRows(self.ops, self.model.poolers)
         self._failed: dict[str, str] = {}
         """Error messages by request id: invalid sampling parameters, reported by the next step."""
         self._unknown: list[_Unknown] = []
@@ -434,7 +441,10 @@ class ModelRunner:
             note(rows=inputs.size.tokens)
             result = self._run(inputs, params)
         prompt_logprobs = self._compute_prompt_logprobs(inputs, result.hidden)
-        self._step = _ComputedStep(inputs, result, metadata, prompt_logprobs, drafts)
+        pooled: dict[str, bytes] = {}
+        if self._pooling is not None:
+            pooled = self._pooling.pool(inputs, result.hidden, state.batch)
+        self._step = _ComputedStep(inputs, result, metadata, prompt_logprobs, pooled, drafts)
 
     def _run(self, inputs: StepInputs, params: NDArray[np.void] | None) -> StepResult:
         """Run a step, together with the engines that divide the experts, if any."""
@@ -472,6 +482,7 @@ class ModelRunner:
             num_draft_tokens={req_id: len(tokens) for req_id, tokens in step.drafts.items()},
             errors=errors,
             expert_load=self._expert_load(),
+            pooled=step.pooled,
         )
         pending = self._sample(step, grammar, output)
         if state.proposer is not None:
@@ -730,6 +741,8 @@ class ModelRunner:
                 if state.proposer is not None:
                     state.proposer.remove_row(row)
                 self._remove_sampling(row)
+                if self._pooling is not None:
+                    self._pooling.remove_row(row)
                 self._prompt_logprobs.pop(req_id, None)
                 self._forced.pop(req_id, None)
         if scheduler_output.blocks_to_copy:
@@ -749,6 +762,8 @@ class ModelRunner:
     def _add_row(self, req_id: str, data: NewRequestData) -> None:
         row = self.state.batch.add(req_id, data)
         self._add_sampling(req_id, row, data)
+        if data.pooling is not None and self._pooling is not None:
+            self._pooling.add_row(row, data.pooling)
         if self.state.proposer is not None:
             self.state.proposer.add_row(row, data)
         if data.sampling_params.prompt_logprobs is not None:

@@ -16,7 +16,7 @@ from octavo.models.blocks.base import BlockSpec, LargestStep, Table
 from octavo.models.blocks.factors import Factors
 from octavo.models.blocks.linear import LinearSpec
 from octavo.models.blocks.norm import HeadNormsSpec, RMSNormSpec
-from octavo.models.cache import AttentionCache
+from octavo.models.cache import AttentionCache, EncoderCache
 from octavo.models.weights import Names, Weight
 from octavo.system.distributed import Rank
 
@@ -133,6 +133,9 @@ class AttentionSpec(BlockSpec):
     values_are_keys: bool = False
     """True if the values are the keys before their own norm and rotation, with `v_norm` (Gemma 4).
     `qkv_proj` then has no values, and `v_norm` is required."""
+    causal: bool = True
+    """True if a token sees the tokens up to itself; False: all tokens of its text (encoders), or
+    with a `sliding_window` those at a smaller distance."""
     source: int | None = None
     """Index of an earlier layer whose keys and values this one reads (Gemma 4). `qkv_proj` then has
     queries only. None: the layer stores its own keys and values."""
@@ -234,6 +237,9 @@ class AttentionSpec(BlockSpec):
 
     def caches(self) -> tuple[AttentionCache]:
         """Return the cache of the keys and values of each token."""
+        if not self.causal:
+            heads = self.num_kv_heads, self.head_size
+            return (EncoderCache(*heads, first_kv_head=self.first_kv_head),)
         return (
             AttentionCache(
                 self.num_kv_heads,
@@ -296,6 +302,7 @@ class AttentionSpec(BlockSpec):
                 scale=self.scale,
                 sliding_window=self.sliding_window,
                 chunk_size=self.chunk_size,
+                causal=self.causal,
                 logits_soft_cap=self.soft_cap,
                 alibi_slopes=None
                 if alibi is None

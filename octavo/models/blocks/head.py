@@ -22,8 +22,9 @@ class HeadSpec:
     """Final norm and LM head."""
 
     norm: NormSpec | None
-    lm_head: LinearSpec
-    """Projection to the logits; its module is the embedding's if the two are tied."""
+    lm_head: LinearSpec | None
+    """Projection to the logits; its module is the embedding's if the two are tied. None: the model
+    generates no tokens (encoders)."""
     project: LinearSpec | None = None
     """Projection to the embedding's size, if it differs (OPT-350m)."""
     scale: float | None = None
@@ -37,16 +38,20 @@ class HeadSpec:
             yield from self.norm.weights(names.of("norm"))
         if self.project is not None:
             yield from self.project.weights(names.of("project"))
-        yield from self.lm_head.weights(names.of("lm_head"))
+        if self.lm_head is not None:
+            yield from self.lm_head.weights(names.of("lm_head"))
 
     def split(self, rank: Rank) -> HeadSpec:
         """Return the head for a rank's part of the vocabulary."""
+        if self.lm_head is None:
+            return self
         return replace(self, lm_head=self.lm_head.split(rank.share(self.lm_head.outputs)))
 
     def build(self, parts: Parts) -> Head:
-        """Return the live block, without the norm."""
+        """Return the live block, without the norm; the model must have an LM head."""
         from octavo.layers.head import Head
 
+        assert self.lm_head is not None
         lm_head, columns, prompt = self.lm_head.build(parts.of("lm_head")), None, None
         if self.lm_head.parts is not None:
             size, part = self.lm_head.whole_outputs, self.lm_head.parts[0]

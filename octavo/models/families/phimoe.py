@@ -39,6 +39,7 @@ def read(config: ConfigJson) -> ModelSpec:
         windows=(config.optional_integer("sliding_window", least=1),) * count,
         feed_forwards=(block,) * count,
     ).read(config)
+    assert spec.head.lm_head is not None
     lm_head = replace(spec.head.lm_head, bias=config.flag("lm_head_bias", False))
     return replace(spec, head=replace(spec.head, lm_head=lm_head))
 

@@ -1,0 +1,101 @@
+"""Results of pooling models: from the worker's numbers to what the caller asked for."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.models.blocks.pooler import PoolerSpec
+from octavo.outputs import (
+    ClassificationOutput,
+    EmbeddingOutput,
+    PoolingOutput,
+    PoolingRequestOutput,
+    RequestOutput,
+)
+from octavo.pooling_params import PoolingParams
+
+Floats = NDArray[np.float32]
+_LEAST_LENGTH = np.float32(1e-12)  # as in torch.nn.functional.normalize
+
+
+def read_pooled(data: bytes, pooler: PoolerSpec, params: PoolingParams) -> Floats:
+    """Return the result of a text, float32 [n], or for each token [tokens, n].
+
+    Args:
+        data: the worker's numbers.
+        pooler: the pooler that computed them.
+        params: the request's parameters; `dimensions` cuts vectors before they are normalized.
+    """
+    x: Floats = np.frombuffer(data, np.float32)
+    if pooler.pooling[0] == "all":
+        x = x.reshape(-1, pooler.size)
+    if params.dimensions is not None:
+        x = x[..., : params.dimensions]
+    if params.use_activation is not False:
+        x = _ACTIVATIONS[pooler.activation](x)
+    if params.returned_token_ids is not None:
+        x = x[..., params.returned_token_ids]
+    return x
+
+
+def _normalize(x: Floats) -> Floats:
+    length = np.sqrt(np.sum(x * x, axis=-1, keepdims=True, dtype=np.float32))
+    result: Floats = x / np.maximum(length, _LEAST_LENGTH)
+    return result
+
+
+def _softmax(x: Floats) -> Floats:
+    e = np.exp(x - np.max(x, axis=-1, keepdims=True))
+    result: Floats = e / np.sum(e, axis=-1, keepdims=True, dtype=np.float32)
+    return result
+
+
+def _sigmoid(x: Floats) -> Floats:
+    result: Floats = np.float32(1) / (np.float32(1) + np.exp(-x))
+    return result
+
+
+_ACTIVATIONS = {
+    "none": lambda x: x,
+    "normalize": _normalize,
+    "softmax": _softmax,
+    "sigmoid": _sigmoid,
+}
+
+
+def pooling_output(
+    output: RequestOutput, pooler: PoolerSpec, params: PoolingParams
+) -> PoolingRequestOutput[PoolingOutput]:
+    """Return the result of a finished request."""
+    assert output.pooled is not None
+    return PoolingRequestOutput(
+        output.request_id,
+        PoolingOutput(read_pooled(output.pooled, pooler, params)),
+        output.prompt_token_ids,
+        output.num_cached_tokens,
+    )
+
+
+def as_embedding(
+    output: PoolingRequestOutput[PoolingOutput],
+) -> PoolingRequestOutput[EmbeddingOutput]:
+    """Return a result as a vector."""
+    return PoolingRequestOutput(
+        output.request_id,
+        EmbeddingOutput(output.outputs.data.tolist()),
+        output.prompt_token_ids,
+        output.num_cached_tokens,
+    )
+
+
+def as_classification(
+    output: PoolingRequestOutput[PoolingOutput],
+) -> PoolingRequestOutput[ClassificationOutput]:
+    """Return a result as the scores of classes."""
+    return PoolingRequestOutput(
+        output.request_id,
+        ClassificationOutput(output.outputs.data.tolist()),
+        output.prompt_token_ids,
+        output.num_cached_tokens,
+    )

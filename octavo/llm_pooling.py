@@ -1,0 +1,268 @@
+"""Offline vectors and scores: the methods of vLLM's `LLM` for pooling models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from octavo.compat.call_arguments import refuse_unsupported
+from octavo.errors import RequestError
+from octavo.frontend.input_processor import Prompt
+from octavo.frontend.llm_engine import LLMEngine
+from octavo.frontend.pooling import as_classification, as_embedding, pooling_output
+from octavo.models.blocks.pooler import PoolerSpec
+from octavo.outputs import (
+    ClassificationRequestOutput,
+    EmbeddingRequestOutput,
+    PoolingOutput,
+    PoolingRequestOutput,
+    RequestOutput,
+    ScoringOutput,
+    ScoringRequestOutput,
+)
+from octavo.pooling_params import PoolingParams
+
+Params = PoolingParams | Sequence[PoolingParams] | None
+
+
+class PoolingMethods:
+    """Methods of `LLM` that return vectors or scores instead of answers."""
+
+    llm_engine: LLMEngine
+
+    def _run(self, starts: Sequence[Callable[[], str]], *, use_tqdm: Any) -> list[RequestOutput]:
+        raise NotImplementedError
+
+    def encode(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: Params = None,
+        *,
+        use_tqdm: bool | Callable[..., Any] = True,
+        lora_request: Sequence[None] | None = None,
+        pooling_task: str | None = None,
+        truncate_prompt_tokens: int | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """Return the result of each text, in the order of the texts.
+
+        Args:
+            prompts: one prompt or a list: texts, or dicts with "prompt" or "prompt_token_ids". A
+                "text_pair" beside "prompt" is the second text of a pair.
+            pooling_params: one for all or one for each; None: the defaults.
+            use_tqdm: True for a progress bar, or a function that makes one, as `tqdm` does.
+            lora_request: unsupported.
+            pooling_task: one of `PoolingTask`; None: that of the parameters, or the model's first.
+            truncate_prompt_tokens: as in `PoolingParams`, for all texts.
+            tokenization_kwargs: `truncate_prompt_tokens` and `add_special_tokens`.
+
+        Raises:
+            RequestError: a prompt or a parameter is wrong, or a request fails.
+        """
+        refuse_unsupported(lora_request=lora_request)
+        texts = as_list(prompts)
+        given = pooling_params or PoolingParams()
+        params = [given] * len(texts) if isinstance(given, PoolingParams) else list(given)
+        if len(params) != len(texts):
+            raise ValueError(
+                f"There are {len(texts)} prompts and {len(params)} pooling parameters; give one "
+                "for all or one for each."
+            )
+        options = dict(tokenization_kwargs or {})
+        special = bool(options.pop("add_special_tokens", True))
+        keep = options.pop("truncate_prompt_tokens", truncate_prompt_tokens)
+        if options:
+            raise RequestError(
+                f"tokenization_kwargs has {', '.join(options)}; only truncate_prompt_tokens and "
+                "add_special_tokens are supported.",
+                "tokenization_kwargs",
+            )
+        changes = {"task": pooling_task, "truncate_prompt_tokens": keep}
+        changes = {name: value for name, value in changes.items() if value is not None}
+        params = [msgspec.structs.replace(its, **changes) for its in params]
+        poolers: list[PoolerSpec] = []
+
+        def start(prompt: Prompt, its_params: PoolingParams) -> str:
+            request, pooler = self.llm_engine.process_pooling(
+                prompt, its_params, add_special_tokens=special
+            )
+            poolers.append(pooler)
+            return self.llm_engine.start(request, its_params.as_sampling_params(), None)
+
+        pairs = zip(texts, params, strict=True)
+        outputs = self._run([partial(start, *pair) for pair in pairs], use_tqdm=use_tqdm)
+        for output in outputs:
+            if output.pooled is None:
+                raise RequestError(str(output.outputs[0].stop_reason))
+        rows = zip(outputs, poolers, params, strict=True)
+        return [pooling_output(*row) for row in rows]
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        use_tqdm: bool | Callable[..., Any] = True,
+        pooling_params: Params = None,
+        lora_request: Sequence[None] | None = None,
+        truncate_prompt_tokens: int | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """Return the vector of each text; arguments and errors as for `encode`."""
+        outputs = self.encode(
+            prompts,
+            pooling_params,
+            use_tqdm=use_tqdm,
+            lora_request=lora_request,
+            pooling_task="embed",
+            truncate_prompt_tokens=truncate_prompt_tokens,
+            tokenization_kwargs=tokenization_kwargs,
+        )
+        return [as_embedding(output) for output in outputs]
+
+    def classify(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        use_tqdm: bool | Callable[..., Any] = True,
+        pooling_params: Params = None,
+        lora_request: Sequence[None] | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[ClassificationRequestOutput]:
+        """Return the scores of the classes for each text; arguments and errors as for `encode`."""
+        outputs = self.encode(
+            prompts,
+            pooling_params,
+            use_tqdm=use_tqdm,
+            lora_request=lora_request,
+            pooling_task="classify",
+            tokenization_kwargs=tokenization_kwargs,
+        )
+        return [as_classification(output) for output in outputs]
+
+    def reward(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        /,
+        pooling_params: Params = None,
+        *,
+        use_tqdm: bool | Callable[..., Any] = True,
+        lora_request: Sequence[None] | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """Return the rewards of each text, of all tokens if the model scores tokens.
+
+        Arguments and errors as for `encode`.
+        """
+        tasks = [pooler.task for pooler in self.llm_engine.spec.poolers]
+        task = "token_classify" if "token_classify" in tasks else "classify"
+        return self.encode(
+            prompts,
+            pooling_params,
+            use_tqdm=use_tqdm,
+            lora_request=lora_request,
+            pooling_task=task,
+            tokenization_kwargs=tokenization_kwargs,
+        )
+
+    def score(
+        self,
+        data_1: str | Sequence[str],
+        data_2: str | Sequence[str],
+        /,
+        *,
+        truncate_prompt_tokens: int | None = None,
+        pooling_params: PoolingParams | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+        lora_request: Sequence[None] | None = None,
+    ) -> list[ScoringRequestOutput]:
+        """Return the score of each pair of texts.
+
+        A reranker reads both texts together. The score of a model of vectors is the cosine of the
+        two vectors.
+
+        Args:
+            data_1: one text for all of `data_2`, or as many texts.
+            data_2: one text or several.
+            truncate_prompt_tokens: as in `PoolingParams`.
+            pooling_params: parameters of all pairs.
+            use_tqdm: as for `encode`.
+            lora_request: unsupported.
+
+        Raises:
+            RequestError: the numbers of texts do not fit, or this model has no scores of pairs.
+        """
+        first = [data_1] if isinstance(data_1, str) else list(data_1)
+        second = [data_2] if isinstance(data_2, str) else list(data_2)
+        if len(first) == 1:
+            first *= len(second)
+        if len(first) != len(second) or not second:
+            raise RequestError(
+                f"There are {len(first)} and {len(second)} texts; give one for all or one for "
+                "each, and at least one.",
+                "data_1",
+            )
+        spec = self.llm_engine.spec
+        options: dict[str, Any] = {
+            "use_tqdm": use_tqdm,
+            "lora_request": lora_request,
+            "truncate_prompt_tokens": truncate_prompt_tokens,
+        }
+        scorer = spec.pooler("classify")
+        if scorer is not None and scorer.size == 1:
+            pairs: list[Prompt] = [
+                {"prompt": a, "text_pair": b} for a, b in zip(first, second, strict=True)
+            ]
+            outputs = self.encode(pairs, pooling_params, pooling_task="classify", **options)
+            return [_scored(o, float(o.outputs.data[0]), o.prompt_token_ids) for o in outputs]
+        if spec.pooler("embed") is None:
+            can = ", ".join(pooler.task for pooler in spec.poolers) or "generate"
+            raise RequestError(
+                f"This model ({spec.architecture}) has no scores of pairs. It can: {can}."
+            )
+        texts = list(dict.fromkeys(first + second))
+        vectors = dict(
+            zip(
+                texts,
+                self.encode(texts, pooling_params, pooling_task="embed", **options),
+                strict=True,
+            )
+        )
+        results = []
+        for a, b in zip(first, second, strict=True):
+            left, right = vectors[a], vectors[b]
+            ids = left.prompt_token_ids + right.prompt_token_ids
+            results.append(_scored(right, cosine(left.outputs.data, right.outputs.data), ids))
+        return results
+
+
+def cosine(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> float:
+    """Return the cosine of two vectors; 0 if one of them is zero."""
+    lengths = float(np.linalg.norm(a)) * float(np.linalg.norm(b))
+    return float(np.dot(a, b)) / lengths if lengths else 0.0
+
+
+def _scored(
+    output: PoolingRequestOutput[PoolingOutput], score: float, ids: list[int]
+) -> ScoringRequestOutput:
+    return PoolingRequestOutput(
+        output.request_id, ScoringOutput(score), ids, output.num_cached_tokens
+    )
+
+
+def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """Return one prompt or several as a list: a string, a dict and a list of token ids are one."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if not isinstance(prompts, Sequence):
+        raise RequestError(
+            f"prompts is a {type(prompts).__name__}; give a text, a list of token ids, a dict, or "
+            "a list of these.",
+            "prompts",
+        )
+    if prompts and isinstance(prompts[0], int):
+        return [prompts]  # type: ignore[list-item]  # a list of ids: mypy cannot narrow it
+    return list(prompts)  # type: ignore[arg-type]  # nor that these are prompts

@@ -1,0 +1,85 @@
+"""Specification of a pooler: from the hidden states of a text to a vector or to scores."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from octavo.models.blocks.linear import LinearSpec
+from octavo.models.blocks.norm import NormSpec
+from octavo.models.weights import Names, Weight
+
+if TYPE_CHECKING:
+    from octavo.layers.pooler import Pooler
+    from octavo.models.blocks.base import Parts
+
+Pooling = Literal["cls", "last", "mean", "max", "weighted_mean", "mean_sqrt_len", "all"]
+"""Way from the hidden states of a text to one vector, as sentence-transformers names it.
+
+cls: the first token's. last: the last token's. mean, max: over all tokens, for each number.
+weighted_mean: the mean with the weight p + 1 at position p (Muennighoff, "SGPT", arXiv
+2202.08904). mean_sqrt_len: the sum, divided by the square root of the number of tokens. all: no
+pooling, each token has a result."""
+DenseActivation = Literal["none", "tanh", "relu", "gelu", "sigmoid", "silu"]
+FinalActivation = Literal["none", "normalize", "softmax", "sigmoid"]
+
+
+@dataclass(frozen=True)
+class DenseSpec:
+    """Layer of a pooler: norm(activation(linear(x)))."""
+
+    linear: LinearSpec
+    activation: DenseActivation = "none"
+    norm: NormSpec | None = None
+
+
+@dataclass(frozen=True)
+class PoolerSpec:
+    """Result of a text for one task."""
+
+    task: str
+    """One of `PoolingTask`."""
+    pooling: tuple[Pooling, ...]
+    """Ways of pooling; the vectors of several are joined."""
+    size: int
+    """Number of numbers of the result, or of each token's."""
+    dense: tuple[DenseSpec, ...] = ()
+    """Layers after the pooling."""
+    activation: FinalActivation = "none"
+    """Last function, unless a request turns it off. normalize: divide a vector by its length."""
+    labels: tuple[str, ...] = ()
+    """Names of the classes."""
+    dimensions: tuple[int, ...] | None = None
+    """Numbers of first numbers to which a vector may be cut (Kusupati et al., "Matryoshka
+    Representation Learning", arXiv 2205.13147). Empty: any number. None: it cannot be cut."""
+
+    @property
+    def reads_all(self) -> bool:
+        """True if the pooling reads more tokens than the last one."""
+        return self.pooling != ("last",)
+
+    def weights(self, names: Names) -> Iterator[Weight]:
+        """Yield the weights of the layers."""
+        for i, dense in enumerate(self.dense):
+            yield from dense.linear.weights(names.of(f"{i}"))
+            if dense.norm is not None:
+                yield from dense.norm.weights(names.of(f"{i}.norm"))
+
+    def build(self, parts: Parts) -> Pooler:
+        """Return the live block."""
+        from octavo.layers.pooler import Dense, Pooler
+
+        return Pooler(
+            parts.ops,
+            parts.dtype,
+            self.pooling,
+            [
+                Dense(
+                    dense.linear.build(parts.of(f"{i}")),
+                    dense.activation,
+                    None if dense.norm is None else dense.norm.build(parts.of(f"{i}").of("norm")),
+                )
+                for i, dense in enumerate(self.dense)
+            ],
+        )
