@@ -1,4 +1,4 @@
-// Causal attention over a paged KV cache, for prefill chunks and decode rows alike.
+// Attention over a paged KV cache, for prefill chunks, decode rows and the whole texts of encoders.
 //
 // The cache is [num_blocks][2][kv_heads][block_size * head_size]; blocks may be further apart than
 // they are long. A block's values are stored as
@@ -213,6 +213,9 @@ struct Values {
     int64_t d = 0;
     for (; d + kVectors * W <= head_size; d += kVectors * W)
       kernel<R, kVectors>(p, values, next, first, last, d, W, acc, stride);
+    if constexpr (kVectors > 2)
+      for (; d + 2 * W <= head_size; d += 2 * W)
+        kernel<R, 2>(p, values, next, first, last, d, W, acc, stride);
     for (; d < head_size; d += W) {
       const int tail = int(min<int64_t>(W, head_size - d));
       kernel<R, 1>(p, values, next, first, last, d, tail, acc, stride);
@@ -363,6 +366,7 @@ struct Row {
   int first, last;  // visible positions of the current tile
   int64_t position;
   float slope;
+  const float* bias;  // of position_bias, at distance 0
   float max, sum;  // of the current segment
 };
 
@@ -434,6 +438,7 @@ struct Attention {
   // Some rows of a request's query_len * group for one KV head, with their buffers.
   struct Task {
     int64_t request, kv_head, first_row;
+    int64_t length;  // positions of the request
     int count;
     int64_t begin, end;  // positions visible to any of the rows
     int64_t next_request, next_kv_head;  // likely next task of this thread; -1: none
@@ -452,12 +457,15 @@ struct Attention {
     t.next_request = t.next_kv_head = -1;
     const int64_t start = a.query_start_loc[request];
     const int64_t query_len = a.query_start_loc[request + 1] - start;
-    const int64_t position0 = a.seq_lens[request] - query_len;
+    t.length = a.seq_lens[request];
+    const int64_t position0 = t.length - query_len;
     if constexpr (kOnTiles<T>) memset(t.query, 0, padded(count) * query_stride * sizeof(Q));
     for (int i = 0; i < count; i++) {
       const int64_t token = (first_row + i) / group, head = head_of(t, i);
+      const int64_t biases = head * (2 * a.bias_distance + 1) + a.bias_distance;
       t.rows[i] = {start + token, 0, 0, position0 + token,
-                   a.alibi_slopes ? a.alibi_slopes[head] : 0.0f, -INFINITY, 0.0f};
+                   a.alibi_slopes ? a.alibi_slopes[head] : 0.0f,
+                   a.position_bias ? a.position_bias + biases : nullptr, -INFINITY, 0.0f};
       const T* q = static_cast<const T*>(a.query) + t.rows[i].token * a.query_stride +
                    head * a.query_head_stride;
       if constexpr (std::is_same_v<Q, T>)
@@ -469,7 +477,7 @@ struct Attention {
     if constexpr (kOnTiles<T>)
       if (a.latent) OnTiles<T>::pair_queries(t.query, padded(count), query_stride);
     t.begin = max<int64_t>(0, first_visible(t.rows[0].position));
-    t.end = t.rows[count - 1].position + 1;
+    t.end = end_visible(t, t.rows[count - 1].position);
     const int64_t widened = kBytes || (a.latent && !kOnTiles<T>) ? 2 * kTile * a.head_size : 0;
     const int64_t on_tiles = kOnTiles<T> ? kTile * (query_stride + acc_stride) : 0;
     T* buffer = static_cast<T*>(scratch((widened + on_tiles) * sizeof(T), 2));
@@ -494,6 +502,12 @@ struct Attention {
   int64_t first_visible(int64_t position) const {
     if (a.chunk) return position / a.chunk * a.chunk;
     return a.window ? position - a.window + 1 : 0;
+  }
+
+  // End of the positions that a query sees.
+  int64_t end_visible(const Task& t, int64_t position) const {
+    if (a.causal) return position + 1;
+    return a.window ? min(position + a.window, t.length) : t.length;
   }
 
   // Number of rows that are computed: tile registers process 16 at a time.
@@ -605,7 +619,7 @@ struct Attention {
       Row& row = t.rows[i];
       const int64_t from = first_visible(row.position);
       row.first = int(min<int64_t>(max(from - tile, int64_t(0)), kTile));
-      row.last = int(min<int64_t>(max(row.position + 1 - tile, int64_t(0)), kTile));
+      row.last = int(min<int64_t>(max(end_visible(t, row.position) - tile, int64_t(0)), kTile));
     }
     if constexpr (kOnTiles<T>)
       walk_on_tiles(t, here, next, tile, int(begin - tile), int(end - tile));
@@ -752,6 +766,23 @@ struct Attention {
   }
   static bool sees_all(const Row& row) { return row.first == 0 && row.last == kTile; }
 
+  // Adds the biases of the positions at distances `from`, `from` + 1 ... of a row.
+  INLINE void add_position_bias(const Row& row, int64_t from, vf (&v)[kTileVectors]) const {
+    const int64_t most = a.bias_distance;
+    for (int i = 0; i < kTileVectors; i++, from += W) {
+      const int64_t last = from + W - 1;
+      if (from >= most || last <= -most) {
+        v[i] += row.bias[from >= most ? most : -most];
+      } else if (from >= -most && last <= most) {
+        v[i] += load(row.bias + from);
+      } else {
+        float some[W];
+        for (int j = 0; j < W; j++) some[j] = row.bias[min(max(from + j, -most), most)];
+        v[i] += load(some);
+      }
+    }
+  }
+
   // Turns dot products into logits, -inf at invisible positions; returns the largest.
   // `wide`: holds the scales of the positions, if any.
   template <class Wide>
@@ -765,9 +796,15 @@ struct Attention {
     }
     if (a.soft_cap != 0.0f)
       for (int i = 0; i < V; i++) v[i] = soft_cap(v[i], a.soft_cap);
-    if (a.alibi_slopes)
+    if (a.alibi_slopes && a.causal)
       for (int i = 0; i < V; i++)
         v[i] = fma(row.slope, lanes() + float(tile + i * W - row.position), v[i]);
+    else if (a.alibi_slopes)
+      for (int i = 0; i < V; i++) {
+        const vf distance = lanes() + float(tile + i * W - row.position);
+        v[i] = fma(-row.slope, vmax(distance, -distance), v[i]);
+      }
+    if (a.position_bias) add_position_bias(row, tile - row.position, v);
     if (!sees_all(row)) hide(row, v, -INFINITY);
     vf m = v[0];
     UNROLL for (int i = 0; i < V; i++) m = vmax(v[i], m), store(s + i * W, v[i]);

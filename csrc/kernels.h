@@ -546,22 +546,31 @@ struct AttentionArgs {
   int64_t block_table_stride;
   int64_t num_reqs, heads, kv_heads, head_size, value_size, block_size;
   bool latent;  // a value is the first value_size numbers of its key
-  int64_t window;  // positions visible, the query's own included; 0: all
+  bool causal;  // false: a request's tokens see all of its positions; no chunk then
+  int64_t window;  // positions visible on a side, the query's own included; 0: all
   int64_t chunk;  // positions before the last multiple of it are invisible; 0: none
   float scale, soft_cap;  // soft_cap 0: none
   const float* alibi_slopes;  // [heads] or null
+  const float* position_bias;  // [heads, 2 * bias_distance + 1] or null
+  int64_t bias_distance;  // distances beyond it have the bias of the last one
   const void* sinks;  // [heads], logits that only join the sums of probabilities; or null
   DType dtype;
   CacheType cache;
 
   MEMBERS(query, query_stride, query_head_stride, out, out_stride, out_head_stride, kv_cache,
           kv_block_stride, query_start_loc, seq_lens, block_table, block_table_stride, num_reqs, heads, kv_heads,
-          head_size, value_size, block_size, latent, window, chunk, scale, soft_cap, alibi_slopes, sinks, dtype, cache)
+          head_size, value_size, block_size, latent, causal, window, chunk, scale, soft_cap, alibi_slopes,
+          position_bias, bias_distance, sinks, dtype, cache)
   void resize(const StepSize& size) { num_reqs = size.num_reqs; }
   Work work() const {
     double keys = 0, pairs = 0;  // positions read; visible (query, position) pairs
     for (int64_t r = 0; r < num_reqs; r++) {
       const double query = query_start_loc[r + 1] - query_start_loc[r], length = seq_lens[r];
+      if (!causal) {
+        keys += length;
+        pairs += query * (window && 2.0 * window < length ? 2.0 * window : length);
+        continue;
+      }
       const double most = window ? window : chunk;  // 0: all
       const double seen = most && most + query < length ? most + query : length;
       keys += seen;

@@ -123,18 +123,25 @@ class AttentionParams:
     """Parameters of a layer's attention.
 
     A token at position p attends to positions max(0, p - sliding_window + 1) to p, or with chunks
-    from the last multiple of `chunk_size` to p. The logit of a position is
-    soft_cap(scale * q.k) + slope * (position - p). A sink is a logit without a position: it only
-    joins the sum by which the softmax divides.
+    from the last multiple of `chunk_size` to p. If attention is not causal, it attends to all
+    positions j of its request with |p - j| < sliding_window. The logit of a position j is
+    soft_cap(scale * q.k) - slope * |p - j| + position_bias[j - p]. A sink is a logit without a
+    position: it only joins the sum by which the softmax divides.
 
     Attributes:
         scale: factor of the logits.
-        sliding_window: number of visible positions, including the token's own; None: all.
+        sliding_window: number of visible positions on a side, including the token's own; None:
+            all.
         chunk_size: number of positions of a chunk; a token sees those of its own chunk (Llama 4).
             None: no chunks. Only one of it and `sliding_window` is set.
         logits_soft_cap: cap * tanh(logit / cap); None: no cap (Gemma 2).
         alibi_slopes: float32 [H]; None: no bias (Press et al., "Train Short, Test Long").
         sinks: [H] in the query's dtype; None: no sinks (gpt-oss).
+        causal: False: a token sees later positions, too (BERT, arXiv:1810.04805). All tokens of a
+            request are then in the same step. Not combined with `chunk_size`.
+        position_bias: float32 [H, 2 * D + 1], contiguous: the bias of distance j - p is in column
+            D + j - p, and beyond the distances -D and D in the first and the last column. None: no
+            bias (T5, arXiv:1910.10683, section 2.1; MPNet).
     """
 
     scale: float
@@ -143,10 +150,15 @@ class AttentionParams:
     alibi_slopes: Tensor | None = None
     sinks: Tensor | None = None
     chunk_size: int | None = None
+    causal: bool = True
+    position_bias: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        assert self.causal or self.chunk_size is None
 
 
 class AttentionBackend(Protocol):
-    """Causal attention over a paged KV cache.
+    """Attention over a paged KV cache.
 
     The cache of a layer is one dense tensor of `kv_cache_shape` or `latent_cache_shape`, of the
     model's dtype or one of `KV_CACHE_DTYPES`. Its first dimension counts blocks; the layout of a

@@ -155,6 +155,13 @@ class CPUAttention:
             assert params.alibi_slopes.dtype == "float32"
             assert params.alibi_slopes.shape == (heads,)
             slopes = params.alibi_slopes.data_ptr()
+        biases = distance = 0
+        if params.position_bias is not None:
+            assert params.position_bias.dtype == "float32"
+            assert params.position_bias.shape[0] == heads
+            assert params.position_bias.shape[1] % 2 == 1
+            assert params.position_bias.is_contiguous()
+            biases, distance = params.position_bias.data_ptr(), params.position_bias.shape[1] // 2
         sinks = 0
         if params.sinks is not None:
             assert params.sinks.dtype == query.dtype
@@ -165,11 +172,14 @@ class CPUAttention:
             kv_heads=kv_heads,
             block_size=block_size,
             latent=False,
+            causal=params.causal,
             window=params.sliding_window or 0,
             chunk=params.chunk_size or 0,
             scale=params.scale,
             soft_cap=params.logits_soft_cap or 0.0,
             alibi_slopes=slopes,
+            position_bias=biases,
+            bias_distance=distance,
             sinks=sinks,
         )
 
@@ -225,11 +235,14 @@ class CPUAttention:
             kv_heads=1,
             block_size=cache.shape[1],
             latent=True,
+            causal=True,
             window=0,
             chunk=0,
             scale=scale,
             soft_cap=0.0,
             alibi_slopes=0,
+            position_bias=0,
+            bias_distance=0,
             sinks=0,
         )
 

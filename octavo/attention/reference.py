@@ -156,10 +156,13 @@ class ReferenceAttention:
             queries_at = torch.arange(seq_len - query_len, seq_len, device=query.device)
             distance = keys_at[None] - queries_at[:, None]  # [q, k], 0 for the token itself
             if params.alibi_slopes is not None:
-                logits = logits + params.alibi_slopes.to(wide)[:, None, None] * distance
-            hidden = distance > 0
+                logits = logits - params.alibi_slopes.to(wide)[:, None, None] * distance.abs()
+            if params.position_bias is not None:
+                most = params.position_bias.shape[1] // 2
+                logits = logits + params.position_bias[:, distance.clamp(-most, most) + most]
+            hidden = (distance > 0) & params.causal
             if params.sliding_window is not None:
-                hidden = hidden | (distance <= -params.sliding_window)
+                hidden = hidden | (distance.abs() >= params.sliding_window)
             if params.chunk_size is not None:
                 begins = queries_at // params.chunk_size * params.chunk_size
                 hidden = hidden | (keys_at[None] < begins[:, None])

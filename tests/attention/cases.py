@@ -57,11 +57,29 @@ class Case:
     value_size: int | None = None  # of latents, which are one head of keys; None: keys and values
     chunk: int | None = None
     small: int | None = None  # size of values that are smaller than keys
+    causal: bool = True
+    bias_distance: int | None = None  # of a position bias
 
     def params(self) -> AttentionParams:
         slopes = 2.0 ** -torch.arange(1, self.heads + 1) if self.alibi else None
         sinks = self.sink_logits().to(self.dtype) if self.sinks else None
-        return AttentionParams(self.scale, self.window, self.soft_cap, slopes, sinks, self.chunk)
+        return AttentionParams(
+            self.scale,
+            self.window,
+            self.soft_cap,
+            slopes,
+            sinks,
+            self.chunk,
+            self.causal,
+            self.position_bias(),
+        )
+
+    def position_bias(self) -> Tensor | None:
+        """Return random biases [heads, 2 * bias_distance + 1], all of them different."""
+        if self.bias_distance is None:
+            return None
+        size = self.heads, 2 * self.bias_distance + 1
+        return 2 * torch.randn(size, generator=torch.Generator().manual_seed(99))
 
     def sink_logits(self) -> Tensor:
         """Return sinks [heads], some below and some above all other logits."""
@@ -93,8 +111,13 @@ class Case:
             at, other = torch.arange(context - new, context)[:, None], torch.arange(context)
             if self.alibi:
                 slopes = 2.0 ** -torch.arange(1, self.heads + 1).double()
-                logits += slopes[:, None, None] * (other - at)
-            seen = (other <= at) & (other > at - (self.window or context))
+                logits -= slopes[:, None, None] * (other - at).abs()
+            if (bias := self.position_bias()) is not None:
+                most = bias.shape[1] // 2
+                logits += bias.double()[:, most + (other - at).clamp(-most, most)]
+            seen = (other - at).abs() < (self.window or context)
+            if self.causal:
+                seen &= other <= at
             if self.chunk is not None:
                 seen &= other // self.chunk == at // self.chunk
             logits = logits.masked_fill(~seen, -torch.inf)

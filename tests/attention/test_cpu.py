@@ -133,6 +133,77 @@ def test_huge_logits() -> None:
     assert_near(case.run(backend), case.truth())
 
 
+# All tokens of every request in one step, as encoders have them
+WHOLE = ((5, 5), (1, 1), (130, 130), (0, 0), (33, 33), (64, 64), (300, 300), (17, 17))
+
+
+@isas
+@dtypes
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+@pytest.mark.parametrize("head_size", [15, 32, 64])
+def test_not_causal(head_size: int, block_size: int, dtype: torch.dtype) -> None:
+    case = Case(WHOLE, causal=False, head_size=head_size, block_size=block_size, dtype=dtype)
+    assert_near(case.run(backend), case.truth())
+
+
+@isas
+@dtypes
+@pytest.mark.parametrize("window", [1, 2, 16, 63, 64, 65, 1000])
+def test_windows_of_both_sides(window: int, dtype: torch.dtype) -> None:
+    case = Case(WHOLE, causal=False, window=window, dtype=dtype)
+    assert_near(case.run(backend), case.truth())
+    case = dataclasses.replace(case, block_size=8, head_size=24, alibi=True, bias_distance=30)
+    assert_near(case.run(backend), case.truth())
+
+
+@isas
+@dtypes
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("distance", [0, 1, 7, 8, 63, 127, 1000])
+def test_position_bias(distance: int, causal: bool, dtype: torch.dtype) -> None:
+    requests = (*MIXED, (600, 3)) if causal else WHOLE
+    case = Case(requests, causal=causal, bias_distance=distance, dtype=dtype)
+    assert_near(case.run(backend), case.truth())
+    case = dataclasses.replace(case, heads=6, kv_heads=1, soft_cap=3.0, alibi=True, sinks=True)
+    assert_near(case.run(backend), case.truth())
+
+
+@isas
+@pytest.mark.parametrize("cache_dtype", BYTES, ids=str)
+def test_not_causal_over_a_cache_of_bytes(cache_dtype: torch.dtype) -> None:
+    for features in ({"head_size": 32}, {"window": 20, "bias_distance": 9, "block_size": 32}):
+        case = Case(WHOLE, causal=False, dtype=torch.bfloat16, cache_dtype=cache_dtype, **features)  # type: ignore[arg-type]
+        assert_near(case.run(backend), case.truth(), LARGEST)
+
+
+@isas
+@dtypes
+@pytest.mark.parametrize(
+    "features",
+    [{}, {"window": 40}, {"alibi": True, "bias_distance": 20, "heads": 6, "kv_heads": 1}],
+    ids=str,
+)
+def test_a_whole_text_has_the_same_bits_in_a_batch(
+    features: dict[str, int], dtype: torch.dtype
+) -> None:
+    results = []
+    try:
+        for threads in (1, 2, 5):
+            native.set_num_threads(threads)
+            case = Case(WHOLE, causal=False, head_size=32, dtype=dtype, **features)  # type: ignore[arg-type]
+            results.append(case.run(backend))
+    finally:
+        native.set_num_threads(0)
+    alone = torch.cat(
+        [
+            dataclasses.replace(case, requests=(request,), seeds=(i,)).run(backend)
+            for i, request in enumerate(WHOLE)
+        ]
+    )
+    for result in results:
+        assert_same(result, alone)
+
+
 FEATURES = [
     {},
     {"window": 50, "sinks": True},
@@ -141,6 +212,7 @@ FEATURES = [
     {"heads": 2, "kv_heads": 2, "head_size": 40, "block_size": 128},
     {"heads": 2, "kv_heads": 1, "head_size": 15},
     {"chunk": 70, "head_size": 24, "small": 16},
+    {"bias_distance": 50, "window": 90, "heads": 3, "kv_heads": 3},
 ]
 
 

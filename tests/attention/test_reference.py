@@ -7,6 +7,7 @@ from octavo.attention.reference import ReferenceAttention
 from tests.attention.cases import Case, assert_near
 
 MIXED = ((1, 1), (40, 1), (33, 33), (50, 7), (5, 0), (64, 64))
+WHOLE = ((1, 1), (5, 5), (33, 33), (0, 0), (64, 64))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -20,9 +21,13 @@ MIXED = ((1, 1), (40, 1), (33, 33), (50, 7), (5, 0), (64, 64))
         Case(MIXED, sinks=True),
         Case(MIXED, heads=6, kv_heads=1, block_size=8, head_size=24, window=17, soft_cap=5.0),
         Case(MIXED, chunk=19, head_size=24, small=16),
+        Case(MIXED, bias_distance=9, soft_cap=2.0),
+        Case(WHOLE, causal=False),
+        Case(WHOLE, causal=False, window=9, bias_distance=0),
+        Case(WHOLE, causal=False, alibi=True, sinks=True, bias_distance=40, heads=6, kv_heads=1),
         Case(()),
     ],
-    ids=["plain", "window", "soft_cap", "alibi", "sinks", "all", "chunks", "none"],
+    ids=str,
 )
 def test_against_dense_attention(case: Case, dtype: torch.dtype) -> None:
     for cache_dtype in (None, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8):
