@@ -18,7 +18,7 @@ _ACTIVATION_ALIASES = ("normalize", "activation", "softmax")
 
 
 class PoolingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
-    """Parameters of a request that returns vectors or scores instead of an answer. Names are vLLM's.
+    """Parameters of a request that returns vectors or scores. Names are vLLM's.
 
     Raises:
         RequestError: a field is wrong; `param` is its name, and the message begins with it.
@@ -98,9 +98,7 @@ class PoolingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
                 "returned_token_ids",
             )
         if self.extra_kwargs:
-            raise UnsupportedError(
-                "extra_kwargs is not supported; leave it out.", "extra_kwargs"
-            )
+            raise UnsupportedError("extra_kwargs is not supported; leave it out.", "extra_kwargs")
 
     def clone(self) -> PoolingParams:
         """Return a copy."""

@@ -25,12 +25,12 @@ from octavo.frontend.interrupts import late_interrupts
 from octavo.frontend.output_processor import OutputProcessor
 from octavo.frontend.traces import make_tracer, read_trace_headers
 from octavo.messages import EngineCoreRequest, PauseMode, RequestOptions
+from octavo.models.blocks.pooler import PoolerSpec
 from octavo.models.hub import resolve_folders
 from octavo.models.registry import read_spec
 from octavo.observability.profiler import span
 from octavo.observability.recording import Arrival, End, Outputs
 from octavo.observability.scheduler_stats import SchedulerStats
-from octavo.models.blocks.pooler import PoolerSpec
 from octavo.outputs import CompletionOutput, RequestOutput
 from octavo.plan.memory_plan import resolve_dtype, resolve_max_model_len
 from octavo.pooling_params import PoolingParams

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -40,8 +42,8 @@ def read_pooled(data: bytes, pooler: PoolerSpec, params: PoolingParams) -> Float
 
 
 def _normalize(x: Floats) -> Floats:
-    length = np.sqrt(np.sum(x * x, axis=-1, keepdims=True, dtype=np.float32))
-    result: Floats = x / np.maximum(length, _LEAST_LENGTH)
+    length: Floats = np.sqrt(np.sum(x * x, axis=-1, keepdims=True, dtype=np.float32))
+    result: Floats = (x / np.maximum(length, _LEAST_LENGTH)).astype(np.float32)
     return result
 
 
@@ -56,7 +58,7 @@ def _sigmoid(x: Floats) -> Floats:
     return result
 
 
-_ACTIVATIONS = {
+_ACTIVATIONS: dict[str, Callable[[Floats], Floats]] = {
     "none": lambda x: x,
     "normalize": _normalize,
     "softmax": _softmax,

@@ -25,6 +25,8 @@ class Embedding:
     """Projection to the hidden size, if the embedding is narrower (OPT-350m)."""
     positions: Tensor | None = None
     """Learned positions [max_position, hidden_size], which are added."""
+    token_types: Tensor | None = None
+    """Vectors of token types [types, hidden_size], which are added (BERT)."""
     norm: Norm | None = None
     """Norm applied last (BLOOM)."""
     dtype: str | None = None
@@ -42,9 +44,13 @@ class Embedding:
         return x
 
     def __call__(
-        self, input_ids: Tensor, positions: Tensor, looked_up: Tensor | None = None
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        looked_up: Tensor | None = None,
+        types: Tensor | None = None,
     ) -> Tensor:
-        """Map input_ids and positions [T] int64 to [T, hidden_size].
+        """Map input_ids, positions and types [T] int64 to [T, hidden_size].
 
         `looked_up` replaces `look_up(input_ids)`; it is changed in place.
         """
@@ -55,6 +61,9 @@ class Embedding:
             x = self.project(x)
         if self.positions is not None:
             x = self.ops.add(x, self.ops.embedding(self.positions, positions))
+        if self.token_types is not None:
+            assert types is not None
+            x = self.ops.add(x, self.ops.embedding(self.token_types, types))
         if self.norm is not None and self.norm_given:
             x = self.norm(x)
         return x

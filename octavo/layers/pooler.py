@@ -65,7 +65,7 @@ _ACTIVATIONS: dict[str, Callable[[Floats], Floats]] = {
     "tanh": np.tanh,
     "relu": lambda x: np.maximum(x, np.float32(0)),
     "sigmoid": lambda x: np.float32(1) / (np.float32(1) + np.exp(-x)),
-    "silu": lambda x: x / (np.float32(1) + np.exp(-x)),
+    "silu": lambda x: (x / (np.float32(1) + np.exp(-x))).astype(np.float32),
 }
 
 

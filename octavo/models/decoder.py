@@ -7,6 +7,7 @@ from itertools import pairwise
 from octavo.layers.experts import Experts
 from octavo.layers.layer import Layer
 from octavo.layers.step import StepContext
+from octavo.layers.token_types import TOKEN_TYPES
 from octavo.models.blocks.base import Parts
 from octavo.models.blocks.norm import build_norm
 from octavo.models.spec import ModelSpec
@@ -99,7 +100,8 @@ class DecoderModel:
 
     def begin(self, input_ids: Tensor, step: StepContext) -> Tensor:
         """Return the first layer's input."""
-        x = self.embed(input_ids, step.positions, step.embeds)
+        types = step.arrays.get(TOKEN_TYPES.name)
+        x = self.embed(input_ids, step.positions, step.embeds, types)
         if self.layer_inputs is not None:
             step.layer_inputs = self.layer_inputs(input_ids, x)
         return x if self.streams is None else self.streams.make(x)

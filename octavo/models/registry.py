@@ -20,6 +20,7 @@ from octavo.models.config_defaults import ARCHITECTURES, DEFAULTS
 from octavo.models.families.base import OUTER_FIELDS, Family
 from octavo.models.forms import assign
 from octavo.models.heads import MTPSpec
+from octavo.models.poolers import add_poolers
 from octavo.models.spec import ModelSpec
 
 ENTRY_POINTS = "octavo.models"
@@ -126,7 +127,7 @@ def read_spec(checkpoint: Checkpoint, settings: ModelConfig = _DEFAULTS) -> Mode
         raise ModelError(
             f"{config.where}: its numbers do not fit together ({error}); download the file again."
         ) from None
-    return complete_spec(spec, config, checkpoint, settings)
+    return add_poolers(complete_spec(spec, config, checkpoint, settings), config, checkpoint)
 
 
 def read_mtp_spec(checkpoint: Checkpoint, settings: ModelConfig) -> MTPSpec | None:

@@ -217,7 +217,10 @@ class ModelSpec:
     def step_arrays(self) -> tuple[StepArray, ...]:
         """Arrays of a step that blocks declare, without duplicates."""
         blocks = [block for layer in self.distinct_layers for block in layer.blocks]
-        return tuple(dict.fromkeys(array for block in blocks for array in block.arrays()))
+        arrays = dict.fromkeys(array for block in blocks for array in block.arrays())
+        if self.has_embed:
+            arrays |= dict.fromkeys(self.embed.arrays())
+        return tuple(arrays)
 
     @property
     def distinct_layers(self) -> list[LayerSpec]:

@@ -407,7 +407,8 @@ class Tokenizer:
             lengths = _longest_first([len(e) for e in encodings], max(max_tokens - special, 0))
             for encoding, length in zip(encodings, lengths, strict=True):
                 encoding.truncate(length, direction=truncation_side)
-        whole = backend.post_process(*encodings, add_special_tokens=add_special_tokens)
+        first, second = encodings[0], None if pair is None else encodings[1]
+        whole = backend.post_process(first, second, add_special_tokens)
         ids, types = whole.ids, whole.type_ids
         if add_special_tokens:
             ids = self._prefix + ids + self._suffix

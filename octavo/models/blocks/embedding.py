@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from octavo.checkpoints.base import Source
+from octavo.layers.step_table import StepArray
+from octavo.layers.token_types import TOKEN_TYPES
 from octavo.models.blocks.linear import LinearSpec
 from octavo.models.blocks.norm import NormSpec, RMSNormSpec
 from octavo.models.weights import Names, Weight
@@ -28,6 +30,15 @@ class PositionsSpec:
     rows: int
     skipped: int = 0
     """Number of rows in the checkpoint's table before the row of position 0 (OPT)."""
+
+
+@dataclass(frozen=True)
+class TokenTypesSpec:
+    """Learned vectors for the first and the second text of a pair (BERT)."""
+
+    module: str
+    """Module of the checkpoint."""
+    rows: int
 
 
 @dataclass(frozen=True)
@@ -99,6 +110,7 @@ class EmbedSpec:
     project: LinearSpec | None = None
     """Projection to the hidden size, if the embedding's size differs (OPT-350m)."""
     positions: PositionsSpec | None = None
+    token_types: TokenTypesSpec | None = None
     norm: NormSpec | None = None
     """Norm that is applied last (BLOOM)."""
     form: WeightForm = PLAIN
@@ -121,12 +133,20 @@ class EmbedSpec:
             )
             shape = (rows, self.hidden_size)
             yield Weight(f"{names.own}positions", "embedding", shape, (source,))
+        if self.token_types is not None:
+            shape = (self.token_types.rows, self.hidden_size)
+            source = Source(f"{names.checkpoint}{self.token_types.module}.weight", shape)
+            yield Weight(f"{names.own}token_types", "embedding", shape, (source,))
         if self.norm is not None:
             yield from self.norm.weights(names.of("norm"))
         if self.project is not None:
             yield from self.project.weights(names.of("project"))
         if self.layer_inputs is not None:
             yield from self.layer_inputs.weights(names.of("layer_inputs"))
+
+    def arrays(self) -> tuple[StepArray, ...]:
+        """Return the arrays of a step that the embedding needs."""
+        return () if self.token_types is None else (TOKEN_TYPES,)
 
     def build(self, parts: Parts, shared: PackedWeight | QuantizedWeight | None) -> Embedding:
         """Return the live block; `shared` is the LM head's weight if it is also the table."""
@@ -140,6 +160,7 @@ class EmbedSpec:
             scale_given=self.scale_given,
             project=None if self.project is None else self.project.build(parts.of("project")),
             positions=None if self.positions is None else parts.tensor("positions"),
+            token_types=None if self.token_types is None else parts.tensor("token_types"),
             norm=None if self.norm is None else self.norm.build(parts.of("norm")),
             dtype=parts.dtype,
             norm_given=self.norm_given,

@@ -70,7 +70,9 @@ class GPTLike:
     window: int | None = None
     clip: float | None = None
     head_project: LinearSpec | None = None
-    tied: bool
+    generates: bool = True
+    """False for an encoder: it has no LM head, and a token sees all of its text."""
+    tied: bool = False
     """Default for a config without tie_word_embeddings."""
 
     def read(self, config: ConfigJson) -> ModelSpec:
@@ -110,15 +112,18 @@ class GPTLike:
                 self.positions,
                 sliding_window=visible(self.window, max_model_len),
                 clip=self.clip,
+                causal=self.generates,
             )
             first, second = map(norm, self.norm_modules)
             return LayerSpec.of(attention, mlp, first, second, arrangement=self.arrangement)
 
         scales = self.scales or (heads.scale,) * self.num_layers
         layers = {scale: layer(scale) for scale in scales}
-        lm_head = read_lm_head(
-            config, self.embed, tied=self.tied, bias=self.head_bias, module=self.head_module
-        )
+        lm_head = None
+        if self.generates:
+            lm_head = read_lm_head(
+                config, self.embed, tied=self.tied, bias=self.head_bias, module=self.head_module
+            )
         return model_spec(
             config,
             embed=self.embed,
