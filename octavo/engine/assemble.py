@@ -178,7 +178,7 @@ def make_engine_core(
             kv_cache,
             max_model_len=plan.max_model_len,
             max_num_batched_tokens=budget,
-            enable_caching=config.cache.enable_prefix_caching,
+            enable_caching=config.cache.enable_prefix_caching and not spec.sees_all,
             num_speculative_tokens=setup.num_speculative_tokens,
             max_num_drafts=setup.max_num_drafts,
             num_stages=setup.rank.num_stages,

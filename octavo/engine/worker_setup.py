@@ -60,9 +60,7 @@ def make_worker_setup(
         model_path=model_path,
         dtype=resolve_dtype(config, spec),
         max_model_len=resolve_max_model_len(config, spec),
-        max_num_batched_tokens=resolve_max_num_batched_tokens(
-            config, default_batched_tokens, spec.max_model_len
-        ),
+        max_num_batched_tokens=resolve_max_num_batched_tokens(config, default_batched_tokens, spec),
         rank=Rank.of(0, config.device),
     )
     _ = setup.expert_slots  # rejects an expert_cache that does not fit the model

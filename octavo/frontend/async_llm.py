@@ -36,6 +36,7 @@ from octavo.errors import (
     DeadlineError,
     EngineDeadError,
     FirstTokenError,
+    RequestError,
     ScalingBusyError,
     ScalingError,
 )
@@ -57,7 +58,13 @@ from octavo.frontend.output_processor import (
     OutputProcessor,
     RequestOutputCollector,
 )
-from octavo.frontend.request_memory import RequestMemory, request_nbytes, trim_when_idle
+from octavo.frontend.pooling import pooling_output
+from octavo.frontend.request_memory import (
+    RequestMemory,
+    pooling_nbytes,
+    request_nbytes,
+    trim_when_idle,
+)
 from octavo.frontend.step_log import EngineDeath, StepLog
 from octavo.frontend.traces import make_tracer, read_trace_headers
 from octavo.kv_cache.block_map import BlockMap
@@ -72,9 +79,10 @@ from octavo.models.registry import read_spec
 from octavo.observability.metrics import EngineMetrics, join_pages
 from octavo.observability.recording import Died, Recorder, RecordSettings
 from octavo.observability.scheduler_stats import SchedulerStats
-from octavo.outputs import RequestOutput
+from octavo.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
 from octavo.plan.memory_plan import resolve_max_model_len, resolve_max_num_batched_tokens
 from octavo.platforms.registry import get_platform
+from octavo.pooling_params import PoolingParams
 from octavo.sampling_params import BeamSearchParams, SamplingParams
 from octavo.system import clock
 from octavo.system.offload import offload
@@ -184,7 +192,7 @@ class AsyncLLM:
         self._tasks: list[asyncio.Task[None]] = []
         default_batched_tokens = get_platform(config.device.device).server_batched_tokens
         self.max_num_batched_tokens = resolve_max_num_batched_tokens(
-            config, default_batched_tokens, self.spec.max_model_len
+            config, default_batched_tokens, self.spec
         )
         make_forecast = partial(
             Forecast,
@@ -412,6 +420,87 @@ class AsyncLLM:
             async with aclosing(self._stream(request, params, text, stages)) as outputs:
                 async for output in outputs:
                     yield output
+
+    async def encode(
+        self,
+        prompt: Prompt,
+        pooling_params: PoolingParams,
+        request_id: str,
+        *,
+        deadline: float | None = None,
+        tenant: str | None = None,
+        flow: int | None = None,
+        add_special_tokens: bool = True,
+        turn: int = 0,
+        lora_request: None = None,
+        trace_headers: Mapping[str, str] | None = None,
+        priority: int = 0,
+    ) -> AsyncGenerator[PoolingRequestOutput[PoolingOutput], None]:
+        """Yield the result of a text: a vector or scores; closing the stream aborts the request.
+
+        Args:
+            prompt: text, token ids, or a dict with one of them.
+            pooling_params: parameters of the result; not changed.
+            request_id: an id that no live request has.
+            deadline: second of `time.monotonic` after which the request fails.
+            tenant: sender of the request, as for `generate`.
+            flow: class of the client's address, as for `generate`.
+            add_special_tokens: True if the tokenizer adds its special tokens to a text.
+            turn: number of texts before it in the same call: later ones let others pass.
+            lora_request: adapters are not supported.
+            trace_headers: as for `generate`.
+            priority: smaller is served earlier (with `scheduling_policy=priority`).
+
+        Raises:
+            As `generate`.
+        """
+        refuse_unsupported(lora_request=lora_request)
+        options = _make_options(None, deadline, None, tenant, flow, turn)
+        options = msgspec.structs.replace(options, priority=priority)
+        if trace_headers is not None and self._tracer is not None:
+            options = msgspec.structs.replace(
+                options, trace_headers=read_trace_headers(trace_headers)
+            )
+        yield await self.serve_pooling(
+            prompt, pooling_params, request_id, options, add_special_tokens=add_special_tokens
+        )
+
+    async def serve_pooling(
+        self,
+        prompt: Prompt,
+        params: PoolingParams,
+        request_id: str,
+        options: RequestOptions,
+        *,
+        add_special_tokens: bool = True,
+        stages: Stages | None = None,
+    ) -> PoolingRequestOutput[PoolingOutput]:
+        """Return the result of a text with an envelope; see `encode`. Cancelling it ends it.
+
+        `stages` gets the stages of the request before the engine.
+        """
+        if self._dead is not None:
+            raise self._dead
+        self._attach()
+        passed = params.as_sampling_params()
+        request, pooler = await offload(
+            processing_time(prompt, passed),
+            self._input_processor.process_pooling,
+            request_id,
+            prompt,
+            params,
+            options,
+            add_special_tokens=add_special_tokens,
+        )
+        if stages is not None:
+            stages.append(("tokenize", clock.now()))
+        nbytes = pooling_nbytes(request, pooler)
+        with self.request_memory.reserve(nbytes, options.tenant, background=options.background):
+            async with aclosing(self._stream(request, passed, None, stages)) as outputs:
+                async for output in outputs:
+                    if output.pooled is not None:
+                        return pooling_output(output, pooler, params)
+        raise RequestError("The request was aborted before it had a result; send it again.")
 
     async def beam_search(
         self,

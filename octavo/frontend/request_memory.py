@@ -12,6 +12,7 @@ import msgspec
 
 from octavo.errors import EngineDeadError, QueueFullError, RequestError, StepFailedError
 from octavo.messages import EngineCoreRequest
+from octavo.models.blocks.pooler import PoolerSpec
 from octavo.sampling_params import SamplingParams
 from octavo.system.device import trim_memory
 
@@ -36,6 +37,8 @@ _GRAMMAR_CHARACTER = 16
 """Bytes of a character of a grammar in both processes."""
 _OUTPUT_TOKEN = 112
 """Bytes of an output token in the core, the front end and the outputs, its text and hashes."""
+_POOLED_NUMBER = 64
+"""Bytes of a number of a vector: in both processes, as a float of a list, and as JSON."""
 _CANDIDATE = 8
 """Bytes of a token id and a logprob."""
 _WRITTEN_CANDIDATE = 512
@@ -77,6 +80,14 @@ def request_nbytes(request: EngineCoreRequest, params: SamplingParams, vocab_siz
         + n * (_ANSWER + output * _OUTPUT_TOKEN)
         + logprobs_nbytes(of_prompt + n * of_answer, of_prompt + of_answer)
     )
+
+
+def pooling_nbytes(request: EngineCoreRequest, pooler: PoolerSpec) -> int:
+    """Return the maximum bytes of a text until its result is sent, in both processes."""
+    prompt = len(request.prompt_token_ids)
+    rows = prompt if pooler.pooling[0] == "all" else 1
+    numbers = rows * pooler.size
+    return prompt * (_PROMPT_TOKEN + _PROMPT_TOKEN_OF_ANSWER) + _ANSWER + numbers * _POOLED_NUMBER
 
 
 def logprobs_nbytes(num_candidates: int, num_written: int) -> int:

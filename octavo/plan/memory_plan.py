@@ -162,13 +162,18 @@ def resolve_max_model_len(config: EngineConfig, spec: ModelSpec) -> int:
     return asked
 
 
-def resolve_max_num_batched_tokens(config: EngineConfig, default: int, max_model_len: int) -> int:
-    """Return the configured token budget of a step, or `default` raised to the settings' needs."""
+def resolve_max_num_batched_tokens(config: EngineConfig, default: int, spec: ModelSpec) -> int:
+    """Return the configured token budget of a step, or `default` raised to the settings' needs.
+
+    A text of a model that sees all of it is computed whole.
+    """
     sched = config.scheduler
     if sched.max_num_batched_tokens is not None:
         return sched.max_num_batched_tokens
     budget = max(default, sched.max_num_seqs)
-    return budget if sched.enable_chunked_prefill else max(budget, max_model_len)
+    if spec.sees_all:
+        return max(budget, resolve_max_model_len(config, spec))
+    return budget if sched.enable_chunked_prefill else max(budget, spec.max_model_len)
 
 
 def make_memory_plan(
@@ -258,6 +263,9 @@ def make_memory_plan(
         )
     max_model_len = resolve_max_model_len(config, spec)
     useful = config.scheduler.max_num_seqs * blocks_for(max_model_len) + 1
+    if spec.sees_all:  # a text holds blocks for one step, and two steps are in flight
+        of_step = max_num_batched_tokens // cache.block_size + config.scheduler.max_num_seqs
+        useful = min(useful, 2 * max(of_step, blocks_for(max_model_len)) + 1)
     most = min(budget.most_kv_cache // engines, left)
     state = sum(
         state_nbytes(select_layers(layout, *caches)) for layout in layouts for caches in stages

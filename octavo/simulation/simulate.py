@@ -149,7 +149,7 @@ class _Simulation:
         self.spec = read_spec(checkpoint, config.model)
         platform = get_platform(config.device.device)
         self._budget = resolve_max_num_batched_tokens(
-            config, platform.server_batched_tokens, self.spec.max_model_len
+            config, platform.server_batched_tokens, self.spec
         )
         # The default of a server.
         kwargs["max_num_batched_tokens"] = self._budget
