@@ -29,6 +29,7 @@ from octavo.messages import (
     LogprobsLists,
     ModelRunnerOutput,
     NewRequestData,
+    PoolingSpec,
     ScheduledRequest,
     SchedulerOutput,
 )
@@ -88,6 +89,14 @@ def expected_output(
             return output
 
 
+def pooled(tokens: Sequence[int]) -> bytes:
+    """Return the vector of a text."""
+    prefix = 0
+    for token in tokens:
+        prefix = extend_hash(prefix, token)
+    return str(prefix).encode()
+
+
 def scheduled_tokens(work: SchedulerOutput) -> dict[str, int]:
     """Return the tokens to compute for each request of a step, in batch order."""
     return {request.req_id: request.num_tokens for request in work.scheduled_reqs}
@@ -102,8 +111,9 @@ class _Row:
         """Hash of the tokens up to each one, as far as computed."""
         self.num_prompt_tokens = data.num_prompt_tokens
         self.params = data.sampling_params
+        self.pooling = data.pooling
         self.tables = [list(ids) for ids in block_ids]
-        self.num_computed_tokens = data.num_computed_tokens
+        self.num_skipped = self.num_computed_tokens = data.num_computed_tokens
 
     def prefix(self, position: int) -> int:
         """Return the hash of the tokens up to and including `position`."""
@@ -332,6 +342,16 @@ class FakeWorker:
             targets = row.tokens[first + 1 : min(first + count + 1, row.num_prompt_tokens)]
             if targets:
                 out.prompt_logprobs[req_id] = _logprobs(targets)
+        if row.pooling is not None:
+            assert not (row.pooling.reads_all and row.num_skipped), "a prefix is missing"
+            assert not row.pooling.whole or count == len(row.tokens), "a text is divided"
+            if first + count == len(row.tokens):
+                out.pooled[req_id] = pooled(row.tokens)
+            if req_id in self.fail:
+                out.errors[req_id] = "made to fail"
+            out.sampled_token_ids.append([])
+            row.num_computed_tokens += count
+            return
         if first + count < len(row.tokens):
             out.sampled_token_ids.append([])
             row.num_computed_tokens += count
@@ -518,6 +538,7 @@ class FakeEngine:
         output: Sequence[int] = (),
         leader: Request | None = None,
         scope: str | None = None,
+        pooling: PoolingSpec | None = None,
         **params: object,
     ) -> Request:
         """Add a request; `stop` are stop tokens besides `stop_token_ids`, such as EOS.
@@ -540,6 +561,7 @@ class FakeEngine:
             output_token_ids=list(output),
             first_token_deadline=first_token_deadline,
             tenant=tenant,
+            pooling=pooling,
         )
         hasher = make_block_hasher(self.kv_config.block_size) if scope else self.hasher
         request = Request(core, hasher if hashed else None, cache_scope=scope, leader=leader)

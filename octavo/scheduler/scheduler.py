@@ -154,9 +154,10 @@ class Scheduler:
         )
         self._check_transfer(request)
         # The context also limits the output. Later code needs only `max_tokens`.
-        if request.pooling is None:  # its result has a place in every context
-            left = self.max_model_len - request.num_prompt_tokens
-            request.max_tokens = min(request.max_tokens, left)
+        left = self.max_model_len - request.num_prompt_tokens
+        if request.pooling is not None:
+            left = 1  # its result takes the place of one token, and no room in the context
+        request.max_tokens = min(request.max_tokens, left)
         request.queue_key = self._arrivals.next_key(request)
         self.requests[request.request_id] = request
         self._deadlines.add(request)

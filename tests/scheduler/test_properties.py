@@ -10,10 +10,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 import octavo.kv_cache.states
 from octavo.kv_cache.groups import make_kv_cache_groups
-from octavo.messages import FinishReason
+from octavo.messages import FinishReason, PoolingSpec
 from octavo.models.state_cache import StateCache
 from octavo.request import Request, RequestStatus
-from tests.fakes import STATE, VOCAB, FakeEngine, expected_output, pages
+from tests.fakes import STATE, VOCAB, FakeEngine, expected_output, pages, pooled
 from tests.params import unpack_logprobs
 from tests.transfers import FakeTransfers, make_connector
 
@@ -150,6 +150,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             name = self.add(prompt, its_params, leader=leader, scope=scope)
             leader = leader or self.requests[name]
 
+    @rule(prompt=prompts, params=parameters, reads_all=st.booleans(), whole=st.booleans())
+    def text_arrives(self, prompt, params, reads_all, whole):
+        whole = whole and len(prompt.tokens) <= self.scheduler.max_num_batched_tokens
+        params = params | {"max_tokens": 1, "prompt_logprobs": None}
+        self.add(prompt, params, pooling=PoolingSpec("embed", reads_all or whole, whole))
+
     @rule(prompt=prompts, params=parameters, seconds=st.floats(0.5, 3))
     def arrive_with_deadline(self, prompt, params, seconds):
         self.add(prompt, params, deadline=self.engine.now + seconds)
@@ -268,6 +274,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         tokens = self.engine.tokens(name)
         prompt = request.all_token_ids[: request.num_prompt_tokens]
         alone = expected_output(request.sampling_params, prompt, MAX_MODEL_LEN)
+        if request.pooling is not None:
+            self.check_text(name, prompt, outputs)
+            return
         if name in self.ended_early:
             assert tokens == alone[: len(tokens)]
             return
@@ -285,6 +294,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         if request.skip_reading_prefix_cache:
             rows = [o.new_prompt_logprobs for o in outputs if o.new_prompt_logprobs is not None]
             assert [t for r in rows for (t,) in unpack_logprobs(r)[0]] == prompt[1:]
+
+
+    def check_text(self, name, prompt, outputs):
+        if name in self.ended_early and not outputs:
+            return
+        *_, last = outputs
+        if last.finish_reason == FinishReason.STOP:
+            assert last.pooled == pooled(prompt)
+        else:
+            assert last.finish_reason in (FinishReason.ERROR, FinishReason.ABORT)
+            assert last.pooled is None
 
 
 class ConnectorMachine(SchedulerMachine):
