@@ -147,6 +147,15 @@ examples:
   octavo experts ./mixture --text book.txt --json
 """,
     ),
+    "embed": (
+        "compute the vectors of a file of texts; an interrupted run continues",
+        "%(prog)s FILE --out OUT --model MODEL [flags]",
+        """\
+examples:
+  octavo embed texts.jsonl --out vectors.npy --model BAAI/bge-small-en-v1.5
+  octavo embed texts.txt --out texts.parquet --model ./all-MiniLM-L6-v2 --truncate
+""",
+    ),
     "convert": (
         "write a quantized checkpoint for Octavo, vLLM or llama.cpp",
         "%(prog)s MODEL OUT --to FORM [flags]",

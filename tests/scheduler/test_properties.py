@@ -295,7 +295,6 @@ class SchedulerMachine(RuleBasedStateMachine):
             rows = [o.new_prompt_logprobs for o in outputs if o.new_prompt_logprobs is not None]
             assert [t for r in rows for (t,) in unpack_logprobs(r)[0]] == prompt[1:]
 
-
     def check_text(self, name, prompt, outputs):
         if name in self.ended_early and not outputs:
             return
