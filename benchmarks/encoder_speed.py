@@ -1,0 +1,148 @@
+"""Texts per second of an encoder, side by side with sentence-transformers in its own environment.
+
+    python benchmarks/encoder_speed.py MODEL --peer-python ENV/bin/python [--peers torch,onnx]
+
+MODEL is a sentence-transformers folder. Each engine has a process of its own, which loads the model
+once and waits while another one computes. The engines take turns; the medians of all rounds count.
+Texts are random words, the same for all engines; `Octavo` is this Python's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+WORDS = ["the", "of", "a", "cat", "dog", "house", "river", "stone", "green", "walks", "over", "seven"]
+)
+LENGTHS = {
+    "16": (512, 16, 16),
+    "128": (64, 128, 128),
+    "512": (16, 510, 510),
+    "mixed": (128, 5, 250),
+}
+"""Name -> number of texts, and the range of their words."""
+
+
+def make_texts(name: str) -> list[str]:
+    """Return the texts of a workload."""
+    count, low, high = LENGTHS[name]
+    rng = random.Random(0)
+    return [" ".join(rng.choices(WORDS, k=rng.randint(low, high) - 2)) for _ in range(count)]
+
+
+def serve(engine: str, model: str, dtype: str) -> None:
+    """Answer requests on stdin: a JSON list of texts in a line; write seconds and a checksum."""
+    embed = ENGINES[engine](model, dtype)
+    print("ready", flush=True)
+    for line in sys.stdin:
+        texts = json.loads(line)
+        start = time.perf_counter()
+        vectors = embed(texts)
+        seconds = time.perf_counter() - start
+        print(json.dumps([seconds, np.asarray(vectors, np.float64).tolist()[:4]]), flush=True)
+
+
+def octavo(model: str, dtype: str) -> Any:
+    from octavo import LLM
+
+    quantization = "int8" if dtype == "int8" else None
+    llm = LLM(model, dtype="float32" if quantization else dtype, quantization=quantization)
+    return lambda texts: [
+        o.outputs.data
+        for o in llm.encode(texts, use_tqdm=False, pooling_task="embed", truncate_prompt_tokens=-1)
+    ]
+
+
+def sentence_transformers(backend: str) -> Any:
+    def make(model: str, dtype: str) -> Any:
+        import torch
+        from sentence_transformers import SentenceTransformer
+
+        kwargs = {"dtype": getattr(torch, dtype)} if backend == "torch" else {}
+        encoder = SentenceTransformer(model, device="cpu", backend=backend, model_kwargs=kwargs)
+        return lambda texts: encoder.encode(texts, batch_size=32, show_progress_bar=False)
+
+    return make
+
+
+ENGINES = {"octavo": octavo} | {b: sentence_transformers(b) for b in ("torch", "onnx", "openvino")}
+
+
+class Engine:
+    """Process of an engine."""
+
+    def __init__(self, name: str, python: str, model: str, dtype: str) -> None:
+        command = [python, __file__, model, "--engine", name, "--dtype", dtype]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert self.process.stdout is not None
+        while (line := self.process.stdout.readline()).strip() != "ready":
+            if not line:
+                raise SystemExit(f"{name} ended before it was ready")
+
+    def run(self, texts: list[str]) -> tuple[float, np.ndarray[Any, Any]]:
+        """Return the seconds for all texts, and the first vectors."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(json.dumps(texts) + "\n")
+        self.process.stdin.flush()
+        seconds, vectors = json.loads(self.process.stdout.readline())
+        return seconds, np.array(vectors)
+
+
+def main() -> None:
+    """Measure all engines in turns, and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model")
+    parser.add_argument("--peer-python", default=sys.executable)
+    parser.add_argument("--peers", default="torch")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--engine", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.engine:
+        serve(args.engine, args.model, args.dtype)
+        return
+    model = str(Path(args.model).resolve()) if Path(args.model).exists() else args.model
+    engines = {"octavo": Engine("octavo", sys.executable, model, args.dtype)}
+    for peer in filter(None, args.peers.split(",")):
+        engines[peer] = Engine(peer, args.peer_python, model, args.dtype)
+    for name in LENGTHS:
+        texts = make_texts(name)
+        for what, chosen in ((name, texts), (f"{name}, one text", texts[:1])):
+            times: dict[str, list[float]] = {engine: [] for engine in engines}
+            vectors = {}
+            repeats = 1 if len(chosen) > 1 else 10
+            for round_ in range(args.rounds + 1):
+                for engine, process in engines.items():
+                    seconds = []
+                    for _ in range(repeats):
+                        spent, vectors[engine] = process.run(chosen)
+                        seconds.append(spent)
+                    if round_:  # the first round warms up
+                        times[engine].append(statistics.median(seconds))
+            medians = {engine: statistics.median(each) for engine, each in times.items()}
+            own = vectors["octavo"]
+            cells = []
+            for engine, median in medians.items():
+                same = (own * vectors[engine]).sum(1).min()
+                ratio = median / medians["octavo"]
+                cells.append(
+                    f"{engine} {len(chosen) / median:,.1f}/s ({median * 1e3:.2f} ms), "
+                    f"{ratio:.2f}, cosine {same:.6f}"
+                )
+            print(f"{what}: " + "; ".join(cells), flush=True)
+
+
+if __name__ == "__main__":
+    main()
