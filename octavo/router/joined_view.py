@@ -70,7 +70,7 @@ class ServerView:
     ) -> None:
         self.upstream = upstream
         self.events: list[tuple[str, bytes]] = []
-        """Events that have arrived: names and data."""
+        """Events that have arrived: names and data, and "end" with the reason of the stream's end."""
         self.hello: Hello | None = None
         """Settings; None while it is not connected."""
         self.trouble = "it has not answered yet"
@@ -97,31 +97,34 @@ class ServerView:
         """Time and reason of the loss of its connection."""
         self._last_death = 0.0
 
-    def end(self, reason: str) -> None:
-        """Record that its stream has ended, or could not be opened."""
-        if self.hello is not None:
-            self._lost = clock.now(), reason
-        self.trouble, self.hello, self.fault = reason, None, ""
-        self.events.clear()
-        self.engines, self.health, self.num_more = [], "ok", 0
-        for found in (self.stats, self.cells, self.experts, self._owners, self.labels):
-            found.clear()
-        self.rows, self.others = [], []
-
     def take_all(self, tick: Tick, owner_numbers: Iterator[int]) -> None:
         """Take in the events that have arrived, and add what is new to a tick of the router."""
         events, self.events = self.events, []
         try:
             for name, data in events:
-                if name == "hello":
+                if name == "end":
+                    self._end(data.decode())
+                elif self.fault:
+                    continue
+                elif name == "hello":
                     self.hello, self.refusal = _HELLO.decode(data), None
                 elif name == "requests":
                     self._take_requests(_REQUESTS.decode(data))
                 elif name == "tick":
                     self._take_tick(_TICK.decode(data), tick, owner_numbers)
         except (msgspec.MsgspecError, ValueError) as error:
-            self.end(f"its events cannot be read: {error}")
+            self._end(f"its events cannot be read: {error}")
             self.fault = self.trouble
+
+    def _end(self, reason: str) -> None:
+        """Forget all after the end of the stream, or because it could not be opened."""
+        if self.hello is not None:
+            self._lost = clock.now(), reason
+        self.trouble, self.hello, self.fault = reason, None, ""
+        self.engines, self.health, self.num_more = [], "ok", 0
+        for found in (self.stats, self.cells, self.experts, self._owners, self.labels):
+            found.clear()
+        self.rows, self.others = [], []
 
     def _engine(self, engine: int) -> int:
         return self._numbers.of_engine(self.upstream, engine)

@@ -100,7 +100,8 @@ class _Audience:
     async def _keep_reading(self, server: ServerView) -> None:
         while True:
             if server.upstream.ready:
-                server.end(await self._read(server))
+                reason = await self._read(server)
+                server.events.append(("end", reason.encode()))
             await asyncio.sleep(_RETRY)
 
     async def _read(self, server: ServerView) -> str:

@@ -5,8 +5,6 @@ import json
 import os
 import signal
 import threading
-import time
-from contextlib import contextmanager
 
 import httpx
 import msgspec
@@ -19,38 +17,9 @@ from octavo.frontend.async_llm import AsyncLLM
 from octavo.kv_cache.block_map import OWNER_SHIFT
 from octavo.sampling_params import SamplingParams
 from tests.e2e.harness import serve
+from tests.e2e.watching import until, watching
 
 SMALL = ["--num-gpu-blocks-override", "300", "--max-model-len", "512"]
-
-
-@contextmanager
-def watching(url, key=None):
-    """Yield an iterator of the events of a view."""
-    headers = {} if key is None else {"authorization": f"Bearer {key}"}
-    with httpx.stream("GET", f"{url}/v1/engine/view", headers=headers, timeout=30) as response:
-        assert response.status_code == 200
-
-        def events():
-            name = ""
-            for line in response.iter_lines():
-                if line.startswith("event: "):
-                    name = line.removeprefix("event: ")
-                elif line.startswith("data: "):
-                    yield name, json.loads(line.removeprefix("data: "))
-                elif line.startswith(":"):
-                    yield "comment", {}  # the server lives, so that `until` looks at the clock
-
-        yield events()
-
-
-def until(events, found, seconds=30):
-    """Return the first event for which `found(name, event)` is true."""
-    end = time.monotonic() + seconds
-    for name, event in events:
-        if found(name, event):
-            return event
-        assert time.monotonic() < end, "the event did not come"
-    raise AssertionError("the stream has ended")
 
 
 def send(url, key=None, tokens=150, **headers):

@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from tests.e2e import harness
+from tests.e2e.watching import until, watching
 
 MODEL = "octavo/stories"
 SIZE = ["--max-model-len", "512", "--kv-cache-memory-bytes", "16M", "--num-threads", "1"]
@@ -149,6 +150,33 @@ def test_chats_go_on_elsewhere_too_and_what_is_refused_says_why(split):
     assert refused.json()["error"]["param"] == "kv_transfer_params"
     for path in ("/v1/streams/x", "/server_info", "/reset_prefix_cache"):
         assert split.get(path).status_code in (404, 405), path
+
+
+def test_the_engine_view_shows_all_servers_and_the_death_of_one(split):
+    names, maps, labels = {}, {}, set()
+    decoder = next(name for name in own_servers(split, "decode"))
+    with watching(split.url) as events:
+
+        def note(_, event):
+            names.update(event.get("servers", {}))
+            maps.update(event.get("blocks", {}))
+            labels.update(part[0] for s in event.get("steps", ()) for part in s.get("parts", ()))
+            return len(maps) == 3
+
+        until(events, note)
+        assert sorted(names.values()) == ["decode-0", "decode-1", "prefill-0"]
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(answers, split.url)
+            until(events, lambda n, e: n == "requests" and len(e["rows"]) == len(PROMPTS))
+            until(events, lambda n, e: n == "requests" and not e["rows"])
+            asked.result()
+        until(events, lambda n, e: note(n, e) and len({i.partition("/")[0] for i in labels}) == 3)
+        own_servers(split, "decode")[decoder].kill()
+        until(events, lambda _, e: f"{decoder}: " in e.get("health", ""))
+        (death,) = until(events, lambda _, e: "deaths" in e)["deaths"]
+        assert names[str(death["engine"])] == decoder
+        assert decoder in death["reason"] and death["seconds"] > 0
+    wait_for_servers(split)
 
 
 def test_servers_follow_the_load_and_end_with_the_router(folder):
