@@ -70,7 +70,7 @@ class ServerView:
     ) -> None:
         self.upstream = upstream
         self.events: list[tuple[str, bytes]] = []
-        """Events that have arrived: names and data, and "end" with the reason of the stream's end."""
+        """Events that have arrived, and "end" with its reason: names and data."""
         self.hello: Hello | None = None
         """Settings; None while it is not connected."""
         self.trouble = "it has not answered yet"
