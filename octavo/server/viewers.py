@@ -19,7 +19,7 @@ MAX_VIEWERS = 1024
 MAX_QUEUE_BYTES = 512 * 2**10
 """Bytes that may wait for a viewer; one that does not read them until the next ones is dropped."""
 VIEWERS_AT_ONCE = 10
-_VIEWERS_PER_SECOND = 250
+_VIEWERS_PER_SECOND = 125
 _ALIVE = 15.0
 """Seconds after which a viewer without news receives a comment, so that a lost one is noticed."""
 _COMMENT = b":\n\n"
