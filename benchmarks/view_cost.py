@@ -4,7 +4,8 @@ python benchmarks/view_cost.py
 
 Two measurements of a server with the built-in model, each with and without viewers in turn:
 throughput of 32 requests at a time (32 tokens in, 64 out, as in W7) with 2 viewers, and the speed
-of one stream with 1,000 viewers. No other program should compute on the machine.
+of one stream with 1,000 viewers. Each also has the processor time of all processes of the server,
+which other programs on the machine change less than they change the speed.
 """
 
 from __future__ import annotations
@@ -19,12 +20,15 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 import httpx
+import psutil
 
 PROMPT = list(range(10, 42))
 IN_FLIGHT = 32
+_STREAMS = 5
 
 
 async def read_views(url: str, count: int) -> None:
@@ -90,10 +94,30 @@ def server(*flags: str) -> Iterator[str]:
             process.terminate()
 
 
-def throughput(url: str, seconds: float) -> float:
-    """Return the output tokens per second of `IN_FLIGHT` requests at a time."""
+class Figures(NamedTuple):
+    """Result of one run."""
+
+    speed: float
+    """Tokens per second."""
+    cost: float
+    """Processor time of the server for a token, in microseconds."""
+
+
+def processor_seconds() -> float:
+    """Return the processor time of the server, which is a child of this process."""
+    seconds = 0.0
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if __file__ not in process.cmdline():
+                seconds += sum(process.cpu_times()[:2])
+    return seconds
+
+
+def throughput(url: str, seconds: float) -> Figures:
+    """Return the figures of `IN_FLIGHT` requests at a time."""
     body = {"prompt": [PROMPT] * (IN_FLIGHT // 4), "max_tokens": 64, "ignore_eos": True, "seed": 1}
-    end, counted = time.monotonic() + seconds, 0
+    begin, used = time.monotonic(), processor_seconds()
+    end = begin + seconds
 
     def load() -> int:
         num_tokens = 0
@@ -103,16 +127,18 @@ def throughput(url: str, seconds: float) -> float:
                 num_tokens += answer["usage"]["completion_tokens"]
         return num_tokens
 
-    begin = time.monotonic()
     with ThreadPoolExecutor(4) as pool:
         counted = sum(pool.map(lambda _: load(), range(4)))
-    return counted / (time.monotonic() - begin)
+    used = processor_seconds() - used
+    return Figures(counted / (time.monotonic() - begin), 1e6 * used / counted)
 
 
-def stream_speed(url: str, num_tokens: int) -> float:
-    """Return the tokens per second of one stream after the other."""
-    speeds = [_stream_speed(url, num_tokens) for _ in range(5)]
-    return statistics.harmonic_mean(speeds)
+def stream_speed(url: str, num_tokens: int) -> Figures:
+    """Return the figures of one stream after the other."""
+    used = processor_seconds()
+    speeds = [_stream_speed(url, num_tokens) for _ in range(_STREAMS)]
+    used = processor_seconds() - used
+    return Figures(statistics.harmonic_mean(speeds), 1e6 * used / (_STREAMS * num_tokens))
 
 
 def _stream_speed(url: str, num_tokens: int) -> float:
@@ -126,17 +152,19 @@ def _stream_speed(url: str, num_tokens: int) -> float:
     return (count - 1) / (time.monotonic() - begin)
 
 
-def report(name: str, without: list[float], with_viewers: list[float]) -> None:
+def report(name: str, without: list[Figures], with_viewers: list[Figures]) -> None:
     """Print medians, the median change of neighbouring runs, and its spread."""
-    changes = [100 * (b / a - 1) for a, b in zip(without, with_viewers, strict=True)]
-    middle = statistics.median(changes)
-    spread = (max(changes) - min(changes)) / 2
-    print(
-        f"{name}: {statistics.median(without):,.0f} tokens/s without, "
-        f"{statistics.median(with_viewers):,.0f} with; change {middle:+.2f} % "
-        f"(+-{spread:.2f} over {len(changes)} pairs)",
-        flush=True,
-    )
+    for field, unit in (("speed", "tokens/s"), ("cost", "us of processor time for a token")):
+        before, after = ([getattr(f, field) for f in runs] for runs in (without, with_viewers))
+        changes = sorted(100 * (b / a - 1) for a, b in zip(before, after, strict=True))
+        quarter = len(changes) // 4
+        print(
+            f"{name}: {statistics.median(before):,.1f} {unit} without, "
+            f"{statistics.median(after):,.1f} with; change {statistics.median(changes):+.2f} % "
+            f"(middle half {changes[quarter]:+.2f} to {changes[-1 - quarter]:+.2f} "
+            f"of {len(changes)} pairs)",
+            flush=True,
+        )
 
 
 def main() -> None:
@@ -153,7 +181,7 @@ def main() -> None:
     with server() as url:
         if args.only != "many":
             throughput(url, 3.0)
-            runs: dict[int, list[float]] = {0: [], 2: []}
+            runs: dict[int, list[Figures]] = {0: [], 2: []}
             for pair in range(args.pairs):
                 for count in (0, 2) if pair % 2 else (2, 0):
                     with viewers(url, count, 1.0):
@@ -161,7 +189,7 @@ def main() -> None:
             report("throughput, 2 viewers", runs[0], runs[2])
         if args.only != "two":
             stream_speed(url, 900)
-            speeds: dict[int, list[float]] = {0: [], 1000: []}
+            speeds: dict[int, list[Figures]] = {0: [], 1000: []}
             for pair in range(args.pairs):
                 for count in (0, 1000) if pair % 2 else (1000, 0):
                     with viewers(url, count, 5.0):

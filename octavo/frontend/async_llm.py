@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import logging
 import math
+import re
 import time
 from collections.abc import (
     AsyncGenerator,
@@ -100,6 +101,7 @@ Stages = list[tuple[str, float]]
 _MOST_FOLLOWING = 7
 # Seconds between two checks whether the last requests have finished before a sleep.
 _SLEEP_POLL = 0.02
+_LIKE_A_CHILD = re.compile(r"_*\d+_")
 
 
 @dataclass(frozen=True)
@@ -852,7 +854,9 @@ class AsyncLLM:
         number = str(next(self._numbers))
         if self._front_end is not None:
             number = f"{self._front_end}.{number}"
-        request = msgspec.structs.replace(request, request_id=f"{name}#{number}")
+        # An id that begins with a number and "_" is that of one of several answers.
+        escaped = f"_{name}" if _LIKE_A_CHILD.match(name) else name
+        request = msgspec.structs.replace(request, request_id=f"{escaped}#{number}")
         self._output_processor.add_request(request, params, text, queue, name)
         finished, timed = False, request.options.due < math.inf
         try:

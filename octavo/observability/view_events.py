@@ -57,7 +57,7 @@ class ViewStep(msgspec.Struct, omit_defaults=True):
     forward: float = 0.0
     sample: float = 0.0
     output: float = 0.0
-    parts: msgspec.Raw | None = None
+    parts: msgspec.Raw | list[list[Any]] | None = None
     """List of [label, tokens], [label, tokens, drafts] or, in the first step after an arrival or a
     preemption, [label, tokens, drafts, 1]. None: the same as in the engine's step before."""
     wait: list[str] | None = None
@@ -149,6 +149,8 @@ class Tick(msgspec.Struct, omit_defaults=True):
     health: str | None = None
     """State of the engines, such as "ok" or "starting the engine again"."""
     deaths: list[ViewDeath] = []
+    servers: dict[str, str] | None = None
+    """Name of each engine's server, in the view of a router."""
 
 
 class ViewRequest(msgspec.Struct, array_like=True):
@@ -171,7 +173,7 @@ class Requests(msgspec.Struct, omit_defaults=True):
     """Unfinished answers of the front end; the oldest ones, if there are very many."""
 
     rows: list[ViewRequest]
-    others: msgspec.Raw | None = None
+    others: msgspec.Raw | list[tuple[str, int | None, str]] | None = None
     """List of [label, engine, state] of all keys' answers, if the viewer does not see all."""
     more: int = 0
     """Number of further answers of all keys."""

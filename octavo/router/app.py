@@ -13,13 +13,16 @@ from starlette.responses import Response
 from octavo import __version__
 from octavo.observability.metrics import CONTENT_TYPE
 from octavo.router.job import read_job
+from octavo.router.pool import KEY_HEADERS
 from octavo.router.proxy import ProxyResponse
 from octavo.router.state import RouterState, router_of
 from octavo.server.app import OLLAMA_PROBE, PAGE_FILES, App, add_layers
 from octavo.server.body import read_body
 from octavo.server.errors import RouteError
+from octavo.server.generation import EventStream
 from octavo.server.middleware import context_of
 from octavo.server.ui import or_page
+from octavo.server.view import check_view
 from octavo.system.offload import offload
 
 # Headers of a single connection, or rewritten ones.
@@ -116,6 +119,14 @@ async def batches(request: Request) -> Response:
     )
 
 
+async def view(request: Request) -> Response:
+    """Stream the engine views of all servers as one."""
+    state, context = router_of(request), context_of(request)
+    check_view(state.config)
+    keys = [(name, value) for name, value in request.headers.items() if name in KEY_HEADERS]
+    return EventStream(state, state.view.watch(keys, context.api_key), None, last=b"")
+
+
 async def proxy(request: Request) -> Response:
     """Pass a request on, and the answer back."""
     state, context = router_of(request), context_of(request)
@@ -155,6 +166,7 @@ _ROUTES = (
     ("/load", load, "GET"),
     ("/version", version, "GET"),
     ("/metrics", metrics, "GET"),
+    ("/v1/engine/view", view, "GET"),
     ("/v1/streams/{stream_id:path}", streams, "GET"),
     *(
         (f"/v1/{kind}{rest}", batches, method)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import secrets
 from dataclasses import dataclass, field
@@ -56,6 +57,8 @@ class Job:
     """Ids of the stored objects that it names; see `named_objects`."""
     creates: bool = False
     """True if its answer is a new object that a server stores."""
+    request_ids: set[str] = field(default_factory=set)
+    """Ids that a server may give it: the header's and the body's; {} if the router has no keys."""
 
     def prefill_body(self) -> bytes:
         """Return the body for a server that only computes the prompt (vLLM's contract)."""
@@ -108,6 +111,8 @@ def read_job(
     target = f"{path}?{query}" if query else path
     job = Job(method, target, headers, body, api_key=api_key)
     posts = method == "POST"
+    if posts and api_key is not None:
+        job.request_ids = _request_ids(headers, body)
     job.creates = posts and path in CREATING
     if not posts or path not in GENERATING | _ANSWERING | _NAMING:
         job.objects = named_objects(path, {})
@@ -140,6 +145,17 @@ def read_job(
     job.splits = alone and not asks_prompt
     _place(job, changes)
     return job
+
+
+class _Named(msgspec.Struct):
+    request_id: str | None = None
+
+
+def _request_ids(headers: list[tuple[str, str]], body: bytes) -> set[str]:
+    found = {value for name, value in headers if name == "x-request-id"}
+    with contextlib.suppress(msgspec.MsgspecError, ValueError):  # the server rejects the body
+        found.add(msgspec.json.decode(body, type=_Named).request_id or "")
+    return found - {""}
 
 
 def _salt(fields: dict[str, Any], api_key: str | None) -> dict[str, Any]:

@@ -118,7 +118,7 @@ class ProxyResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the answer, until it ends or the client disconnects."""
         try:
-            with self._state.admit():
+            with self._state.admit(), self._state.view.claim(self._job):
                 await self._state.run(receive, self._pass_on(send), None)
         except ClientDisconnectError:
             raise

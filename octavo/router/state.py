@@ -16,6 +16,7 @@ from octavo.router.managed_servers import LocalStarter, ManagedServers, Starter
 from octavo.router.metrics import RouterMetrics
 from octavo.router.pool import Pool, Upstream
 from octavo.router.stored_objects import StoredObjects
+from octavo.router.view import RouterView
 from octavo.server.http_state import HttpState
 from octavo.system.socket_folder import SocketFolder
 
@@ -43,6 +44,8 @@ class RouterState(HttpState):
         self.prefilling = Pool(*health) if splits else None
         self.pools = [self.answering, *([] if self.prefilling is None else [self.prefilling])]
         self.stored = StoredObjects()
+        several_keys = len(self.api_keys) > 1
+        self.view = RouterView(self.pools, self.stored, router, several_keys=several_keys)
         self.metrics = RouterMetrics(self.pools, lambda: self.num_restarts)
         self.failure: OctavoError | None = None
         """Error that ends the router."""
@@ -78,6 +81,11 @@ class RouterState(HttpState):
         if least is not None and most is not None:
             scaling = autoscale(self._own, least, most, router.target_load)
             self._scaling = asyncio.create_task(scaling)
+
+    def begin_drain(self) -> None:
+        """Reject new requests, and end streams without an end."""
+        super().begin_drain()
+        self.view.stop()
 
     def _starter(self, flags: list[str]) -> Starter:
         if self.router.backend == "local":

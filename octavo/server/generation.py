@@ -33,6 +33,7 @@ from octavo.server import answers
 from octavo.server.auth import flow_of, private_salt
 from octavo.server.errors import ClientDisconnectError, error_event, log_unexpected
 from octavo.server.explain import disabled, explain_story
+from octavo.server.http_state import HttpState
 from octavo.server.load_report import add_load_report
 from octavo.server.middleware import context_of
 from octavo.server.parts import Delta
@@ -789,7 +790,7 @@ class EventStream(Response):
     answer. A later failure becomes an event `{"error": ...}`.
 
     Args:
-        state: state of the server.
+        state: state of the server or router.
         events: the events; closed when the client disconnects.
         deadline: latest end of the response, as second of `time.monotonic`.
         last: bytes to send after the events.
@@ -799,7 +800,7 @@ class EventStream(Response):
 
     def __init__(
         self,
-        state: ServerState,
+        state: HttpState,
         events: Events,
         deadline: float | None,
         last: bytes = DONE,

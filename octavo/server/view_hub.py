@@ -2,8 +2,7 @@
 
 The hub works only while there are viewers. At each tick it encodes what is new, once for all
 viewers with the same rights, and adds it to their queues. Its work, and that of the engines for it,
-is bounded: after a tick, or a map of the KV cache, it rests 300 times as long as that took. Many
-viewers receive their events a few at a time, so that no stream waits long.
+is bounded: after a tick, or a map of the KV cache, it rests 300 times as long as that took.
 
 With several API keys, a viewer sees the ids and sizes of its own key's requests; others have a
 number and a state. The operator's key sees all.
@@ -14,86 +13,23 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter, deque
 from collections.abc import AsyncGenerator
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from octavo import __version__
 from octavo.config import ServerConfig
-from octavo.errors import QueueFullError
-from octavo.frontend.request_memory import leaves_room
 from octavo.observability.view_events import Hello, encode_event
-from octavo.server.view_picture import INTERVAL, REST, Picture, Update
+from octavo.server.view_picture import Picture, Update
+from octavo.server.viewers import VIEWERS_AT_ONCE, Viewer, Viewers
 from octavo.system import clock
 
 if TYPE_CHECKING:
     from octavo.frontend.async_llm import AsyncLLM
 
 logger = logging.getLogger(__name__)
-
-MAX_VIEWERS = 1024
-MAX_QUEUE_BYTES = 512 * 2**10
-"""Bytes that may wait for a viewer; one that does not read them until the next ones is dropped."""
-_VIEWERS_PER_SECOND = 250
-_VIEWERS_AT_ONCE = 10
-_ALIVE = 15.0
-"""Seconds after which a viewer without news receives a comment, so that a lost one is noticed."""
-_COMMENT = b":\n\n"
-
-
-class _Viewer:
-    """Queue of the events of one connection.
-
-    Args:
-        audience: see `Picture`.
-    """
-
-    def __init__(self, audience: str | None) -> None:
-        self.audience = audience
-        self.is_new = True
-        self.history_end = 0
-        """Number of the first step that it has received."""
-        self._queue: deque[bytes] = deque([_COMMENT])
-        self._nbytes = 0
-        self._last = time.monotonic()
-        self._changed = asyncio.Event()
-        self._ended = False
-
-    @property
-    def has_read(self) -> bool:
-        """True if it has received all events so far."""
-        return not (self._queue or self._ended)
-
-    def put(self, events: bytes) -> None:
-        """Add events; end the stream if too many wait."""
-        if self._ended or not (events or time.monotonic() > self._last + _ALIVE):
-            return
-        if self._nbytes > MAX_QUEUE_BYTES:
-            self._queue.clear()
-            self.end()
-            return
-        self._last = time.monotonic()
-        self._queue.append(events or _COMMENT)
-        self._nbytes += len(events)
-        self._changed.set()
-
-    def end(self) -> None:
-        """End the stream after the events in the queue."""
-        self._ended = True
-        self._changed.set()
-
-    async def read(self) -> AsyncGenerator[list[bytes], None]:
-        """Yield the events as they come."""
-        while self._queue or not self._ended:
-            self._changed.clear()
-            while self._queue:
-                events = self._queue.popleft()
-                self._nbytes -= len(events)
-                yield [events]
-            if not self._ended:
-                await self._changed.wait()
 
 
 class ViewHub:
@@ -106,12 +42,9 @@ class ViewHub:
 
     def __init__(self, config: ServerConfig, models: list[str]) -> None:
         self._num_front_ends, self._models = config.api_server_count, models
-        self._viewers: dict[_Viewer, None] = {}
-        self._held: Counter[str | None] = Counter()
-        """Number of viewers by tenant."""
+        self._viewers = Viewers()
         self._hello: Hello | None = None
         self._tasks: list[asyncio.Task[None]] = []
-        self._stopped = False
 
     def __len__(self) -> int:
         """Return the number of viewers."""
@@ -119,9 +52,7 @@ class ViewHub:
 
     def stop(self) -> None:
         """End all streams, and later ones at once."""
-        self._stopped = True
-        for viewer in self._viewers:
-            viewer.end()
+        self._viewers.stop()
 
     async def watch(
         self, engine: AsyncLLM, tenant: str | None, *, sees_all: bool
@@ -136,29 +67,16 @@ class ViewHub:
         Raises:
             QueueFullError: there are too many viewers.
         """
-        free, held = MAX_VIEWERS - len(self._viewers), self._held[tenant]
-        if free < 1 or (tenant is not None and not leaves_room(held, 1, free)):
-            raise QueueFullError(
-                f"The engine view has {len(self._viewers)} viewers, {held} of them with this API "
-                f"key, and the limit is {MAX_VIEWERS}; close others, or try again later.",
-                5,
-            )
-        viewer = _Viewer(None if sees_all else tenant or "")
-        if self._stopped:
-            viewer.end()
-        self._viewers[viewer] = None
-        self._held[tenant] += 1
-        try:
+        with self._viewers.add(None if sees_all else tenant or "", tenant) as viewer:
             if len(self._viewers) == 1:
                 self._begin(engine)
-            async for events in viewer.read():
-                yield events
-        finally:
-            del self._viewers[viewer]
-            self._held[tenant] -= 1
-            if not self._viewers:
-                for task in self._tasks:
-                    task.cancel()
+            try:
+                async for events in viewer.read():
+                    yield events
+            finally:
+                if len(self._viewers) == 1:
+                    for task in self._tasks:
+                        task.cancel()
 
     def _begin(self, engine: AsyncLLM) -> None:
         """Begin to work for the first viewer."""
@@ -184,26 +102,18 @@ class ViewHub:
         """End all streams if the work for them has failed; viewers may connect again."""
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("the engine view failed", exc_info=error)
-            for viewer in self._viewers:
-                viewer.end()
+            self._viewers.end_all()
 
     async def _work(self, picture: Picture) -> None:
         while True:
             begin, worked = time.monotonic(), time.thread_time()
             self._send_history(picture)
-            viewers = list(self._viewers)
-            update = picture.update((viewer.audience for viewer in viewers), clock.now())
+            audiences = (viewer.audience for viewer in self._viewers)
+            update = picture.update(audiences, clock.now())
             seconds = time.thread_time() - worked
-            for first in range(0, len(viewers), _VIEWERS_AT_ONCE):
-                some, worked = viewers[first : first + _VIEWERS_AT_ONCE], time.thread_time()
-                for viewer in some:
-                    self._send(viewer, update)
-                seconds += time.thread_time() - worked
-                if len(viewers) > _VIEWERS_AT_ONCE:
-                    await asyncio.sleep(_VIEWERS_AT_ONCE / _VIEWERS_PER_SECOND)
-            await asyncio.sleep(max(begin + INTERVAL - time.monotonic(), REST * seconds))
+            await self._viewers.send(begin, seconds, partial(self._send, update))
 
-    def _send(self, viewer: _Viewer, update: Update) -> None:
+    def _send(self, update: Update, viewer: Viewer) -> None:
         """Send a viewer the events of a tick."""
         if not viewer.is_new:
             viewer.put(update.news(viewer.audience))
@@ -222,7 +132,7 @@ class ViewHub:
             return
         end = waiting[0].history_end
         first, events = picture.history(end)
-        for viewer in waiting[:_VIEWERS_AT_ONCE]:
+        for viewer in waiting[:VIEWERS_AT_ONCE]:
             if viewer.history_end == end:
                 viewer.put(events)
                 viewer.history_end = first if events else 0

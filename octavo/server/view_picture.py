@@ -141,7 +141,7 @@ class Picture:
         self._stats: dict[str, ViewStats] = {}
         self._maps: dict[int, BlockMap] = {}
         """Maps that no tick has shown yet, by index of the engine."""
-        self._cells: dict[str, _Cells] = {}
+        self._cells: dict[str, Cells] = {}
         self._owners: dict[str, int] = {}
         """Numbers of the owners of blocks, by label."""
         self._owner_numbers = count(1)
@@ -323,7 +323,7 @@ class Picture:
         """Take in a map, and add its changes to the tick."""
         labels = [label_of(owner) for owner in block_map.owners]
         numbers = {i: self._owners.get(i) or next(self._owner_numbers) for i in labels}
-        cells = _Cells(block_map, list(numbers.values()))
+        cells = Cells.of(block_map, list(numbers.values()))
         changes = cells.changes_from(self._cells.get(name))
         new = {str(numbers[i]): i for i in labels if i not in self._owners}
         self._cells[name] = cells
@@ -335,17 +335,37 @@ class Picture:
             tick.blocks[name] = changes
 
 
-class _Cells:
-    """Cells of a map with the numbers of their owners.
+class Cells:
+    """Map of a KV cache as the view shows it.
 
     Args:
-        found: the map.
-        owners: number of each of its owners.
+        num_blocks: number of blocks.
+        blocks_per_cell: number of blocks of a cell.
+        blocks: cells of the blocks; see `BlockMap`, but the owner is a number of its own.
+        states: cells of the recurrent states.
+        owners: numbers of the owners.
     """
 
-    def __init__(self, found: BlockMap, owners: list[int]) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        blocks_per_cell: int,
+        blocks: NDArray[np.int64],
+        states: NDArray[np.int64],
+        owners: list[int],
+    ) -> None:
         self.owners = owners
-        self._shape = found.num_blocks, found.blocks_per_cell
+        self._shape = num_blocks, blocks_per_cell
+        self._blocks, self._states = blocks, states
+
+    @classmethod
+    def of(cls, found: BlockMap, owners: list[int]) -> Cells:
+        """Return the cells of a map.
+
+        Args:
+            found: the map.
+            owners: number of each of its owners.
+        """
         number_of = np.array([0, *owners])
 
         def numbered(data: bytes) -> NDArray[np.int64]:
@@ -353,7 +373,27 @@ class _Cells:
             owner: NDArray[np.int64] = number_of[cells >> OWNER_SHIFT] << OWNER_SHIFT
             return owner | cells & _CELL
 
-        self._blocks, self._states = numbered(found.cells), numbered(found.states)
+        blocks, states = numbered(found.cells), numbered(found.states)
+        return cls(found.num_blocks, found.blocks_per_cell, blocks, states, owners)
+
+    def changed_by(self, changes: ViewBlocks, number_of: Mapping[int, int]) -> Cells:
+        """Return a copy with the changes of another view.
+
+        Args:
+            changes: the changes, or a whole map.
+            number_of: numbers of the owners here, by their number there.
+        """
+        blocks, states = self._blocks.copy(), self._states.copy()
+        if changes.num_cells:
+            blocks = np.zeros(changes.num_cells, np.int64)
+            states = np.zeros(changes.num_states, np.int64)
+        for cells, runs in ((blocks, changes.runs), (states, changes.states)):
+            for first, length, value in zip(runs[::3], runs[1::3], runs[2::3], strict=True):
+                owner = number_of.get(value >> OWNER_SHIFT, 0)
+                cells[first : first + length] = owner << OWNER_SHIFT | value & _CELL
+        owners = np.unique(np.concatenate((blocks, states)) >> OWNER_SHIFT).tolist()
+        shape = changes.num_blocks, changes.blocks_per_cell
+        return Cells(*shape, blocks, states, [owner for owner in owners if owner])
 
     def whole(self, owners: Mapping[str, int]) -> ViewBlocks:
         """Return all cells; `owners` has the numbers of all labels."""
@@ -367,7 +407,7 @@ class _Cells:
             {str(number): label for label, number in owners.items() if number in mine},
         )
 
-    def changes_from(self, last: _Cells | None) -> ViewBlocks | None:
+    def changes_from(self, last: Cells | None) -> ViewBlocks | None:
         """Return the cells that differ from an earlier map, or all; None if none do."""
         if last is None or len(last._blocks) != len(self._blocks):
             return self.whole({})

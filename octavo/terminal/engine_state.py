@@ -46,6 +46,8 @@ class Frame:
     maps: dict[str, Map]
     engines: list[int]
     health: str
+    servers: dict[str, str]
+    """Name of each engine's server, if there is a router."""
     requests: dict[str, Any] = field(default_factory=lambda: {"rows": []})
 
 
@@ -143,7 +145,7 @@ class EngineState:
             self.steps.clear()
             self.first = event.get("first", 0)
         self.steps.extend(_read_steps(event))
-        last = self.frames[-1] if self.frames else Frame(0.0, 0, 0, {}, {}, [0], "ok")
+        last = self.frames[-1] if self.frames else Frame(0.0, 0, 0, {}, {}, [0], "ok", {})
         for engine, changes in event.get("blocks", {}).items():
             self.owners |= {int(i): label for i, label in changes.get("owners", {}).items()}
             self._maps[engine] = self._maps.get(engine, Map([], [], 1)).changed_by(changes)
@@ -159,6 +161,7 @@ class EngineState:
                 self._kept[1],
                 event.get("engines", last.engines),
                 event.get("health", last.health),
+                event.get("servers", last.servers),
                 last.requests,
             )
         )

@@ -157,9 +157,10 @@ def _engine_lines(
     assert frame is not None
     stats = frame.stats.get(str(engine), {})
     tokens, answers = state.rates(frame, engine)
+    server = frame.servers.get(str(engine))
     total, queries = stats.get("total_blocks", 0), stats.get("cache_queries", 0)
     facts = [
-        f"engine {engine}",
+        f"engine {engine}" + (f" of {harmless(server)}" if server else ""),
         f"running {stats.get('running', 0)}",
         f"waiting {stats.get('waiting', 0)}",
         f"KV {stats.get('used_blocks', 0)}/{total}",

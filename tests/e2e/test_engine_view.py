@@ -1,12 +1,11 @@
-"""Live view of real engines: maps, steps, scopes of keys, a death, several front ends."""
+"""Live view of real engines: maps, steps, scopes of keys, deaths, several front ends, experts,
+states, workers and stages."""
 
 import asyncio
 import json
 import os
 import signal
 import threading
-import time
-from contextlib import contextmanager
 
 import httpx
 import msgspec
@@ -17,40 +16,14 @@ from octavo.config import EngineConfig
 from octavo.fleet.start import EngineProcesses
 from octavo.frontend.async_llm import AsyncLLM
 from octavo.kv_cache.block_map import OWNER_SHIFT
+from octavo.kv_cache.states import SlotKind
 from octavo.sampling_params import SamplingParams
 from tests.e2e.harness import serve
+from tests.e2e.watching import until, watching
+from tests.hybrid import save_hybrid
+from tests.mixture import save_mixture
 
 SMALL = ["--num-gpu-blocks-override", "300", "--max-model-len", "512"]
-
-
-@contextmanager
-def watching(url, key=None):
-    """Yield an iterator of the events of a view."""
-    headers = {} if key is None else {"authorization": f"Bearer {key}"}
-    with httpx.stream("GET", f"{url}/v1/engine/view", headers=headers, timeout=30) as response:
-        assert response.status_code == 200
-
-        def events():
-            name = ""
-            for line in response.iter_lines():
-                if line.startswith("event: "):
-                    name = line.removeprefix("event: ")
-                elif line.startswith("data: "):
-                    yield name, json.loads(line.removeprefix("data: "))
-                elif line.startswith(":"):
-                    yield "comment", {}  # the server lives, so that `until` looks at the clock
-
-        yield events()
-
-
-def until(events, found, seconds=30):
-    """Return the first event for which `found(name, event)` is true."""
-    end = time.monotonic() + seconds
-    for name, event in events:
-        if found(name, event):
-            return event
-        assert time.monotonic() < end, "the event did not come"
-    raise AssertionError("the stream has ended")
 
 
 def send(url, key=None, tokens=150, **headers):
@@ -145,3 +118,50 @@ def test_a_map_has_the_blocks_of_a_running_request(tmp_path):
             await engine.shutdown()
 
     asyncio.run(run())
+
+
+def test_experts_workers_and_the_death_of_a_worker(tmp_path):
+    model = save_mixture(tmp_path)
+    flags = [*SMALL, "--tensor-parallel-size", "2", "--num-threads", "1"]
+    with serve(tmp_path, *flags, model=model) as server, watching(server.url) as events:
+        assert until(events, lambda name, _: name == "hello")["tensor_parallel"] == 2
+        thread = send(server.url, tokens=40)
+        balance = until(events, lambda _, e: "expert_balance" in e.get("stats", {}).get("0", ()))
+        assert 0 < min(balance["stats"]["0"]["expert_balance"]) <= 1
+        thread.join()
+        found = []
+
+        def is_counted(_, event):
+            found[:] = event.get("experts", {}).get("0", [])
+            # Two experts of each layer for 39 tokens of the answer and those of the prompt.
+            return found and all(sum(counts) >= 2 * 40 for _, counts in found)
+
+        until(events, is_counted)
+        assert [(layer, len(counts)) for layer, counts in found] == [(0, 12), (1, 12), (2, 12)]
+        children = Process(server.process.pid).children(recursive=True)
+        worker = next(c for c in children if "octavo.executor.worker_process" in c.cmdline())
+        worker.kill()
+        (death,) = until(events, lambda _, e: "deaths" in e)["deaths"]
+        assert (death["engine"], "worker" in death["reason"]) == (0, True)
+        send(server.url, tokens=4).join()
+
+
+def test_states_of_a_hybrid_model_in_two_stages(tmp_path):
+    model = save_hybrid(tmp_path)
+    flags = [*SMALL, "--pipeline-parallel-size", "2", "--num-threads", "1"]
+    with serve(tmp_path, *flags, model=model) as server, watching(server.url) as events:
+        assert until(events, lambda name, _: name == "hello")["pipeline_parallel"] == 2
+        labels, kinds, owners = {}, set(), set()
+        thread = send(server.url, tokens=200)
+
+        def note(_, event):
+            for found in event.get("blocks", {}).values():
+                labels.update(found.get("owners", {}))
+                cells = found.get("states", [])[2::3]
+                kinds.update(SlotKind(cell % 2**OWNER_SHIFT >> 3) for cell in cells)
+                owners.update(labels.get(str(cell >> OWNER_SHIFT)) for cell in cells)
+            return {SlotKind.FREE, SlotKind.LIVE, SlotKind.SNAPSHOT} <= kinds
+
+        until(events, note)
+        thread.join()
+        assert owners == {None, *labels.values()}

@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from tests.e2e import harness
+from tests.e2e.watching import until, watching
 
 MODEL = "octavo/stories"
 SIZE = ["--max-model-len", "512", "--kv-cache-memory-bytes", "16M", "--num-threads", "1"]
@@ -149,6 +150,38 @@ def test_chats_go_on_elsewhere_too_and_what_is_refused_says_why(split):
     assert refused.json()["error"]["param"] == "kv_transfer_params"
     for path in ("/v1/streams/x", "/server_info", "/reset_prefix_cache"):
         assert split.get(path).status_code in (404, 405), path
+
+
+def test_the_engine_view_shows_all_servers_and_the_death_of_one(split):
+    names, maps, servers = {}, {}, set()
+    decoder = next(iter(own_servers(split, "decode")))
+    with watching(split.url) as events:
+
+        def wait(found):
+            def note(name, event):
+                names.update(event.get("servers", {}))
+                maps.update(event.get("blocks", {}))
+                parts = [part for s in event.get("steps", ()) for part in s.get("parts", ())]
+                servers.update(part[0].partition("/")[0] for part in parts)
+                return found(name, event)
+
+            return until(events, note)
+
+        wait(lambda *_: len(maps) == 3)
+        assert sorted(names.values()) == ["decode-0", "decode-1", "prefill-0"]
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(answers, split.url)
+            wait(lambda name, event: name == "requests" and len(event["rows"]) == len(PROMPTS))
+            wait(lambda name, event: name == "requests" and not event["rows"])
+            asked.result()
+        assert len(servers) == 3
+        own_servers(split, "decode")[decoder].kill()
+        wait(lambda _, event: f"{decoder}: " in event.get("health", ""))
+        (death,) = wait(lambda _, event: "deaths" in event)["deaths"]
+        assert names[str(death["engine"])] == decoder
+        assert decoder in death["reason"]
+        assert death["seconds"] > 0
+    wait_for_servers(split)
 
 
 def test_servers_follow_the_load_and_end_with_the_router(folder):

@@ -31,6 +31,7 @@ from octavo.frontend.async_llm import AsyncLLM, Health
 from octavo.messages import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from octavo.observability.recording import RecordSettings, read_records
 from octavo.observability.scheduler_stats import SchedulerStats
+from octavo.observability.view_events import label_of
 from octavo.sampling_params import RequestOutputKind, SamplingParams
 from octavo.system import device
 from tests.collector import collector
@@ -148,6 +149,22 @@ async def until(condition):
 
 
 READY = CoreReady(make_plan(2048, 100))
+
+
+@pytest.mark.parametrize("name", ["0_x", "12__x", "_0_x"])
+def test_an_id_like_that_of_one_of_several_answers_is_not_shown_as_one(name, monkeypatch):
+    async def test(engine, client):
+        client.become_ready(READY)
+        for n, label in ((1, "0"), (2, "1-0")):
+            params = SamplingParams(n=n, seed=0)
+            answer = asyncio.ensure_future(anext(engine.generate([5], params, name)))
+            await until(lambda: engine.num_unfinished_requests)
+            live = next(iter(engine.live_answers()))
+            assert (live.request_id, label_of(live.core_id)) == (name, label)
+            answer.cancel()
+            await until(lambda: not engine.num_unfinished_requests)
+
+    run(test, monkeypatch)
 
 
 def test_what_the_process_is_started_with(monkeypatch):

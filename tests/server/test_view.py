@@ -14,7 +14,7 @@ from octavo.kv_cache.block_map import OWNER_SHIFT, BlockMap
 from octavo.observability.scheduler_stats import SchedulerStats
 from octavo.observability.steps import StepPart, StepPreemption, StepRecord, StepWait
 from octavo.observability.view_events import StepViewer, label_of
-from octavo.server import view_hub, view_picture
+from octavo.server import view_picture, viewers
 from octavo.server.auth import tenant_of
 from octavo.server.view_picture import Picture
 from octavo.system import clock
@@ -441,7 +441,7 @@ def test_streams_end_if_the_work_for_them_fails(monkeypatch, caplog):
 
 
 def test_a_viewer_that_does_not_read_is_dropped(monkeypatch):
-    monkeypatch.setattr(view_hub, "MAX_QUEUE_BYTES", 3000)
+    monkeypatch.setattr(viewers, "MAX_QUEUE_BYTES", 3000)
 
     async def scenario(served):
         slow, quick = Watching(served), Watching(served)
@@ -474,7 +474,7 @@ def test_a_viewer_that_does_not_read_is_dropped(monkeypatch):
 
 
 def test_there_are_only_so_many_viewers(monkeypatch):
-    monkeypatch.setattr(view_hub, "MAX_VIEWERS", 8)
+    monkeypatch.setattr(viewers, "MAX_VIEWERS", 8)
 
     async def of_one_key(served):
         watching = [Watching(served) for _ in range(8)]
