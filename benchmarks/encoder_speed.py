@@ -21,8 +21,7 @@ from typing import Any
 
 import numpy as np
 
-WORDS = ["the", "of", "a", "cat", "dog", "house", "river", "stone", "green", "walks", "over", "seven"]
-)
+WORDS = ["the", "of", "a", "cat", "dog", "house", "river", "stone", "green", "walks", "seven"]
 LENGTHS = {
     "16": (512, 16, 16),
     "128": (64, 128, 128),
