@@ -10,21 +10,22 @@ from typing import Any, Protocol
 
 from octavo import _native
 from octavo.config import BUILTIN_MODEL
+from octavo.kernels.memory import map_memory
 from octavo.llm import LLM
 from octavo.models.spec import ModelSpec
-from octavo.models.weights import Weight
 from octavo.plan.setup import WorkerSetup
 from octavo.plan.step_cost import Batch, Load, Machine, StepCost
 from octavo.platforms.cpu import CPUPlatform
 from octavo.sampling_params import SamplingParams
 from octavo.system.device import num_cpus
 from octavo.system.distributed import ALONE
-from octavo.worker.memory_trial import MemoryTrial
+from octavo.system.tensor import HostTensor
+from octavo.worker.memory_trial import LEAST_NBYTES, read_bandwidth
 from octavo.worker.scratch import measure_scratch
 from octavo.worker.step_trial import StepTrial
 
-_MOST_BYTES = 256 * 2**20
-"""Most bytes that a measurement of the memory reads; they exceed the caches."""
+_MOST_BYTES = 2**29
+"""Most bytes that a trial of the memory reads in turn; they exceed the caches."""
 _HOST_STEPS = 32
 """Steps of the engine that measure the host's part."""
 
@@ -43,11 +44,8 @@ class Probe(Protocol):
     cores: int
     """Number of cores that compute."""
 
-    def memory(self, nbytes: float, weight: Weight, dtype: str, num_reqs: int) -> Machine:
-        """Return the machine for steps of `num_reqs` requests that read `nbytes`.
-
-        Most of these are of weights of the given shape and form.
-        """
+    def bandwidth(self, nbytes: float) -> float:
+        """Return the bytes per second of a step that reads `nbytes` in all."""
         ...
 
     def host(self, num_reqs: int) -> float:
@@ -56,6 +54,10 @@ class Probe(Protocol):
 
     def trial(self, setup: WorkerSetup, max_len: int) -> Trial:
         """Return a trial of a model's steps with contexts of up to `max_len` tokens."""
+        ...
+
+    def memory_trial(self, setup: WorkerSetup, max_len: int) -> Trial:
+        """Return a trial whose kernels read from memory, so that seconds include reading."""
         ...
 
 
@@ -68,21 +70,18 @@ class MachineProbe:
 
     def __init__(self, num_threads: int | None) -> None:
         self.cores = num_threads or num_cpus()
-        self._trials: dict[int, MemoryTrial] = {}
-        self._machines: dict[tuple[object, ...], Machine] = {}
+        CPUPlatform.open_threads(self.cores)
+        self._memory = map_memory(_MOST_BYTES)
+        self._bandwidths: dict[int, float] = {}
         self._hosts: dict[int, float] = {}
 
-    def memory(self, nbytes: float, weight: Weight, dtype: str, num_reqs: int) -> Machine:
+    def bandwidth(self, nbytes: float) -> float:
         """Implement `Probe`."""
-        size = max(int(min(nbytes, _MOST_BYTES)), weight.nbytes(dtype))
-        near = next((other for other in self._trials if size <= other <= 2 * size), size)
-        if near not in self._trials:
-            _native.set_num_threads(self.cores)
-            self._trials[near] = MemoryTrial(size)
-        key = near, weight.form.name, weight.shape, dtype, num_reqs
-        if key not in self._machines:
-            self._machines[key] = self._trials[near].run(weight, dtype, num_reqs)
-        return self._machines[key]
+        size = max(int(min(nbytes, _MOST_BYTES)), LEAST_NBYTES)
+        near = next((other for other in self._bandwidths if size <= other <= 2 * size), size)
+        if near not in self._bandwidths:
+            self._bandwidths[near] = read_bandwidth(self._touch(near))
+        return self._bandwidths[near]
 
     def host(self, num_reqs: int) -> float:
         """Return the mean of an engine with the built-in model."""
@@ -92,9 +91,24 @@ class MachineProbe:
 
     def trial(self, setup: WorkerSetup, max_len: int) -> StepTrial:
         """Implement `Probe`."""
+        return self._make_trial(setup, max_len, None)
+
+    def memory_trial(self, setup: WorkerSetup, max_len: int) -> StepTrial:
+        """Implement `Probe`."""
+        nbytes = setup.spec.weight_nbytes(setup.dtype) + 64 * len(setup.spec.weights())
+        return self._make_trial(setup, max_len, self._touch(min(nbytes, _MOST_BYTES)))
+
+    def _make_trial(
+        self, setup: WorkerSetup, max_len: int, memory: HostTensor | None
+    ) -> StepTrial:
         _native.set_num_threads(self.cores)
         backend = CPUPlatform().make_attention_backend(setup, "cpu")
-        return StepTrial(setup, measure_scratch(setup, backend), max_len)
+        return StepTrial(setup, measure_scratch(setup, backend), max_len, memory)
+
+    def _touch(self, nbytes: int) -> HostTensor:
+        memory = self._memory[:nbytes]
+        _native.touch_pages(memory.data_ptr(), memory.nbytes)
+        return memory
 
 
 @dataclass(frozen=True)
@@ -157,21 +171,19 @@ def expect_times(
     """
     whole = replace(setup, rank=ALONE, engine=ALONE, scratches=())
     budget, most = setup.max_num_batched_tokens, load.batch_size
-    trial = probe.trial(whole, load.input_len + load.output_len)
-    costs: dict[Batch, StepCost] = {}
+    max_len = load.input_len + load.output_len
+    trial, in_memory = probe.trial(whole, max_len), probe.memory_trial(whole, max_len)
+    one, several = load.decode(1), load.decode(most)
+    costs = {batch: trial.run(batch) for batch in (one, several)}
+    here = Machine(probe.bandwidth(costs[one].nbytes))
+    for batch in (one, several):
+        costs[batch] = costs[batch].fit(in_memory.run(batch), here)
+    machine = Machine(bandwidth or here.bandwidth, (cores or probe.cores) / probe.cores)
 
     def cost(batch: Batch) -> StepCost:
         if batch not in costs:
-            costs[batch] = replace(trial.run(batch), host=probe.host(len(batch)))
-        return costs[batch]
-
-    one, several = load.decode(1), load.decode(most)
-    machine = probe.memory(cost(one).nbytes, _main_weight(setup), setup.dtype, most)
-    machine = replace(
-        machine,
-        bandwidth=bandwidth or machine.bandwidth,
-        speed=(cores or probe.cores) / probe.cores,
-    )
+            costs[batch] = trial.run(batch).expose(costs[several], here)
+        return replace(costs[batch], host=probe.host(len(batch)))
 
     def first_token(num_reqs: int) -> float:
         first, last = (cost(batch).time(machine) for batch in load.prompts(num_reqs, budget))
@@ -191,22 +203,6 @@ def expect_times(
         },
         machine=machine,
     )
-
-
-def _main_weight(setup: WorkerSetup) -> Weight:
-    """Return a linear weight of the shape and the form that have most bytes in the layers.
-
-    Experts are left out: a kernel multiplies several of them.
-    """
-    sizes: dict[tuple[str, tuple[int, ...]], int] = {}
-    found: dict[tuple[str, tuple[int, ...]], Weight] = {}
-    for weight in setup.spec.weights():
-        in_layer = weight.name.startswith("layers.") and weight.expert is None
-        if weight.kind == "linear" and in_layer:
-            key = weight.form.name, weight.shape
-            found[key] = weight
-            sizes[key] = sizes.get(key, 0) + weight.nbytes(setup.dtype)
-    return found[max(sizes, key=lambda key: sizes[key])]
 
 
 def _measure_host(num_reqs: int, num_threads: int) -> float:
