@@ -98,9 +98,7 @@ class MachineProbe:
         nbytes = setup.spec.weight_nbytes(setup.dtype) + 64 * len(setup.spec.weights())
         return self._make_trial(setup, max_len, self._touch(min(nbytes, _MOST_BYTES)))
 
-    def _make_trial(
-        self, setup: WorkerSetup, max_len: int, memory: HostTensor | None
-    ) -> StepTrial:
+    def _make_trial(self, setup: WorkerSetup, max_len: int, memory: HostTensor | None) -> StepTrial:
         _native.set_num_threads(self.cores)
         backend = CPUPlatform().make_attention_backend(setup, "cpu")
         return StepTrial(setup, measure_scratch(setup, backend), max_len, memory)

@@ -227,7 +227,9 @@ def test_what_each_setting_buys():
     assert int8["total"] < base["total"]
     # Half of the bytes and a scale for each head
     assert 1.7 < rows["kv_cache_dtype", "int8"]["kv_tokens"] / base["kv_tokens"] < 2
-    assert rows["max_num_batched_tokens", 100]["longest_step_ms"] == pytest.approx(1000 + 50 + 100 + 1)
+    assert rows["max_num_batched_tokens", 100]["longest_step_ms"] == pytest.approx(
+        1000 + 50 + 100 + 1
+    )
     assert rows["max_num_seqs", 16]["room"] == 16
     assert rows["max_num_seqs", 4]["room"] == 4
 
