@@ -11,6 +11,7 @@ that of the engine after a load that fills the KV cache and all buffers.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import subprocess
@@ -142,7 +143,7 @@ def compare(case: str, args: argparse.Namespace) -> None:
         else:
             means = [
                 (before[name] + after[name]) / 2
-                for before, after in zip(plans, plans[1:], strict=False)
+                for before, after in itertools.pairwise(plans)
             ]
             pairs = [(mean, turn[name]) for mean, turn in zip(means, turns, strict=True)]
         if not pairs:

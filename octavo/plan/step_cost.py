@@ -184,24 +184,32 @@ class Load:
         input_len: tokens of a prompt.
         output_len: tokens of an answer.
         batch_size: number of requests.
+        cached: tokens of a prompt that the prefix cache has.
     """
 
     input_len: int
     output_len: int
     batch_size: int
+    cached: int = 0
 
-    def decode(self, num_reqs: int) -> Batch:
-        """Return a step of `num_reqs` requests in the middle of their answers."""
-        return ((self.input_len + self.output_len // 2, 1),) * num_reqs
+    def without(self, share: float) -> Load:
+        """Return the load if the prefix cache has a share of each prompt, except its last token."""
+        cached = min(int(share * self.input_len), self.input_len - 1)
+        return replace(self, input_len=self.input_len - cached, cached=cached)
+
+    def decode(self, num_reqs: int, count: int = 1) -> Batch:
+        """Return a step of `count` tokens of requests in the middle of their answers."""
+        return ((self.input_len + self.output_len // 2, count),) * num_reqs
 
     def prompts(self, num_reqs: int, budget: int) -> tuple[Batch, Batch]:
         """Return the first and the last step of `budget` tokens of `num_reqs` prompts.
 
         A step computes several short prompts, or a part of a long one.
         """
+        done = self.cached
         if self.input_len >= budget:
-            return ((0, budget),), ((self.input_len - budget, budget),)
-        batch = ((0, self.input_len),) * min(num_reqs, budget // self.input_len)
+            return ((done, budget),), ((done + self.input_len - budget, budget),)
+        batch = ((done, self.input_len),) * min(num_reqs, budget // self.input_len)
         return batch, batch
 
     def first_token_time(self, first: float, last: float, num_reqs: int, budget: int) -> float:

@@ -49,8 +49,8 @@ _FEW_TOKENS = 32
 _LEAST_ROUNDS, _MOST_ROUNDS = 3, 10
 _SECONDS, _MEMORY_SECONDS = 0.02, 0.15
 """Parts run as often as this time permits, within these numbers."""
-_CACHE_NBYTES = 2**28
-"""Most bytes of keys, values and states that have memory."""
+_CACHE_SHARE = 1 / 4
+"""Part of the memory that is for keys, values and states."""
 
 _Loaded = Tensor | PackedWeight | QuantizedWeight
 
@@ -77,7 +77,8 @@ class StepTrial:
         setup: the worker's setup, for the whole model in one process.
         scratch: memory of its steps.
         max_len: longest context of a step, in tokens.
-        memory: memory of the weights, which use it in turns; None: a trial of computing.
+        num_reqs: most requests of a step.
+        memory: memory of caches and weights, which use it in turns; None: a trial of computing.
         most_seconds: time for the layers of one kind in one step. Longer steps are tried with fewer
             tokens.
     """
@@ -87,12 +88,15 @@ class StepTrial:
         setup: WorkerSetup,
         scratch: Scratch,
         max_len: int,
+        num_reqs: int,
         memory: HostTensor | None = None,
         most_seconds: float = 0.06,
     ) -> None:
         self._setup, self._memory, self._most_seconds = setup, memory, most_seconds
         self._ops, spec = NativeOps(), setup.spec
-        self._kinds = _Kinds(spec, setup.dtype, 0 if memory is None else memory.nbytes)
+        nbytes = 0 if memory is None else memory.nbytes
+        self._cache_room = int(nbytes * _CACHE_SHARE)
+        self._kinds = _Kinds(spec, setup.dtype, nbytes - self._cache_room)
         self._absent: set[str] = set()
         size = setup.largest_step
         self._random = _random(2 * size.tokens * spec.stream_size)
@@ -108,7 +112,7 @@ class StepTrial:
             self._model,
             self._ops,
             CPUAttention(),
-            self._make_caches(size.requests),
+            self._make_caches(num_reqs),
             [group.cache for group in kv.groups],
             kv.layer_to_group,
             self._buffers,
@@ -131,14 +135,14 @@ class StepTrial:
             self._logits = self._model.head(self._hidden, table.logits_indices)
         self._owners = eager, step, table
 
-    def run(self, batch: Batch) -> StepCost:
-        """Return the cost of a step, without the host's part; all of its requests sample.
+    def run(self, batch: Batch, samples: int = 1) -> StepCost:
+        """Return the cost of a step with samples of each request, without the host's part.
 
         With memory, the seconds of kernels are those of computing and reading. Kernels that read
         weights larger than the memory are left out.
         """
         self._fill(batch)
-        outer, ends = self._part(self._outer, batch), self._ends(len(batch))
+        outer, ends = self._part(self._outer, batch), self._ends(samples * len(batch))
         if self._memory is None:
             kernels = [*self._measure([outer]), *self._measure(ends)]
             for index in self._kinds.run:
@@ -156,9 +160,11 @@ class StepTrial:
         setup, weights = self._setup, self._setup.spec.weights()
         sizes = {w.name: -(-w.nbytes(setup.dtype) // _ALIGNMENT) * _ALIGNMENT for w in weights}
         runs = {weight.name for weight in weights if self._kinds.runs(weight)}
-        memory, place = self._memory, 0
-        if memory is None:
+        if self._memory is None:
             memory = map_memory(sum(sizes[name] for name in runs))
+        else:
+            memory = self._memory[self._cache_room :]
+        place = 0
         found: dict[str, _Loaded] = {}
         for weight in weights:
             size = weight.nbytes(setup.dtype)
@@ -197,24 +203,31 @@ class StepTrial:
         setup, backend = self._setup, CPUAttention()
         block_size, dtype = setup.config.cache.block_size, setup.kv_cache_dtype
         caches = setup.spec.caches
-        paged = [cache for cache in caches if not isinstance(cache, StateCache)]
+        sizes = {cache: cache.block_nbytes(block_size, dtype) for cache in caches}
+        paged = [size for cache, size in sizes.items() if not isinstance(cache, StateCache)]
         if self._memory is not None and paged:
-            nbytes = sum(cache.block_nbytes(block_size, dtype) for cache in paged)
-            fitting = min(requests * self._blocks, _CACHE_NBYTES // nbytes)
-            self._num_blocks = max(self._blocks, fitting)
+            room = self._cache_room // max(paged)
+            self._num_blocks = max(self._blocks, min(requests * self._blocks, room))
 
-        def make(cache: CacheSpec) -> Any:
-            count = requests if isinstance(cache, StateCache) else self._num_blocks
-            nbytes = cache.block_nbytes(block_size, dtype)
-            memory = map_memory(count * nbytes)
-            if self._memory is not None:
-                _native.touch_pages(memory.data_ptr(), memory.nbytes)
-            return cache.view(memory.view(count, nbytes), block_size, dtype, backend)
+        def count(cache: CacheSpec) -> int:
+            return requests if isinstance(cache, StateCache) else self._num_blocks
 
-        if self._memory is not None:
-            return [make(cache) for cache in caches]
-        views = {cache: make(cache) for cache in set(caches)}
-        return [views[cache] for cache in caches]
+        def view(cache: CacheSpec, memory: HostTensor) -> Any:
+            memory = memory.view(count(cache), sizes[cache])
+            return cache.view(memory, block_size, dtype, backend)
+
+        if self._memory is None:
+            views = {cache: view(cache, map_memory(count(cache) * sizes[cache])) for cache in sizes}
+            return [views[cache] for cache in caches]
+        found, place = [], 0
+        for cache in caches:
+            nbytes = -(-count(cache) * sizes[cache] // _ALIGNMENT) * _ALIGNMENT
+            place = place if place + nbytes <= self._cache_room else 0
+            is_large = nbytes > self._cache_room
+            memory = map_memory(nbytes) if is_large else self._memory[place : place + nbytes]
+            found.append(view(cache, memory[: count(cache) * sizes[cache]]))
+            place += nbytes
+        return found
 
     # Trials
 

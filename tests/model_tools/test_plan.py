@@ -11,11 +11,12 @@ from octavo.checkpoints.registry import open_checkpoint
 from octavo.config import EngineConfig, ServerConfig
 from octavo.engine.assemble import make_engine_core
 from octavo.kv_cache.sessions import SessionShape
+from octavo.model_tools import plan as plan_module
 from octavo.model_tools.plan import Expectation, plan
 from octavo.model_tools.plan_times import MachineProbe
 from octavo.models.hub import local_folder
 from octavo.models.registry import read_spec
-from octavo.plan.step_cost import KernelCost, Machine, StepCost
+from octavo.plan.step_cost import KernelCost, Load, Machine, StepCost
 
 STORIES = local_folder("octavo/stories")
 
@@ -129,7 +130,7 @@ class FixedProbe:
     cores = 2
 
     def __init__(self):
-        self.tried = []
+        self.tried, self.in_memory = [], []
 
     def bandwidth(self, nbytes):
         return 1000.0
@@ -137,14 +138,15 @@ class FixedProbe:
     def host(self, num_reqs):
         return 0.001
 
-    def trial(self, setup, max_len):
-        self.setup, self.max_len = setup, max_len
+    def trial(self, setup, load):
+        self.setup, self.load = setup, load
         return self
 
-    def memory_trial(self, setup, max_len):
+    def memory_trial(self, setup, load):
+        self.in_memory.append(setup.config.model.quantization)
         return MemoryTrial(self)
 
-    def run(self, batch):
+    def run(self, batch, samples=1):
         self.tried.append(batch)
         weights = 50.0 if self.setup.config.model.quantization else 100.0
         context = sum(done + count for done, count in batch)
@@ -183,7 +185,8 @@ def expect(*, model="octavo/stories", expected=None, **kwargs):
 def test_expected_times():
     result, probe = expect(max_num_batched_tokens=200, max_num_seqs=8)
     times = result["times"]
-    assert probe.max_len == 120
+    assert probe.load == Load(100, 20, 4)
+    assert probe.in_memory == [None, "int8", "int4"]  # other settings read the same weights
     assert times["problem"] is None
     assert (times["cores"], times["bandwidth"]) == (2, 1000.0)
     assert times["tpot_ms"] == pytest.approx(105 + 111 + 1)
@@ -218,7 +221,7 @@ def test_times_on_another_machine():
 def test_what_each_setting_buys():
     result, _ = expect(max_num_batched_tokens=200, max_num_seqs=8, kv_cache_memory_bytes=2**24)
     base, *others = result["settings"]
-    rows = {next(iter(row["setting"].items())): row for row in others}
+    rows = {(name, str(value)): row for row in others for name, value in row["setting"].items()}
     assert base["setting"] == {}
     assert base["room"] == 8
     assert base["tpot_ms"] == result["times"]["tpot_ms"]
@@ -227,11 +230,40 @@ def test_what_each_setting_buys():
     assert int8["total"] < base["total"]
     # Half of the bytes and a scale for each head
     assert 1.7 < rows["kv_cache_dtype", "int8"]["kv_tokens"] / base["kv_tokens"] < 2
-    assert rows["max_num_batched_tokens", 100]["longest_step_ms"] == pytest.approx(
+    assert rows["max_num_batched_tokens", "100"]["longest_step_ms"] == pytest.approx(
         1000 + 50 + 100 + 1
     )
-    assert rows["max_num_seqs", 16]["room"] == 16
-    assert rows["max_num_seqs", 4]["room"] == 4
+    assert rows["max_num_seqs", "16"]["room"] == 16
+    assert rows["max_num_seqs", "4"]["room"] == 4
+
+
+def test_what_the_prefix_cache_and_speculation_buy():
+    result, _ = expect(max_num_batched_tokens=200, max_num_seqs=8)
+    hits = result["prefix_cache"]["hit_rate"]
+    assert 0.5 < hits < 1
+    by_name = {name: row for row in result["settings"] for name in row["setting"]}
+    prefix, drafts = by_name["enable_prefix_caching"], by_name["speculative_config"]
+    tokens = 100 - int(hits * 100)
+    assert prefix["ttft_ms"] == pytest.approx(10 * tokens + 50 + 100 + 1)
+    assert prefix["tpot_ms"] == result["times"]["tpot_ms"]
+    assert prefix["note"] == f"{hits:.0%} of a prompt cached"
+    # Five tokens of a step, of which 1 + 1/2 + 1/4 + 1/8 + 1/16 are accepted
+    assert drafts["tpot_ms"] == pytest.approx((100 + 0.5 * 50 + 115 + 1) / 1.9375)
+    assert drafts["ttft_ms"] == result["times"]["ttft_ms"]
+    assert "4 drafts, each accepted with 50%" in drafts["note"]
+    off, _ = expect(enable_prefix_caching=False)
+    assert "enable_prefix_caching" not in {n for row in off["settings"] for n in row["setting"]}
+
+
+def test_settings_without_time_are_named(monkeypatch, capsys):
+    monkeypatch.setattr(plan_module, "_PROBE_SECONDS", 0.0)
+    result, _ = expect(max_num_seqs=8)
+    assert [row["setting"] for row in result["settings"]] == [{}]
+    assert {"kv_cache_dtype": "fp8"} in result["settings_left_out"]
+    plan_module._print(result)
+    assert "--kv-cache-dtype fp8, --max-num-batched-tokens" in " ".join(
+        capsys.readouterr().out.split()
+    )
 
 
 def test_settings_with_errors_are_left_out(hybrid):
@@ -239,6 +271,7 @@ def test_settings_with_errors_are_left_out(hybrid):
     kwargs = {"load_format": "dummy", "max_num_seqs": 4, "quantization": "int8"}
     result, _ = expect(model=str(hybrid), **kwargs)
     names = [name for row in result["settings"] for name in row["setting"].items()]
+    assert result["settings_left_out"] == []
     assert ("quantization", "int8") not in names
     assert ("quantization", "int4") in names
     assert ("max_num_seqs", 2) not in names

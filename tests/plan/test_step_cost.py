@@ -94,6 +94,18 @@ def test_steps_of_a_load():
     assert load.prompts(8, 2048) == (((0, 1000),) * 2,) * 2
 
 
+def test_steps_of_a_load_with_cached_prefixes():
+    load = Load(input_len=1000, output_len=20, batch_size=8).without(0.75)
+    assert load.prompts(8, 512) == (((750, 250),) * 2,) * 2
+    assert load.prompts(1, 100) == (((750, 100),), ((900, 100),))
+    everything = Load(input_len=1000, output_len=20, batch_size=8).without(1.0)
+    assert everything.prompts(1, 512) == (((999, 1),),) * 2
+
+
+def test_steps_of_drafts():
+    assert Load(1000, 20, 8).decode(2, 5) == ((1010, 5), (1010, 5))
+
+
 def test_time_to_the_first_token():
     long = Load(1024, 1, 2)
     assert long.first_token_time(1.0, 3.0, 1, 512) == pytest.approx(4.0)
