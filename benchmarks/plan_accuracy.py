@@ -6,6 +6,10 @@ Each case is a model, with settings behind it. The engine is a process that stay
 process of its own; they run in turns. An error is that of the mean of the plans before and after a
 turn of the engine, and the result is the median, as the speed of a machine changes. The memory is
 that of the engine after a load that fills the KV cache and all buffers.
+
+With `--uninterrupted`, a step of the engine takes the sum of the medians of its kernel calls and of
+the gaps between them, as other processes do not interrupt most calls; a batch's first token is left
+out. This tests the plan on a machine with other users, whose wall times say little.
 """
 
 from __future__ import annotations
@@ -21,10 +25,11 @@ from typing import Any
 
 import numpy as np
 
-from octavo import LLM, SamplingParams
+from octavo import LLM, SamplingParams, _native
 from octavo.bench.offline import record_of
 from octavo.model_tools.plan import Expectation, plan
 from octavo.plan.memory_plan import MIB
+from octavo.sampling_params import StructuredOutputsParams
 from octavo.system.device import resident_memory
 
 BUDGET = 512
@@ -50,6 +55,7 @@ def settings_of(case: str, args: argparse.Namespace) -> dict[str, Any]:
     kwargs |= {"max_num_seqs": args.batch_size, "max_model_len": length}
     kwargs |= {"enable_prefix_caching": False}
     if args.memory:
+        kwargs |= {"max_logprobs": -1}
         kwargs |= {"num_gpu_blocks_override": 1 + args.batch_size * -(-length // 16)}
     return kwargs | dict(setting.split("=") for setting in given)
 
@@ -59,6 +65,32 @@ def expect(kwargs: dict[str, Any], args: argparse.Namespace) -> dict[str, float]
     requests = Expectation(args.input_len, args.output_len, args.batch_size)
     times: dict[str, float] = plan(kwargs, None, requests, compare_settings=False)["times"]
     return {name: times[name] for name in FIGURES if name.endswith("ms")}
+
+
+def uninterrupted(llm: LLM, prompts: list[list[int]], output_len: int) -> dict[str, float]:
+    """Return the milliseconds of the step of prompts and of a step of answers; see the top."""
+    params = SamplingParams(temperature=1.0, ignore_eos=True, max_tokens=output_len)
+    kinds: list[dict[int, list[list[float]]]] = [{}, {}]
+    for _ in range(_REPEATS):
+        _native.take_spans()
+        _native.set_profiling(True)
+        last = time.monotonic()
+        llm.generate(prompts, params, use_tqdm=False)
+        _native.set_profiling(False)
+        step: list[float] = []
+        number = 0
+        for name, begin, end, *_ in _native.take_spans():
+            step += [max(0.0, begin - last), end - begin]
+            last = end
+            if name == "sample":
+                if number != 1:  # the first step of answers sets up what the others reuse
+                    kinds[number > 0].setdefault(len(step), []).append(step)
+                step, number = [], number + 1
+    seconds = []
+    for kind in kinds:
+        most = max(kind.values(), key=len)  # of equal steps
+        seconds.append(1000 * float(np.median(most, 0).sum()))
+    return {"ttft_ms": seconds[0], "tpot_ms": seconds[1]}
 
 
 def measure(kwargs: dict[str, Any], args: argparse.Namespace) -> None:
@@ -80,6 +112,16 @@ def measure(kwargs: dict[str, Any], args: argparse.Namespace) -> None:
 
         run(1)
         for _ in sys.stdin:
+            if args.uninterrupted:
+                vocabulary = llm.llm_engine.spec.vocab_size
+                one, several = (
+                    rng.integers(vocabulary, size=(size, args.input_len)).tolist()
+                    for size in (1, args.batch_size)
+                )
+                figures = uninterrupted(llm, one, args.output_len)
+                batch = uninterrupted(llm, several, args.output_len)["tpot_ms"]
+                print(json.dumps(figures | {"batch_tpot_ms": batch}), flush=True)
+                continue
             found: dict[str, list[float]] = {}
             end = time.perf_counter() + args.seconds
             while not found or time.perf_counter() < end:
@@ -90,8 +132,11 @@ def measure(kwargs: dict[str, Any], args: argparse.Namespace) -> None:
                     found.setdefault(f"{prefix}tpot_ms", []).append(1000 * records[-1].tpot)
             print(json.dumps({k: statistics.median(v) for k, v in found.items()}), flush=True)
         if args.memory:
-            run(args.batch_size, logprobs=2, repetition_penalty=1.1)
-            run(1, prompt_logprobs=2)
+            most = min(llm.llm_engine.spec.vocab_size, _MANY_LOGPROBS)
+            run(args.batch_size, logprobs=most, repetition_penalty=1.1, top_p=0.9)
+            run(args.batch_size, prompt_logprobs=20)
+            text = StructuredOutputsParams(regex=_FORCED)  # drafts need rows of logits
+            run(args.batch_size, logprobs=20, repetition_penalty=1.1, structured_outputs=text)
         memory = {
             "memory": resident_memory() / MIB,
             "planned": llm.llm_engine.memory_plan.steady / MIB,
@@ -102,7 +147,7 @@ def measure(kwargs: dict[str, Any], args: argparse.Namespace) -> None:
 def start(mode: str, kwargs: dict[str, Any], args: argparse.Namespace) -> subprocess.Popen[str]:
     """Start a process."""
     flags = [f"--{n}={getattr(args, n.replace('-', '_'))}" for n in _VALUES]
-    flags += ["--memory"] * args.memory
+    flags += ["--memory"] * args.memory + ["--uninterrupted"] * args.uninterrupted
     command = [sys.executable, __file__, f"--{mode}", json.dumps(kwargs), *flags]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
@@ -140,10 +185,11 @@ def compare(case: str, args: argparse.Namespace) -> None:
     for name, label in FIGURES.items():
         if name == "memory":
             pairs = [(memory["planned"], memory["memory"])] * args.memory
+        elif name not in turns[0]:
+            continue
         else:
             means = [
-                (before[name] + after[name]) / 2
-                for before, after in itertools.pairwise(plans)
+                (before[name] + after[name]) / 2 for before, after in itertools.pairwise(plans)
             ]
             pairs = [(mean, turn[name]) for mean, turn in zip(means, turns, strict=True)]
         if not pairs:
@@ -157,6 +203,9 @@ def compare(case: str, args: argparse.Namespace) -> None:
         )
 
 
+_REPEATS = 5
+_MANY_LOGPROBS = 40_000
+_FORCED = "The quick brown fox jumps over the lazy dog, the moon, the sun and the stars"
 _VALUES = "input-len", "output-len", "batch-size", "seconds"
 
 
@@ -171,6 +220,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=3.0, help="Time of an engine's turn.")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--uninterrupted", action="store_true", help="See above.")
     parser.add_argument("--memory", action="store_true", help="Measure the memory, too.")
     parser.add_argument("--expect", help=argparse.SUPPRESS)
     parser.add_argument("--measure", help=argparse.SUPPRESS)

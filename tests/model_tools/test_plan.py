@@ -85,8 +85,9 @@ def test_hits_of_chat_sessions(hybrid, caplog):
     assert f"prefix cache: {found['description']}" in caplog.text
     shape = SessionShape(sessions=1, turns=2, system_tokens=9000)
     assert "first turn" in plan(kwargs, shape)["prefix_cache"]["problem"]
-    off = plan(kwargs | {"enable_prefix_caching": False})["prefix_cache"]
-    assert off == {"problem": "enable_prefix_caching=False"}
+    off = plan(kwargs | {"enable_prefix_caching": False})
+    assert off["prefix_cache"] == {"problem": "enable_prefix_caching=False"}
+    assert off["items"]["states"] == 4 * found["state_nbytes"]  # no snapshots
 
 
 def test_flags_of_chat_sessions(hybrid, capsys):
