@@ -137,8 +137,10 @@ def measure(kwargs: dict[str, Any], args: argparse.Namespace) -> None:
             run(args.batch_size, prompt_logprobs=20)
             text = StructuredOutputsParams(regex=_FORCED)  # drafts need rows of logits
             run(args.batch_size, logprobs=20, repetition_penalty=1.1, structured_outputs=text)
+        resident = resident_memory()
+        assert resident is not None
         memory = {
-            "memory": resident_memory() / MIB,
+            "memory": resident / MIB,
             "planned": llm.llm_engine.memory_plan.steady / MIB,
         }
         print(json.dumps(memory), flush=True)
@@ -162,7 +164,7 @@ def receive(process: subprocess.Popen[str]) -> dict[str, float]:
     assert process.stdout is not None
     line = process.stdout.readline()
     if not line:
-        raise SystemExit(f"{process.args} failed with status {process.wait()}.")
+        raise SystemExit(f"{process.args!r} failed with status {process.wait()}.")
     found: dict[str, float] = json.loads(line)
     return found
 

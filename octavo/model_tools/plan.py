@@ -277,9 +277,11 @@ class _Planned:
 
 def _expect(found: _Planned, load: Load, expected: Expectation, **more: Any) -> Times:
     assert expected.probe is not None
-    machine = {"cores": expected.cores, "bandwidth": expected.bandwidth}
+    cores, bandwidth = expected.cores, expected.bandwidth
     with without_logs():
-        return expect_times(found.setup, load, expected.probe, **machine, **more)
+        return expect_times(
+            found.setup, load, expected.probe, cores=cores, bandwidth=bandwidth, **more
+        )
 
 
 def _describe_times(times: Times, load: Load, cores: int) -> dict[str, Any]:
@@ -372,12 +374,12 @@ class _Comparison:
             case "max_num_seqs":  # has no influence on a step of the same batch
                 self._add(setting, other, self.times)
             case "enable_prefix_caching":
-                more = {"like": self.times, "cached": self.hit_rate}
-                times = _expect(other, self.load, self.expected, **more)
+                times = _expect(
+                    other, self.load, self.expected, like=self.times, cached=self.hit_rate
+                )
                 self._add(setting, other, times, f"{self.hit_rate:.0%} of a prompt cached")
             case "speculative_config":
-                more = {"like": self.times, "drafts": _DRAFTS}
-                times = _expect(other, self.load, self.expected, **more)
+                times = _expect(other, self.load, self.expected, like=self.times, drafts=_DRAFTS)
                 note = f"{_DRAFTS.count} drafts, each accepted with {_DRAFTS.accepted:.0%}"
                 self._add(setting, other, times, note)
             case _:

@@ -365,7 +365,7 @@ class _Kinds:
         same: dict[LayerSpec, list[int]] = {}
         for index, layer in enumerate(spec.layers):
             same.setdefault(layer, []).append(index)
-        chosen = [[] for _ in same]
+        chosen: list[list[int]] = [[] for _ in same]
         read = 0.0
         for turn in range(len(spec.layers)):
             for few, all_of in zip(chosen, same.values(), strict=True):
