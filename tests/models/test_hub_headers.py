@@ -136,7 +136,8 @@ def test_split_files(hub: Hub, tmp_path: Path) -> None:
 def test_factors_are_ones(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Zeros would be rejected: factors must be above 0."""
     monkeypatch.setattr(hub_headers, "_FIRST_NBYTES", 64)
-    fields = {"block_count": 1, "attention.head_count": 1, "feed_forward_length": 64}
+    fields: dict[str, Any] = {"block_count": 1, "attention.head_count": 1}
+    fields |= {"feed_forward_length": 64}
     fields |= {"embedding_length": 32, "context_length": 64}
     fields |= {"attention.layer_norm_rms_epsilon": 1e-5}
     metadata = {f"llama.{key}": value for key, value in fields.items()}
