@@ -2,14 +2,20 @@
 
     python benchmarks/plan_accuracy.py FOLDER FOLDER:quantization=int8 FILE.gguf
 
-Each case is a model, with settings behind it. Plan and engine are processes of their own, in turns.
-An error is the median of the ratios of neighbouring turns, as the speed of a machine changes. The
-memory is that of the engine after a load that fills the KV cache and all buffers.
+Each case is a model, with settings behind it. The engine is a process that stays, and each plan a
+process of its own; they run in turns. An error is that of the mean of the plans before and after a
+turn of the engine, and the result is the median, as the speed of a machine changes. The memory is
+that of the engine after a load that fills the KV cache and all buffers.
+
+With `--uninterrupted`, a step of the engine takes the sum of the medians of its kernel calls and of
+the gaps between them, as other processes do not interrupt most calls; a batch's first token is left
+out. This tests the plan on a machine with other users, whose wall times say little.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import subprocess
@@ -19,10 +25,11 @@ from typing import Any
 
 import numpy as np
 
-from octavo import LLM, SamplingParams
+from octavo import LLM, SamplingParams, _native
 from octavo.bench.offline import record_of
 from octavo.model_tools.plan import Expectation, plan
 from octavo.plan.memory_plan import MIB
+from octavo.sampling_params import StructuredOutputsParams
 from octavo.system.device import resident_memory
 
 BUDGET = 512
@@ -48,6 +55,7 @@ def settings_of(case: str, args: argparse.Namespace) -> dict[str, Any]:
     kwargs |= {"max_num_seqs": args.batch_size, "max_model_len": length}
     kwargs |= {"enable_prefix_caching": False}
     if args.memory:
+        kwargs |= {"max_logprobs": -1}
         kwargs |= {"num_gpu_blocks_override": 1 + args.batch_size * -(-length // 16)}
     return kwargs | dict(setting.split("=") for setting in given)
 
@@ -59,13 +67,38 @@ def expect(kwargs: dict[str, Any], args: argparse.Namespace) -> dict[str, float]
     return {name: times[name] for name in FIGURES if name.endswith("ms")}
 
 
-def measure(kwargs: dict[str, Any], args: argparse.Namespace) -> dict[str, float]:
-    """Return the engine's figures, and the planned memory.
+def uninterrupted(llm: LLM, prompts: list[list[int]], output_len: int) -> dict[str, float]:
+    """Return the milliseconds of the step of prompts and of a step of answers; see the top."""
+    params = SamplingParams(temperature=1.0, ignore_eos=True, max_tokens=output_len)
+    kinds: list[dict[int, list[list[float]]]] = [{}, {}]
+    for _ in range(_REPEATS):
+        _native.take_spans()
+        _native.set_profiling(True)
+        last = time.monotonic()
+        llm.generate(prompts, params, use_tqdm=False)
+        _native.set_profiling(False)
+        step: list[float] = []
+        number = 0
+        for name, begin, end, *_ in _native.take_spans():
+            step += [max(0.0, begin - last), end - begin]
+            last = end
+            if name == "sample":
+                if number != 1:  # the first step of answers sets up what the others reuse
+                    kinds[number > 0].setdefault(len(step), []).append(step)
+                step, number = [], number + 1
+    seconds = []
+    for kind in kinds:
+        most = max(kind.values(), key=len)  # of equal steps
+        seconds.append(1000 * float(np.median(most, 0).sum()))
+    return {"ttft_ms": seconds[0], "tpot_ms": seconds[1]}
+
+
+def measure(kwargs: dict[str, Any], args: argparse.Namespace) -> None:
+    """Print the engine's figures for each line of the input, and its memory at the end.
 
     The time of a batch's tokens is that of its last request, which waits for no prompts.
     """
     rng = np.random.default_rng()
-    found: dict[str, list[float]] = {name: [] for name in FIGURES}
     with LLM(**kwargs) as llm:
 
         def run(size: int, **more: Any) -> list[Any]:
@@ -78,37 +111,103 @@ def measure(kwargs: dict[str, Any], args: argparse.Namespace) -> dict[str, float
             return [record_of(output, 0.0) for output in outputs]
 
         run(1)
-        end = time.perf_counter() + args.seconds
-        while not found["tpot_ms"] or time.perf_counter() < end:
-            for size, prefix in ((1, ""), (args.batch_size, "batch_")):
-                records = run(size)
-                first = [record.ttft for record in records]
-                found[f"{prefix}ttft_ms"].append(1000 * statistics.mean(first))
-                found[f"{prefix}tpot_ms"].append(1000 * records[-1].tpot)
+        for _ in sys.stdin:
+            if args.uninterrupted:
+                vocabulary = llm.llm_engine.spec.vocab_size
+                one, several = (
+                    rng.integers(vocabulary, size=(size, args.input_len)).tolist()
+                    for size in (1, args.batch_size)
+                )
+                figures = uninterrupted(llm, one, args.output_len)
+                batch = uninterrupted(llm, several, args.output_len)["tpot_ms"]
+                print(json.dumps(figures | {"batch_tpot_ms": batch}), flush=True)
+                continue
+            found: dict[str, list[float]] = {}
+            end = time.perf_counter() + args.seconds
+            while not found or time.perf_counter() < end:
+                for size, prefix in ((1, ""), (args.batch_size, "batch_")):
+                    records = run(size)
+                    ttft = statistics.mean(record.ttft for record in records)
+                    found.setdefault(f"{prefix}ttft_ms", []).append(1000 * ttft)
+                    found.setdefault(f"{prefix}tpot_ms", []).append(1000 * records[-1].tpot)
+            print(json.dumps({k: statistics.median(v) for k, v in found.items()}), flush=True)
         if args.memory:
-            run(args.batch_size, logprobs=2, repetition_penalty=1.1)
-            run(1, prompt_logprobs=2)
-            found["memory"].append(resident_memory() / MIB)
-        figures = {name: statistics.median(values) for name, values in found.items() if values}
-        return figures | {"planned": llm.llm_engine.memory_plan.steady / MIB}
+            most = min(llm.llm_engine.spec.vocab_size, _MANY_LOGPROBS)
+            run(args.batch_size, logprobs=most, repetition_penalty=1.1, top_p=0.9)
+            run(args.batch_size, prompt_logprobs=20)
+            text = StructuredOutputsParams(regex=_FORCED)  # drafts need rows of logits
+            run(args.batch_size, logprobs=20, repetition_penalty=1.1, structured_outputs=text)
+        resident = resident_memory()
+        assert resident is not None
+        memory = {
+            "memory": resident / MIB,
+            "planned": llm.llm_engine.memory_plan.steady / MIB,
+        }
+        print(json.dumps(memory), flush=True)
 
 
-def run_process(mode: str, kwargs: dict[str, Any], args: argparse.Namespace) -> dict[str, float]:
-    """Return the figures of a process.
+def start(mode: str, kwargs: dict[str, Any], args: argparse.Namespace) -> subprocess.Popen[str]:
+    """Start a process."""
+    flags = [f"--{n}={getattr(args, n.replace('-', '_'))}" for n in _VALUES]
+    flags += ["--memory"] * args.memory + ["--uninterrupted"] * args.uninterrupted
+    command = [sys.executable, __file__, f"--{mode}", json.dumps(kwargs), *flags]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
+
+
+def receive(process: subprocess.Popen[str]) -> dict[str, float]:
+    """Return the next figures of a process.
 
     Raises:
         SystemExit: it failed.
     """
-    flags = [f"--{n}={getattr(args, n.replace('-', '_'))}" for n in _VALUES]
-    flags += ["--memory"] * args.memory
-    command = [sys.executable, __file__, f"--{mode}", json.dumps(kwargs), *flags]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr[-3000:]}")
-    found: dict[str, float] = json.loads(done.stdout)
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    if not line:
+        raise SystemExit(f"{process.args!r} failed with status {process.wait()}.")
+    found: dict[str, float] = json.loads(line)
     return found
 
 
+def compare(case: str, args: argparse.Namespace) -> None:
+    """Print the planned and the measured figures of a case, and the errors."""
+    kwargs = settings_of(case, args)
+    engine = start("measure", kwargs, args)
+    assert engine.stdin is not None
+    plans, turns = [receive(start("expect", kwargs, args))], []
+    for _ in range(args.rounds):
+        engine.stdin.write("\n")
+        engine.stdin.flush()
+        turns.append(receive(engine))
+        plans.append(receive(start("expect", kwargs, args)))
+    engine.stdin.close()
+    memory = receive(engine)
+    engine.wait()
+    print(case, flush=True)
+    for name, label in FIGURES.items():
+        if name == "memory":
+            pairs = [(memory["planned"], memory["memory"])] * args.memory
+        elif name not in turns[0]:
+            continue
+        else:
+            means = [
+                (before[name] + after[name]) / 2 for before, after in itertools.pairwise(plans)
+            ]
+            pairs = [(mean, turn[name]) for mean, turn in zip(means, turns, strict=True)]
+        if not pairs:
+            continue
+        errors = [planned / found - 1 for planned, found in pairs]
+        medians = [statistics.median(values) for values in zip(*pairs, strict=True)]
+        print(
+            f"  {label:20} {medians[0]:10,.1f} {medians[1]:10,.1f} "
+            f"{statistics.median(errors):+7.1%} ({min(errors):+.1%} to {max(errors):+.1%})",
+            flush=True,
+        )
+
+
+_REPEATS = 5
+_MANY_LOGPROBS = 40_000
+_FORCED = "The quick brown fox jumps over the lazy dog, the moon, the sun and the stars"
 _VALUES = "input-len", "output-len", "batch-size", "seconds"
 
 
@@ -121,33 +220,20 @@ def main() -> None:
     parser.add_argument("--input-len", type=int, default=512)
     parser.add_argument("--output-len", type=int, default=32)
     parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--seconds", type=float, default=5.0, help="Time of an engine's turn.")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=3.0, help="Time of an engine's turn.")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--uninterrupted", action="store_true", help="See above.")
     parser.add_argument("--memory", action="store_true", help="Measure the memory, too.")
     parser.add_argument("--expect", help=argparse.SUPPRESS)
     parser.add_argument("--measure", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.expect or args.measure:
-        figures = expect if args.expect else measure
-        print(json.dumps(figures(json.loads(args.expect or args.measure), args)))
-        return
-    for case in args.cases:
-        kwargs, rounds = settings_of(case, args), []
-        for _ in range(args.rounds):
-            planned = run_process("expect", kwargs, args)
-            found = run_process("measure", kwargs, args)
-            rounds.append((planned | {"memory": found["planned"]}, found))
-        print(case, flush=True)
-        for name, label in FIGURES.items():
-            if all(name in found for _, found in rounds):
-                pairs = [(planned[name], found[name]) for planned, found in rounds]
-                errors = [planned / found - 1 for planned, found in pairs]
-                medians = [statistics.median(values) for values in zip(*pairs, strict=True)]
-                print(
-                    f"  {label:20} {medians[0]:10,.1f} {medians[1]:10,.1f} "
-                    f"{statistics.median(errors):+7.1%} ({min(errors):+.1%} to {max(errors):+.1%})",
-                    flush=True,
-                )
+    if args.expect:
+        print(json.dumps(expect(json.loads(args.expect), args)), flush=True)
+    elif args.measure:
+        measure(json.loads(args.measure), args)
+    else:
+        for case in args.cases:
+            compare(case, args)
 
 
 if __name__ == "__main__":

@@ -52,7 +52,7 @@ class OpenedModel:
                     | {"load_format": "dummy"}
                 )
             )
-        path, tokenizer_path = resolve_folders(found)
+        path, tokenizer_path = resolve_folders(found, header_only=not with_weights)
         checkpoint = open_checkpoint(path, config.load.load_format, config.model.seed)
         spec = read_spec(checkpoint, config.model)
         return cls(kwargs, config, path, tokenizer_path, checkpoint, spec)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -20,6 +21,7 @@ from octavo.kv_cache.groups import KVCacheConfig, max_blocks_per_request
 from octavo.kv_cache.sessions import SessionShape, find_hits
 from octavo.model_tools.opened import MODEL_HELP, OpenedModel, model_kwargs
 from octavo.model_tools.plan_times import (
+    Drafts,
     MachineProbe,
     Probe,
     Times,
@@ -47,6 +49,10 @@ _DEFAULT_LOAD = Load(512, 128, 8)
 _UNLIMITED = 2**62
 """Memory of another machine, if none is given."""
 _MS = 1000.0
+_PROBE_SECONDS = 4.0
+"""Time after which no further setting is tried: the probe takes five seconds in all."""
+_DRAFTS = Drafts(count=4, accepted=0.5)
+"""Drafts of speculative decoding in the table of settings."""
 
 
 @dataclass(frozen=True)
@@ -176,8 +182,8 @@ def plan(
         model; total, limit (bytes; None: no limit); `items`: the bytes of each purpose; num_blocks,
         block_size, kv_cache_dtype, kv_cache_nbytes_per_token; max_model_len (tokens);
         max_concurrency: number of requests of that length that fit at once; `prefix_cache`: see
-        `_describe_cache`; `times`: see `_describe_times`, or None; `settings`: a list of what each
-        setting buys, see `_compare_settings`.
+        `_describe_cache`; `times`: see `_describe_times`, or None; `settings`: what each setting
+        buys, and settings_left_out, see `_Comparison`.
 
     Raises:
         ConfigError, ModelError, HubError: settings or model are unusable, or the memory is too
@@ -199,6 +205,7 @@ def plan(
         "prefix_cache": _describe_cache(planned, found.kv_cache, setup, shape or SessionShape()),
         "times": None,
         "settings": [],
+        "settings_left_out": [],
     }
     if expected is None:
         return result
@@ -206,12 +213,17 @@ def plan(
     problem = find_problem(setup)
     result["times"] = asdict(load) | {"problem": problem}
     if problem is None:
+        begin = time.perf_counter()
         probe = expected.probe or MachineProbe(setup.config.device.num_threads)
         expected = replace(expected, probe=probe)
         times = _expect(found, load, expected)
         result["times"] |= _describe_times(times, load, expected.cores or probe.cores)
         if compare_settings:
-            result["settings"] = list(_compare_settings(kwargs, found, load, expected, times))
+            hit_rate = result["prefix_cache"].get("hit_rate", 0.0)
+            comparison = _Comparison(kwargs, found, load, expected, times, hit_rate)
+            comparison.run(begin + _PROBE_SECONDS)
+            result["settings"] = comparison.rows
+            result["settings_left_out"] = comparison.left_out
     return result
 
 
@@ -263,15 +275,12 @@ class _Planned:
         return most
 
 
-def _expect(found: _Planned, load: Load, expected: Expectation) -> Times:
+def _expect(found: _Planned, load: Load, expected: Expectation, **more: Any) -> Times:
     assert expected.probe is not None
+    cores, bandwidth = expected.cores, expected.bandwidth
     with without_logs():
         return expect_times(
-            found.setup,
-            load,
-            expected.probe,
-            cores=expected.cores,
-            bandwidth=expected.bandwidth,
+            found.setup, load, expected.probe, cores=cores, bandwidth=bandwidth, **more
         )
 
 
@@ -299,62 +308,100 @@ def _describe_times(times: Times, load: Load, cores: int) -> dict[str, Any]:
     }
 
 
-def _settings_to_try(found: _Planned) -> Iterator[dict[str, Any]]:
-    """Yield settings that differ from those of a plan."""
-    config = found.setup.config
-    for form in ("int8", "int4"):
-        if config.model.quantization != form:
-            yield {"quantization": form}
-    for dtype in ("int8", "fp8"):
-        if config.cache.kv_cache_dtype != dtype:
-            yield {"kv_cache_dtype": dtype}
-    budget, seqs = found.setup.max_num_batched_tokens, config.scheduler.max_num_seqs
-    for value in (budget // 2, 2 * budget):
-        yield {"max_num_batched_tokens": value}
-    for value in (seqs // 2, 2 * seqs):
-        yield {"max_num_seqs": value}
+@dataclass(frozen=True)
+class _Comparison:
+    """Comparison of a plan with those of other settings.
 
-
-def _compare_settings(
-    kwargs: Mapping[str, Any], found: _Planned, load: Load, expected: Expectation, times: Times
-) -> Iterator[dict[str, Any]]:
-    """Yield what each setting buys, first the plan itself. Settings with errors are left out.
-
-    Yields:
-        setting; total (bytes), kv_tokens: tokens that the KV cache holds; room: requests that run
-        at once; ttft_ms, tpot_ms, batch_tpot_ms, longest_step_ms.
+    Attributes:
+        rows: first the plan itself. Each is a dict with setting; total (bytes); kv_tokens: tokens
+            that the KV cache holds; room: requests that run at once; ttft_ms, tpot_ms,
+            batch_tpot_ms, longest_step_ms; note: what the times assume, or "". Settings with errors
+            have none.
+        left_out: settings that were not tried for lack of time.
     """
-    length = load.input_len + load.output_len
 
-    def describe(setting: Mapping[str, Any], planned: _Planned, times: Times) -> dict[str, Any]:
-        return {
-            "setting": dict(setting),
-            "total": planned.plan.total,
-            "kv_tokens": planned.plan.num_blocks * planned.plan.block_size,
-            "room": planned.room(length),
-            "ttft_ms": times.ttft * _MS,
-            "tpot_ms": times.tpot * _MS,
-            "batch_tpot_ms": times.batch_tpot * _MS,
-            "longest_step_ms": times.longest_step * _MS,
-        }
+    kwargs: Mapping[str, Any]
+    found: _Planned
+    load: Load
+    expected: Expectation
+    times: Times
+    hit_rate: float
+    """Part of a prompt of a chat session that the prefix cache has."""
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    left_out: list[dict[str, Any]] = field(default_factory=list)
 
-    yield describe({}, found, times)
-    for setting in _settings_to_try(found):
-        try:
-            with without_logs():
-                other = _Planned.of({**kwargs, **setting}, expected)
-                check_inputs(other.setup.spec.weights())
-                check_caches(
-                    other.setup,
-                    get_platform("cpu").make_attention_backend(other.setup, "cpu"),
+    def run(self, end: float) -> None:
+        """Compare all settings, and try none after `end`, a time of `time.perf_counter`."""
+        self._add({}, self.found, self.times)
+        for setting in self._settings():
+            try:
+                with without_logs():
+                    other = _Planned.of({**self.kwargs, **setting}, self.expected)
+                    check_inputs(other.setup.spec.weights())
+                    backend = get_platform("cpu").make_attention_backend(other.setup, "cpu")
+                    check_caches(other.setup, backend)
+            except (ConfigError, ModelError):
+                continue
+            if other.room(self.load.input_len + self.load.output_len) < self.load.batch_size:
+                continue
+            if time.perf_counter() > end:
+                self.left_out.append(setting)
+            else:
+                self._try(setting, other)
+
+    def _settings(self) -> Iterator[dict[str, Any]]:
+        config = self.found.setup.config
+        for form in ("int8", "int4"):
+            if config.model.quantization != form:
+                yield {"quantization": form}
+        if self.hit_rate:
+            yield {"enable_prefix_caching": True}
+        yield {"speculative_config": {"method": "ngram", "num_speculative_tokens": _DRAFTS.count}}
+        for dtype in ("int8", "fp8"):
+            if config.cache.kv_cache_dtype != dtype:
+                yield {"kv_cache_dtype": dtype}
+        budget, seqs = self.found.setup.max_num_batched_tokens, config.scheduler.max_num_seqs
+        for value in (budget // 2, 2 * budget):
+            yield {"max_num_batched_tokens": value}
+        for value in (seqs // 2, 2 * seqs):
+            yield {"max_num_seqs": value}
+
+    def _try(self, setting: Mapping[str, Any], other: _Planned) -> None:
+        (name,) = setting
+        match name:
+            case "quantization":
+                self._add(setting, other, _expect(other, self.load, self.expected))
+            case "max_num_seqs":  # has no influence on a step of the same batch
+                self._add(setting, other, self.times)
+            case "enable_prefix_caching":
+                times = _expect(
+                    other, self.load, self.expected, like=self.times, cached=self.hit_rate
                 )
-        except (ConfigError, ModelError):
-            continue
-        if other.room(length) < load.batch_size:
-            continue
-        # The number of requests has no influence on a step of the same batch.
-        is_same = "max_num_seqs" in setting
-        yield describe(setting, other, times if is_same else _expect(other, load, expected))
+                self._add(setting, other, times, f"{self.hit_rate:.0%} of a prompt cached")
+            case "speculative_config":
+                times = _expect(other, self.load, self.expected, like=self.times, drafts=_DRAFTS)
+                note = f"{_DRAFTS.count} drafts, each accepted with {_DRAFTS.accepted:.0%}"
+                self._add(setting, other, times, note)
+            case _:
+                times = _expect(other, self.load, self.expected, like=self.times)
+                self._add(setting, other, times)
+
+    def _add(
+        self, setting: Mapping[str, Any], planned: _Planned, times: Times, note: str = ""
+    ) -> None:
+        self.rows.append(
+            {
+                "setting": dict(setting),
+                "total": planned.plan.total,
+                "kv_tokens": planned.plan.num_blocks * planned.plan.block_size,
+                "room": planned.room(self.load.input_len + self.load.output_len),
+                "ttft_ms": times.ttft * _MS,
+                "tpot_ms": times.tpot * _MS,
+                "batch_tpot_ms": times.batch_tpot * _MS,
+                "longest_step_ms": times.longest_step * _MS,
+                "note": note,
+            }
+        )
 
 
 def _describe_cache(
@@ -417,6 +464,10 @@ def _print(result: Mapping[str, Any]) -> None:
     title = f"expected times: {times['cores']} cores, {times['bandwidth'] / 1e9:,.1f} GB/s read"
     print_pairs(console, title, _time_lines(times))
     _print_settings(result["settings"], times["batch_size"])
+    if result["settings_left_out"]:
+        flags = ", ".join(_flags(setting) for setting in result["settings_left_out"])
+        lines = {"not tried": f"{flags}: the five seconds of the probe are over"}
+        print_pairs(console, "other settings", lines)
 
 
 def _time_lines(times: Mapping[str, Any]) -> dict[str, str]:
@@ -462,11 +513,23 @@ def _print_settings(settings: Sequence[Mapping[str, Any]], batch_size: int) -> N
     table = make_table(title, ("", *names), 1)
     base = settings[0]
     for row in settings:
-        flags = [f"--{name.replace('_', '-')} {value}" for name, value in row["setting"].items()]
+        label = _flags(row["setting"]) or "this plan"
+        if row["note"]:
+            label += f" ({row['note']})"
         cells = []
         for key, (_, unit) in columns.items():
             value, change = row[key] * unit, row[key] / base[key] - 1
             cell = f"{value:,.1f}" if value < 100 and key.endswith("ms") else f"{value:,.0f}"
             cells.append(cell if row is base else f"{change:+.0%}" if abs(change) >= 0.005 else "")
-        table.add_row(Text(harmless("  " + (" ".join(flags) or "this plan"))), *cells)
+        table.add_row(Text(harmless(f"  {label}")), *cells)
     make_console().print(table)
+
+
+def _flags(setting: Mapping[str, Any]) -> str:
+    """Return a setting as a flag of the command line."""
+    shown = []
+    for name, value in setting.items():
+        text = msgspec.json.encode(value).decode() if isinstance(value, dict) else str(value)
+        flag = f"--{name.replace('_', '-')}"
+        shown.append(flag if value is True else f"{flag} {text}")
+    return " ".join(shown)

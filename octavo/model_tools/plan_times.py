@@ -6,34 +6,36 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Protocol
 
 from octavo import _native
 from octavo.config import BUILTIN_MODEL
+from octavo.kernels.memory import map_memory
 from octavo.llm import LLM
 from octavo.models.spec import ModelSpec
-from octavo.models.weights import Weight
 from octavo.plan.setup import WorkerSetup
 from octavo.plan.step_cost import Batch, Load, Machine, StepCost
 from octavo.platforms.cpu import CPUPlatform
 from octavo.sampling_params import SamplingParams
 from octavo.system.device import num_cpus
 from octavo.system.distributed import ALONE
-from octavo.worker.memory_trial import MemoryTrial
+from octavo.system.tensor import HostTensor
+from octavo.worker.memory_trial import LEAST_NBYTES, read_bandwidth
 from octavo.worker.scratch import measure_scratch
 from octavo.worker.step_trial import StepTrial
 
-_MOST_BYTES = 256 * 2**20
-"""Most bytes that a measurement of the memory reads; they exceed the caches."""
-_HOST_STEPS = 32
-"""Steps of the engine that measure the host's part."""
+_MOST_BYTES = 5 * 2**27
+"""Most bytes that a trial of the memory reads in turn; they exceed the caches."""
+_HOST_STEPS, _HOST_REQUESTS = 32, 8
+"""Steps, and requests, of the engine that measures the host's part."""
 
 
 class Trial(Protocol):
     """Source of the costs of a model's steps; see `StepTrial`."""
 
-    def run(self, batch: Batch) -> StepCost:
-        """Return the cost of a step, without the host's part."""
+    def run(self, batch: Batch, samples: int = 1) -> StepCost:
+        """Return the cost of a step with samples of each request, without the host's part."""
         ...
 
 
@@ -43,19 +45,20 @@ class Probe(Protocol):
     cores: int
     """Number of cores that compute."""
 
-    def memory(self, nbytes: float, weight: Weight, dtype: str, num_reqs: int) -> Machine:
-        """Return the machine for steps of `num_reqs` requests that read `nbytes`.
-
-        Most of these are of weights of the given shape and form.
-        """
+    def bandwidth(self, nbytes: float) -> float:
+        """Return the bytes per second of a step that reads `nbytes` in all."""
         ...
 
     def host(self, num_reqs: int) -> float:
         """Return the seconds of a step of `num_reqs` requests outside of the kernels."""
         ...
 
-    def trial(self, setup: WorkerSetup, max_len: int) -> Trial:
-        """Return a trial of a model's steps with contexts of up to `max_len` tokens."""
+    def trial(self, setup: WorkerSetup, load: Load) -> Trial:
+        """Return a trial of a model's steps."""
+        ...
+
+    def memory_trial(self, setup: WorkerSetup, load: Load) -> Trial:
+        """Return a trial whose kernels read from memory, so that seconds include reading."""
         ...
 
 
@@ -68,33 +71,54 @@ class MachineProbe:
 
     def __init__(self, num_threads: int | None) -> None:
         self.cores = num_threads or num_cpus()
-        self._trials: dict[int, MemoryTrial] = {}
-        self._machines: dict[tuple[object, ...], Machine] = {}
-        self._hosts: dict[int, float] = {}
+        CPUPlatform.open_threads(self.cores)
+        self._memory = map_memory(_MOST_BYTES)
+        self._touched = 0
+        self._bandwidths: dict[int, float] = {}
 
-    def memory(self, nbytes: float, weight: Weight, dtype: str, num_reqs: int) -> Machine:
+    def bandwidth(self, nbytes: float) -> float:
         """Implement `Probe`."""
-        size = max(int(min(nbytes, _MOST_BYTES)), weight.nbytes(dtype))
-        near = next((other for other in self._trials if size <= other <= 2 * size), size)
-        if near not in self._trials:
-            _native.set_num_threads(self.cores)
-            self._trials[near] = MemoryTrial(size)
-        key = near, weight.form.name, weight.shape, dtype, num_reqs
-        if key not in self._machines:
-            self._machines[key] = self._trials[near].run(weight, dtype, num_reqs)
-        return self._machines[key]
+        size = max(int(min(nbytes, _MOST_BYTES)), LEAST_NBYTES)
+        near = next((other for other in self._bandwidths if size <= other <= 2 * size), size)
+        if near not in self._bandwidths:
+            self._bandwidths[near] = read_bandwidth(self._touch(near))
+        return self._bandwidths[near]
 
     def host(self, num_reqs: int) -> float:
-        """Return the mean of an engine with the built-in model."""
-        if num_reqs not in self._hosts:
-            self._hosts[num_reqs] = _measure_host(num_reqs, self.cores)
-        return self._hosts[num_reqs]
+        """Return the mean of an engine with the built-in model; it grows with the requests."""
+        one, several = self._hosts
+        return one + (several - one) * (num_reqs - 1) / (_HOST_REQUESTS - 1)
 
-    def trial(self, setup: WorkerSetup, max_len: int) -> StepTrial:
+    @cached_property
+    def _hosts(self) -> tuple[float, float]:
+        """Seconds of steps of one request and of `_HOST_REQUESTS`."""
+        settings: dict[str, Any] = {"kv_cache_memory_bytes": 2**23}
+        settings |= {"max_model_len": 4 * _HOST_STEPS, "max_num_seqs": _HOST_REQUESTS}
+        with without_logs(), LLM(BUILTIN_MODEL, num_threads=self.cores, **settings) as llm:
+            return _measure_host(llm, 1), _measure_host(llm, _HOST_REQUESTS)
+
+    def trial(self, setup: WorkerSetup, load: Load) -> StepTrial:
         """Implement `Probe`."""
+        return self._make_trial(setup, load, None)
+
+    def memory_trial(self, setup: WorkerSetup, load: Load) -> StepTrial:
+        """Implement `Probe`. Small models need less memory than the most."""
+        weights = setup.spec.weights()
+        nbytes = sum(weight.nbytes(setup.dtype) for weight in weights) + 64 * len(weights)
+        return self._make_trial(setup, load, self._touch(min(2 * nbytes + 2**24, _MOST_BYTES)))
+
+    def _make_trial(self, setup: WorkerSetup, load: Load, memory: HostTensor | None) -> StepTrial:
         _native.set_num_threads(self.cores)
         backend = CPUPlatform().make_attention_backend(setup, "cpu")
-        return StepTrial(setup, measure_scratch(setup, backend), max_len)
+        scratch = measure_scratch(setup, backend)
+        return StepTrial(setup, scratch, load.input_len + load.output_len, load.batch_size, memory)
+
+    def _touch(self, nbytes: int) -> HostTensor:
+        """Return the beginning of the memory, with pages."""
+        new = self._memory[self._touched : max(nbytes, self._touched)]
+        _native.touch_pages(new.data_ptr(), new.nbytes)
+        self._touched = max(nbytes, self._touched)
+        return self._memory[:nbytes]
 
 
 @dataclass(frozen=True)
@@ -109,6 +133,8 @@ class Times:
         longest_step: time of a step of prompts, for which running answers wait.
         parts: seconds of each part of a step of prompts, of one answer and of a batch of answers.
         machine: the machine.
+        here: the measured machine.
+        shares: step of a batch, whose kernels hide shares of reading.
     """
 
     ttft: float
@@ -118,6 +144,26 @@ class Times:
     longest_step: float
     parts: dict[str, dict[str, float]]
     machine: Machine
+    here: Machine
+    shares: StepCost
+
+
+@dataclass(frozen=True)
+class Drafts:
+    """Drafts of speculative decoding that cost no time, as those of the n-gram method.
+
+    Attributes:
+        count: drafts of a step.
+        accepted: probability that a draft is accepted if those before it are.
+    """
+
+    count: int
+    accepted: float
+
+    @property
+    def tokens(self) -> float:
+        """Mean number of tokens of a step (Leviathan, Kalman and Matias 2023, equation 1)."""
+        return sum(self.accepted**number for number in range(self.count + 1))
 
 
 def find_problem(setup: WorkerSetup) -> str | None:
@@ -142,6 +188,9 @@ def expect_times(
     *,
     cores: int | None = None,
     bandwidth: float | None = None,
+    like: Times | None = None,
+    cached: float = 0.0,
+    drafts: Drafts | None = None,
 ) -> Times:
     """Return the expected times of requests on a server that does nothing else.
 
@@ -154,35 +203,45 @@ def expect_times(
         probe: the measured machine.
         cores: number of cores of another machine; None: those of the probe.
         bandwidth: bytes per second that all of its cores read; None: those of the probe.
+        like: times of the same weights with other settings, whose kernels hide as much; None:
+            measure that.
+        cached: part of each prompt that the prefix cache has.
+        drafts: drafts of speculative decoding; None: no drafts.
     """
     whole = replace(setup, rank=ALONE, engine=ALONE, scratches=())
     budget, most = setup.max_num_batched_tokens, load.batch_size
-    trial = probe.trial(whole, load.input_len + load.output_len)
-    costs: dict[Batch, StepCost] = {}
+    count = 1 if drafts is None else drafts.count + 1
+    one, several = load.decode(1, count), load.decode(most, count)
+    trial = probe.trial(whole, load)
+    costs = {batch: trial.run(batch, count) for batch in (one, several)}
+    if like is None:
+        here = Machine(probe.bandwidth(costs[one].nbytes))
+        in_memory = probe.memory_trial(whole, load)
+        costs = {batch: cost.fit(in_memory.run(batch), here) for batch, cost in costs.items()}
+        shares = costs[several]
+    else:
+        here, shares = like.here, like.shares
+        costs = {batch: cost.expose(shares, here) for batch, cost in costs.items()}
+    machine = Machine(bandwidth or here.bandwidth, (cores or probe.cores) / probe.cores)
+    tokens = 1.0 if drafts is None else drafts.tokens
 
     def cost(batch: Batch) -> StepCost:
         if batch not in costs:
-            costs[batch] = replace(trial.run(batch), host=probe.host(len(batch)))
-        return costs[batch]
+            costs[batch] = trial.run(batch).expose(shares, here)
+        return replace(costs[batch], host=probe.host(len(batch)))
 
-    one, several = load.decode(1), load.decode(most)
-    machine = probe.memory(cost(one).nbytes, _main_weight(setup), setup.dtype, most)
-    machine = replace(
-        machine,
-        bandwidth=bandwidth or machine.bandwidth,
-        speed=(cores or probe.cores) / probe.cores,
-    )
+    prompts = load.without(cached)
 
     def first_token(num_reqs: int) -> float:
-        first, last = (cost(batch).time(machine) for batch in load.prompts(num_reqs, budget))
-        return load.first_token_time(first, last, num_reqs, budget)
+        first, last = (cost(batch).time(machine) for batch in prompts.prompts(num_reqs, budget))
+        return prompts.first_token_time(first, last, num_reqs, budget)
 
-    _, longest = load.prompts(most, budget)
+    _, longest = prompts.prompts(most, budget)
     return Times(
         ttft=first_token(1),
         batch_ttft=first_token(most),
-        tpot=cost(one).time(machine),
-        batch_tpot=cost(several).time(machine),
+        tpot=cost(one).time(machine) / tokens,
+        batch_tpot=cost(several).time(machine) / tokens,
         longest_step=cost(longest).time(machine),
         parts={
             "prompt": cost(longest).parts(machine),
@@ -190,42 +249,22 @@ def expect_times(
             "batch of answers": cost(several).parts(machine),
         },
         machine=machine,
+        here=here,
+        shares=shares,
     )
 
 
-def _main_weight(setup: WorkerSetup) -> Weight:
-    """Return a linear weight of the shape and the form that have most bytes in the layers.
-
-    Experts are left out: a kernel multiplies several of them.
-    """
-    sizes: dict[tuple[str, tuple[int, ...]], int] = {}
-    found: dict[tuple[str, tuple[int, ...]], Weight] = {}
-    for weight in setup.spec.weights():
-        in_layer = weight.name.startswith("layers.") and weight.expert is None
-        if weight.kind == "linear" and in_layer:
-            key = weight.form.name, weight.shape
-            found[key] = weight
-            sizes[key] = sizes.get(key, 0) + weight.nbytes(setup.dtype)
-    return found[max(sizes, key=lambda key: sizes[key])]
-
-
-def _measure_host(num_reqs: int, num_threads: int) -> float:
+def _measure_host(llm: LLM, num_reqs: int) -> float:
     """Return the seconds of a step outside of the kernels, as the engine overlaps them."""
     params = SamplingParams(temperature=1.0, ignore_eos=True, max_tokens=_HOST_STEPS)
-    settings: dict[str, Any] = {"kv_cache_memory_bytes": 2**23, "max_model_len": 4 * _HOST_STEPS}
-    with (
-        without_logs(),
-        LLM(BUILTIN_MODEL, max_num_seqs=num_reqs, num_threads=num_threads, **settings) as llm,
-    ):
-        prompts = [[1, 2, 3]] * num_reqs
+    prompts = [[1, 2, 3]] * num_reqs
+    llm.generate(prompts, params, use_tqdm=False)
+    _native.set_profiling(True)
+    try:
         llm.generate(prompts, params, use_tqdm=False)
-        _native.set_profiling(True)
-        try:
-            (output, *_) = llm.generate(prompts, params, use_tqdm=False)
-        finally:
-            _native.set_profiling(False)
-        spans = _native.take_spans()
-    del output
+    finally:
+        _native.set_profiling(False)
+    spans = _native.take_spans()
     begin = min(span[1] for span in spans)
     end = max(span[2] for span in spans)
     inside = sum(span[2] - span[1] for span in spans)

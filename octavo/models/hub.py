@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import errno
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,6 +21,7 @@ from octavo.config import (
     hub_offline,
 )
 from octavo.errors import HubError, ModelError, reason_of
+from octavo.models.hub_headers import fetch_headers
 
 _BUILTIN = {
     name: Path(__file__).parent.parent / "builtin" / name.split("/")[1]
@@ -45,6 +48,7 @@ def resolve_model(
     revision: str | None = None,
     download_dir: str | None = None,
     load_format: str = "auto",
+    header_only: bool = False,
 ) -> Path:
     """Return the folder of a model, or its GGUF file; download it if necessary.
 
@@ -57,6 +61,7 @@ def resolve_model(
         revision: branch, tag or commit on the hub.
         download_dir: folder for downloads; default: the hub client's cache.
         load_format: format of the weight files, as in `open_checkpoint`.
+        header_only: True: of a GGUF file on the hub, the header suffices; see `fetch_headers`.
 
     Raises:
         ModelError: a local path is not a folder, or contains pipes or devices.
@@ -85,14 +90,27 @@ def resolve_model(
         for name in dict.fromkeys((form, form.upper(), form.lower()))
         for part in ("", "-?????-of-?????")
     ]
-    folder = _download(repo_id, revision, download_dir, patterns)
-    files = sorted(file for pattern in patterns for file in folder.glob(pattern))
+    files = []
+    if header_only and not hub_offline():
+        with contextlib.suppress(HubError):  # an earlier download
+            folder = _download(repo_id, revision, download_dir, patterns, offline=True)
+            files = _find(folder, patterns)
+        if not files:
+            with _hub_errors(repo_id, revision):
+                files = _find(fetch_headers(repo_id, revision, tuple(patterns)), patterns)
+    else:
+        files = _find(_download(repo_id, revision, download_dir, patterns), patterns)
     if not files:
         raise HubError(
             f"{repo_id} has no GGUF file whose name ends with {form}.gguf; look at its list of "
             "files on the hub."
         )
     return files[0]
+
+
+def _find(folder: Path, patterns: list[str]) -> list[Path]:
+    """Return the files of a folder that match one of the patterns, by name."""
+    return sorted(file for pattern in patterns for file in folder.glob(pattern))
 
 
 def local_folder(model: str) -> Path | None:
@@ -135,7 +153,7 @@ def local_folder(model: str) -> Path | None:
     return None
 
 
-def resolve_folders(config: EngineConfig) -> tuple[Path, Path]:
+def resolve_folders(config: EngineConfig, *, header_only: bool = False) -> tuple[Path, Path]:
     """Return the folders of a config's model and of its tokenizer; see `resolve_model`."""
     name, load = config.model, config.load
     path = resolve_model(
@@ -143,6 +161,7 @@ def resolve_folders(config: EngineConfig) -> tuple[Path, Path]:
         revision=name.revision,
         download_dir=load.download_dir,
         load_format=load.load_format,
+        header_only=header_only,
     )
     if name.tokenizer is None:
         return path, path
@@ -184,25 +203,44 @@ def list_models() -> list[LocalModel]:
 
 
 def _download(
-    repo_id: str, revision: str | None, download_dir: str | None, patterns: list[str]
+    repo_id: str,
+    revision: str | None,
+    download_dir: str | None,
+    patterns: list[str],
+    *,
+    offline: bool | None = None,
 ) -> Path:
-    """Return the folder of a repository's files that match the patterns."""
+    """Return the folder of a repository's files that match the patterns.
+
+    With `offline`, they are those of an earlier download; None: as HF_HUB_OFFLINE says.
+    """
     # Imported here: a local model needs no hub client.
     import huggingface_hub
+
+    with _hub_errors(repo_id, revision):
+        return Path(
+            huggingface_hub.snapshot_download(
+                repo_id,
+                revision=revision,
+                cache_dir=download_dir,
+                allow_patterns=patterns,
+                ignore_patterns=_IGNORED,
+                local_files_only=hub_offline() if offline is None else offline,
+            )
+        )
+
+
+@contextlib.contextmanager
+def _hub_errors(repo_id: str, revision: str | None) -> Iterator[None]:
+    """Raise `HubError` with the reason and the solution for all errors of the hub client."""
     from huggingface_hub import errors
 
     offline = hub_offline()
     where = f"revision {revision!r} of {repo_id}" if revision else repo_id
-
     try:
-        folder = huggingface_hub.snapshot_download(
-            repo_id,
-            revision=revision,
-            cache_dir=download_dir,
-            allow_patterns=patterns,
-            ignore_patterns=_IGNORED,
-            local_files_only=offline,
-        )
+        yield
+    except ModelError:
+        raise
     except errors.HFValidationError:
         raise HubError(
             f"{repo_id!r} is neither a folder here nor a hub id (org/name).{_similar(repo_id)}"
@@ -247,7 +285,6 @@ def _download(
             f"Downloading {where} failed: {type(error).__name__}: {_first_line(error)}. Check the "
             "network and try again: downloaded data is kept."
         ) from error
-    return Path(folder)
 
 
 def _similar(name: str) -> str:

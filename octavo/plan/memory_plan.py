@@ -270,7 +270,8 @@ def make_memory_plan(
     state = sum(
         state_nbytes(select_layers(layout, *caches)) for layout in layouts for caches in stages
     )
-    useful_states = config.scheduler.max_num_seqs * (states_per_request + SNAPSHOTS_PER_REQUEST)
+    snapshots = SNAPSHOTS_PER_REQUEST if cache.enable_prefix_caching else 0
+    useful_states = config.scheduler.max_num_seqs * (states_per_request + snapshots)
     num_states = 0
     if state:
         num_states = _num_states(
@@ -324,7 +325,7 @@ def _num_states(
     """Return the number of slots for recurrent states, at most `useful`.
 
     States may use half of the cache's memory, or all of it in a model without attention. A live
-    state and `SNAPSHOTS_PER_REQUEST` snapshots for each seat are useful.
+    state for each seat is useful, and with prefix caching `SNAPSHOTS_PER_REQUEST` snapshots.
 
     Raises:
         ConfigError: there is no room for one request.

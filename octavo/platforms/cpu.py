@@ -96,8 +96,6 @@ class CPUPlatform(Platform):
 
     def open_device(self, setup: WorkerSetup) -> str:
         """Implement `Platform`."""
-        from octavo.kernels.tuning import tune
-
         config = setup.config.device
         # Before the pool starts and weights are read: both inherit the binding from this thread.
         if config.numa_node is not None:
@@ -106,14 +104,21 @@ class CPUPlatform(Platform):
         if threads is None and setup.rank.world_size > 1:
             cores = num_cpus() if config.numa_node is None else len(numa_cpus(config.numa_node))
             threads = max(1, cores // setup.rank.world_size)
-        set_num_threads(threads)
+        self.open_threads(threads)
         if not self.is_native(config) or config.attention_backend == "reference":
             import torch
 
             torch.set_num_threads(1)  # no second pool competes for the cores
+        return "cpu"
+
+    @staticmethod
+    def open_threads(threads: int | None) -> None:
+        """Set the number of kernel threads of this process, and tune the kernels for them."""
+        from octavo.kernels.tuning import tune
+
+        set_num_threads(threads)
         cache = cache_folder()
         tune(None if cache is None else cache / "tuning", cpu_model())
-        return "cpu"
 
     def make_ops(self, config: DeviceConfig, device: Any) -> Ops:
         """Return the native operations, or Triton's with attention_backend=triton."""

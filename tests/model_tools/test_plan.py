@@ -1,6 +1,7 @@
 """`octavo plan`: its figures are those of the engine."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import transformers
@@ -10,11 +11,12 @@ from octavo.checkpoints.registry import open_checkpoint
 from octavo.config import EngineConfig, ServerConfig
 from octavo.engine.assemble import make_engine_core
 from octavo.kv_cache.sessions import SessionShape
+from octavo.model_tools import plan as plan_module
 from octavo.model_tools.plan import Expectation, plan
 from octavo.model_tools.plan_times import MachineProbe
 from octavo.models.hub import local_folder
 from octavo.models.registry import read_spec
-from octavo.plan.step_cost import KernelCost, Machine, StepCost
+from octavo.plan.step_cost import KernelCost, Load, Machine, StepCost
 
 STORIES = local_folder("octavo/stories")
 
@@ -83,8 +85,9 @@ def test_hits_of_chat_sessions(hybrid, caplog):
     assert f"prefix cache: {found['description']}" in caplog.text
     shape = SessionShape(sessions=1, turns=2, system_tokens=9000)
     assert "first turn" in plan(kwargs, shape)["prefix_cache"]["problem"]
-    off = plan(kwargs | {"enable_prefix_caching": False})["prefix_cache"]
-    assert off == {"problem": "enable_prefix_caching=False"}
+    off = plan(kwargs | {"enable_prefix_caching": False})
+    assert off["prefix_cache"] == {"problem": "enable_prefix_caching=False"}
+    assert off["items"]["states"] == 4 * found["state_nbytes"]  # no snapshots
 
 
 def test_flags_of_chat_sessions(hybrid, capsys):
@@ -122,25 +125,29 @@ class FixedProbe:
     """Probe of a machine that reads 1,000 bytes per second, and computes a token in 0.01 s.
 
     A step reads 100 bytes, half of that if weights are quantized, and 1 byte of each context token.
+    Products do not hide half of the smaller one of computing and reading.
     """
 
     cores = 2
 
     def __init__(self):
-        self.tried, self.forms = [], set()
+        self.tried, self.in_memory = [], []
 
-    def memory(self, nbytes, weight, dtype, num_reqs):
-        self.forms.add(weight.form.name)
-        return Machine(1000.0)
+    def bandwidth(self, nbytes):
+        return 1000.0
 
     def host(self, num_reqs):
         return 0.001
 
-    def trial(self, setup, max_len):
-        self.setup, self.max_len = setup, max_len
+    def trial(self, setup, load):
+        self.setup, self.load = setup, load
         return self
 
-    def run(self, batch):
+    def memory_trial(self, setup, load):
+        self.in_memory.append(setup.config.model.quantization)
+        return MemoryTrial(self)
+
+    def run(self, batch, samples=1):
         self.tried.append(batch)
         weights = 50.0 if self.setup.config.model.quantization else 100.0
         context = sum(done + count for done, count in batch)
@@ -152,6 +159,24 @@ class FixedProbe:
         return StepCost(kernels)
 
 
+class MemoryTrial:
+    """Trial of a `FixedProbe` in memory."""
+
+    def __init__(self, computing):
+        self.computing = computing
+
+    def run(self, batch):
+        kernels = self.computing.run(batch).kernels
+        shares = {"linear 8x8": 0.5, "attention": 0.0}
+        machine = Machine(1000.0)
+        return StepCost(
+            tuple(
+                replace(kernel, seconds=replace(kernel, exposed=shares[kernel.name]).time(machine))
+                for kernel in kernels
+            )
+        )
+
+
 def expect(*, model="octavo/stories", expected=None, **kwargs):
     probe = FixedProbe()
     given = {"input_len": 100, "output_len": 20, "batch_size": 4} | (expected or {})
@@ -161,20 +186,20 @@ def expect(*, model="octavo/stories", expected=None, **kwargs):
 def test_expected_times():
     result, probe = expect(max_num_batched_tokens=200, max_num_seqs=8)
     times = result["times"]
-    assert probe.max_len == 120
-    assert probe.forms == {"plain", "int8", "int4"}
+    assert probe.load == Load(100, 20, 4)
+    assert probe.in_memory == [None, "int8", "int4"]  # other settings read the same weights
     assert times["problem"] is None
     assert (times["cores"], times["bandwidth"]) == (2, 1000.0)
-    assert times["tpot_ms"] == pytest.approx(100 + 111 + 1)
-    assert times["batch_tpot_ms"] == pytest.approx(100 + 4 * 111 + 1)
-    assert times["output_throughput"] == pytest.approx(4 / 0.545)
-    assert times["ttft_ms"] == pytest.approx(1000 + 100 + 1)
+    assert times["tpot_ms"] == pytest.approx(105 + 111 + 1)
+    assert times["batch_tpot_ms"] == pytest.approx(120 + 4 * 111 + 1)
+    assert times["output_throughput"] == pytest.approx(4 / 0.565)
+    assert times["ttft_ms"] == pytest.approx(1050 + 100 + 1)
     # Two prompts in a step of 2 s; their mean is that of both steps.
-    step = 2000 + 200 + 1
+    step = 2050 + 200 + 1
     assert times["longest_step_ms"] == pytest.approx(step)
     assert times["batch_ttft_ms"] == pytest.approx(1.5 * step)
     assert times["parts_ms"]["one answer"] == pytest.approx(
-        {"products": 100, "attention": 111, "host": 1}
+        {"products": 105, "attention": 111, "host": 1}
     )
 
 
@@ -183,8 +208,8 @@ def test_times_on_another_machine():
     result, _ = expect(expected=other, max_num_batched_tokens=200, max_num_seqs=8)
     times = result["times"]
     assert (times["cores"], times["bandwidth"]) == (8, 4000.0)
-    assert times["tpot_ms"] == pytest.approx((100 + 111) / 4 + 1)
-    assert times["ttft_ms"] == pytest.approx(1000 / 4 + 100 / 4 + 1)
+    assert times["tpot_ms"] == pytest.approx((105 + 111) / 4 + 1)
+    assert times["ttft_ms"] == pytest.approx(1050 / 4 + 100 / 4 + 1)
     assert result["limit"] is None
     assert result["total"] < 2**34
     limited, _ = expect(expected=other | {"memory": 2**32})
@@ -197,18 +222,49 @@ def test_times_on_another_machine():
 def test_what_each_setting_buys():
     result, _ = expect(max_num_batched_tokens=200, max_num_seqs=8, kv_cache_memory_bytes=2**24)
     base, *others = result["settings"]
-    rows = {next(iter(row["setting"].items())): row for row in others}
+    rows = {(name, str(value)): row for row in others for name, value in row["setting"].items()}
     assert base["setting"] == {}
     assert base["room"] == 8
     assert base["tpot_ms"] == result["times"]["tpot_ms"]
     int8 = rows["quantization", "int8"]
-    assert int8["tpot_ms"] == pytest.approx(50 + 111 + 1)
+    assert int8["tpot_ms"] == pytest.approx(55 + 111 + 1)
     assert int8["total"] < base["total"]
     # Half of the bytes and a scale for each head
     assert 1.7 < rows["kv_cache_dtype", "int8"]["kv_tokens"] / base["kv_tokens"] < 2
-    assert rows["max_num_batched_tokens", 100]["longest_step_ms"] == pytest.approx(1101)
-    assert rows["max_num_seqs", 16]["room"] == 16
-    assert rows["max_num_seqs", 4]["room"] == 4
+    assert rows["max_num_batched_tokens", "100"]["longest_step_ms"] == pytest.approx(
+        1000 + 50 + 100 + 1
+    )
+    assert rows["max_num_seqs", "16"]["room"] == 16
+    assert rows["max_num_seqs", "4"]["room"] == 4
+
+
+def test_what_the_prefix_cache_and_speculation_buy():
+    result, _ = expect(max_num_batched_tokens=200, max_num_seqs=8)
+    hits = result["prefix_cache"]["hit_rate"]
+    assert 0.5 < hits < 1
+    by_name = {name: row for row in result["settings"] for name in row["setting"]}
+    prefix, drafts = by_name["enable_prefix_caching"], by_name["speculative_config"]
+    tokens = 100 - int(hits * 100)
+    assert prefix["ttft_ms"] == pytest.approx(10 * tokens + 50 + 100 + 1)
+    assert prefix["tpot_ms"] == result["times"]["tpot_ms"]
+    assert prefix["note"] == f"{hits:.0%} of a prompt cached"
+    # Five tokens of a step, of which 1 + 1/2 + 1/4 + 1/8 + 1/16 are accepted
+    assert drafts["tpot_ms"] == pytest.approx((100 + 0.5 * 50 + 115 + 1) / 1.9375)
+    assert drafts["ttft_ms"] == result["times"]["ttft_ms"]
+    assert "4 drafts, each accepted with 50%" in drafts["note"]
+    off, _ = expect(enable_prefix_caching=False)
+    assert "enable_prefix_caching" not in {n for row in off["settings"] for n in row["setting"]}
+
+
+def test_settings_without_time_are_named(monkeypatch, capsys):
+    monkeypatch.setattr(plan_module, "_PROBE_SECONDS", 0.0)
+    result, _ = expect(max_num_seqs=8)
+    assert [row["setting"] for row in result["settings"]] == [{}]
+    assert {"kv_cache_dtype": "fp8"} in result["settings_left_out"]
+    plan_module._print(result)
+    assert "--kv-cache-dtype fp8, --max-num-batched-tokens" in " ".join(
+        capsys.readouterr().out.split()
+    )
 
 
 def test_settings_with_errors_are_left_out(hybrid):
@@ -216,6 +272,7 @@ def test_settings_with_errors_are_left_out(hybrid):
     kwargs = {"load_format": "dummy", "max_num_seqs": 4, "quantization": "int8"}
     result, _ = expect(model=str(hybrid), **kwargs)
     names = [name for row in result["settings"] for name in row["setting"].items()]
+    assert result["settings_left_out"] == []
     assert ("quantization", "int8") not in names
     assert ("quantization", "int4") in names
     assert ("max_num_seqs", 2) not in names

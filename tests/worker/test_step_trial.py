@@ -8,6 +8,7 @@ import pytest
 
 from octavo import _native
 from octavo.config import EngineConfig
+from octavo.kernels.memory import map_memory
 from octavo.kernels.native import NativeOps
 from octavo.models.spec import ModelSpec
 from octavo.plan.setup import WorkerSetup
@@ -21,7 +22,9 @@ from tests.models.harness import Runner, load, save_config, spec_of
 from tests.models.test_parity import CASES
 
 
-def make_trial(spec: ModelSpec, dtype: str = "float32", **settings: Any) -> StepTrial:
+def make_trial(
+    spec: ModelSpec, dtype: str = "float32", memory: int | None = None, **settings: Any
+) -> StepTrial:
     setup = WorkerSetup(
         config=EngineConfig.from_kwargs(max_num_seqs=8, **settings),
         spec=spec,
@@ -31,7 +34,8 @@ def make_trial(spec: ModelSpec, dtype: str = "float32", **settings: Any) -> Step
         max_num_batched_tokens=128,
     )
     backend = CPUPlatform().make_attention_backend(setup, "cpu")
-    return StepTrial(setup, measure_scratch(setup, backend), 128)
+    mapped = None if memory is None else map_memory(memory)
+    return StepTrial(setup, measure_scratch(setup, backend), 128, 8, mapped)
 
 
 def reads(cost: StepCost) -> dict[str, float]:
@@ -149,3 +153,54 @@ def test_only_one_layer_of_a_kind_runs(tmp_path: Path) -> None:
     more = replace(spec, layers=spec.layers * 3)
     few, many = (reads(make_trial(one).run(((9, 1),))) for one in (spec, more))
     assert many["attention"] == 3 * few["attention"]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_layers_in_memory_are_those_of_the_model(case: str, tmp_path: Path) -> None:
+    spec = save_config(tmp_path, *CASES[case])
+    batch: Batch = ((100, 1), (30, 1), (1, 1))
+    computing = reads(make_trial(spec).run(batch))
+    trial = make_trial(spec, memory=2**26)
+    assert list(trial._kinds.run) == list(range(len(spec.layers)))
+    assert set(trial._kinds.run.values()) == {1.0}
+    found = reads(trial.run(batch))
+    assert found.keys() == computing.keys()
+    for name in found.keys() - {"experts"}:
+        assert found[name] == pytest.approx(computing[name]), name
+
+
+def test_layers_share_memory_in_turns(tmp_path: Path) -> None:
+    spec = save_config(tmp_path, *CASES["llama"])
+    many = replace(spec, layers=spec.layers * 8)
+    layer = sum(w.nbytes("float32") for w in spec.weights() if w.name.startswith("layers.0."))
+    largest = max(w.nbytes("float32") for w in spec.weights())
+    room = 4 * max(2 * layer, largest) // 3 + 64  # a quarter is for caches
+    trial = make_trial(many, memory=room)
+    assert 2 <= len(trial._kinds.run) < len(many.layers)
+    assert sum(trial._kinds.run.values()) == pytest.approx(len(many.layers))
+    everything = make_trial(many, memory=2**26)
+    batch: Batch = ((100, 1),)
+    assert reads(trial.run(batch)) == pytest.approx(reads(everything.run(batch)))
+
+
+def test_weights_that_exceed_the_memory_are_left_out(tmp_path: Path) -> None:
+    config = CASES["llama"][1] | {"vocab_size": 4096, "tie_word_embeddings": False}
+    spec = save_config(tmp_path, "LlamaForCausalLM", config)
+    head = spec.head.lm_head
+    name = f"linear {head.outputs}x{head.inputs}"
+    room = 4 * (4 * head.outputs * head.inputs - 1) // 3
+    found = reads(make_trial(spec, memory=room).run(((5, 1),)))
+    assert name not in found
+    assert reads(make_trial(spec).run(((5, 1),))).keys() == {*found, name}
+
+
+def test_requests_in_memory_have_their_own_blocks(tmp_path: Path) -> None:
+    spec = save_config(tmp_path, *CASES["llama"])
+    for memory, blocks in ((None, 1), (2**26, 3)):
+        trial = make_trial(spec, memory=memory)
+        trial._fill(((100, 1),) * 3)
+        table = trial._buffers.table
+        assert len({*table.block_tables[0, :3, 0].tolist()}) == blocks
+        slots = table.slot_mappings[0, :3].tolist()
+        expected = table.block_tables[0, :3, 100 // 16] * 16 + 100 % 16
+        assert slots == expected.tolist()

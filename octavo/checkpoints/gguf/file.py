@@ -369,6 +369,13 @@ class GGUFFile:
         return factors
 
 
+def is_factors(tensor: GGUFTensor) -> bool:
+    """Return True if a tensor's numbers are a part of the description of the model."""
+    of_rope = tensor.name.removesuffix(".weight") in _ROPE_FACTORS
+    is_named = of_rope or tensor.name.endswith(".scale")
+    return is_named and tensor.type == "float32" and tensor.nbytes <= 4 * _MOST_FACTORS
+
+
 def _layer_numbers(header: GGUFHeader) -> dict[str, GGUFTensor]:
     """Return tensors with the numbers that the metadata has for each layer: those of xIELU."""
     tensors: dict[str, GGUFTensor] = {}

@@ -126,18 +126,24 @@ class Texts(Sequence[str]):
         return [self[i] for i in range(len(self))]  # some contain zero bytes
 
 
+class MissingBytesError(ModelError):
+    """The header is longer than the part of the file that is there."""
+
+
 class GGUFHeader:
     """Header of one file.
 
     Args:
         file: the file.
+        nbytes: bytes of the file that are there, from its beginning; None: all.
 
     Raises:
         ModelError: the file is not GGUF, is damaged, or has a tensor of a type that is not
             supported.
+        MissingBytesError: the header is longer than `nbytes`.
     """
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, file: Path, nbytes: int | None = None) -> None:
         self.file = file
         require_file(file)
         try:
@@ -146,6 +152,7 @@ class GGUFHeader:
                 self.data = memoryview(mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ))
         except (OSError, ValueError) as error:
             raise ModelError(f"{file} cannot be read: {reason_of(error)}.") from error
+        self._size = len(self.data) if nbytes is None else nbytes
         self._at = self._num_texts = 0
         self.metadata: Mapping[str, Any]
         """Numbers, texts, booleans, and arrays of these (numpy arrays, or `Texts`)."""
@@ -179,6 +186,11 @@ class GGUFHeader:
     def _error(self, problem: str) -> ModelError:
         return ModelError(f"{self.file} {problem}.")
 
+    def _end(self, problem: str) -> ModelError:
+        """Return the error of a file that ends too early."""
+        kind = MissingBytesError if self._size < len(self.data) else ModelError
+        return kind(f"{self.file} {problem}.")
+
     def _need(self, nbytes: int, what: str) -> int:
         """Return the current position and move on.
 
@@ -186,10 +198,10 @@ class GGUFHeader:
             ModelError: the file ends before.
         """
         begin = self._at
-        if nbytes > len(self.data) - begin:
-            raise self._error(
+        if nbytes > self._size - begin:
+            raise self._end(
                 f"is damaged at {what}: it needs {nbytes} bytes from byte {begin} on, and the file "
-                f"has {len(self.data)}; download it again"
+                f"has {self._size}; download it again"
             )
         self._at = begin + nbytes
         return begin
@@ -237,7 +249,7 @@ class GGUFHeader:
         self._need(8 * count, key)  # at least
         self._at -= 8 * count
         start = at = self._at
-        size, unpack, ends = len(self.data), struct.Struct("<Q").unpack_from, array("Q")
+        size, unpack, ends = self._size, struct.Struct("<Q").unpack_from, array("Q")
         for _ in range(count):
             if at + 8 > size:
                 break
@@ -248,7 +260,7 @@ class GGUFHeader:
         else:
             self._at = at
             return Texts(self.data[start:at], ends)
-        raise self._error(f"is damaged: text {len(ends)} of {key} ends after the file")
+        raise self._end(f"is damaged: text {len(ends)} of {key} ends after the file")
 
     def _tensor(self) -> tuple[str, tuple[int, ...], int, int]:
         name = self._text("the name of a tensor", 2**10)
