@@ -80,6 +80,7 @@ void unary(const UnaryArgs& a) {
         case Unary::soft_cap: return apply([&](vf x) { return soft_cap(x, a.param); });
         case Unary::relu: return apply([](vf x) { return x < 0.0f ? vf{} : x; });
         case Unary::sigmoid: return apply([](vf x) { return sigmoid(x); });
+        case Unary::silu: return apply([](vf x) { return silu(x); });
         case Unary::scale: return apply([&](vf x) { return x * a.param; });
         case Unary::clamp:
           return apply([&](vf x) {

@@ -724,8 +724,19 @@ struct Attention {
   }
 
   // Turns scores into probabilities, for a step's rows from `at` on, and rescales the previous
-  // sums. Three passes over the rows, so that no row waits for the maximum and the sum of another.
+  // sums. V: vectors of the tile with a visible position of any row; the others are not touched,
+  // since they would only add zeros.
+  template <int V = kTile / W>
   void softmax_rows(Task& t, int at, int count, const Tile* next, int64_t tile) const {
+    if constexpr (V % 4 == 0)  // vectors are stored in pairs
+      if (t.rows[at + count - 1].last <= V / 2 * W)
+        return softmax_rows<V / 2>(t, at, count, next, tile);
+    softmax_vectors<V>(t, at, count, next, tile);
+  }
+
+  // Three passes over the rows, so that no row waits for the maximum and the sum of another.
+  template <int V>
+  void softmax_vectors(Task& t, int at, int count, const Tile* next, int64_t tile) const {
     constexpr int some = (kStepRows + W - 1) / W * W;
     alignas(64) float old_max[some] = {}, new_max[some] = {};
     for (int i = 0; i < count; i++) {
@@ -733,7 +744,8 @@ struct Attention {
       if (next) fetch_values(*next, i * kFetchedEarly / count, (i + 1) * kFetchedEarly / count);
       if (row.first >= row.last) continue;
       old_max[i] = row.max;
-      row.max = new_max[i] = max(row.max, finish_scores(row, t.wide, tile, t.scores + i * kTile));
+      const float most = finish_scores<V>(row, t.wide, tile, t.scores + i * kTile);
+      row.max = new_max[i] = max(row.max, most);
     }
     for (int i = 0; i < count; i += W)
       store(old_max + i, exp_or_zero(load(old_max + i) - load(new_max + i)));
@@ -741,7 +753,7 @@ struct Attention {
       Row& row = t.rows[at + i];
       P* probs = t.probs + i * kTile;
       if (row.first < row.last)
-        softmax_step(row, t.wide, t.scores + i * kTile, old_max[i], probs,
+        softmax_step<V>(row, t.wide, t.scores + i * kTile, old_max[i], probs,
                      t.acc + (at + i) * acc_stride);
       else if constexpr (kOnTiles<T>)
         memset(probs, 0, kTile * sizeof(P));
@@ -754,22 +766,25 @@ struct Attention {
         __builtin_prefetch(next.values[key] + d);
   }
 
-  static constexpr int kTileVectors = kTile / W;
-
   // Keeps v at visible positions of the tile, and sets `instead` elsewhere.
-  static INLINE void hide(const Row& row, vf (&v)[kTileVectors], float instead) {
-    for (int i = 0; i < kTileVectors; i++) {
+  template <int V>
+  static INLINE void hide(const Row& row, vf (&v)[V], float instead) {
+    for (int i = 0; i < V; i++) {
       const vf key = lanes() + float(i * W);
       v[i] = key >= float(row.first) ? v[i] : splat(instead);
       v[i] = key < float(row.last) ? v[i] : splat(instead);
     }
   }
-  static bool sees_all(const Row& row) { return row.first == 0 && row.last == kTile; }
+  template <int V>
+  static bool sees_all(const Row& row) {
+    return row.first == 0 && row.last == V * W;
+  }
 
   // Adds the biases of the positions at distances `from`, `from` + 1 ... of a row.
-  INLINE void add_position_bias(const Row& row, int64_t from, vf (&v)[kTileVectors]) const {
+  template <int V>
+  INLINE void add_position_bias(const Row& row, int64_t from, vf (&v)[V]) const {
     const int64_t most = a.bias_distance;
-    for (int i = 0; i < kTileVectors; i++, from += W) {
+    for (int i = 0; i < V; i++, from += W) {
       const int64_t last = from + W - 1;
       if (from >= most || last <= -most) {
         v[i] += row.bias[from >= most ? most : -most];
@@ -785,9 +800,8 @@ struct Attention {
 
   // Turns dot products into logits, -inf at invisible positions; returns the largest.
   // `wide`: holds the scales of the positions, if any.
-  template <class Wide>
+  template <int V, class Wide>
   INLINE float finish_scores(const Row& row, const Wide& wide, int64_t tile, float* s) const {
-    constexpr int V = kTileVectors;
     vf v[V];
     UNROLL for (int i = 0; i < V; i++) {
       v[i] = load(s + i * W);
@@ -805,23 +819,22 @@ struct Attention {
         v[i] = fma(-row.slope, vmax(distance, -distance), v[i]);
       }
     if (a.position_bias) add_position_bias(row, tile - row.position, v);
-    if (!sees_all(row)) hide(row, v, -INFINITY);
+    if (!sees_all<V>(row)) hide(row, v, -INFINITY);
     vf m = v[0];
     UNROLL for (int i = 0; i < V; i++) m = vmax(v[i], m), store(s + i * W, v[i]);
     return reduce_max(m);
   }
 
   // Turns logits into probabilities relative to the maximum; scales the previous sums by `old`.
-  template <class Wide>
+  template <int V, class Wide>
   INLINE void softmax_step(Row& row, const Wide& wide, const float* s, float old, P* probs,
                            float* acc) const {
-    constexpr int V = kTileVectors;
     vf v[V], sum{};
     UNROLL for (int i = 0; i < V; i++)
       sum += v[i] = exponential<P>(load(s + i * W) - row.max);
     if constexpr (kScales) {
       UNROLL for (int i = 0; i < V; i++) v[i] *= load(wide.value_scales + i * W);
-      if (!sees_all(row)) hide(row, v, 0.0f);  // a scale there may be NaN
+      if (!sees_all<V>(row)) hide(row, v, 0.0f);  // a scale there may be NaN
     }
     UNROLL for (int i = 0; i < V; i += 2) keep(probs + i * W, v[i], v[i + 1]);
     row.sum = row.sum * old + reduce_sum(sum);

@@ -57,7 +57,8 @@ enum class Unary : int {
   scale = 8,
   clamp = 9,
   relu2 = 10,
-  sigmoid = 11
+  sigmoid = 11,
+  silu = 12
 };
 
 // Size that a recorded call is set to before it runs.
@@ -264,6 +265,9 @@ struct RmsNormArgs {
 struct LayerNormArgs {
   const void* x;  // [rows, dim]
   int64_t x_stride;
+  const void* residual;  // [rows, dim] or null: added to x first
+  void* residual_out;  // [rows, dim]: the sum
+  int64_t residual_stride;  // of both
   const void* weight;  // [dim]
   const void* bias;  // [dim] or null
   void* out;  // [rows, dim]
@@ -271,9 +275,12 @@ struct LayerNormArgs {
   float eps, weight_offset;
   DType dtype;
 
-  MEMBERS(x, x_stride, weight, bias, out, out_stride, rows, dim, eps, weight_offset, dtype)
+  MEMBERS(x, x_stride, residual, residual_out, residual_stride, weight, bias, out, out_stride, rows, dim,
+          eps, weight_offset, dtype)
   void resize(const StepSize& size) { rows = size.rows; }
-  Work work() const { return {double(size_of(dtype)) * rows * dim * 2, 0.0}; }
+  Work work() const {
+    return {double(size_of(dtype)) * rows * dim * (residual ? 4 : 2), 0.0};
+  }
 };
 
 // Root mean square of each row, or its inverse, as one number of the row's type.

@@ -58,7 +58,7 @@ constexpr int kCodes<CacheType> = 4;
 template <>
 constexpr int kCodes<QuantFormat> = 25;
 template <>
-constexpr int kCodes<Unary> = 12;
+constexpr int kCodes<Unary> = 13;
 template <>
 constexpr int kCodes<Gated> = 8;
 template <>

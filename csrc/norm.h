@@ -30,21 +30,25 @@ INLINE float mean_square(const T* x, int64_t dim) {
   return reduce_sum(sum) / float(dim);
 }
 
+// Returns a row of x, or its sum with the residual if there is one, which is stored.
+template <class T, class Args>
+INLINE const T* with_residual(const Args& a, const T* x, int64_t row) {
+  if (!a.residual) return x;
+  const T* residual = static_cast<const T*>(a.residual) + row * a.residual_stride;
+  T* sum = static_cast<T*>(a.residual_out) + row * a.residual_stride;
+  for_lanes(a.dim, [&](int64_t i, int n) {
+    store(sum + i, load(x + i, n) + load(residual + i, n), n);
+  });
+  return sum;
+}
+
 void rms_norm(const RmsNormArgs& a) {
   norm_rows(a.rows, a.heads, a.dim, a.dtype, [&](auto t, int64_t row, int64_t head) {
     using T = decltype(t);
     const T* x = static_cast<const T*>(a.x) + row * a.x_stride + head * a.x_head_stride;
     T* out = static_cast<T*>(a.out) + row * a.out_stride + head * a.out_head_stride;
     const T* w = static_cast<const T*>(a.weight);
-    const T* from = x;
-    if (a.residual) {
-      const T* residual = static_cast<const T*>(a.residual) + row * a.residual_stride;
-      T* sum = static_cast<T*>(a.residual_out) + row * a.residual_stride;
-      for_lanes(a.dim, [&](int64_t i, int n) {
-        store(sum + i, load(x + i, n) + load(residual + i, n), n);
-      });
-      from = sum;
-    }
+    const T* from = with_residual(a, x, row);
     const float scale = 1.0f / sqrtf(mean_square(from, a.dim) + a.eps);
     for_lanes(a.dim, [&](int64_t i, int n) {
       vf v = load(from + i, n) * scale, weight = load(w + i, n);
@@ -76,7 +80,7 @@ INLINE Moments moments(const T* x, int64_t dim) {
 void layer_norm(const LayerNormArgs& a) {
   norm_rows(a.rows, 1, a.dim, a.dtype, [&](auto t, int64_t row, int64_t) {
     using T = decltype(t);
-    const T* x = static_cast<const T*>(a.x) + row * a.x_stride;
+    const T* x = with_residual(a, static_cast<const T*>(a.x) + row * a.x_stride, row);
     T* out = static_cast<T*>(a.out) + row * a.out_stride;
     const T* w = static_cast<const T*>(a.weight);
     const T* bias = static_cast<const T*>(a.bias);

@@ -66,6 +66,11 @@ class FlashInferAttention(NoLatents, PagedCaches):
         """Run one call for prefill chunks and decode rows."""
         assert params.alibi_slopes is None, "refused by the platform"
         assert params.sinks is None, "refused by the platform"
+        if not params.causal or params.position_bias is not None:
+            raise ConfigError(
+                "attention_backend=flashinfer does not support encoders, nor position biases, yet; "
+                "use attention_backend=triton."
+            )
         # Layers of a step with the same parameters share a plan.
         if self._planned_for is not metadata or self._params != params:
             self._plan(query, kv_cache, metadata, params)

@@ -142,6 +142,8 @@ class TritonAttention(PagedCaches):
             logits_soft_cap=params.logits_soft_cap,
             alibi_slopes=params.alibi_slopes,
             sinks=params.sinks,
+            causal=params.causal,
+            position_bias=params.position_bias,
         )
 
     def latent_cache_shape(

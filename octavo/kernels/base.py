@@ -507,6 +507,22 @@ class Ops(Protocol):
         """
         ...
 
+    def fused_add_layer_norm(
+        self,
+        x: Tensor,
+        residual: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        eps: float,
+        weight_offset: float = 0.0,
+        out: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return (layer_norm(sum), sum) with sum = x + residual, rounded to their dtype.
+
+        Both are [T, D]. `out` receives both; the rows of its sum have the residual's stride.
+        """
+        ...
+
     def rms(self, x: Tensor, least: float = 0.0, *, inverse: bool = False) -> Tensor:
         """Return the root mean square of each row of x [T, D], or its inverse: [T, 1].
 
@@ -538,6 +554,10 @@ class Ops(Protocol):
 
     def gelu(self, x: Tensor, approximate: Gelu, out: Tensor | None = None) -> Tensor:
         """Apply GELU to a dense x (Hendrycks and Gimpel); `out` as in `linear`."""
+        ...
+
+    def silu(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return x / (1 + e ** -x) of a dense x; `out` as in `linear`."""
         ...
 
     def relu(self, x: Tensor, out: Tensor | None = None) -> Tensor:

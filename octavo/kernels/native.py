@@ -40,7 +40,7 @@ from octavo.system.block_types import BLOCK_TYPES
 from octavo.system.tensor import HostTensor, Tensor, empty, from_numpy
 
 _EXP, _LOG, _TANH, _ERF, _GELU, _SOFT_CAP = 0, 1, 2, 3, {"none": 4, "tanh": 5}, 6
-_RELU, _SCALE, _CLAMP, _SIGMOID = 7, 8, 9, 11
+_RELU, _SCALE, _CLAMP, _SIGMOID, _SILU = 7, 8, 9, 11, 12
 
 # Largest k for which a heap is the fastest way to find the largest.
 _FEW, _LOW_WORD = 64, 0xFFFFFFFF
@@ -473,6 +473,41 @@ class NativeOps(NativeStateOps, NativeExpertOps):
         weight_offset: float = 0.0,
         out: Tensor | None = None,
     ) -> Tensor:
+        out = self._result(out, *x.shape, dtype=x.dtype)
+        self._layer_norm(x, None, weight, bias, eps, weight_offset, out)
+        return out
+
+    def fused_add_layer_norm(
+        self,
+        x: Tensor,
+        residual: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        eps: float,
+        weight_offset: float = 0.0,
+        out: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        check_rows(residual)
+        assert residual.shape == x.shape
+        assert residual.dtype == x.dtype
+        normed, total = out or (None, None)
+        normed = self._result(normed, *x.shape, dtype=x.dtype)
+        total = self._result(total, *x.shape, dtype=x.dtype)
+        assert x.shape[0] < 2 or total.stride(0) == residual.stride(0)
+        self._layer_norm(x, (residual, total), weight, bias, eps, weight_offset, normed)
+        return normed, total
+
+    def _layer_norm(
+        self,
+        x: Tensor,
+        sums: tuple[Tensor, Tensor] | None,
+        weight: Tensor,
+        bias: Tensor | None,
+        eps: float,
+        weight_offset: float,
+        out: Tensor,
+    ) -> None:
+        """Call the kernel; `sums` are a residual and the sum with it."""
         check_rows(x)
         rows, dim = x.shape
         assert weight.shape == (dim,)
@@ -482,10 +517,12 @@ class NativeOps(NativeStateOps, NativeExpertOps):
             assert bias.shape == (dim,)
             assert bias.is_contiguous()
             assert x.dtype == bias.dtype
-        out = self._result(out, rows, dim, dtype=x.dtype)
         kernels.layer_norm(
             x=x.data_ptr(),
             x_stride=x.stride(0),
+            residual=0 if sums is None else sums[0].data_ptr(),
+            residual_out=0 if sums is None else sums[1].data_ptr(),
+            residual_stride=0 if sums is None else sums[0].stride(0),
             weight=weight.data_ptr(),
             bias=0 if bias is None else bias.data_ptr(),
             out=out.data_ptr(),
@@ -496,7 +533,6 @@ class NativeOps(NativeStateOps, NativeExpertOps):
             weight_offset=weight_offset,
             dtype=DTYPE_CODES[x.dtype],
         )
-        return out
 
     def _unary(self, kind: int, x: Tensor, out: Tensor | None = None) -> Tensor:
         out = self._result(out, *x.shape, dtype=x.dtype)
@@ -584,6 +620,9 @@ class NativeOps(NativeStateOps, NativeExpertOps):
 
     def gelu(self, x: Tensor, approximate: Gelu, out: Tensor | None = None) -> Tensor:
         return self._unary(_GELU[approximate], x, out)
+
+    def silu(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        return self._unary(_SILU, x, out)
 
     def relu(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         return self._unary(_RELU, x, out)

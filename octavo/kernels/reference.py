@@ -441,6 +441,20 @@ class ReferenceOps:
         normed = F.layer_norm(x.float(), weight.shape, wide_weight, wide_bias, eps)
         return into(out, normed.to(x.dtype))
 
+    def fused_add_layer_norm(
+        self,
+        x: Tensor,
+        residual: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        eps: float,
+        weight_offset: float = 0.0,
+        out: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        normed, total = out or (None, None)
+        total = into(total, x + residual)
+        return self.layer_norm(total, weight, bias, eps, weight_offset, normed), total
+
     def rms(self, x: Tensor, least: float = 0.0, *, inverse: bool = False) -> Tensor:
         root = x.float().square().mean(-1, keepdim=True).clamp(min=least).sqrt()
         return (1 / root if inverse else root).to(x.dtype)
@@ -466,6 +480,9 @@ class ReferenceOps:
 
     def gelu(self, x: Tensor, approximate: Gelu, out: Tensor | None = None) -> Tensor:
         return into(out, F.gelu(x, approximate=approximate))
+
+    def silu(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        return into(out, F.silu(x))
 
     def relu(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         return into(out, torch.relu(x))

@@ -82,6 +82,7 @@ def get_activation(
         return ops.multiply(positive, positive, out=positive)
 
     activations: dict[str, Callable[..., Tensor]] = {
+        "silu": ops.silu,
         "relu": ops.relu,
         "relu2": relu2,
         "gelu": partial(ops.gelu, approximate="none"),

@@ -114,9 +114,9 @@ class LayerNorm:
 
     def add(self, x: Tensor, residual: Tensor, out: Pair | None = None) -> Pair:
         """Return (norm(sum), sum) with sum = x + residual; both [T, D]; `out` as in `Ops`."""
-        normed, total = out or (None, None)
-        total = self.ops.add(x, residual, total)
-        return self(total, normed), total
+        return self.ops.fused_add_layer_norm(
+            x, residual, self.weight, self.bias, self.eps, self.weight_offset, out
+        )
 
 
 @dataclass(slots=True)

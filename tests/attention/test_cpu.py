@@ -1,11 +1,13 @@
 """Native attention kernel against dense attention in float64, and bitwise against itself."""
 
 import dataclasses
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor
 
+from octavo import _native
 from octavo.attention.base import (
     AttentionBackend,
     AttentionMetadata,
@@ -16,9 +18,10 @@ from octavo.attention.cpu import BLOCK_SIZES
 from octavo.attention.reference import ReferenceAttention
 from octavo.errors import ConfigError
 from octavo.kernels import native
+from octavo.kernels.memory import Arena
 from octavo.kernels.torch_tensors import dtype_name
 from tests.attention.cases import Case, assert_near, new_cache
-from tests.torch_ops import cpu_attention
+from tests.torch_ops import cpu_attention, native_ops
 
 backend = cpu_attention()
 BYTES = [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8]
@@ -473,6 +476,43 @@ def test_block_size_changes_no_bit() -> None:
         ]
         for result in results[1:]:
             assert_same(result, results[0])
+
+
+class Recorded:
+    """Attention whose calls are recorded, and run by the plan."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(backend, name)
+
+    def forward(
+        self,
+        query: Tensor,
+        kv_cache: Tensor,
+        metadata: AttentionMetadata,
+        out: Tensor,
+        params: AttentionParams,
+    ) -> None:
+        plan = _native.Plan()
+        with native_ops().record(plan, Arena(2**12)):
+            backend.forward(query, kv_cache, metadata, out, params)
+        assert len(plan) == 1
+        assert out.isnan().all(), "recording computes nothing"
+        plan.run(metadata.num_tokens, metadata.num_reqs, 0)
+
+
+@pytest.mark.parametrize(
+    "features",
+    [
+        {"alibi": True, "window": 50},
+        {"causal": False},
+        {"causal": False, "bias_distance": 20, "window": 40},
+        {"causal": False, "alibi": True, "sinks": True},
+    ],
+    ids=str,
+)
+def test_a_recorded_call_has_the_bits_of_a_direct_one(features: dict[str, int]) -> None:
+    case = Case(WHOLE, **features)  # type: ignore[arg-type]
+    assert_same(case.run(cast(AttentionBackend, Recorded())), case.run(backend))
 
 
 def test_shapes_it_cannot_do() -> None:

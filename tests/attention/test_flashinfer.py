@@ -98,6 +98,12 @@ def test_steps_of_the_same_size_have_plans_of_their_own(backend):
     assert StandIn.plans == 2
 
 
+@pytest.mark.parametrize("features", [{"causal": False}, {"bias_distance": 3}], ids=str)
+def test_what_it_cannot_do(backend, features):
+    with pytest.raises(ConfigError, match="attention_backend=triton"):
+        Case(((5, 5),), **features).run(backend)
+
+
 def test_no_cache_of_bytes(backend):
     with pytest.raises(ConfigError, match="kv_cache_dtype"):
         backend.kv_cache_shape(4, 16, 2, 64, "int8")

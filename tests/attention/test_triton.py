@@ -88,6 +88,39 @@ def test_soft_cap_alibi_and_sinks(soft_cap: float | None, alibi: bool, window: i
     check(Case(MIXED, soft_cap=soft_cap, alibi=alibi, window=window, sinks=True))
 
 
+WHOLE = ((1, 1), (5, 5), (33, 33), (130, 130), (0, 0), (64, 64))
+FEATURES = [
+    {},
+    {"window": 1},
+    {"window": 40, "bias_distance": 9},
+    {"window": 65, "alibi": True},
+    {"soft_cap": 2.0, "alibi": True, "bias_distance": 50, "sinks": True},
+]
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("features", FEATURES, ids=str)
+def test_not_causal(features: dict[str, int], batch_invariant: bool) -> None:
+    attention = backend(batch_invariant=batch_invariant)
+    check(Case(WHOLE, causal=False, **features), attention)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("features", FEATURES, ids=str)
+def test_a_whole_text_has_the_same_bits_in_a_batch(features: dict[str, int]) -> None:
+    case = Case(WHOLE, causal=False, **features)  # type: ignore[arg-type]
+    alone = [
+        dataclasses.replace(case, requests=(request,), seeds=(i,)).run(backend())
+        for i, request in enumerate(WHOLE)
+    ]
+    assert torch.equal(torch.cat(alone), case.run(backend()))
+
+
+@pytest.mark.parametrize("distance", [0, 1, 20, 500])
+def test_position_bias(distance: int) -> None:
+    check(Case(MIXED, bias_distance=distance))
+    check(Case(MIXED, bias_distance=distance, soft_cap=2.0, window=40, heads=6, kv_heads=1))
+
+
 @pytest.mark.parametrize("cache_dtype", BYTES, ids=str)
 @pytest.mark.parametrize("features", [{}, {"window": 50}, {"head_size": 40}], ids=str)
 def test_a_cache_in_fp8(features: dict[str, int], cache_dtype: torch.dtype) -> None:
@@ -98,8 +131,11 @@ def test_a_cache_in_fp8(features: dict[str, int], cache_dtype: torch.dtype) -> N
 def cases_of_all_kinds(draw: st.DrawFn) -> tuple[cases.Case, int]:
     lengths = draw(st.lists(st.integers(1, 45), min_size=1, max_size=3))
     kv_heads, group = draw(st.sampled_from([(1, 1), (1, 3), (2, 2), (3, 1), (1, 17)]))
+    causal = draw(st.booleans())
     case = Case(
-        tuple((n, draw(st.integers(0, n))) for n in lengths),
+        tuple((n, draw(st.integers(0, n)) if causal else n) for n in lengths),
+        causal=causal,
+        bias_distance=draw(st.sampled_from([None, 0, 6, 50])),
         heads=kv_heads * group,
         kv_heads=kv_heads,
         head_size=draw(st.sampled_from([8, 16, 20])),
@@ -111,7 +147,7 @@ def cases_of_all_kinds(draw: st.DrawFn) -> tuple[cases.Case, int]:
         sinks=draw(st.booleans()),
         small=draw(st.sampled_from([None, 5])),
     )
-    if case.window is None:
+    if case.window is None and causal:
         case = dataclasses.replace(case, chunk=draw(st.sampled_from([None, 1, 7, 32])))
     return case, draw(st.sampled_from([0, 4, 100]))
 

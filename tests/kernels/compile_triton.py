@@ -118,9 +118,10 @@ def kernels(dtype: torch.dtype) -> None:
     cases: list[tuple[int, int, dict[str, Any]]] = [
         (128, 0, {"sliding_window": 100, "logits_soft_cap": 30.0, "sinks": zeros(8, dtype=dtype)}),
         (80, 1, {"alibi_slopes": zeros(heads)}),
+        (64, 0, {"causal": False, "position_bias": zeros(heads, 257), "sliding_window": 100}),
         (512, 2 if half else 0, {}),
     ]
-    for head_size, format, features in cases[:2] if old else cases[2:]:
+    for head_size, format, features in cases[:3] if old else cases[3:]:
         qkv = zeros(4, heads + 2 * kv_heads, head_size, dtype=dtype)
         query, key, value = qkv.split_with_sizes([heads, kv_heads, kv_heads], dim=1)
         cache_dtype = torch.uint8 if format else dtype

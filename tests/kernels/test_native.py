@@ -255,6 +255,19 @@ def test_layer_norm(dim: int, dtype: torch.dtype) -> None:
 
 
 @dtypes
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_fused_add_layer_norm(offset: float, dtype: torch.dtype) -> None:
+    x, residual = strided(random(7, 70, dtype=dtype)), random(7, 70, dtype=dtype, seed=1)
+    weight, bias = random(70, dtype=dtype, seed=2), random(70, dtype=dtype, seed=3)
+    before = residual.clone()
+    for b in (None, bias):
+        y, total = ops.fused_add_layer_norm(x, residual, weight, b, 1e-5, offset)
+        assert_same(total, x + residual)
+        assert_same(y, ops.layer_norm(total, weight, b, 1e-5, offset))
+        assert_same(residual, before)
+
+
+@dtypes
 @pytest.mark.parametrize("dim", DIMS)
 def test_rms(dim: int, dtype: torch.dtype) -> None:
     x = strided(
@@ -351,11 +364,12 @@ def test_gated_rounds_as_hugging_face_does(dtype: torch.dtype) -> None:
 
 
 @dtypes
-def test_gelu_relu_sigmoid_xielu_soft_cap(dtype: torch.dtype) -> None:
+def test_gelu_silu_relu_sigmoid_xielu_soft_cap(dtype: torch.dtype) -> None:
     x = 4 * random(3, 333, dtype=dtype)
     gelu = torch.nn.functional.gelu
     assert_near(ops.gelu(x, "none"), gelu(x.double()))
     assert_near(ops.gelu(x, "tanh"), gelu(x.double(), approximate="tanh"))
+    assert_near(ops.silu(x), torch.nn.functional.silu(x.double()))
     assert_same(ops.relu(x), reference.relu(x))
     assert_near(ops.sigmoid(x), x.double().sigmoid())
     alphas = torch.tensor([-30.0, 1.7]).to(dtype)
@@ -595,6 +609,9 @@ def row_operations(dim: int, dtype: torch.dtype) -> dict[str, Callable[[Tensor],
         "rms_norm_gemma": lambda x: ops.rms_norm(x, weight, 1e-5, 1.0),
         "fused_add_rms_norm": lambda x: ops.fused_add_rms_norm(x, x.clone(), weight, 1e-5)[0],
         "layer_norm": lambda x: ops.layer_norm(x, weight, bias, 1e-5, 1.0),
+        "fused_add_layer_norm": lambda x: ops.fused_add_layer_norm(
+            x, x.clone(), weight, bias, 1e-5
+        )[0],
         "rms": ops.rms,
         "cutoff": lambda x: ops.cutoff(x, 0.5),
         "silu_and_mul": lambda x: ops.act_and_mul(x, "silu"),
@@ -663,6 +680,7 @@ def test_results_go_where_they_are_wanted(dtype: torch.dtype, columns: int) -> N
         "linear_act_and_mul": lambda out: ops.linear_act_and_mul(x, packed, None, "silu", out),
         "act_and_mul": lambda out: ops.act_and_mul(y, "gelu", out),
         "gelu": lambda out: ops.gelu(y[:, :columns].contiguous(), "none", out),
+        "silu": lambda out: ops.silu(y[:, :columns].contiguous(), out),
         "relu": lambda out: ops.relu(y[:, :columns].contiguous(), out),
         "sigmoid": lambda out: ops.sigmoid(y[:, :columns].contiguous(), out),
         "xielu": lambda out: ops.xielu(y[:, :columns].contiguous(), weight[0, :2], out),
@@ -689,6 +707,10 @@ def test_every_other_row() -> None:
     ops.fused_add_rms_norm(x[rows], residual[rows], weight, 1e-5, out=(normed, total))
     wanted = ops.fused_add_rms_norm(x[rows].clone(), residual[rows].clone(), weight, 1e-5)
     assert_same(normed, wanted[0])
+    assert_same(total, wanted[1])
+    assert (fused[:, others] == 7).all()
+    ops.fused_add_layer_norm(x[rows], residual[rows], weight, None, 1e-5, out=(normed, total))
+    assert_same(normed, ops.layer_norm(wanted[1], weight, None, 1e-5))
     assert_same(total, wanted[1])
     assert (fused[:, others] == 7).all()
     calls: dict[str, Callable[[slice, Tensor | None], Tensor]] = {

@@ -140,10 +140,14 @@ CASES: dict[str, Callable[[Tensor], Tensor | tuple[Tensor, ...]]] = {
     "rms_norm": lambda x: ops.rms_norm(x, vector, 1e-5),
     "fused_add_rms_norm": lambda x: ops.fused_add_rms_norm(x, residual[: len(x)], vector, 1e-5),
     "layer_norm": lambda x: ops.layer_norm(x, vector, vector, 1e-5),
+    "fused_add_layer_norm": lambda x: ops.fused_add_layer_norm(
+        x, residual[: len(x)], vector, vector, 1e-5
+    ),
     "rms": lambda x: ops.rms(x, 1e-5, inverse=True),
     "cutoff": lambda x: ops.cutoff(x, 0.5),
     "act_and_mul": lambda x: ops.act_and_mul(x, "gelu"),
     "gelu": lambda x: ops.gelu(x, "tanh"),
+    "silu": ops.silu,
     "relu": ops.relu,
     "sigmoid": ops.sigmoid,
     "xielu": lambda x: ops.xielu(x, vector[:2]),

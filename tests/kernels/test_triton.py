@@ -82,6 +82,7 @@ def test_activations(columns: int, dtype: torch.dtype) -> None:
         assert_near(ops.act_and_mul(x, gate), reference.act_and_mul(x, gate))
     for approximate in ("none", "tanh"):
         assert_near(ops.gelu(x, approximate), reference.gelu(x, approximate))
+    assert_near(ops.silu(x), reference.silu(x))
 
 
 def test_no_tokens() -> None:

@@ -122,7 +122,7 @@ def test_layer_norm(ops: Ops, with_bias: bool) -> None:
 )
 @pytest.mark.parametrize("gated", [True, False])
 def test_mlp(ops: Ops, name: str, function: Any, gated: bool) -> None:
-    if (name, gated) in (("relu", True), ("silu", False)):
+    if (name, gated) == ("relu", True):
         with pytest.raises(KeyError):
             get_activation(ops, name, gated)
         return

@@ -1,4 +1,4 @@
-"""Causal attention over a paged KV cache.
+"""Attention over a paged KV cache.
 
 Online softmax over tiles of the KV (Dao et al., "FlashAttention", algorithm 1; Milakov and
 Gimelshein, "Online normalizer calculation for softmax", 2018). Tiles begin at absolute positions.
@@ -90,6 +90,7 @@ def _tiles(
     cells,
     table,
     slopes,
+    biases,
     rows,
     positions,
     from_n,
@@ -105,10 +106,12 @@ def _tiles(
     ROW: tl.constexpr,
     BLOCK_STRIDE: tl.constexpr,
     PAGE: tl.constexpr,
+    CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
     LOCAL_CHUNK: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     ALIBI: tl.constexpr,
+    BIAS_DISTANCE: tl.constexpr,
     FP8: tl.constexpr,
     NATIVE_FP8: tl.constexpr,
     UPCAST: tl.constexpr,
@@ -164,15 +167,20 @@ def _tiles(
             v = _to_numbers(v, FP8, NATIVE_FP8, UPCAST, DTYPE)
         if SOFT_CAP:
             logits = soft_cap * tanh(logits * scale / soft_cap)
+        distance = n[None, :] - positions[:, None]
+        if (ALIBI or BIAS_DISTANCE is not None) and not SOFT_CAP:
+            logits = logits * scale
         if ALIBI:
-            if not SOFT_CAP:
-                logits = logits * scale
-            logits += slopes[:, None] * (n[None, :] - positions[:, None])
+            logits += slopes[:, None] * (distance if CAUSAL else -tl.abs(distance))
+        if BIAS_DISTANCE is not None:
+            near = tl.minimum(tl.maximum(distance, -BIAS_DISTANCE), BIAS_DISTANCE)
+            logits += tl.load(biases[:, None] + near)
         if MASKED:
-            distance = n[None, :] - positions[:, None]
-            seen = rows[:, None] & (distance <= 0)
+            seen = rows[:, None] & (distance <= 0 if CAUSAL else there[None, :])
             if WINDOW:
                 seen = seen & (distance > -WINDOW)
+                if not CAUSAL:
+                    seen = seen & (distance < WINDOW)
             if LOCAL_CHUNK:
                 seen = seen & (n[None, :] >= (positions // LOCAL_CHUNK * LOCAL_CHUNK)[:, None])
             logits = tl.where(seen, logits, float("-inf"))
@@ -184,6 +192,18 @@ def _tiles(
         acc = tl.dot(p.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
         largest = new
     return largest, total, acc
+
+
+@triton.jit
+def _end(end_row, length, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
+    """Return the end of the positions that rows before position `end_row` see."""
+    if CAUSAL:
+        end = tl.minimum(end_row, length)
+    elif WINDOW:
+        end = tl.minimum(end_row + WINDOW - 1, length)
+    else:
+        end = length
+    return end
 
 
 @triton.jit
@@ -229,6 +249,7 @@ def _prefill(
     seq_lens,
     block_table,
     alibi_slopes,
+    position_bias,
     sinks,
     scale,
     soft_cap,
@@ -245,10 +266,12 @@ def _prefill(
     ROW: tl.constexpr,
     BLOCK_STRIDE: tl.constexpr,
     PAGE: tl.constexpr,
+    CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
     LOCAL_CHUNK: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     ALIBI: tl.constexpr,
+    BIAS_DISTANCE: tl.constexpr,
     SINKS: tl.constexpr,
     FP8: tl.constexpr,
     NATIVE_FP8: tl.constexpr,
@@ -283,7 +306,7 @@ def _prefill(
             q_rest = _queries(q_at + HEAD_SIZE, rows, REST, UPCAST, BLOCK_REST)
         positions = context + queries
         first = context + first_query
-        end = tl.minimum(first + QUERIES, context + query_len)
+        end = _end(first + QUERIES, context + query_len, CAUSAL, WINDOW)
         begin = 0
         if WINDOW:
             begin = tl.maximum(0, first - WINDOW + 1)
@@ -292,8 +315,11 @@ def _prefill(
         slopes = rows
         if ALIBI:
             slopes = tl.load(alibi_slopes + heads, mask=rows, other=0.0)
+        biases = rows
+        if BIAS_DISTANCE is not None:
+            biases = position_bias + heads * (2 * BIAS_DISTANCE + 1) + BIAS_DISTANCE
         LOG2_E: tl.constexpr = 1.4426950408889634
-        factor = LOG2_E if SOFT_CAP or ALIBI else scale * LOG2_E
+        factor = LOG2_E if SOFT_CAP or ALIBI or BIAS_DISTANCE is not None else scale * LOG2_E
         cells = kv_cache
         if REST is None:
             cells += kv_head * HEAD_SIZE
@@ -303,8 +329,8 @@ def _prefill(
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         from_n = begin // BLOCK_N * BLOCK_N
         if WINDOW == 0 and LOCAL_CHUNK == 0:
-            # All rows see the tiles before the first query's.
-            whole = (first + 1) // BLOCK_N * BLOCK_N
+            # All rows see the tiles before the first query's, or before the end.
+            whole = (first + 1 if CAUSAL else end) // BLOCK_N * BLOCK_N
             largest, total, acc = _tiles(
                 largest,
                 total,
@@ -314,6 +340,7 @@ def _prefill(
                 cells,
                 table,
                 slopes,
+                biases,
                 rows,
                 positions,
                 0,
@@ -329,10 +356,12 @@ def _prefill(
                 ROW,
                 BLOCK_STRIDE,
                 PAGE,
+                CAUSAL,
                 WINDOW,
                 LOCAL_CHUNK,
                 SOFT_CAP,
                 ALIBI,
+                BIAS_DISTANCE,
                 FP8,
                 NATIVE_FP8,
                 UPCAST,
@@ -351,6 +380,7 @@ def _prefill(
             cells,
             table,
             slopes,
+            biases,
             rows,
             positions,
             from_n,
@@ -366,10 +396,12 @@ def _prefill(
             ROW,
             BLOCK_STRIDE,
             PAGE,
+            CAUSAL,
             WINDOW,
             LOCAL_CHUNK,
             SOFT_CAP,
             ALIBI,
+            BIAS_DISTANCE,
             FP8,
             NATIVE_FP8,
             UPCAST,
@@ -391,6 +423,7 @@ def _attention(
     seq_lens,
     block_table,
     alibi_slopes,
+    position_bias,
     sinks,
     scale,
     soft_cap,
@@ -410,10 +443,12 @@ def _attention(
     ROW: tl.constexpr,
     BLOCK_STRIDE: tl.constexpr,
     PAGE: tl.constexpr,
+    CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
     LOCAL_CHUNK: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     ALIBI: tl.constexpr,
+    BIAS_DISTANCE: tl.constexpr,
     SINKS: tl.constexpr,
     FP8: tl.constexpr,
     NATIVE_FP8: tl.constexpr,
@@ -462,7 +497,7 @@ def _attention(
         if REST:
             q_rest = _queries(q_at + HEAD_SIZE, rows, REST, UPCAST, BLOCK_REST)
         positions = context + queries
-        end = tl.minimum(context + first_query + QUERIES, context + query_len)
+        end = _end(context + first_query + QUERIES, context + query_len, CAUSAL, WINDOW)
         begin = 0
         if WINDOW:
             begin = tl.maximum(0, context + first_query - WINDOW + 1)
@@ -480,8 +515,11 @@ def _attention(
         slopes = rows
         if ALIBI:
             slopes = tl.load(alibi_slopes + heads, mask=rows, other=0.0)
+        biases = rows
+        if BIAS_DISTANCE is not None:
+            biases = position_bias + heads * (2 * BIAS_DISTANCE + 1) + BIAS_DISTANCE
         LOG2_E: tl.constexpr = 1.4426950408889634
-        factor = LOG2_E if SOFT_CAP or ALIBI else scale * LOG2_E
+        factor = LOG2_E if SOFT_CAP or ALIBI or BIAS_DISTANCE is not None else scale * LOG2_E
         cells = kv_cache
         if REST is None:
             cells += kv_head * HEAD_SIZE
@@ -504,6 +542,7 @@ def _attention(
                 cells,
                 table,
                 slopes,
+                biases,
                 rows,
                 positions,
                 from_n,
@@ -519,10 +558,12 @@ def _attention(
                 ROW,
                 BLOCK_STRIDE,
                 PAGE,
+                CAUSAL,
                 WINDOW,
                 LOCAL_CHUNK,
                 SOFT_CAP,
                 ALIBI,
+                BIAS_DISTANCE,
                 FP8,
                 NATIVE_FP8,
                 UPCAST,
@@ -659,6 +700,8 @@ class Step:
         logits_soft_cap: or None.
         alibi_slopes: float32 [H], or None.
         sinks: [H] in the query's dtype, or None.
+        causal: False: rows see all positions of their requests.
+        position_bias: float32 [H, 2 * D + 1], contiguous, or None.
         format: format of the cache; see `octavo.kernels.triton.fp8`.
         native_fp8: True if the GPU converts FP8.
         upcast: multiply in float32. Triton's interpreter cannot multiply bfloat16.
@@ -676,6 +719,8 @@ class Step:
     logits_soft_cap: float | None = None
     alibi_slopes: Tensor | None = None
     sinks: Tensor | None = None
+    causal: bool = True
+    position_bias: Tensor | None = None
     format: int
     native_fp8: bool
     upcast: bool
@@ -733,6 +778,7 @@ class Step:
             "seq_lens": self.seq_lens,
             "block_table": self.block_table,
             "alibi_slopes": out if self.alibi_slopes is None else self.alibi_slopes,
+            "position_bias": out if self.position_bias is None else self.position_bias,
             "sinks": out if self.sinks is None else self.sinks,
             "scale": self.scale,
             "soft_cap": self.logits_soft_cap or 0.0,
@@ -749,10 +795,14 @@ class Step:
             "ROW": size if self.latent else self.groups * size,
             "BLOCK_STRIDE": cache.stride(0),
             "PAGE": page,
+            "CAUSAL": self.causal,
             "WINDOW": self.sliding_window or 0,
             "LOCAL_CHUNK": self.chunk_size or 0,
             "SOFT_CAP": self.logits_soft_cap is not None,
             "ALIBI": self.alibi_slopes is not None,
+            "BIAS_DISTANCE": None
+            if self.position_bias is None
+            else self.position_bias.shape[1] // 2,
             "SINKS": self.sinks is not None,
             "FP8": self.format,
             "NATIVE_FP8": self.native_fp8,

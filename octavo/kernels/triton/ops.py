@@ -137,6 +137,9 @@ class TritonOps(TritonStateOps):
     def gelu(self, x: Tensor, approximate: Gelu, out: Tensor | None = None) -> Tensor:
         return into(out, _activation.gelu(x, approximate))
 
+    def silu(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        return into(out, _activation.act(x, "silu"))
+
     def stack(
         self,
         weights: Sequence[PackedWeight | QuantizedWeight | None],
