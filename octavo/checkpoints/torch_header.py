@@ -39,9 +39,7 @@ def read_torch_header(file: Path) -> dict[str, StoredTensor]:
         raise ModelError(f"{file} holds one tensor, not a dictionary of tensors.")
     for name, tensor in tensors.items():
         if tensor.begin % itemsize(tensor.dtype):
-            raise ModelError(
-                f"{file}: {name} is not aligned; save the file again with torch.save."
-            )
+            raise ModelError(f"{file}: {name} is not aligned; save the file again with torch.save.")
     return {
         name: StoredTensor(file, it.shape, it.dtype, it.begin, it.strides)
         for name, it in tensors.items()

@@ -77,6 +77,8 @@ def _pools(spec: ModelSpec, settings: ModelConfig, *, published: bool) -> bool:
         ConfigError: `runner` and `convert` do not fit the model, or each other.
     """
     runner, convert, name = settings.runner, settings.convert, spec.architecture
+    if spec.model_class != ModelSpec.model_class:
+        convert = "none"  # a package's own class computes the model
     is_own = bool(spec.poolers) or not spec.generates or (published and convert != "none")
     if runner == "generate":
         if not spec.generates:

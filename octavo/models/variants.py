@@ -87,10 +87,7 @@ def read_variant(
     decoder = read(config)
     spec, pooling = without_lm_head(decoder), _read_pooling(variant, config)
     if variant.kind == "Model":
-        if pooling == "last":
-            return spec
-        embed = PoolerSpec("embed", (pooling,), spec.hidden_size, activation="normalize")
-        return replace(spec, poolers=(embed,))
+        return replace(spec, poolers=(_vectors(spec, pooling),))
     if variant.kind == "ForSequenceClassification":
         if config.has("classifier_from_token"):
             return replace(decoder, poolers=(_token_pooler(decoder, config, checkpoint),))
@@ -117,9 +114,7 @@ def without_lm_head(spec: ModelSpec) -> ModelSpec:
     if lm_head is None:
         return spec
     unused = () if spec.tied else tuple(rf"{re.escape(m)}\..*" for m, _ in lm_head.modules)
-    return replace(
-        spec, head=replace(spec.head, lm_head=None), ignored=(*spec.ignored, *unused)
-    )
+    return replace(spec, head=replace(spec.head, lm_head=None), ignored=(*spec.ignored, *unused))
 
 
 def see_all(spec: ModelSpec, config: ConfigJson) -> ModelSpec:
@@ -146,8 +141,13 @@ def see_all(spec: ModelSpec, config: ConfigJson) -> ModelSpec:
                 raise _not_causal(spec)
             blocks.append(block)
         made[id(layer)] = layer.with_blocks(blocks)
-    spec = replace(spec, layers=tuple(made[id(layer)] for layer in spec.layers))
-    return without_lm_head(spec)
+    layers = tuple(made[id(layer)] for layer in spec.layers)
+    poolers = spec.poolers or (_vectors(spec, "last"),)
+    return without_lm_head(replace(spec, layers=layers, poolers=poolers))
+
+
+def _vectors(spec: ModelSpec, pooling: Pooling) -> PoolerSpec:
+    return PoolerSpec("embed", (pooling,), spec.hidden_size, activation="normalize")
 
 
 def _not_causal(spec: ModelSpec) -> ModelError:
@@ -207,9 +207,7 @@ def _token_pooler(decoder: ModelSpec, config: ConfigJson, checkpoint: Checkpoint
     return PoolerSpec("classify", ("last",), size, (DenseSpec(rows, method),), activation, labels)
 
 
-def _token_id(
-    token: str, decoder: ModelSpec, config: ConfigJson, checkpoint: Checkpoint
-) -> int:
+def _token_id(token: str, decoder: ModelSpec, config: ConfigJson, checkpoint: Checkpoint) -> int:
     """Return the id of a token of the vocabulary, as the tokenizer's file spells it."""
     text = checkpoint.read_text("tokenizer.json")
     if text is None:

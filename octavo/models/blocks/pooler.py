@@ -76,8 +76,7 @@ class PoolerSpec:
             return None
         if self.dimensions is None:
             return (
-                "this model was not trained for shorter vectors; leave it out, or use "
-                f"{self.size}."
+                f"this model was not trained for shorter vectors; leave it out, or use {self.size}."
             )
         if dimensions > self.size or (self.dimensions and dimensions not in self.dimensions):
             known = ", ".join(map(str, self.dimensions)) or f"1 to {self.size}"
@@ -121,3 +120,6 @@ class SentencesSpec:
     """Prompt of a text for which none is named; None: no prompt."""
     similarity_fn_name: Similarity = "cosine"
     """Function that compares two vectors."""
+
+
+NO_SENTENCES = SentencesSpec()

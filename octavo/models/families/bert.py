@@ -80,7 +80,10 @@ def classifier(
         head: module of the head.
     """
     hidden, labels = spec.hidden_size, read_labels(config)
-    dense = [DenseSpec(LinearSpec(((m, hidden),), hidden, bias=True, exact=True), act) for m, act in layers]
+    dense = [
+        DenseSpec(LinearSpec(((m, hidden),), hidden, bias=True, exact=True), act)
+        for m, act in layers
+    ]
     dense.append(DenseSpec(LinearSpec(((head, len(labels)),), hidden, bias=True, exact=True)))
     pooler = PoolerSpec(
         "classify",
