@@ -46,7 +46,8 @@ def add_poolers(
     if not _generates(spec, settings, published=modules is not None):
         spec = without_lm_head(spec)
     poolers = {pooler.task: pooler for pooler in spec.poolers}
-    if modules is not None and (modules.pooling or not poolers):
+    scores = any("classify" in task for task in poolers)
+    if modules is not None and (modules.pooling or not scores):
         spec, embed = _of_sentences(spec, config, checkpoint, modules)
         poolers = {"embed": embed} | {t: p for t, p in poolers.items() if t != "embed"}
     elif not poolers or "embed" in poolers:
