@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import errno
+import json
 import re
 from pathlib import Path
 from typing import NamedTuple
@@ -33,6 +34,8 @@ _WEIGHTS = {
     "sharded_state": ["model-*-part-*.safetensors"],
     "dummy": [],
 }
+# Files of a module of sentence-transformers, in its own folder.
+_MODULE_FILES = ("config.json", "model.safetensors", "pytorch_model.bin")
 # Model files that users pass instead of the model's folder.
 _WEIGHT_FILES = (".gguf", ".ggml", ".safetensors", ".bin", ".pt", ".pth", ".onnx")
 # Other formats of the same weights: folders (onnx/, original/ ...) and Mistral's own single file.
@@ -75,6 +78,8 @@ def resolve_model(
         folder = _download(repo_id, revision, download_dir, patterns)
         if load_format == "auto" and not any(folder.glob("*.safetensors")):
             folder = _download(repo_id, revision, download_dir, _FILES + _WEIGHTS["pt"])
+        if modules := _module_files(folder):
+            _download(repo_id, revision, download_dir, modules, ignored=[])
         return folder
     if not re.fullmatch(r"[\w.-]+", form):
         raise HubError(f"{model}: {form!r} is not the end of a file's name, such as Q4_K_M.")
@@ -93,6 +98,18 @@ def resolve_model(
             "files on the hub."
         )
     return files[0]
+
+
+def _module_files(folder: Path) -> list[str]:
+    """Return the files in the folders of the modules that modules.json names, if there are any."""
+    try:
+        modules = json.loads((folder / "modules.json").read_text("utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return []  # whoever reads the model reports a damaged file
+    listed = modules if isinstance(modules, list) else []
+    named = [module.get("path") for module in listed if isinstance(module, dict)]
+    paths = [path for path in named if isinstance(path, str) and path]
+    return [f"{path}/{name}" for path in paths for name in _MODULE_FILES]
 
 
 def local_folder(model: str) -> Path | None:
@@ -184,9 +201,13 @@ def list_models() -> list[LocalModel]:
 
 
 def _download(
-    repo_id: str, revision: str | None, download_dir: str | None, patterns: list[str]
+    repo_id: str,
+    revision: str | None,
+    download_dir: str | None,
+    patterns: list[str],
+    ignored: list[str] = _IGNORED,
 ) -> Path:
-    """Return the folder of a repository's files that match the patterns."""
+    """Return the folder of a repository's files that match `patterns`, and none of `ignored`."""
     # Imported here: a local model needs no hub client.
     import huggingface_hub
     from huggingface_hub import errors
@@ -200,7 +221,7 @@ def _download(
             revision=revision,
             cache_dir=download_dir,
             allow_patterns=patterns,
-            ignore_patterns=_IGNORED,
+            ignore_patterns=ignored,
             local_files_only=offline,
         )
     except errors.HFValidationError:

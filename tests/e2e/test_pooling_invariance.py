@@ -23,7 +23,7 @@ from tests.pooling import (
 )
 
 START = make_prompts(VOCAB, (64,), seed=5)[0]
-PROMPTS = [*make_prompts(VOCAB, (100, 3, 31, 77), seed=6), START + [9, 8, 7], [*START, 9]]
+PROMPTS = [*make_prompts(VOCAB, (100, 3, 31, 77), seed=6), [*START, 9, 8, 7], [*START, 9]]
 OTHERS = make_prompts(VOCAB, tuple(range(1, 90, 7)), seed=7)
 
 

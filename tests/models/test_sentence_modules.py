@@ -60,7 +60,7 @@ def test_qwen3_embedding(tmp_path: Path) -> None:
     expected = [unit(x[-1]) for x in states(hf_model)]
     with open_llm(tmp_path) as llm:
         assert_near(results(llm, None), expected)
-        with pytest.raises(RequestError, match="generates no text"):
+        with pytest.raises(RequestError, match=r"generates no text"):
             llm.generate({"prompt_token_ids": [5]}, use_tqdm=False)
         assert not llm.llm_engine.spec.generates
     assert spec_of(tmp_path, runner="generate").generates
@@ -143,7 +143,7 @@ def test_dense_in_a_torch_file_and_a_norm(tmp_path: Path) -> None:
     save_file({f"norm.{k}": v.detach() + 1 for k, v in norm.state_dict().items()}, file)
     assert weights_key(spec, checkpoint, "float32") != key
     file.unlink()
-    with pytest.raises(ModelError, match="3_LayerNorm has neither model.safetensors nor"):
+    with pytest.raises(ModelError, match=r"3_LayerNorm has neither model.safetensors nor"):
         pool(tmp_path, None)
 
 
@@ -158,18 +158,18 @@ def test_shorter_vectors(tmp_path: Path) -> None:
         assert_near(results(llm, None, dimensions=16), [unit(x[:16]) for x in hidden])
         assert_near(results(llm, None), [unit(x[:24]) for x in hidden])
         assert_near(results(llm, None, dimensions=48), [unit(x) for x in hidden])
-        with pytest.raises(RequestError, match="choose one of: 1 to 48"):
+        with pytest.raises(RequestError, match=r"choose one of: 1 to 48"):
             results(llm, None, dimensions=49)
     change_config(tmp_path, matryoshka_dimensions=[8, 32])
     write_json(tmp_path / "config_sentence_transformers.json", {"truncate_dim": 32})
     with open_llm(tmp_path) as llm:
         assert_near(results(llm, None), [unit(x[:32]) for x in hidden])
-        with pytest.raises(RequestError, match="choose one of: 8, 32"):
+        with pytest.raises(RequestError, match=r"choose one of: 8, 32"):
             results(llm, None, dimensions=16)
-    with pytest.raises(ConfigError, match="pooler_config: dimensions=16: .* one of: 8, 32"):
+    with pytest.raises(ConfigError, match=r"pooler_config: dimensions=16: .* one of: 8, 32"):
         spec_of(tmp_path, pooler_config=PoolerConfig(dimensions=16))
     write_json(tmp_path / "config_sentence_transformers.json", {"truncate_dim": 49})
-    with pytest.raises(ModelError, match="truncate_dim=49 is more than the 48 numbers"):
+    with pytest.raises(ModelError, match=r"truncate_dim=49 is more than the 48 numbers"):
         spec_of(tmp_path)
 
 
@@ -192,7 +192,7 @@ def test_prompts(tmp_path: Path) -> None:
         assert ids(llm, "a") == ids(llm, "a", prompt_name="document") == list(b"a")
         assert ids(llm, "a", prompt_name="query") == list(b"find a")
         for text, name in (("a", "question"), ({"prompt_token_ids": [5]}, "query")):
-            with pytest.raises(RequestError, match="prompt_name='.*' is|has query, document"):
+            with pytest.raises(RequestError, match=r"prompt_name='.*' is|has query, document"):
                 ids(llm, text, prompt_name=name)
     default = sentences | {"default_prompt_name": "query"}
     write_json(tmp_path / "config_sentence_transformers.json", default)
