@@ -32,7 +32,6 @@ _KINDS = {
 }
 """Reasons by patterns of Hugging Face's names of architectures; the first one counts."""
 _GGUF_NAMES = {
-    "bert": "BertModel",
     "deepseek32": "DeepseekV32ForCausalLM",
     "deepseek4": "DeepseekV4ForCausalLM",
     "glm-dsa": "GlmMoeDsaForCausalLM",

@@ -120,12 +120,13 @@ def without_lm_head(spec: ModelSpec) -> ModelSpec:
 def see_all(spec: ModelSpec, config: ConfigJson) -> ModelSpec:
     """Return the model in which a token sees all tokens of its text; it generates nothing.
 
-    transformers counts the window of is_causal=false without the token itself.
+    transformers counts the window without the token itself, except where the family has read it
+    for use_bidirectional_attention.
 
     Raises:
         ModelError: a layer can only be computed from left to right.
     """
-    more = 1 if config.get("is_causal") is False else 0
+    more = 0 if config.get("use_bidirectional_attention") is True else 1
     made: dict[int, LayerSpec] = {}
     for layer in spec.distinct_layers:
         blocks = []

@@ -70,7 +70,8 @@ def weights_key(spec: ModelSpec, checkpoint: Checkpoint, dtype: str) -> bytes | 
     files = checkpoint.weight_files
     if not files:
         return None
-    files = files + [module_file(checkpoint.path / name) for name in spec.expected.folders]
+    if checkpoint.path.is_dir():
+        files = files + [module_file(checkpoint.path / name) for name in spec.expected.folders]
     native = os.stat(_native.__file__)
     weights = spec.weights()
     return msgspec.json.encode(
