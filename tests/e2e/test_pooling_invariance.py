@@ -61,8 +61,10 @@ def test_one_text_one_result(kind: str, dtype: str, tmp_path: Path) -> None:
         if kind in ("last", "classes"):
             again = llm.encode({"prompt_token_ids": PROMPTS[4]}, use_tqdm=False)[0]
             assert again.num_cached_tokens == 64
-    with open_llm(tmp_path, dtype=dtype, tensor_parallel_size=2, num_threads=1) as llm:
-        _same(results(llm, None, PROMPTS), expected)
+    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+        ranks = {name: 2, "num_threads": 1}
+        with open_llm(tmp_path, dtype=dtype, **ranks) as llm:
+            _same(results(llm, None, PROMPTS), expected)
 
 
 def test_answers_and_vectors_of_one_model(tmp_path: Path) -> None:
