@@ -41,6 +41,9 @@ class PoolingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
     """Older name of `use_activation`."""
     task: str | None = None
     """One of `PoolingTask`; None: the method's, or the model's first one."""
+    prompt_name: str | None = None
+    """Prompt of the model that is put before the text, such as query; "": none; None: the model's
+    default, mostly none."""
     step_tag_id: int | None = None
     """Return the scores of the tokens with this id only; for reward models of steps."""
     returned_token_ids: list[int] | None = None
@@ -67,6 +70,8 @@ class PoolingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
                 f"truncate_prompt_tokens={keep} must be at least 1, or -1 for the model's limit.",
                 "truncate_prompt_tokens",
             )
+        if not isinstance(self.prompt_name, str | None):
+            raise RequestError(f"prompt_name={self.prompt_name!r} is not a text.", "prompt_name")
         if self.truncation_side not in ("left", "right"):
             raise RequestError(
                 f"truncation_side={self.truncation_side!r} must be left or right.",

@@ -14,6 +14,7 @@ from octavo.config import (
     EplbConfig,
     KVEventsConfig,
     KVTransferConfig,
+    PoolerConfig,
     ServerConfig,
     SpeculativeConfig,
     config_fields,
@@ -71,6 +72,8 @@ def example(field):
         return ['{"method": "suffix"}'], SpeculativeConfig(method="suffix")
     if field.name == "eplb_config":
         return ['{"window_size": 5}'], EplbConfig(window_size=5)
+    if field.name == "pooler_config":
+        return ['{"pooling_type": "CLS"}'], PoolerConfig(pooling_type="CLS")
     if field.name == "hf_overrides":
         return ['{"a": {"b": 1}}'], {"a": {"b": 1}}
     if field.name == "gpu_memory_utilization":

@@ -27,6 +27,7 @@ class Source:
     """One tensor of a checkpoint, and the part of it that a weight needs."""
 
     name: str
+    """Name of the tensor; FOLDER/NAME: that of a tensor in a folder of the checkpoint."""
     shape: tuple[int, ...]
     """Shape; -1: any size."""
     transform: Literal["none", "transpose", "swap", "flat", "by_group", "by_shard", "skip_rows"] = (
@@ -91,6 +92,12 @@ class Expected:
     """Names of the tensors that only other pipeline stages need."""
     prefixes: tuple[tuple[str, str], ...] = ()
     """Pairs (expected, stored) of prefixes: other beginnings of names in checkpoints."""
+
+    @property
+    def folders(self) -> list[str]:
+        """Folders of the checkpoint that have some of the tensors."""
+        names = [source.name for source in self.sources]
+        return sorted({name.rpartition("/")[0] for name in names if "/" in name})
 
     def stored_names(self, name: str) -> list[str]:
         """Return the names that a tensor may have in a checkpoint, the most usual one first."""

@@ -16,6 +16,7 @@ from octavo.checkpoints.config_json import ConfigJson
 from octavo.checkpoints.mapped_file import MappedFile, MappedTensors, StoredTensor
 from octavo.checkpoints.model_files import refuse_lfs_pointer, without_weights
 from octavo.checkpoints.safetensors_header import read_header
+from octavo.checkpoints.torch_header import read_torch_header
 from octavo.errors import ModelError, reason_of
 from octavo.system.tensor import HostTensor, itemsize
 
@@ -101,6 +102,10 @@ class MappedFolder(Folder, ABC):
             raise without_weights(self.path, self.pattern)
         stored = {name: found for file in files for name, found in self.read_header(file).items()}
         stored = _split_experts(stored, expected)
+        for folder in expected.folders:
+            file = module_file(self.path / folder)
+            read = read_header if file.suffix == ".safetensors" else read_torch_header
+            stored |= {f"{folder}/{name}": tensor for name, tensor in read(file).items()}
         return MappedTensors(stored, match_names(self.path, stored, expected))
 
     def read_tensor(self, name: str) -> HostTensor:
@@ -113,6 +118,20 @@ class MappedFolder(Folder, ABC):
             if stored := self.read_header(file).get(name):
                 return MappedFile(file).tensor(stored)
         raise ModelError(f"{self.path} lacks the tensor {name}.")
+
+
+def module_file(folder: Path) -> Path:
+    """Return the file with the weights of a module in a folder of its own.
+
+    Raises:
+        ModelError: the folder has no such file.
+    """
+    for name in ("model.safetensors", "pytorch_model.bin"):
+        if (folder / name).is_file():
+            return folder / name
+    raise ModelError(
+        f"{folder} has neither model.safetensors nor pytorch_model.bin; download the model again."
+    )
 
 
 def list_files(folder: Path, index: str, pattern: str) -> list[Path]:

@@ -6,11 +6,12 @@ import re
 
 _EXPERTS = "it is a mixture of experts of a kind that Octavo does not compute"
 _KINDS = {
-    r"Classification$|Reward|ForRegression": "it is a classifier, and Octavo generates text",
+    r"Classification$|Reward|ForRegression": "it is a classifier of a family that Octavo "
+    "does not have",
     r"^ChatGLM": "it needs custom code, which Octavo never runs; use the checkpoint that names "
     "GlmForCausalLM",
     r"MaskedLM|PreTraining|QuestionAnswering|(?<!LMHead)Model$": "it is an encoder, which makes "
-    "vectors of a text, and Octavo generates text",
+    "vectors of a text, of a family that Octavo does not have",
     r"Whisper|Speech|Audio|CTC$|Voice|Moonshine|ASR": "it processes sound, and Octavo's "
     "models process text",
     r"^(T5|MT5|UMT5|Bart|MBart|Pegasus|Marian|M2M|BlenderBot|Led|LED|ProphetNet)": "it is an "
@@ -31,7 +32,6 @@ _KINDS = {
 }
 """Reasons by patterns of Hugging Face's names of architectures; the first one counts."""
 _GGUF_NAMES = {
-    "bert": "BertModel",
     "deepseek32": "DeepseekV32ForCausalLM",
     "deepseek4": "DeepseekV4ForCausalLM",
     "glm-dsa": "GlmMoeDsaForCausalLM",

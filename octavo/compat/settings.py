@@ -277,10 +277,7 @@ FOREIGN: dict[str, Foreign] = {
             use_replayssm=EITHER,
         ),
         _group(
-            "models generate text only; embeddings, scores and classes are not supported",
-            runner=("auto", "generate"),
-            convert=("auto", "none"),
-            pooler_config={},
+            "scores of token vectors (late interaction) are computed where they are requested",
             enable_flash_late_interaction=EITHER,
         ),
         _group(
@@ -556,7 +553,10 @@ FOREIGN: dict[str, Foreign] = {
 }
 
 
-RENAMED = {"device_memory_utilization": "gpu_memory_utilization"}
+RENAMED = {
+    "device_memory_utilization": "gpu_memory_utilization",
+    "override_pooler_config": "pooler_config",
+}
 """Alternative names of Octavo's settings."""
 
 SPECULATIVE = {
@@ -611,6 +611,29 @@ EPLB = {
     ]
 }
 """Keys of eplb_config that only vLLM has."""
+
+POOLER = {
+    setting.name: setting
+    for setting in [
+        *_group(
+            "a text longer than the model's context is rejected or truncated, never computed in "
+            "parts; leave it out",
+            enable_chunked_processing=False,
+            max_embed_len=None,
+        ),
+        *_group(
+            "scores are the model's; change them where you use them, and leave it out",
+            logit_bias=0,
+            logit_mean=0,
+            logit_sigma=1,
+        ),
+        *_group("a request names its task; leave it out", task=None),
+    ]
+}
+"""Keys of pooler_config that only vLLM has."""
+
+ACTIVATION_NAMES = ("normalize", "activation", "softmax")
+"""Older names of pooler_config's use_activation."""
 
 SECTIONS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "structured_outputs_config": (
@@ -712,7 +735,8 @@ def translate(kwargs: Mapping[str, Any]) -> dict[str, Any]:
         )
     if _typed(size) not in (None, 0):
         _put(settings, "kv_transfer_config", _offloading(size), "kv_offloading_size")
-    for setting, foreign in (("speculative_config", DRAFT), ("eplb_config", EPLB)):
+    parts_of = {"speculative_config": DRAFT, "eplb_config": EPLB, "pooler_config": POOLER}
+    for setting, foreign in parts_of.items():
         given = _typed(settings.get(setting))
         if isinstance(given, dict):
             for name in given.keys() & foreign.keys():
@@ -722,6 +746,10 @@ def translate(kwargs: Mapping[str, Any]) -> dict[str, Any]:
                 for name, value in given.items()
                 if name not in foreign
             }
+    pooler = settings.get("pooler_config")
+    for name in ACTIVATION_NAMES if isinstance(pooler, dict) else ():
+        if name in pooler:
+            _put(pooler, "use_activation", pooler.pop(name), f"pooler_config.{name}")
     for name, (key, target, ignored) in SECTIONS.items():
         section = _typed(settings.pop(name, None))
         if _is_empty(section):

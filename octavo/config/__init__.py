@@ -38,6 +38,7 @@ from octavo.config.model import (
 )
 from octavo.config.observability import ObservabilityConfig
 from octavo.config.parallel import ParallelConfig
+from octavo.config.pooler import PoolerConfig
 from octavo.config.scheduler import SchedulerConfig
 from octavo.config.section import (
     HIDDEN,
@@ -72,6 +73,7 @@ __all__ = [
     "ModelConfig",
     "ObservabilityConfig",
     "ParallelConfig",
+    "PoolerConfig",
     "SERVER_API_KEY_VARIABLE",
     "SchedulerConfig",
     "Section",

@@ -123,6 +123,8 @@ class EngineConfig(Section, frozen=True):
             raise ConfigError(
                 "skip_tokenizer_init and tokenizer contradict each other; give one of them."
             )
+        if model.pooler_config is not None:
+            model.pooler_config.check()
         if self.speculation.speculative_config is not None:
             self.speculation.speculative_config.check()
         _ = self.observability.traces_url  # reject a bad URL

@@ -11,6 +11,17 @@ from octavo.config.arguments import GIVEN_FLAGS
 from octavo.errors import ConfigError
 
 _OWN = {f.name: f for f in config_fields(EngineConfig)}
+_TASKS: dict[object, dict[str, str]] = {
+    None: {},
+    "auto": {},
+    "generate": {"runner": "generate"},
+    "embed": {"runner": "pooling", "convert": "embed"},
+    "embedding": {"runner": "pooling", "convert": "embed"},
+    "classify": {"runner": "pooling", "convert": "classify"},
+    "score": {"runner": "pooling", "convert": "classify"},
+    "reward": {"runner": "pooling"},
+}
+"""vLLM's older tasks, as settings."""
 _IGNORED = {
     # Arguments of older scripts that vLLM has removed.
     "disable_async_output_proc",
@@ -34,7 +45,7 @@ def engine_settings(given: Mapping[str, Any]) -> dict[str, Any]:
             other settings. Unknown names are passed on.
 
     Raises:
-        ConfigError: the task is not generation, a setting of vLLM's is not supported, or an
+        ConfigError: the task is unknown, a setting of vLLM's is not supported, or an
             environment variable has a wrong value.
     """
     environment = settings_from_environment()
@@ -42,9 +53,11 @@ def engine_settings(given: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in given.items():
         if name == "logits_processors" and isinstance(value, list | tuple):
             settings[name] = [_class_name(kind) for kind in value]
-        elif name == "task":  # vLLM's older name for runner
-            if value not in (None, "auto", "generate"):
-                raise ConfigError(f"task={value!r} is not supported; models generate text only.")
+        elif name == "task":  # vLLM's older name for runner and convert
+            if value not in _TASKS:
+                known = ", ".join(str(task) for task in _TASKS if task is not None)
+                raise ConfigError(f"task={value!r} is not supported; choose one of {known}.")
+            settings |= _TASKS[value]
         elif name not in _IGNORED and not (name in _OWN and _is_default(name, value)):
             settings[name] = value
     if "dtype" in settings:  # torch's types are named "torch.float16"

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
+from octavo.config.pooler import PoolerConfig
 from octavo.config.section import PositiveInt, Section
 from octavo.errors import ConfigError
 
@@ -98,6 +99,28 @@ class ModelConfig(Section, frozen=True):
             ge=-1,
         ),
     ] = 20
+    runner: Annotated[
+        Literal["auto", "generate", "pooling"],
+        Meta(
+            description="Kind of results. generate: answers; pooling: vectors or scores, without"
+            " the LM head; auto: pooling for models that are published for it, and both answers and"
+            " vectors for all other decoders."
+        ),
+    ] = "auto"
+    convert: Annotated[
+        Literal["auto", "none", "embed", "classify"],
+        Meta(
+            description="Use of a decoder as a pooling model. embed: vectors; classify: scores of"
+            " its module score; none: only what its architecture names; auto: by the architecture."
+        ),
+    ] = "auto"
+    pooler_config: Annotated[
+        PoolerConfig | None,
+        Meta(
+            description='Changes of a pooling model\'s results, as JSON: {"pooling_type": "MEAN",'
+            ' "use_activation": false, "dimensions": 256}.'
+        ),
+    ] = None
     hf_overrides: Annotated[
         dict[str, Any],
         Meta(description="Fields that override those in the model's config.json."),

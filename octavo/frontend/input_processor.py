@@ -25,7 +25,7 @@ from octavo.messages import (
     PromptEmbeds,
     RequestOptions,
 )
-from octavo.models.blocks.pooler import PoolerSpec
+from octavo.models.blocks.pooler import PoolerSpec, SentencesSpec
 from octavo.pooling_params import PoolingParams
 from octavo.sampling_params import MAX_CACHE_SALT_LENGTH, SamplingParams
 from octavo.system.offload import pieces
@@ -80,6 +80,10 @@ class InputSpec(Protocol):
     @property
     def poolers(self) -> Sequence[PoolerSpec]:
         """Results that the model has in place of tokens."""
+
+    @property
+    def sentences(self) -> SentencesSpec:
+        """Prompts of a model of vectors."""
 
     @property
     def sees_all(self) -> bool:
@@ -244,6 +248,7 @@ class InputProcessor:
         pooler = self._find_pooler(params)
         options = _complete(options, prompt, params.as_sampling_params())
         text, ids = self._read_prompt(prompt)
+        text = self._with_prompt(text if ids is None else None, pooler, params)
         pair = prompt.get("text_pair") if isinstance(prompt, Mapping) else None
         second = 0
         if ids is None:
@@ -271,6 +276,25 @@ class InputProcessor:
         )
         return request, pooler
 
+    def _with_prompt(
+        self, text: str | None, pooler: PoolerSpec, params: PoolingParams
+    ) -> str | None:
+        """Return a text after the prompt that the request, or the model, names."""
+        sentences, name = self._spec.sentences, params.prompt_name
+        if name is None and text is not None and "embed" in pooler.task:
+            name = sentences.default_prompt_name
+        if not name:
+            return text
+        prompts = dict(sentences.prompts)
+        if name not in prompts or text is None or "embed" not in pooler.task:
+            known = ", ".join(prompts) or "no prompts"
+            raise RequestError(
+                f"prompt_name={name!r}: prompts are for the vectors of texts, and this model has "
+                f"{known}; leave it out.",
+                "prompt_name",
+            )
+        return prompts[name] + text
+
     def _tasks(self) -> str:
         return ", ".join(pooler.task for pooler in self._spec.poolers) or "nothing"
 
@@ -296,19 +320,14 @@ class InputProcessor:
                     "out.",
                     "dimensions",
                 )
-            if pooler.dimensions is None and wanted != pooler.size:
-                raise RequestError(
-                    f"dimensions={wanted}: this model ({model}) was not trained for shorter "
-                    f"vectors; leave it out, or use {pooler.size}.",
-                    "dimensions",
-                )
-            if wanted > pooler.size or (pooler.dimensions and wanted not in pooler.dimensions):
-                known = ", ".join(map(str, pooler.dimensions or ())) or f"1 to {pooler.size}"
-                raise RequestError(
-                    f"dimensions={wanted}: this model's vectors have {pooler.size} numbers; "
-                    f"choose one of: {known}.",
-                    "dimensions",
-                )
+            if (reason := pooler.refusal(wanted)) is not None:
+                raise RequestError(f"dimensions={wanted}: {reason}", "dimensions")
+        if params.step_tag_id is not None and pooler.pooling != ("all",):
+            raise RequestError(
+                f"step_tag_id={params.step_tag_id}: the task {pooler.task} has one result for all "
+                "tokens; leave it out.",
+                "step_tag_id",
+            )
         if params.returned_token_ids and max(params.returned_token_ids) >= pooler.size:
             raise RequestError(
                 f"returned_token_ids={params.returned_token_ids}: the task {pooler.task} has "

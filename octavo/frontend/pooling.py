@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,24 +21,31 @@ Floats = NDArray[np.float32]
 _LEAST_LENGTH = np.float32(1e-12)  # as in torch.nn.functional.normalize
 
 
-def read_pooled(data: bytes, pooler: PoolerSpec, params: PoolingParams) -> Floats:
+def read_pooled(
+    data: bytes, pooler: PoolerSpec, params: PoolingParams, token_ids: Sequence[int]
+) -> Floats:
     """Return the result of a text, float32 [n], or for each token [tokens, n].
 
     Args:
         data: the worker's numbers.
         pooler: the pooler that computed them.
-        params: the request's parameters; `dimensions` cuts vectors before they are normalized.
+        params: the request's parameters. They select numbers before these are normalized.
+        token_ids: the text's tokens, some of which `step_tag_id` selects.
     """
     x: Floats = np.frombuffer(data, np.float32)
-    if pooler.pooling[0] == "all":
-        x = x.reshape(-1, pooler.size)
-    if params.dimensions is not None:
-        x = x[..., : params.dimensions]
-    if params.use_activation is not False:
-        x = _ACTIVATIONS[pooler.activation](x)
-    if params.returned_token_ids is not None:
-        x = x[..., params.returned_token_ids]
-    return x
+    if pooler.pooling == ("all",):
+        x = x.reshape(len(token_ids), -1)
+        tag = pooler.step_tag_id if params.step_tag_id is None else params.step_tag_id
+        if tag is not None:
+            x = x[np.array(token_ids) == tag]
+    cut = pooler.cut if params.dimensions is None else params.dimensions
+    if cut is not None:
+        x = x[..., :cut]
+    classes = params.returned_token_ids or pooler.returned_token_ids
+    if classes is not None:
+        x = x[..., list(classes)]
+    activates = pooler.activates if params.use_activation is None else params.use_activation
+    return _ACTIVATIONS[pooler.activation](x) if activates else x
 
 
 def _normalize(x: Floats) -> Floats:
@@ -73,7 +80,7 @@ def pooling_output(
     assert output.pooled is not None
     return PoolingRequestOutput(
         output.request_id,
-        PoolingOutput(read_pooled(output.pooled, pooler, params)),
+        PoolingOutput(read_pooled(output.pooled, pooler, params, output.prompt_token_ids)),
         output.prompt_token_ids,
         output.num_cached_tokens,
     )

@@ -20,7 +20,7 @@ Floats = NDArray[np.float32]
 class Dense:
     """Layer of a pooler: norm(activation(linear(x)))."""
 
-    linear: Linear
+    linear: Linear | None
     activation: str
     norm: Norm | None
 
@@ -42,8 +42,9 @@ class Pooler:
         A row of the result depends on its row of the input only.
         """
         for layer in self.layers:
-            y: Tensor = layer.linear(self._as_model(pooled), "float32")
-            pooled = _activate(layer.activation, self.ops, y)
+            if layer.linear is not None:
+                y: Tensor = layer.linear(self._as_model(pooled), "float32")
+                pooled = _activate(layer.activation, self.ops, y)
             if layer.norm is not None:
                 normed = layer.norm(self._as_model(pooled))
                 pooled = self.ops.to_host(normed).astype(np.float32)
@@ -62,6 +63,7 @@ def _activate(name: str, ops: Ops, y: Tensor) -> Floats:
 _ACTIVATIONS: dict[str, Callable[[Floats], Floats]] = {
     "none": lambda x: x,
     "gelu": lambda x: x,  # `Ops.gelu` has computed it
+    "margin": lambda x: x[:, 1:] - x[:, :1],
     "tanh": np.tanh,
     "relu": lambda x: np.maximum(x, np.float32(0)),
     "sigmoid": lambda x: np.float32(1) / (np.float32(1) + np.exp(-x)),

@@ -100,6 +100,11 @@ def _check_source(model: OpenedModel) -> None:
             f"{name} is quantized already, by {quant_method(model.checkpoint.config)}, and "
             "quantizing again would lose more; convert the original model."
         )
+    if not spec.generates:
+        raise ConfigError(
+            f"{name} is a pooling model, and only models that generate text are supported here; "
+            "serve it with --quantization."
+        )
     if spec.left_out:
         raise ConfigError(
             f"{name} would be converted without {spec.left_out}; only models of text alone are "

@@ -175,7 +175,8 @@ def find_problem(setup: WorkerSetup) -> str | None:
         "speculative_config": config.speculation.speculative_config is not None,
         "expert_cache": config.load.expert_cache is not None,
         "attention_backend": config.device.attention_backend not in ("auto", "cpu"),
-        f"{setup.spec.architecture}": setup.spec.model_class != ModelSpec.model_class,
+        f"{setup.spec.architecture}": setup.spec.model_class != ModelSpec.model_class
+        or not setup.spec.generates,
     }
     found = [name for name, is_true in reasons.items() if is_true]
     return f"not known with {found[0]}" if found else None

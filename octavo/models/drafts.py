@@ -49,6 +49,11 @@ def find_draft(config: EngineConfig, target: ModelSpec, target_path: Path) -> Dr
     speculative = config.speculation.speculative_config
     if speculative is None:
         return None
+    if not target.generates:
+        raise ConfigError(
+            f"speculative_config: this model ({target.architecture}) generates no text here, so "
+            "there is nothing to draft; leave it out."
+        )
     if not all(cache.rolls_back for cache in target.caches):
         raise ConfigError(
             f"speculative_config is not supported with {target.architecture}: its layers keep a "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import errno
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,6 +37,8 @@ _WEIGHTS = {
     "sharded_state": ["model-*-part-*.safetensors"],
     "dummy": [],
 }
+# Files of a module of sentence-transformers, in its own folder.
+_MODULE_FILES = ("config.json", "model.safetensors", "pytorch_model.bin")
 # Model files that users pass instead of the model's folder.
 _WEIGHT_FILES = (".gguf", ".ggml", ".safetensors", ".bin", ".pt", ".pth", ".onnx")
 # Other formats of the same weights: folders (onnx/, original/ ...) and Mistral's own single file.
@@ -80,6 +83,8 @@ def resolve_model(
         folder = _download(repo_id, revision, download_dir, patterns)
         if load_format == "auto" and not any(folder.glob("*.safetensors")):
             folder = _download(repo_id, revision, download_dir, _FILES + _WEIGHTS["pt"])
+        if modules := _module_files(folder):
+            _download(repo_id, revision, download_dir, modules, ignored=[])
         return folder
     if not re.fullmatch(r"[\w.-]+", form):
         raise HubError(f"{model}: {form!r} is not the end of a file's name, such as Q4_K_M.")
@@ -111,6 +116,18 @@ def resolve_model(
 def _find(folder: Path, patterns: list[str]) -> list[Path]:
     """Return the files of a folder that match one of the patterns, by name."""
     return sorted(file for pattern in patterns for file in folder.glob(pattern))
+
+
+def _module_files(folder: Path) -> list[str]:
+    """Return the files in the folders of the modules that modules.json names, if there are any."""
+    try:
+        modules = json.loads((folder / "modules.json").read_text("utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return []  # whoever reads the model reports a damaged file
+    listed = modules if isinstance(modules, list) else []
+    named = [module.get("path") for module in listed if isinstance(module, dict)]
+    paths = [path for path in named if isinstance(path, str) and path]
+    return [f"{path}/{name}" for path in paths for name in _MODULE_FILES]
 
 
 def local_folder(model: str) -> Path | None:
@@ -207,10 +224,11 @@ def _download(
     revision: str | None,
     download_dir: str | None,
     patterns: list[str],
+    ignored: list[str] = _IGNORED,
     *,
     offline: bool | None = None,
 ) -> Path:
-    """Return the folder of a repository's files that match the patterns.
+    """Return the folder of a repository's files that match `patterns`, and none of `ignored`.
 
     With `offline`, they are those of an earlier download; None: as HF_HUB_OFFLINE says.
     """
@@ -224,7 +242,7 @@ def _download(
                 revision=revision,
                 cache_dir=download_dir,
                 allow_patterns=patterns,
-                ignore_patterns=_IGNORED,
+                ignore_patterns=ignored,
                 local_files_only=hub_offline() if offline is None else offline,
             )
         )

@@ -1,140 +1,139 @@
-"""Poolers of a model: those of its family, and those that a sentence-transformers folder names."""
+"""Choice of what a model returns: tokens, or vectors and scores by its poolers."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from octavo.checkpoints.base import Checkpoint
 from octavo.checkpoints.config_json import ConfigJson
-from octavo.errors import ModelError
+from octavo.config import ModelConfig, PoolerConfig
+from octavo.errors import ConfigError, ModelError
 from octavo.models.blocks.pooler import PoolerSpec, Pooling
+from octavo.models.sentence_modules import (
+    SentenceModules,
+    read_max_len,
+    read_modules,
+    read_sentences,
+)
 from octavo.models.spec import ModelSpec
+from octavo.models.variants import without_lm_head
 
-_OWN: tuple[str, ...] = ("sentence_transformers.models.", "sentence_transformers.base.modules.")
-_OWN += ("sentence_transformers.sentence_transformer.modules.",)
-"""Beginnings of the names of sentence-transformers' own modules, old and new."""
-_MODES: dict[str, Pooling] = {
-    "pooling_mode_cls_token": "cls",
-    "pooling_mode_max_tokens": "max",
-    "pooling_mode_mean_tokens": "mean",
-    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len",
-    "pooling_mode_weightedmean_tokens": "weighted_mean",
-    "pooling_mode_lasttoken": "last",
-}
-"""Fields of a Pooling module's config, in the order in which their vectors are joined."""
-_NAMES: dict[str, Pooling] = {
-    "cls": "cls",
-    "max": "max",
-    "mean": "mean",
-    "mean_sqrt_len_tokens": "mean_sqrt_len",
-    "weightedmean": "weighted_mean",
-    "lasttoken": "last",
-}
-"""Values of the field pooling_mode of newer configs."""
+_POOLING: dict[str, Pooling] = {"CLS": "cls", "LAST": "last", "MEAN": "mean"}
 
 
-def add_poolers(spec: ModelSpec, config: ConfigJson, checkpoint: Checkpoint) -> ModelSpec:
+def add_poolers(
+    spec: ModelSpec, config: ConfigJson, checkpoint: Checkpoint, settings: ModelConfig
+) -> ModelSpec:
     """Return a spec with the poolers of its checkpoint, and with those that any model has.
 
     A sentence-transformers folder (modules.json) decides how texts become vectors, and the longest
-    text. Without one, the vector is the last token's; of an encoder, the first one's.
+    text. Without one, the vector is the last token's; of an encoder, the first one's. A pooling
+    model has no LM head.
+
+    Args:
+        spec: the model; its poolers are those of its architecture.
+        config: its config.json.
+        checkpoint: its other files.
+        settings: `runner`, `convert` and `pooler_config`; see `docs/pooling.md`.
 
     Raises:
+        ConfigError: the settings ask for what the model does not have.
         ModelError: a file is damaged, or names a module that Octavo does not have.
     """
+    modules = read_modules(checkpoint, spec.hidden_size)
+    if not _pools(spec, settings, published=modules is not None):
+        return replace(spec, poolers=())
+    if not _generates(spec, settings, published=modules is not None):
+        spec = without_lm_head(spec)
     poolers = {pooler.task: pooler for pooler in spec.poolers}
-    modules = _read_json(checkpoint, "modules.json")
-    dimensions = _read_dimensions(config)
-    if modules is not None:
-        pooling, normalizes = _read_modules(checkpoint, modules)
-        embed = PoolerSpec(
-            "embed",
-            pooling,
-            spec.hidden_size * len(pooling),
-            activation="normalize" if normalizes else "none",
-            dimensions=dimensions,
-        )
+    scores = any("classify" in task for task in poolers)
+    if modules is not None and (modules.pooling or not scores):
+        spec, embed = _of_sentences(spec, config, checkpoint, modules)
         poolers = {"embed": embed} | {t: p for t, p in poolers.items() if t != "embed"}
-        spec = replace(spec, max_model_len=_read_max_len(checkpoint, spec.max_model_len))
     elif not poolers or "embed" in poolers:
-        default: tuple[Pooling] = ("cls",) if spec.sees_all else ("last",)
-        embed = PoolerSpec(
-            "embed", default, spec.hidden_size, activation="normalize", dimensions=dimensions
+        default: tuple[Pooling, ...] = ("cls",) if spec.sees_all else ("last",)
+        embed = poolers.get("embed") or PoolerSpec(
+            "embed", default, spec.hidden_size, activation="normalize"
         )
-        poolers.setdefault("embed", embed)
+        poolers["embed"] = replace(embed, dimensions=_read_dimensions(config))
     if "embed" in poolers:
         tokens = PoolerSpec("token_embed", ("all",), spec.hidden_size, activation="normalize")
         poolers.setdefault("token_embed", tokens)
+    wanted = settings.convert
+    if wanted in ("embed", "classify") and wanted not in poolers:
+        raise ConfigError(
+            f"convert={wanted}: this model ({spec.architecture}) can do {', '.join(poolers)}; "
+            "leave convert out."
+        )
+    changes = settings.pooler_config
+    if changes is not None:
+        poolers = {task: _change(pooler, changes) for task, pooler in poolers.items()}
     return replace(spec, poolers=tuple(poolers.values()))
 
 
-def _read_modules(checkpoint: Checkpoint, modules: object) -> tuple[tuple[Pooling, ...], bool]:
-    """Return the ways of pooling, and True if vectors are normalized."""
-    where = checkpoint.path / "modules.json"
-    if not isinstance(modules, list) or not all(isinstance(it, dict) for it in modules):
-        raise ModelError(f"{where} is damaged: it must be a list of modules; download it again.")
-    pooling: tuple[Pooling, ...] = ()
-    normalizes = False
-    for module in modules:
-        full, path = str(module.get("type")), str(module.get("path", ""))
-        name = full.rpartition(".")[2]
-        if not full.startswith(_OWN):
-            raise ModelError(
-                f"{where} names the module {full!r}, which is code of the model; Octavo never runs "
-                "such code. Use a model with sentence-transformers' own modules."
-            )
-        if name == "Pooling":
-            pooling = _read_pooling(checkpoint, path)
-        elif name == "Normalize":
-            normalizes = True
-        elif name != "Transformer":
-            raise ModelError(
-                f"{where} names the module {name}, which Octavo does not have yet; it has "
-                "Transformer, Pooling and Normalize."
-            )
-    if not pooling:
-        raise ModelError(f"{where} names no Pooling module; download the folder again.")
-    return pooling, normalizes
+def _pools(spec: ModelSpec, settings: ModelConfig, *, published: bool) -> bool:
+    """Return True if the model has poolers.
 
-
-def _read_pooling(checkpoint: Checkpoint, path: str) -> tuple[Pooling, ...]:
-    """Return the ways of pooling of a Pooling module in a folder of the checkpoint."""
-    if path.startswith(("/", "\\")) or ".." in path.replace("\\", "/").split("/"):
-        raise ModelError(
-            f"{checkpoint.path / 'modules.json'} names the folder {path!r}, which is outside of "
-            "the model's folder; download it again."
+    Raises:
+        ConfigError: `runner` and `convert` do not fit the model, or each other.
+    """
+    runner, convert, name = settings.runner, settings.convert, spec.architecture
+    if spec.model_class != ModelSpec.model_class:
+        convert = "none"  # a package's own class computes the model
+    is_own = bool(spec.poolers) or not spec.generates or (published and convert != "none")
+    if runner == "generate":
+        if not spec.generates:
+            raise ConfigError(
+                f"runner=generate: this model ({name}) generates no text; leave runner out."
+            )
+        if convert in ("embed", "classify"):
+            raise ConfigError(
+                f"runner=generate and convert={convert} contradict each other; leave one out."
+            )
+        return False
+    if convert != "none" or is_own:
+        return True
+    if runner == "pooling":
+        raise ConfigError(
+            f"runner=pooling: this model ({name}) generates text, and convert=none forbids "
+            "vectors; leave convert out."
         )
-    name = f"{path}/config.json" if path else "config.json"
-    config = _read_json(checkpoint, name)
-    where = checkpoint.path / name
-    if not isinstance(config, Mapping):
-        raise ModelError(f"{where} is missing or damaged; download the folder again.")
-    modes = config.get("pooling_mode")
-    if modes is not None:
-        names = [modes] if isinstance(modes, str) else modes
-        if not isinstance(names, list) or not names or any(n not in _NAMES for n in names):
-            raise ModelError(f"{where}: pooling_mode={modes!r}; supported: {', '.join(_NAMES)}.")
-        found = tuple(mode for n, mode in _NAMES.items() if n in names)
-    else:
-        found = tuple(mode for field, mode in _MODES.items() if config.get(field) is True)
-    if not found:
-        raise ModelError(f"{where} names no way of pooling; download the folder again.")
-    return found
+    return False
 
 
-def _read_max_len(checkpoint: Checkpoint, most: int) -> int:
-    """Return the longest text of a sentence-transformers folder, in tokens."""
-    config = _read_json(checkpoint, "sentence_bert_config.json")
-    wanted = config.get("max_seq_length") if isinstance(config, Mapping) else None
-    if wanted is None:
-        return most
-    if type(wanted) is not int or wanted < 1:
-        where = checkpoint.path / "sentence_bert_config.json"
-        raise ModelError(f"{where}: max_seq_length={wanted!r} is not a positive number.")
-    return min(wanted, most)
+def _generates(spec: ModelSpec, settings: ModelConfig, *, published: bool) -> bool:
+    """Return True if a model with poolers also generates text."""
+    converted = settings.runner == "pooling" or settings.convert in ("embed", "classify")
+    return spec.generates and not (published or converted or spec.poolers)
+
+
+def _of_sentences(
+    spec: ModelSpec, config: ConfigJson, checkpoint: Checkpoint, modules: SentenceModules
+) -> tuple[ModelSpec, PoolerSpec]:
+    """Return the model and the pooler that a sentence-transformers folder describes."""
+    where = checkpoint.path
+    if not modules.pooling:
+        raise ModelError(
+            f"{where / 'modules.json'} names no Pooling module; download the folder again."
+        )
+    sentences, cut = read_sentences(checkpoint)
+    if cut is not None and cut > modules.size:
+        raise ModelError(
+            f"{where / 'config_sentence_transformers.json'}: truncate_dim={cut} is more than the "
+            f"{modules.size} numbers of a vector; download the folder again."
+        )
+    embed = PoolerSpec(
+        "embed",
+        modules.pooling,
+        modules.size,
+        modules.dense,
+        "normalize",
+        activates=modules.normalizes,
+        dimensions=_read_dimensions(config),
+        cut=cut,
+    )
+    length = read_max_len(checkpoint, spec.max_model_len)
+    return replace(spec, max_model_len=length, sentences=sentences), embed
 
 
 def _read_dimensions(config: ConfigJson) -> tuple[int, ...] | None:
@@ -147,14 +146,35 @@ def _read_dimensions(config: ConfigJson) -> tuple[int, ...] | None:
     return tuple(given)
 
 
-def _read_json(checkpoint: Checkpoint, name: str) -> Any:
-    """Return the contents of a JSON file; None: there is no such file."""
-    text = checkpoint.read_text(name)
-    if text is None:
-        return None
-    try:
-        return json.loads(text)
-    except ValueError as error:
-        raise ModelError(
-            f"{checkpoint.path / name} is damaged: {error}; download it again."
-        ) from None
+def _change(pooler: PoolerSpec, changes: PoolerConfig) -> PoolerSpec:
+    """Return a pooler with the settings of `pooler_config`.
+
+    Raises:
+        ConfigError: the pooler cannot have a setting.
+    """
+    of_tokens, kind = pooler.pooling == ("all",), changes.of_text
+    if kind is not None and not of_tokens:
+        pooling = (_POOLING[kind],)
+        if len(pooler.pooling) > 1 and pooler.dense:
+            raise ConfigError(
+                f"pooler_config: the layers after the pooling need {len(pooler.pooling)} vectors, "
+                f"and pooling_type={kind} gives one; leave it out."
+            )
+        size = pooler.size // (1 if pooler.dense else len(pooler.pooling))
+        pooler = replace(pooler, pooling=pooling, size=size)
+    if changes.use_activation is not None:
+        pooler = replace(pooler, activates=changes.use_activation)
+    if changes.dimensions is not None and pooler.task == "embed":
+        if (reason := pooler.refusal(changes.dimensions)) is not None:
+            raise ConfigError(f"pooler_config: dimensions={changes.dimensions}: {reason}")
+        pooler = replace(pooler, cut=changes.dimensions)
+    if of_tokens and changes.step_tag_id is not None:
+        pooler = replace(pooler, step_tag_id=changes.step_tag_id)
+    ids = changes.returned_token_ids
+    if ids and "classify" in pooler.task:
+        if max(ids) >= pooler.size:
+            raise ConfigError(
+                f"pooler_config: returned_token_ids={ids}: the model has {pooler.size} classes."
+            )
+        pooler = replace(pooler, returned_token_ids=tuple(ids))
+    return pooler

@@ -8,6 +8,7 @@ import pkgutil
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
 from octavo.checkpoints.base import Checkpoint
@@ -22,6 +23,7 @@ from octavo.models.forms import assign
 from octavo.models.heads import MTPSpec
 from octavo.models.poolers import add_poolers
 from octavo.models.spec import ModelSpec
+from octavo.models.variants import Variant, find_variant, read_variant, see_all
 
 ENTRY_POINTS = "octavo.models"
 """Group of the entry points of other packages: the name is an architecture, the object a
@@ -83,6 +85,8 @@ _EXPERTS = (
     "SolarOpenForCausalLM",
 )
 """Architectures whose readers read or refuse the fields of experts themselves."""
+_DECODERS = ("ForCausalLM", "LMHeadModel")
+"""Ends of the names of architectures that may have a head for classes in place of an LM head."""
 _DEFAULTS = ModelConfig()
 _Spec = TypeVar("_Spec", bound=ModelSpec)
 
@@ -98,11 +102,19 @@ def read_spec(checkpoint: Checkpoint, settings: ModelConfig = _DEFAULTS) -> Mode
             is the form of the linear weights.
 
     Raises:
-        ConfigError: `quantization` is set for a quantized model.
+        ConfigError: `quantization` is set for a quantized model, or `runner`, `convert` or
+            `pooler_config` asks for what the model does not have.
         ModelError: a field has an unsupported value.
     """
     architecture, config = _read_architecture(checkpoint, settings)
     read = FAMILIES.get(architecture) or _installed(architecture)
+    variant = find_variant(architecture, FAMILIES) if read is None else None
+    if read is not None and settings.convert == "classify" and architecture.endswith(_DECODERS):
+        variant = Variant(architecture, "ForSequenceClassification")
+    if variant is not None:
+        family = read or FAMILIES[variant.base]
+        architecture = variant.base
+        read = partial(read_variant, variant, family, checkpoint=checkpoint)
     if read is None:
         raise config.error(
             "architectures",
@@ -118,16 +130,21 @@ def read_spec(checkpoint: Checkpoint, settings: ModelConfig = _DEFAULTS) -> Mode
     experts = ("num_local_experts", "num_experts", "n_routed_experts")
     for name in () if architecture in _EXPERTS else experts:
         config.refuse(name, 0, f"mixtures of experts are not supported with {architecture}")
-    causal = architecture in _CAUSAL or config.get("use_bidirectional_attention") == "vision"
-    if not causal:
-        config.refuse("use_bidirectional_attention", False, "only causal attention is supported")
+    bidirectional = variant is not None and variant.bidirectional
+    sees = config.get("use_bidirectional_attention")
+    if architecture not in _CAUSAL and sees not in (None, True, False, "vision"):
+        raise config.error("use_bidirectional_attention", "supported: true, false, vision")
+    bidirectional |= sees is True or not config.flag("is_causal", True)
     try:
         spec = read(config)
     except ArithmeticError as error:
         raise ModelError(
             f"{config.where}: its numbers do not fit together ({error}); download the file again."
         ) from None
-    return add_poolers(complete_spec(spec, config, checkpoint, settings), config, checkpoint)
+    if bidirectional and not spec.sees_all:
+        spec = see_all(spec, config)
+    spec = complete_spec(spec, config, checkpoint, settings)
+    return add_poolers(spec, config, checkpoint, settings)
 
 
 def read_mtp_spec(checkpoint: Checkpoint, settings: ModelConfig) -> MTPSpec | None:

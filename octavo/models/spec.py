@@ -16,7 +16,7 @@ from octavo.models.blocks.base import Table
 from octavo.models.blocks.embedding import EmbedSpec
 from octavo.models.blocks.head import HeadSpec
 from octavo.models.blocks.layer import LayerSpec
-from octavo.models.blocks.pooler import PoolerSpec
+from octavo.models.blocks.pooler import NO_SENTENCES, PoolerSpec, SentencesSpec
 from octavo.models.cache import CacheSpec, EncoderCache
 from octavo.models.weights import Names, Weight
 from octavo.quantization.plain import PLAIN
@@ -56,6 +56,7 @@ class ModelSpec:
     """Pairs (own, stored) of prefixes: other beginnings of names in a checkpoint."""
     poolers: tuple[PoolerSpec, ...] = ()
     """Results in place of tokens, one for each task; the first one is the default."""
+    sentences: SentencesSpec = NO_SENTENCES
     streams: StreamsSpec | None = None
     """Several residual streams between the layers (Gemma 3n); None: one."""
     left_out: str = ""

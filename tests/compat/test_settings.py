@@ -178,7 +178,7 @@ TOPICS = {
     r"reasoning(?!_model)": "reasoning",
     r"request_id_headers": "X-Request-Id",
     r"routed_experts": "routed",
-    r"runner|convert|pooler|late_interaction": "generate text",
+    r"late_interaction": "late interaction",
     r"safetensors": "reading of weights",
     r"sampling_mask": "left to choose",
     r"gumbel": "precision",
@@ -296,3 +296,16 @@ def test_translated_settings_reach_the_config():
 def test_contradictions_are_refused(given, said):
     with pytest.raises(ConfigError, match=said):
         translate(given)
+
+
+def test_parts_of_pooler_config_that_change_nothing_are_dropped():
+    ours = {"seq_pooling_type": "MEAN", "use_activation": False}
+    theirs = {**ours, "max_embed_len": None, "logit_bias": 0.0, "task": None}
+    meant = config_of(pooler_config=ours)
+    assert config_of(pooler_config=theirs) == meant
+    assert config_of(pooler_config=json.dumps(theirs)) == meant
+    assert config_of(override_pooler_config={**theirs, "normalize": False}) == meant
+    del theirs["use_activation"]
+    assert config_of(pooler_config={**theirs, "softmax": False}) == meant
+    with pytest.raises(ConfigError, match=r"pooler_config\.max_embed_len=9 is not supported"):
+        config_of(pooler_config={**ours, "max_embed_len": 9})

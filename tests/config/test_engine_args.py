@@ -48,9 +48,10 @@ def test_none_is_the_default_where_it_is_no_value():
     assert all(f.default is None for f in config_fields() if optional_type(f.type)[1])
     assert engine_settings({"tensor_parallel_size": True}) == {"tensor_parallel_size": True}
     assert engine_settings({"dtype": torch.float16}) == {"dtype": "float16"}
-    assert engine_settings({"swap_space": 4, "task": "generate"}) == {}
-    with pytest.raises(ConfigError, match="task='embed'"):
-        engine_settings({"task": "embed"})
+    assert engine_settings({"swap_space": 4, "task": "generate"}) == {"runner": "generate"}
+    assert engine_settings({"task": "embed"}) == {"runner": "pooling", "convert": "embed"}
+    with pytest.raises(ConfigError, match=r"task='draft'.*choose one of auto, generate"):
+        engine_settings({"task": "draft"})
     assert engine_settings({"no_such": None}) == {"no_such": None}  # the config rejects it
 
 

@@ -25,6 +25,7 @@ from tests import gguf_files, small_tokenizers
 from tests.checkpoints.gguf.test_file import FALCON_H1, MODELS
 from tests.model_tools.conftest import make_folder
 from tests.models.harness import generate, load, make_prompts
+from tests.pooling import pooling, write_modules
 
 STORIES = local_folder("octavo/stories")
 
@@ -556,6 +557,13 @@ def test_sources_that_are_refused(llama, tmp_path, capsys):
     assert "too large for scales in float16" in refused(capsys, broken, out, "int4", 1)
     (broken / "model.safetensors").write_bytes(b"")
     assert refused(capsys, broken, out, "gguf:F16", 1)
+
+
+def test_pooling_models(llama, tmp_path, capsys):
+    folder = tmp_path / "vectors"
+    shutil.copytree(llama[0], folder)
+    write_modules(folder, pooling("lasttoken"))
+    assert "is a pooling model" in refused(capsys, folder, tmp_path / "out", "int8")
 
 
 def test_tokenizers_that_gguf_cannot_hold(llama, tmp_path, capsys):

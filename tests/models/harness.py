@@ -279,6 +279,9 @@ def _fuse_by_group(config: Any, state: dict[str, Tensor]) -> None:
         state[name] = torch.cat([x.view(shape) for x in parts], 1).view(-1, *rest)
 
 
+_ENDS = "(For(CausalLM|ConditionalGeneration|SequenceClassification|TokenClassification)|Model)$"
+
+
 def _config_class(architecture: str) -> Any:
     if architecture in OWN:
         return OWN[architecture][0]
@@ -288,7 +291,7 @@ def _config_class(architecture: str) -> Any:
         f"{name}ForCausalLM": f"{name}Text"
         for name in ("Gemma3n", "Gemma4", "Gemma4Unified", "Qwen3_5", "Qwen3_5Moe", "Llama4")
     }
-    name = names.get(architecture, re.sub("For(CausalLM|ConditionalGeneration)$", "", architecture))
+    name = names.get(architecture, re.sub(_ENDS, "", architecture))
     return getattr(transformers, f"{name}Config")
 
 

@@ -1,6 +1,7 @@
 """Folders of model names, and messages for failures of the hub."""
 
 import errno
+import json
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +143,28 @@ def test_only_needed_files(
         ignore_patterns=fake.options["ignore_patterns"],
     )
     assert set(chosen) == always | wanted
+
+
+def test_folders_of_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model of vectors has small files in folders of its own; other folders stay on the hub."""
+    fake = FakeHub(tmp_path)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fake)
+    (tmp_path / "model.safetensors").touch()
+    modules = [{"path": ""}, {"path": "1_Pooling"}, {"path": "2_Dense"}, {"path": 5}, "x"]
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    resolve_model("org/name")
+    wanted = {"1_Pooling/config.json", "2_Dense/config.json", "2_Dense/model.safetensors"}
+    others = {"onnx/model.onnx", "openvino/config.json", "2_Dense/README.md", "model.safetensors"}
+    chosen = huggingface_hub.utils.filter_repo_objects(
+        sorted(wanted | others),
+        allow_patterns=fake.options["allow_patterns"],
+        ignore_patterns=fake.options["ignore_patterns"],
+    )
+    assert set(chosen) == wanted
+    for damaged in ("{", "5", "[" * 100_000):
+        (tmp_path / "modules.json").write_text(damaged)
+        resolve_model("org/name")
+        assert "*.json" in fake.options["allow_patterns"]
 
 
 def test_gguf_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

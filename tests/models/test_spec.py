@@ -209,7 +209,7 @@ BAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_expand": 2}
             {"layer_types": ["sliding_attention"] * 2, "sliding_window": None},
             r"sliding_window=None",
         ),
-        ("Gemma3ForCausalLM", {"use_bidirectional_attention": True}, r"only causal"),
+        ("Gemma3ForCausalLM", {"use_bidirectional_attention": "both"}, r"supported: true, false"),
         ("Gemma3ForCausalLM", {"attn_logit_softcapping": 50.0}, r"attn_logit_softcapping=50.0"),
         ("Gemma2ForCausalLM", {"head_dim": 8, "query_pre_attn_scalar": -4}, r"query_pre_attn"),
         ("Gemma3nForCausalLM", {"intermediate_size": [1]}, r"intermediate_size=\[1\].*list of 2"),
@@ -230,7 +230,7 @@ BAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_expand": 2}
             UNSHARED | {"vocab_size_per_layer_input": 1, "vocab_size": 10**9},
             r"_input=1 .*each token needs a row",
         ),
-        ("Gemma4ForCausalLM", {"use_bidirectional_attention": "all"}, r"only causal"),
+        ("Gemma4ForCausalLM", {"use_bidirectional_attention": "all"}, r"supported: true"),
         (
             "Gemma4ForCausalLM",
             {"enable_moe_block": True, "num_experts": 3, "top_k_experts": 4},

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from octavo.checkpoints.gguf.names import (
+    BERT,
+    DENSE,
     EXPERT_FIELDS,
     EXPERTS,
     FACTORS,
@@ -503,6 +505,17 @@ ARCHITECTURES: dict[str, Architecture] = {
         unwindowed={"sliding_window_pattern": 1},
         norm_shift=1.0,
     ),
+    "gemma-embedding": Architecture(
+        "Gemma3TextModel",
+        NAMES | SANDWICH | HEAD_NORMS | DENSE,
+        {"rope_local_base_freq": "rope.freq_base_swa"},
+        {"rope_local_base_freq": 10000.0, "use_bidirectional_attention": True},
+        windowed=True,
+        window_by_layer=True,
+        unwindowed={"sliding_window_pattern": 1},
+        norm_shift=1.0,
+    ),
+    "bert": Architecture("BertModel", BERT, layers="bert.encoder.layer."),
     "gemma3n": Architecture(
         "Gemma3nForCausalLM",
         NAMES | SANDWICH | HEAD_NORMS | LAYER_INPUTS | STREAMS,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from statistics import NormalDist
@@ -54,7 +55,6 @@ SAMPLING = {
 }
 """Fields of generation_config.json, and their keys in general.sampling."""
 _WITHOUT_EFFECT: dict[str, tuple[object, ...]] = {
-    "attention.causal": (True,),
     "expert_count": (0,),
     "expert_used_count": (0,),
     "nextn_predict_layers": (0,),
@@ -69,7 +69,10 @@ _IGNORED: tuple[str, ...] = (
     "n_deepstack_layers",
 )
 _IGNORED += ("mm.", "vision.")
+_IGNORED += ("dense_2_feat", "dense_3_feat")  # the shapes of the tensors have these sizes
 """Keys, or beginnings of keys, that do not change the text model's numbers."""
+_POOLING = {1: "mean_tokens", 2: "cls_token", 3: "lasttoken"}
+"""Ways of pooling of llama.cpp, as sentence-transformers names them."""
 _MOST = 1e30
 NOT_ROTATED = float(np.float32(1e30))
 """Factor of the wavelengths of pairs that Gemma 4 does not rotate."""
@@ -205,6 +208,10 @@ class Description:
         config |= {name: bool(biases & in_layers) for name, biases in _BIASES.items()}
         config |= self._windows(config)
         config |= self._rope(config, rope_factors)
+        if not self._flag("attention.causal", True):
+            config["is_causal"] = False
+        if self.kind == "bert":
+            config["type_vocab_size"] = shapes.get("token_types.weight", (0,))[0]
         if self.kind == "gemma4":
             config |= self._gemma4(config, shapes.keys(), rope_factors.get("rope_freqs", []))
         if self.kind == "gemma3n":
@@ -223,6 +230,43 @@ class Description:
                 config[f"{name}_token_id"] = token
         self._refuse_unknown()
         return config
+
+    def modules(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
+        """Return the files of a sentence-transformers folder for a model of vectors.
+
+        llama.cpp divides every vector by its length.
+
+        Args:
+            shapes: shapes of all tensors by their names, rows first.
+
+        Returns:
+            Texts of files by name; empty: the file names no way of pooling.
+
+        Raises:
+            ModelError: the way of pooling is not supported.
+        """
+        kind = self.metadata.get(f"{self.kind}.pooling_type")
+        if kind is None or kind == 0:
+            return {}
+        if not isinstance(kind, int) or kind not in _POOLING:
+            raise self.error(
+                f"{self.kind}.pooling_type={str(kind)[:100]} is not supported (4 is a model of "
+                "scores); use the model's Hugging Face folder"
+            )
+        texts = {"1_Pooling/config.json": {f"pooling_mode_{_POOLING[kind]}": True}}
+        names = ["Transformer", "Pooling"]
+        for i in (2, 3):
+            shape = shapes.get(f"dense_{i}.weight", ())
+            if len(shape) == 2:
+                identity = {"activation_function": "torch.nn.modules.linear.Identity"}
+                sizes = {"in_features": shape[1], "out_features": shape[0], "bias": False}
+                texts[f"{i}_Dense/config.json"] = sizes | identity
+                names.append("Dense")
+        listed = [
+            {"type": f"sentence_transformers.models.{name}", "path": f"{i}_{name}" if i else ""}
+            for i, name in enumerate([*names, "Normalize"])
+        ]
+        return {name: json.dumps(text) for name, text in (texts | {"modules.json": listed}).items()}
 
     @property
     def num_predicting(self) -> int:
@@ -361,7 +405,7 @@ class Description:
             in_layers: names of the tensors of all layers, without the layers' prefixes.
         """
         match self.kind:
-            case "gemma2" | "gemma3":
+            case "gemma2" | "gemma3" | "gemma-embedding":
                 default = config.get("head_dim", 256)
                 layers = config.get("num_hidden_layers")
                 scalar = _LARGE_GEMMAS.get((self.kind, layers), default)

@@ -212,7 +212,11 @@ class GGUFFile:
 
     def read_text(self, name: str) -> str | None:
         """Return a text that is made from the metadata; see `Checkpoint`."""
-        return self._texts.get(name)
+        return (self._texts if name.startswith("tokenizer") else self._pooling).get(name)
+
+    @cached_property
+    def _pooling(self) -> dict[str, str]:
+        return self._described.modules({name: it.shape for name, it in self._tensors.items()})
 
     @cached_property
     def _texts(self) -> dict[str, str]:

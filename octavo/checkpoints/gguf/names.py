@@ -107,6 +107,22 @@ STREAMS = {  # Gemma 3n; its projections are slices of one tensor
 }
 STREAMS |= {f"model.altup_projections.{i}": "altup_proj" for i in range(63)}
 STREAMS |= {f"model.altup_unembed_projections.{i}": "altup_unembd_proj" for i in range(63)}
+BERT = {
+    "bert.embeddings.word_embeddings": "token_embd",
+    "bert.embeddings.token_type_embeddings": "token_types",
+    "bert.embeddings.position_embeddings": "position_embd",
+    "bert.embeddings.LayerNorm": "token_embd_norm",
+    "attention.self.query": "attn_q",
+    "attention.self.key": "attn_k",
+    "attention.self.value": "attn_v",
+    "attention.output.dense": "attn_output",
+    "attention.output.LayerNorm": "attn_output_norm",
+    "intermediate.dense": "ffn_up",
+    "output.dense": "ffn_down",
+    "output.LayerNorm": "layer_output_norm",
+}
+DENSE = {f"{i}_Dense/linear": f"dense_{i}" for i in (2, 3)}
+"""Layers after the pooling (EmbeddingGemma)."""
 GPT2 = {
     "transformer.wte": "token_embd",
     "transformer.wpe": "position_embd",

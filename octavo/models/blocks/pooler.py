@@ -21,15 +21,18 @@ cls: the first token's. last: the last token's. mean, max: over all tokens, for 
 weighted_mean: the mean with the weight p + 1 at position p (Muennighoff, "SGPT", arXiv
 2202.08904). mean_sqrt_len: the sum, divided by the square root of the number of tokens. all: no
 pooling, each token has a result."""
-DenseActivation = Literal["none", "tanh", "relu", "gelu", "sigmoid", "silu"]
+DenseActivation = Literal["none", "tanh", "relu", "gelu", "sigmoid", "silu", "margin"]
+"""Function of a layer's result. margin: of two numbers, the second minus the first."""
 FinalActivation = Literal["none", "normalize", "softmax", "sigmoid"]
+Similarity = Literal["cosine", "dot", "euclidean", "manhattan"]
 
 
 @dataclass(frozen=True)
 class DenseSpec:
     """Layer of a pooler: norm(activation(linear(x)))."""
 
-    linear: LinearSpec
+    linear: LinearSpec | None
+    """None: the input as it is."""
     activation: DenseActivation = "none"
     norm: NormSpec | None = None
 
@@ -47,22 +50,44 @@ class PoolerSpec:
     dense: tuple[DenseSpec, ...] = ()
     """Layers after the pooling."""
     activation: FinalActivation = "none"
-    """Last function, unless a request turns it off. normalize: divide a vector by its length."""
+    """Last function. normalize: divide a vector by its length."""
     labels: tuple[str, ...] = ()
     """Names of the classes."""
+    activates: bool = True
+    """True if `activation` is applied where a request does not say."""
     dimensions: tuple[int, ...] | None = None
     """Numbers of first numbers to which a vector may be cut (Kusupati et al., "Matryoshka
     Representation Learning", arXiv 2205.13147). Empty: any number. None: it cannot be cut."""
+    cut: int | None = None
+    """Number of first numbers where a request names none; None: all."""
+    step_tag_id: int | None = None
+    """Token whose results are returned where a request names none; None: those of all tokens."""
+    returned_token_ids: tuple[int, ...] | None = None
+    """Classes that are returned where a request names none; None: all."""
 
     @property
     def reads_all(self) -> bool:
         """True if the pooling reads more tokens than the last one."""
         return self.pooling != ("last",)
 
+    def refusal(self, dimensions: int) -> str | None:
+        """Return the reason why a vector cannot be cut to a number of numbers; None: it can."""
+        if dimensions == self.size:
+            return None
+        if self.dimensions is None:
+            return (
+                f"this model was not trained for shorter vectors; leave it out, or use {self.size}."
+            )
+        if dimensions > self.size or (self.dimensions and dimensions not in self.dimensions):
+            known = ", ".join(map(str, self.dimensions)) or f"1 to {self.size}"
+            return f"this model's vectors have {self.size} numbers; choose one of: {known}."
+        return None
+
     def weights(self, names: Names) -> Iterator[Weight]:
         """Yield the weights of the layers."""
         for i, dense in enumerate(self.dense):
-            yield from dense.linear.weights(names.of(f"{i}"))
+            if dense.linear is not None:
+                yield from dense.linear.weights(names.of(f"{i}"))
             if dense.norm is not None:
                 yield from dense.norm.weights(names.of(f"{i}.norm"))
 
@@ -76,10 +101,25 @@ class PoolerSpec:
             self.pooling,
             [
                 Dense(
-                    dense.linear.build(parts.of(f"{i}")),
+                    None if dense.linear is None else dense.linear.build(parts.of(f"{i}")),
                     dense.activation,
                     None if dense.norm is None else dense.norm.build(parts.of(f"{i}").of("norm")),
                 )
                 for i, dense in enumerate(self.dense)
             ],
         )
+
+
+@dataclass(frozen=True)
+class SentencesSpec:
+    """Use of a model of vectors, as its config_sentence_transformers.json describes it."""
+
+    prompts: tuple[tuple[str, str], ...] = ()
+    """Names of prompts, and the text of each, which is put before a text."""
+    default_prompt_name: str | None = None
+    """Prompt of a text for which none is named; None: no prompt."""
+    similarity_fn_name: Similarity = "cosine"
+    """Function that compares two vectors."""
+
+
+NO_SENTENCES = SentencesSpec()

@@ -80,14 +80,17 @@ def classifier(
         head: module of the head.
     """
     hidden, labels = spec.hidden_size, read_labels(config)
-    dense = [DenseSpec(LinearSpec(((m, hidden),), hidden, bias=True), act) for m, act in layers]
-    dense.append(DenseSpec(LinearSpec(((head, len(labels)),), hidden, bias=True)))
+    dense = [
+        DenseSpec(LinearSpec(((m, hidden),), hidden, bias=True, exact=True), act)
+        for m, act in layers
+    ]
+    dense.append(DenseSpec(LinearSpec(((head, len(labels)),), hidden, bias=True, exact=True)))
     pooler = PoolerSpec(
         "classify",
         ("cls",),
         len(labels),
         tuple(dense),
-        _final_activation(config, len(labels)),
+        final_activation(config, len(labels)),
         labels,
     )
     return replace(spec, poolers=(pooler,))
@@ -96,7 +99,7 @@ def classifier(
 def token_classifier(config: ConfigJson, spec: ModelSpec, head: str = "classifier") -> ModelSpec:
     """Return a model with a head that scores classes of each token."""
     labels = read_labels(config)
-    linear = LinearSpec(((head, len(labels)),), spec.hidden_size, bias=True)
+    linear = LinearSpec(((head, len(labels)),), spec.hidden_size, bias=True, exact=True)
     pooler = PoolerSpec(
         "token_classify", ("all",), len(labels), (DenseSpec(linear),), "softmax", labels
     )
@@ -111,7 +114,7 @@ def read_labels(config: ConfigJson) -> tuple[str, ...]:
     return tuple(f"LABEL_{i}" for i in range(config.integer("num_labels", default=2)))
 
 
-def _final_activation(config: ConfigJson, num_labels: int) -> FinalActivation:
+def final_activation(config: ConfigJson, num_labels: int) -> FinalActivation:
     """Return the function that makes probabilities of scores, as in vLLM."""
     kind = config.get("problem_type")
     if kind == "regression":

@@ -22,6 +22,8 @@ def read(config: ConfigJson) -> ModelSpec:
         for i in range(read_num_layers(config))
     ]
     window = config.integer("sliding_window", default=4096)
+    if config.get("use_bidirectional_attention") is True:
+        window = window // 2 + 1  # EmbeddingGemma: half of it to each side, and the token itself
     windows = read_windows(config, layer_types, window)
     head_size = Heads.read(config).head_size
     max_position = read_max_position(config)
