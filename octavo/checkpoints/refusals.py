@@ -6,11 +6,13 @@ import re
 
 _EXPERTS = "it is a mixture of experts of a kind that Octavo does not compute"
 _KINDS = {
+    r"^Deberta": "its attention compares tokens and positions separately (disentangled attention), "
+    "which Octavo does not compute",
     r"Classification$|Reward|ForRegression": "it is a classifier, and Octavo generates text",
     r"^ChatGLM": "it needs custom code, which Octavo never runs; use the checkpoint that names "
     "GlmForCausalLM",
-    r"MaskedLM|PreTraining|QuestionAnswering|(?<!LMHead)Model$": "it is an encoder, which makes "
-    "vectors of a text, and Octavo generates text",
+    r"MaskedLM|PreTraining|QuestionAnswering|(?<!LMHead)Model$": "it is an encoder of a kind that "
+    "Octavo does not compute",
     r"Whisper|Speech|Audio|CTC$|Voice|Moonshine|ASR": "it processes sound, and Octavo's "
     "models process text",
     r"^(T5|MT5|UMT5|Bart|MBart|Pegasus|Marian|M2M|BlenderBot|Led|LED|ProphetNet)": "it is an "

@@ -35,13 +35,22 @@ class Pooler:
     pooling: Sequence[str]
     """Ways of pooling, as in `PoolerSpec`."""
     layers: Sequence[Dense]
+    token_layers: Sequence[Dense] = ()
+    """Layers of each token before the pooling."""
+
+    def of_tokens(self, hidden: Floats) -> Floats:
+        """Map the hidden states float32 [tokens, n] to what is pooled, float32 [tokens, m]."""
+        return self._compute(self.token_layers, hidden)
 
     def head(self, pooled: Floats) -> Floats:
         """Map pooled vectors float32 [R, n] to the results, float32 [R, size].
 
         A row of the result depends on its row of the input only.
         """
-        for layer in self.layers:
+        return self._compute(self.layers, pooled)
+
+    def _compute(self, layers: Sequence[Dense], pooled: Floats) -> Floats:
+        for layer in layers:
             y: Tensor = layer.linear(self._as_model(pooled), "float32")
             pooled = _activate(layer.activation, self.ops, y)
             if layer.norm is not None:

@@ -72,7 +72,7 @@ class PoolingRows:
                 if ends:
                     results[req_id] = np.concatenate(state.tokens).tobytes()
                 continue
-            state.pooled.add(chunk, first)
+            state.pooled.add(state.pooler.of_tokens(chunk), first)
             if ends:
                 done.setdefault(state.pooler, []).append((req_id, state.pooled.result(length)))
         for pooler, pairs in done.items():

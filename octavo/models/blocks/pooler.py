@@ -50,6 +50,8 @@ class PoolerSpec:
     """Last function, unless a request turns it off. normalize: divide a vector by its length."""
     labels: tuple[str, ...] = ()
     """Names of the classes."""
+    token_dense: tuple[DenseSpec, ...] = ()
+    """Layers of each token before the pooling (EuroBERT)."""
     dimensions: tuple[int, ...] | None = None
     """Numbers of first numbers to which a vector may be cut (Kusupati et al., "Matryoshka
     Representation Learning", arXiv 2205.13147). Empty: any number. None: it cannot be cut."""
@@ -61,7 +63,7 @@ class PoolerSpec:
 
     def weights(self, names: Names) -> Iterator[Weight]:
         """Yield the weights of the layers."""
-        for i, dense in enumerate(self.dense):
+        for i, dense in enumerate(self.token_dense + self.dense):
             yield from dense.linear.weights(names.of(f"{i}"))
             if dense.norm is not None:
                 yield from dense.norm.weights(names.of(f"{i}.norm"))
@@ -70,16 +72,13 @@ class PoolerSpec:
         """Return the live block."""
         from octavo.layers.pooler import Dense, Pooler
 
-        return Pooler(
-            parts.ops,
-            parts.dtype,
-            self.pooling,
-            [
-                Dense(
-                    dense.linear.build(parts.of(f"{i}")),
-                    dense.activation,
-                    None if dense.norm is None else dense.norm.build(parts.of(f"{i}").of("norm")),
-                )
-                for i, dense in enumerate(self.dense)
-            ],
-        )
+        layers = [
+            Dense(
+                dense.linear.build(parts.of(f"{i}")),
+                dense.activation,
+                None if dense.norm is None else dense.norm.build(parts.of(f"{i}").of("norm")),
+            )
+            for i, dense in enumerate(self.token_dense + self.dense)
+        ]
+        first = len(self.token_dense)
+        return Pooler(parts.ops, parts.dtype, self.pooling, layers[first:], layers[:first])
