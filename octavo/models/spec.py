@@ -228,7 +228,7 @@ class ModelSpec:
 
     @property
     def names_of_layers(self) -> list[Names]:
-        """Prefixes of the names of each layer's weights; layers with shared weights have the same."""
+        """Prefixes of the names of each layer's weights, which layers with equal ones share."""
         numbers = self.shared_layers
         if numbers:
             return [Names(f"layers.{i}.", self.layer_names.format(i)) for i in numbers]

@@ -134,7 +134,6 @@ def _roberta(config: ConfigJson) -> ModelSpec:
 
 
 def _distilbert(config: ConfigJson) -> ModelSpec:
-    config.refuse("sinusoidal_pos_embds", False, "only learned positions are supported")
     names = {"hidden_size": "dim", "intermediate_size": "hidden_dim", "hidden_act": "activation"}
     names |= {"num_attention_heads": "n_heads", "num_hidden_layers": "n_layers"}
     return BertLike(
