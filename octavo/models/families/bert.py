@@ -12,7 +12,7 @@ from octavo.models.blocks.embedding import EmbedSpec, PositionsSpec, TokenTypesS
 from octavo.models.blocks.linear import LinearSpec
 from octavo.models.blocks.norm import LayerNormSpec
 from octavo.models.families import base
-from octavo.models.families.classifiers import families
+from octavo.models.families.classifiers import Layer, families
 from octavo.models.families.gpt import GPTLike
 from octavo.models.spec import ModelSpec
 
@@ -184,7 +184,7 @@ def _albert(config: ConfigJson) -> ModelSpec:
     return replace(spec, shared_layers=shared)
 
 
-_DENSE = (("classifier.dense", "tanh"),)
+_DENSE: tuple[Layer, ...] = (("classifier.dense", "tanh"),)
 ARCHITECTURES = {
     **families("Bert", BertLike().read, (("bert.pooler.dense", "tanh"),)),
     **families("Roberta", _roberta, _DENSE, "classifier.out_proj"),
