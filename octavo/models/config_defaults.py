@@ -384,6 +384,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "bert",
         _BERT | {"feed_forward_type": "original", "position_embedding_type": "absolute"},
     ),
+    "BertSpladeSparseEmbeddingModel": {"model_type": "bert"} | _BERT,
     **_encoder("Bert", "bert", _BERT),
     **_encoder("Roberta", "roberta", _BERT),
     **_encoder("XLMRoberta", "xlm-roberta", _BERT),

@@ -397,3 +397,19 @@ def test_last_function_of_classifiers(
     pooler = spec_of(tmp_path).poolers[0]
     assert pooler.activation == expected
     assert len(pooler.labels) == pooler.size == (1 if "id2label" in fields else 3)
+
+
+def test_splade(tmp_path: Path) -> None:
+    """Weights of the vocabulary, from the head that predicts masked tokens."""
+    hf, (ids, types) = make_hf("BertForMaskedLM", **ODD), texts()
+    hf.save_pretrained(tmp_path)
+    renamed(tmp_path, {}, {"architectures": ["BertSpladeSparseEmbeddingModel"]})
+    model = load(tmp_path)
+    assert model.spec.poolers[0].size == VOCAB
+    for text, kinds, states in zip(ids, types, compute(model, ids, types), strict=True):
+        with torch.inference_mode():
+            out = hf(torch.tensor([text]), token_type_ids=torch.tensor([kinds])).logits[0]
+        found = pool(model, "embed", states)
+        expected = out.relu().log1p().amax(0)
+        torch.testing.assert_close(torch.from_numpy(found), expected, atol=2e-5, rtol=2e-5)
+        assert np.array_equal(found, pool(model, "embed", states, chunk=7))

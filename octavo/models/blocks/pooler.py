@@ -21,7 +21,8 @@ cls: the first token's. last: the last token's. mean, max: over all tokens, for 
 weighted_mean: the mean with the weight p + 1 at position p (Muennighoff, "SGPT", arXiv
 2202.08904). mean_sqrt_len: the sum, divided by the square root of the number of tokens. all: no
 pooling, each token has a result."""
-DenseActivation = Literal["none", "tanh", "relu", "gelu", "sigmoid", "silu"]
+DenseActivation = Literal["none", "tanh", "relu", "gelu", "sigmoid", "silu", "log1p_relu"]
+"""Activation of a layer. log1p_relu: log(1 + max(x, 0)) (SPLADE)."""
 FinalActivation = Literal["none", "normalize", "softmax", "sigmoid"]
 
 
@@ -51,7 +52,7 @@ class PoolerSpec:
     labels: tuple[str, ...] = ()
     """Names of the classes."""
     token_dense: tuple[DenseSpec, ...] = ()
-    """Layers of each token before the pooling (EuroBERT)."""
+    """Layers of each token before the pooling (EuroBERT, SPLADE)."""
     dimensions: tuple[int, ...] | None = None
     """Numbers of first numbers to which a vector may be cut (Kusupati et al., "Matryoshka
     Representation Learning", arXiv 2205.13147). Empty: any number. None: it cannot be cut."""

@@ -72,8 +72,15 @@ def _nomic(config: ConfigJson) -> ModelSpec:
     ).read(config, _rope(config, 1000.0))
 
 
-_NOMIC_OFF: tuple[str, ...] = ("prenorm", "parallel_block", "qkv_proj_bias", "mlp_fc1_bias", "mlp_fc2_bias")
-_NOMIC_OFF += ("use_rms_norm", "rotary_emb_interleaved", "rotary_emb_scale_base", "causal")
+_NOMIC_OFF: tuple[str, ...] = (
+    "prenorm",
+    "parallel_block",
+    "qkv_proj_bias",
+    "mlp_fc1_bias",
+    "mlp_fc2_bias",
+)
+_NOMIC_OFF += ("mlp_fc2_bias", "use_rms_norm", "rotary_emb_interleaved", "causal")
+_NOMIC_OFF += ("rotary_emb_scale_base",)
 """Features of Nomic's code that its models do not use."""
 _NOMIC = {
     "hidden_size": ("n_embd",),
