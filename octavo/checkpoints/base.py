@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 LoadFormat = Literal["auto", "safetensors", "pt", "gguf", "sharded_state", "dummy"]
 FLOATS = ("float64", "float32", "float16", "bfloat16")
+_OLD_NAMES = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
+"""Ends of names, and those of checkpoints that were converted from TensorFlow."""
 _MAX_NAMES = 6
 """Number of names listed in an error message."""
 
@@ -30,16 +32,16 @@ class Source:
     """Name of the tensor; FOLDER/NAME: that of a tensor in a folder of the checkpoint."""
     shape: tuple[int, ...]
     """Shape; -1: any size."""
-    transform: Literal["none", "transpose", "swap", "flat", "by_group", "by_shard", "skip_rows"] = (
-        "none"
-    )
+    transform: Literal[
+        "none", "transpose", "swap", "flat", "by_group", "by_shard", "halves", "skip_rows"
+    ] = "none"
     """Change of the stored tensor before a part is selected. transpose: from [inputs, outputs] to
     [outputs, inputs] (Conv1D); GGUF files store the result. swap: exchange rows and columns, also
     of GGUF files. flat: one dimension with all numbers (Kimi Linear). by_group: reorder rows from
     queries, keys and values of each group of heads in turn to all queries, all keys, all values
     (BLOOM, Falcon); a group may have other parts. by_shard: the same from queries, values and keys
-    of each of several equal parts of the heads (CodeGen). skip_rows: drop the first rows (OPT's
-    positions)."""
+    of each of several equal parts of the heads (CodeGen). halves: exchange the halves of the rows
+    (GTE). skip_rows: drop the first rows (OPT's positions)."""
     groups: int = 1
     """by_group: number of heads of keys and values. by_shard: number of parts."""
     group_queries: int = 1
@@ -50,6 +52,9 @@ class Source:
     alternate: bool = False
     """True if the rows are those of two modules in turn: they are read as all of the first, then
     all of the second."""
+    order: tuple[int, ...] | None = None
+    """Rows to read, in this order and some of them several times, before any other change (MPNet).
+    None: all rows."""
     index: int | None = None
     """Index in the first dimension of the part that is one tensor; None: the whole is one."""
     columns: tuple[int, int] | None = None
@@ -66,9 +71,11 @@ class Source:
     """Value of all elements with load_format=dummy; None: random numbers."""
 
     def row_order(self, rows: int) -> NDArray[np.int64]:
-        """Return the stored rows, part by part: for by_group, by_shard and `alternate`."""
+        """Return the stored rows, part by part: for by_group, by_shard, halves and `alternate`."""
         if self.alternate:
             return np.arange(rows).reshape(-1, 2).T.ravel()
+        if self.transform == "halves":
+            return np.roll(np.arange(rows), rows // 2)
         if self.transform == "by_shard":
             queries, values, keys = np.arange(rows).reshape(self.groups, 3, -1).swapaxes(0, 1)
             return np.concatenate([queries.ravel(), keys.ravel(), values.ravel()])
@@ -102,10 +109,16 @@ class Expected:
     def stored_names(self, name: str) -> list[str]:
         """Return the names that a tensor may have in a checkpoint, the most usual one first."""
         names = [name, name.removeprefix(self.bare_prefix)]
-        return names + [
+        names += [
             stored + name.removeprefix(expected)
             for expected, stored in self.prefixes
             if name.startswith(expected)
+        ]
+        return names + [
+            known.removesuffix(end) + old
+            for end, old in _OLD_NAMES.items()
+            for known in names
+            if known.endswith(end)
         ]
 
 

@@ -6,6 +6,8 @@ import re
 
 _EXPERTS = "it is a mixture of experts of a kind that Octavo does not compute"
 _KINDS = {
+    r"^Deberta": "its attention compares tokens and positions separately (disentangled attention), "
+    "which Octavo does not compute",
     r"Classification$|Reward|ForRegression": "it is a classifier of a family that Octavo "
     "does not have",
     r"^ChatGLM": "it needs custom code, which Octavo never runs; use the checkpoint that names "

@@ -23,6 +23,8 @@ class Embedding:
     """True if embeddings that arrive with a prompt still need scaling."""
     project: Linear | None = None
     """Projection to the hidden size, if the embedding is narrower (OPT-350m)."""
+    projects_sum: bool = False
+    """True if the projection follows the norm (ELECTRA); False: before all other vectors."""
     positions: Tensor | None = None
     """Learned positions [max_position, hidden_size], which are added."""
     token_types: Tensor | None = None
@@ -57,7 +59,7 @@ class Embedding:
         x = self.look_up(input_ids) if looked_up is None else looked_up
         if self.scale is not None and self.scale_given:
             self.ops.scale_(x, self.scale)
-        if self.project is not None:
+        if self.project is not None and not self.projects_sum:
             x = self.project(x)
         if self.positions is not None:
             x = self.ops.add(x, self.ops.embedding(self.positions, positions))
@@ -66,6 +68,8 @@ class Embedding:
             x = self.ops.add(x, self.ops.embedding(self.token_types, types))
         if self.norm is not None and self.norm_given:
             x = self.norm(x)
+        if self.project is not None and self.projects_sum:
+            x = self.project(x)
         return x
 
 

@@ -35,13 +35,22 @@ class Pooler:
     pooling: Sequence[str]
     """Ways of pooling, as in `PoolerSpec`."""
     layers: Sequence[Dense]
+    token_layers: Sequence[Dense] = ()
+    """Layers of each token before the pooling."""
+
+    def of_tokens(self, hidden: Floats) -> Floats:
+        """Map the hidden states float32 [tokens, n] to what is pooled, float32 [tokens, m]."""
+        return self._compute(self.token_layers, hidden)
 
     def head(self, pooled: Floats) -> Floats:
         """Map pooled vectors float32 [R, n] to the results, float32 [R, size].
 
         A row of the result depends on its row of the input only.
         """
-        for layer in self.layers:
+        return self._compute(self.layers, pooled)
+
+    def _compute(self, layers: Sequence[Dense], pooled: Floats) -> Floats:
+        for layer in layers:
             if layer.linear is not None:
                 y: Tensor = layer.linear(self._as_model(pooled), "float32")
                 pooled = _activate(layer.activation, self.ops, y)
@@ -66,6 +75,7 @@ _ACTIVATIONS: dict[str, Callable[[Floats], Floats]] = {
     "margin": lambda x: x[:, 1:] - x[:, :1],
     "tanh": np.tanh,
     "relu": lambda x: np.maximum(x, np.float32(0)),
+    "log1p_relu": lambda x: np.log1p(np.maximum(x, np.float32(0))),
     "sigmoid": lambda x: np.float32(1) / (np.float32(1) + np.exp(-x)),
     "silu": lambda x: (x / (np.float32(1) + np.exp(-x))).astype(np.float32),
 }

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 
 class _Types:
-    def __init__(self, max_num_rows: int) -> None:
+    def __init__(self, max_num_rows: int, second: int) -> None:
+        self._second = second
         self._begins: LongArray = np.zeros(max_num_rows, np.int64)
         """Index of the second text's first token in each row; 0: there is one text."""
 
@@ -32,21 +33,23 @@ class _Types:
         begins, ends = self._begins[rows], np.cumsum(counts)
         for i in np.flatnonzero(begins):
             first = ends[i] - counts[i]
-            out[first + max(0, begins[i] - starts[i]) : ends[i]] = 1
+            out[first + max(0, begins[i] - starts[i]) : ends[i]] = self._second
 
 
 @dataclass(frozen=True)
 class TokenTypesArray:
     """A `StepArray` of types, int64."""
 
+    second: int = 1
+    """Type of the second text: 0 for models with one type."""
     name: str = "token_types"
     dims: tuple[str, ...] = ("tokens",)
     dtype: str = "int64"
 
     def make_filler(self, max_num_rows: int) -> _Types:
         """Implement `StepArray`."""
-        return _Types(max_num_rows)
+        return _Types(max_num_rows, self.second)
 
 
 TOKEN_TYPES = TokenTypesArray()
-"""Type of each token."""
+"""Type of each token of a model with two types."""

@@ -86,6 +86,17 @@ _DEEPSEEK_V3 |= {"max_position_embeddings": 4096, "num_nextn_predict_layers": 1}
 _DEEPSEEK_V3 |= {"moe_intermediate_size": 2048, "n_group": 8, "topk_group": 4}
 _DEEPSEEK_V3 |= {"num_experts_per_tok": 8, "routed_scaling_factor": 2.5}
 
+_BERT: dict[str, Any] = {"hidden_act": "gelu", "layer_norm_eps": 1e-12, "type_vocab_size": 2}
+_BERT |= {"max_position_embeddings": 512}
+_GTE = _BERT | {"type_vocab_size": 1, "max_position_embeddings": 8192}
+
+
+def _encoder(name: str, model_type: str, defaults: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the defaults of an encoder with all heads, and at last without one."""
+    heads = ("ForMaskedLM", "ForSequenceClassification", "ForTokenClassification", "Model")
+    return {f"{name}{head}": {"model_type": model_type} | defaults for head in heads}
+
+
 DEFAULTS: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": {"model_type": "llama"} | _LLAMA,
     "InternLM3ForCausalLM": {"model_type": "internlm3"} | _LLAMA,
@@ -368,6 +379,50 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "BloomForCausalLM": {"model_type": "bloom"},
     "MptForCausalLM": {"model_type": "mpt"},
     "FalconForCausalLM": {"model_type": "falcon"},
+    **_encoder(
+        "JinaBert",
+        "bert",
+        _BERT | {"feed_forward_type": "original", "position_embedding_type": "absolute"},
+    ),
+    "BertSpladeSparseEmbeddingModel": {"model_type": "bert"} | _BERT,
+    **_encoder("Bert", "bert", _BERT),
+    **_encoder("Roberta", "roberta", _BERT),
+    **_encoder("XLMRoberta", "xlm-roberta", _BERT),
+    **_encoder("Camembert", "camembert", _BERT),
+    **_encoder(
+        "DistilBert",
+        "distilbert",
+        {"activation": "gelu", "layer_norm_eps": 1e-12, "max_position_embeddings": 512},
+    ),
+    **_encoder("Electra", "electra", _BERT | {"embedding_size": 128}),
+    **_encoder("MPNet", "mpnet", _BERT | {"relative_attention_num_buckets": 32}),
+    **_encoder(
+        "Albert",
+        "albert",
+        _BERT | {"hidden_act": "gelu_new", "embedding_size": 128, "num_hidden_groups": 1},
+    ),
+    **_encoder(
+        "ModernBert",
+        "modernbert",
+        {"hidden_activation": "gelu", "norm_eps": 1e-5, "max_position_embeddings": 8192}
+        | {"local_attention": 128, "classifier_pooling": "cls", "classifier_activation": "gelu"},
+    ),
+    **_encoder(
+        "EuroBert",
+        "eurobert",
+        _LLAMA
+        | {"rms_norm_eps": 1e-5, "max_position_embeddings": 8192, "classifier_pooling": "late"},
+    ),
+    **_encoder("New", "new", _GTE | {"max_position_embeddings": 2048}),
+    **_encoder("Gte", "gte", _GTE),
+    **_encoder(
+        "NomicBert", "nomic_bert", _BERT | {"hidden_act": "silu", "max_position_embeddings": 2048}
+    ),
+    **_encoder(
+        "JinaEmbeddingsV3",
+        "jina_embeddings_v3",
+        _GTE | {"layer_norm_eps": 1e-5, "max_position_embeddings": 8194},
+    ),
 }
 """Defaults by the name of the architecture."""
 

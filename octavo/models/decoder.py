@@ -48,12 +48,12 @@ class DecoderModel:
         this stage."""
         first = 0
         used: list[tuple[int, ...]] = []
-        for i, layer in enumerate(spec.layers):
+        for i, (layer, names) in enumerate(zip(spec.layers, spec.names_of_layers, strict=True)):
             own = tuple(range(first, first + len(layer.caches())))
             first += len(own)
             used.append(own if layer.cache_layer is None else used[layer.cache_layer])
             built = len(parts.mixtures)
-            self.layers.append(layer.build(parts.of(f"layers.{i}"), used[i]))
+            self.layers.append(layer.build(parts.of(names.own[:-1]), used[i]))
             self.mixtures += [(i, mixture) for mixture in parts.mixtures[built:]]
         experts = [w for _, it in self.mixtures for w in it.up.weights if w is not None]
         if 0 < parts.expert_slots < len(experts):  # some experts are not in memory

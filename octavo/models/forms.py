@@ -243,7 +243,7 @@ def _with_forms(
     made: dict[int, list[LayerSpec]] = {}
     layers = []
     for index, layer in enumerate(spec.layers):
-        names = spec.layer_names.format(spec.first_layer + index)
+        names = spec.names_of_layers[index].checkpoint
         try:
             new = _replace(layer, names, *choices)
         except ModelError as error:

@@ -429,6 +429,10 @@ def _read(weight: Weight, tensors: Tensors) -> tuple[list[Part], list[HostTensor
         sources = weight.sources[begin : begin + step]
         read = [tensors.read(source) for source in sources]
         whole += read
+        read = [
+            tensor if source.order is None else from_numpy(tensor.numpy()[list(source.order)])
+            for tensor, source in zip(read, sources, strict=True)
+        ]
         turned = [
             tensor.T
             if source.transform in ("transpose", "swap")
@@ -454,7 +458,7 @@ def _with_module(error: TensorError, source: Source) -> ModelError:
 def _rows(source: Source, weight: Weight) -> list[slice | IntArray]:
     """Return the rows of a module that a weight needs."""
     parts = source.parts
-    if source.alternate or source.transform in ("by_group", "by_shard"):
+    if source.alternate or source.transform in ("by_group", "by_shard", "halves"):
         rows = weight.whole_rows
         order = source.row_order(rows)
         return [order[begin:end] for begin, end in parts or ((0, rows),)]

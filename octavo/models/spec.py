@@ -63,6 +63,9 @@ class ModelSpec:
     """Parts of the published model that Octavo does not compute, for a message; "": none."""
     model_class: str = "octavo.models.decoder:DecoderModel"
     """Module and name of the `Model` that computes it."""
+    shared_layers: tuple[int, ...] = ()
+    """Number of the layer in the checkpoint whose weights each layer has, if layers share weights
+    (ALBERT); empty: each layer has its own."""
     first_layer: int = 0
     """Index of the first of `layers` in the checkpoint; other stages compute the others."""
     has_embed: bool = True
@@ -167,6 +170,7 @@ class ModelSpec:
         stage = replace(
             self,
             layers=tuple(moved.get(id(layer), layer) for layer in layers),
+            shared_layers=self.shared_layers[begin:end],
             streams=streams,
             first_layer=begin,
             has_embed=has_embed,
@@ -224,6 +228,17 @@ class ModelSpec:
         return tuple(arrays)
 
     @property
+    def names_of_layers(self) -> list[Names]:
+        """Prefixes of the names of each layer's weights, which layers with equal ones share."""
+        numbers = self.shared_layers
+        if numbers:
+            return [Names(f"layers.{i}.", self.layer_names.format(i)) for i in numbers]
+        return [
+            Names(f"layers.{i}.", self.layer_names.format(self.first_layer + i))
+            for i in range(len(self.layers))
+        ]
+
+    @property
     def distinct_layers(self) -> list[LayerSpec]:
         """Specs of the layers without duplicates."""
         return list({id(layer): layer for layer in self.layers}.values())
@@ -271,9 +286,8 @@ class ModelSpec:
             weights += self.embed.weights(Names("embed."), shared=shared)
         if self.streams is not None:
             weights += self.streams.weights(Names("streams."))
-        for i, layer in enumerate(self.layers):
-            checkpoint = self.layer_names.format(self.first_layer + i)
-            weights += layer.weights(Names(f"layers.{i}.", checkpoint))
+        for names, layer in dict(zip(self.names_of_layers, self.layers, strict=True)).items():
+            weights += layer.weights(names)
         if self.has_head:
             weights += self.head.weights(Names())
             for pooler in self.poolers:

@@ -20,7 +20,7 @@ from octavo.models.blocks.layer import LayerSpec
 from octavo.models.blocks.linear import LinearSpec
 from octavo.models.blocks.pooler import DenseSpec, PoolerSpec, Pooling
 from octavo.models.families.base import Family
-from octavo.models.families.bert import final_activation, read_labels
+from octavo.models.families.classifiers import final_activation, read_labels
 from octavo.models.spec import ModelSpec
 
 Kind: TypeAlias = Literal[

@@ -90,7 +90,7 @@ _NOT_IN_KEYS = ("dtypes", "dummy", "optional", "other_shapes")
 """Fields of a `Source` that depend on other fields, or do not change the weights of a file."""
 
 
-_LATER = ("group_parts", "alternate", "index")
+_LATER = ("group_parts", "alternate", "index", "order")
 """Fields of a `Source` that a key contains only if the weight uses them."""
 
 

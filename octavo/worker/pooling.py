@@ -13,6 +13,9 @@ from octavo.messages import PoolingSpec
 from octavo.system.tensor import Tensor
 from octavo.worker.input_batch import InputBatch, StepInputs
 
+_SLICE = 32
+"""Number of tokens at a time that layers before the pooling compute."""
+
 
 @dataclass(slots=True)
 class _Row:
@@ -72,7 +75,11 @@ class PoolingRows:
                 if ends:
                     results[req_id] = np.concatenate(state.tokens).tobytes()
                 continue
-            state.pooled.add(chunk, first)
+            # A slice bounds the memory of layers with many outputs.
+            size = _SLICE if state.pooler.token_layers else len(chunk)
+            for begin in range(0, len(chunk), size):
+                tokens = state.pooler.of_tokens(chunk[begin : begin + size])
+                state.pooled.add(tokens, first + begin)
             if ends:
                 done.setdefault(state.pooler, []).append((req_id, state.pooled.result(length)))
         for pooler, pairs in done.items():

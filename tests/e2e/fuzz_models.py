@@ -23,6 +23,7 @@ import torch
 
 from octavo import LLM, SamplingParams
 from octavo.errors import OctavoError
+from octavo.pooling_params import PoolingParams
 from tests.models.harness import make_hf, save_config
 
 COMPARED = 4
@@ -412,6 +413,88 @@ def check_model(seed: int, folder: Path) -> str:
     return "equals transformers"
 
 
+ENCODERS = ("Bert", "Roberta", "XLMRoberta", "Camembert", "DistilBert", "Electra", "MPNet")
+ENCODERS = (*ENCODERS, "Albert", "ModernBert", "EuroBert", "Gte", "NomicBert", "JinaEmbeddingsV3")
+
+
+def draw_encoder(rng: random.Random, family: str | None = None) -> tuple[str, dict[str, Any]]:
+    """Return an architecture of an encoder, of any family or the given one, and its config."""
+    family = family or rng.choice(ENCODERS)
+    head, heads = rng.choice((2, 4, 8, 10, 16, 20, 32, 64, 100)), rng.choice((1, 2, 3, 4, 6, 7))
+    rotary = family in ("ModernBert", "EuroBert", "Gte", "NomicBert", "JinaEmbeddingsV3")
+    head += 0 if rotary else rng.choice((0, 0, 1))
+    layers, inner = rng.randint(1, 4), rng.choice((*_SIZES, rng.randint(1, 500)))
+    positions = rng.choice((16, 50, 128, 300))
+    config: dict[str, Any] = {"vocab_size": rng.choice((*_SIZES, rng.randint(5, 3000)))}
+    config |= {"max_position_embeddings": positions, "num_labels": rng.randint(1, 5)}
+    config |= {f"{name}_token_id": 1 for name in ("pad", "bos", "eos")}
+    if family == "DistilBert":
+        config |= {"dim": head * heads, "hidden_dim": inner, "n_layers": layers, "n_heads": heads}
+    else:
+        config |= {"hidden_size": head * heads, "intermediate_size": inner}
+        config |= {"num_hidden_layers": layers, "num_attention_heads": heads}
+    if family in ("Electra", "Albert"):
+        config["embedding_size"] = rng.choice((head * heads, rng.randint(1, 300)))
+    if family in ("Gte", "Bert", "Roberta"):
+        config["type_vocab_size"] = rng.choice((1, 2))
+    if family == "Albert":
+        config["num_hidden_groups"] = rng.randint(1, layers)
+    if family == "ModernBert":
+        config |= {"cls_token_id": 1, "sep_token_id": 1, "local_attention": rng.randint(1, 40)}
+        names = ("norm_bias", "attention_bias", "mlp_bias", "classifier_bias")
+        config |= {name: rng.random() < 0.5 for name in names}
+        config["classifier_pooling"] = rng.choice(("cls", "mean"))
+    if family == "EuroBert":
+        config |= {"mask_token_id": 1, "num_key_value_heads": rng.choice((1, heads))}
+        config |= {"classifier_pooling": rng.choice(("bos", "mean", "late"))}
+    kind = rng.choice(("Model", "ForSequenceClassification", "ForTokenClassification"))
+    return f"{family}{kind}", config
+
+
+def check_encoder(seed: int, folder: Path) -> str:
+    """Start the encoder of a number and send it texts; raise an error if a result is wrong.
+
+    Args:
+        seed: the number.
+        folder: an empty folder.
+
+    Returns:
+        The finding, as for `check_model`.
+    """
+    rng = random.Random(seed)
+    architecture, config = draw_encoder(rng)
+    settings = draw_settings(rng)
+    if compared := rng.random() < 0.5:
+        settings |= {"dtype": "float32", "quantization": None, "kv_cache_dtype": "auto"}
+    hf_model = make_hf(architecture, seed=seed, **config)
+    hf_model.save_pretrained(folder)
+    settings |= {"model": str(folder), "skip_tokenizer_init": True, "num_threads": 1}
+    most = min(config["max_position_embeddings"] - 2, 80)
+    settings["max_num_batched_tokens"] = max(settings["max_num_batched_tokens"], most)
+    # Without the padding token, which RoBERTa would give no position.
+    texts = [
+        [rng.randrange(2, config["vocab_size"]) for _ in range(rng.randint(1, most))]
+        for _ in range(3)
+    ]
+    params = PoolingParams(use_activation=False)
+    try:
+        with LLM(**settings) as llm:
+            outputs = llm.encode(
+                [{"prompt_token_ids": text} for text in texts], params, use_tqdm=False
+            )
+    except OctavoError as error:
+        return f"refused: {type(error).__name__}: {str(error).replace(str(folder), 'MODEL')}"
+    if not compared:
+        return "answered"
+    for text, output in zip(texts, outputs, strict=True):
+        with torch.inference_mode():
+            out = hf_model(torch.tensor([text]))
+        expected = out.logits[0] if "logits" in out else out.last_hidden_state[0, 0]
+        found = torch.tensor(output.outputs.data)
+        torch.testing.assert_close(found, expected, atol=2e-3, rtol=1e-3)
+    return "equals transformers"
+
+
 _Answer = tuple[list[int], list[float]]
 """Tokens of prompt and answer, and the logprobs of the answer's tokens."""
 
@@ -458,6 +541,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--count", type=int, default=2000)
+    parser.add_argument("--encoders", action="store_true", help="check encoders")
     args = parser.parse_args()
     logging.disable(logging.CRITICAL)
     found: collections.Counter[str] = collections.Counter()
@@ -465,7 +549,8 @@ def main() -> None:
     for seed in range(args.first, args.first + args.count):
         with tempfile.TemporaryDirectory() as folder:
             try:
-                what = check_model(seed, Path(folder))
+                check = check_encoder if args.encoders else check_model
+                what = check(seed, Path(folder))
             except Exception:
                 what = "WRONG"
                 print(f"--- {seed}: {draw_model(random.Random(seed))}", flush=True)

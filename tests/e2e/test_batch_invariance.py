@@ -15,6 +15,7 @@ from octavo.kernels import native
 from tests.drafts import SETTINGS, Drafter
 from tests.e2e.harness import embed
 from tests.models.harness import make_hf
+from tests.models.test_encoders import ENCODERS
 from tests.models.test_parity import CASES, VOCAB
 from tests.plugins import NO_REPEAT, install
 
@@ -472,6 +473,27 @@ def test_other_families(architecture, tmp_path):
         assert answers(llm, requests[::-1]) == alone[::-1]
         assert answers(llm, requests) == alone
         assert llm.stats().prefix_cache_hits > 0
+
+
+@pytest.mark.parametrize("case", ["bert-odd", "modernbert-tokens", "mpnet-model"])
+def test_vectors_and_scores(case, dtype, tmp_path):
+    """Among others, in steps of other sizes, and on one thread."""
+    make_hf(ENCODERS[case][0], **ENCODERS[case][1]).save_pretrained(tmp_path)
+    settings = {"model": str(tmp_path), "skip_tokenizer_init": True, "dtype": dtype}
+    texts = [
+        {"prompt_token_ids": [4 + (7 * i + 3 * j) % 90 for j in range(count)]}
+        for i, count in enumerate((1, 16, 33, 70, 50, 7))
+    ]
+
+    def results(llm, texts):
+        return [output.outputs.data.tobytes() for output in llm.encode(texts, use_tqdm=False)]
+
+    with LLM(**settings) as llm:
+        alone = [results(llm, [text])[0] for text in texts]
+        assert len(set(alone)) == len(texts)
+        assert results(llm, texts) == alone
+    with LLM(max_num_batched_tokens=80, max_num_seqs=3, num_threads=1, **settings) as llm:
+        assert results(llm, texts[::-1] * 2) == alone[::-1] * 2
 
 
 @pytest.mark.parametrize("isa", [i for i in native.available_isas() if i.startswith("amx")])

@@ -19,6 +19,7 @@ from octavo.config import ModelConfig
 from octavo.kernels.native import NativeOps
 from octavo.kernels.torch_tensors import ForHost, as_torch, from_torch
 from octavo.layers.step import Handed, StepContext
+from octavo.layers.token_types import TOKEN_TYPES
 from octavo.models.base import Model
 from octavo.models.cache import AttentionCache, CacheSpec, LatentCache
 from octavo.models.loader import load_model
@@ -84,6 +85,24 @@ class Runner:
 
     def step(self, scheduled: dict[int, list[int]]) -> dict[int, Tensor]:
         """Compute tokens for some requests; return their logits [tokens, vocab_size]."""
+        hidden, starts = self.hidden(scheduled)
+        if self.handed is not None:
+            return {}
+        logits = as_torch(self.model.head(hidden))
+        return {req: logits[starts[i] : starts[i + 1]] for i, req in enumerate(scheduled)}
+
+    def hidden(
+        self, scheduled: dict[int, list[int]], types: list[int] | None = None
+    ) -> tuple[HostTensor, list[int]]:
+        """Compute tokens for some requests.
+
+        Args:
+            scheduled: tokens by request.
+            types: type of each token.
+
+        Returns:
+            Hidden states [tokens, hidden_size], and the first token of each request and the end.
+        """
         ids, positions, slots, starts, lens = [], [], [], [0], []
         sources, targets = [], []
         for req, tokens in scheduled.items():
@@ -122,13 +141,11 @@ class Runner:
             self.kept_layers,
             self.kept,
             received=self.received,
+            arrays={} if types is None else {TOKEN_TYPES.name: from_torch(torch.tensor(types))},
         )
         hidden = self.model.forward(from_torch(torch.tensor(ids)), step)
         self.handed = step.handed
-        if step.handed is not None:
-            return {}
-        logits = as_torch(self.model.head(hidden))
-        return {req: logits[starts[i] : starts[i + 1]] for i, req in enumerate(scheduled)}
+        return hidden, starts
 
 
 @dataclass
@@ -279,7 +296,8 @@ def _fuse_by_group(config: Any, state: dict[str, Tensor]) -> None:
         state[name] = torch.cat([x.view(shape) for x in parts], 1).view(-1, *rest)
 
 
-_ENDS = "(For(CausalLM|ConditionalGeneration|SequenceClassification|TokenClassification)|Model)$"
+_KINDS = "CausalLM|ConditionalGeneration|MaskedLM|SequenceClassification|TokenClassification"
+_ENDS = f"(For({_KINDS})|Model)$"
 
 
 def _config_class(architecture: str) -> Any:

@@ -18,6 +18,7 @@ from octavo.models.spec import ModelSpec
 from octavo.models.weight_cache import WeightCache, weights_key
 from octavo.system.distributed import Rank
 from tests.models.harness import save_config, spec_of
+from tests.models.test_encoders import ENCODERS
 from tests.models.test_parity import CASES
 
 FORMS = (None, "int8", "int4")
@@ -90,14 +91,14 @@ def test_packed_bytes(dtype: str, quantization: str | None, expected: str, tmp_p
 def total_and_keys(folder: Path, case: str) -> tuple[int, list[bytes]]:
     """Return the planned bytes of a case in all forms and types, and its keys, also of a rank."""
     total, keys = 0, []
-    save_config(folder, *CASES[case])
+    save_config(folder, *(CASES | ENCODERS)[case])
     save_file({"any": np.zeros(1, np.float32)}, folder / "model.safetensors")
     for form in FORMS:
         spec = spec_of(folder, quantization=form)
         for dtype in ("float32", "bfloat16"):
             total += spec.weight_nbytes(dtype, 100)
         keys.append(key_of(spec, folder, "float32"))
-        if case in ("llama", "gpt2", "bloom", "falcon", *LATER):
+        if case in ("llama", "gpt2", "bloom", "falcon", *LATER, *ENCODERS):
             part = spec.split(Rank(0, 2, reduces=True))
             total += part.weight_nbytes("bfloat16", 100)
             keys.append(key_of(part, folder, "bfloat16"))
@@ -229,6 +230,14 @@ def test_keys_and_sizes(tmp_path: Path) -> None:
     keys = [key for _, keys in found for key in keys]
     total = sum(total for total, _ in found)
     assert (total, digest(*keys)) == (77377064, "49487e9d853b03b5")
+
+
+def test_keys_and_sizes_of_encoders(tmp_path: Path) -> None:
+    """One digest of all."""
+    found = [total_and_keys(tmp_path / case, case) for case in ENCODERS]
+    keys = [key for _, keys in found for key in keys]
+    total = sum(total for total, _ in found)
+    assert (total, digest(*keys)) == (41934518, "3785677750feda53")
 
 
 def test_keys_and_sizes_of_later_cases(tmp_path: Path) -> None:

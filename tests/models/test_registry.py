@@ -184,7 +184,10 @@ def test_built_in_families_come_first_and_broken_ones_are_named(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("architecture", "kind"),
     [
-        ("XLMRobertaModel", "encoder, which makes vectors"),
+        ("BigBirdForMaskedLM", "encoder, which makes vectors"),
+        ("FunnelModel", "encoder, which makes vectors"),
+        ("DebertaV2Model", "disentangled attention"),
+        ("DebertaForSequenceClassification", "disentangled attention"),
         ("XLNetForSequenceClassification", "classifier"),
         ("T5ForConditionalGeneration", "encoder-decoder"),
         ("WhisperForConditionalGeneration", "sound"),
@@ -213,9 +216,7 @@ def test_built_in_families_come_first_and_broken_ones_are_named(tmp_path: Path) 
         ("MoonshineForConditionalGeneration", "sound"),
         ("BartForConditionalGeneration", "encoder-decoder"),
         ("T5Gemma2ForConditionalGeneration", "encoder-decoder"),
-        *((f"{name}Model", "encoder") for name in ("MPNet", "Roberta", "ModernBert", "NomicBert")),
-        *((f"{name}Model", "encoder") for name in ("EmbeddingGemma2", "EuroBert")),
-        *((f"{name}Model", "encoder") for name in ("JinaEmbeddingsV3", "Gte")),
+        *((f"{name}Model", "encoder") for name in ("EmbeddingGemma2", "JinaEmbeddingsV3", "Gte")),
         ("MiMoForCausalLM", "no model family of this name"),
         ("Lfm3ForCausalLM", "recurrent layers"),
         ("Qwen4ForCausalLM", "of this name, the nearest is Qwen"),

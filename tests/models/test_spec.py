@@ -11,18 +11,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_MAPPING_NAMES,
+)
 
 from octavo.errors import ModelError
 from octavo.layers.rope_spec import RopeSpec
 from octavo.models.blocks.attention import AttentionSpec
 from octavo.models.cache import AttentionCache
-from octavo.models.config_defaults import DEFAULTS
+from octavo.models.config_defaults import ARCHITECTURES, DEFAULTS
 from octavo.models.registry import FAMILIES
 from octavo.models.spec import ModelSpec
 from octavo.models.weights import Names
 from octavo.system.tensor import HostTensor
 from tests.models.harness import OWN, STAND_INS, load, save_config, spec_of
+from tests.models.test_encoders import ENCODERS
 from tests.models.test_parity import CASES, TEXT_PARTS, WRAPPERS
 
 LLAMA: dict[str, Any] = {
@@ -601,7 +605,7 @@ def test_loading_a_large_table(tmp_path: Path) -> None:
 
 SIZES = {"vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"}
 SIZES |= {"num_attention_heads", "d_model", "n_embd", "n_layer", "n_layers", "n_head", "n_heads"}
-SIZES |= {"ffn_dim"}
+SIZES |= {"ffn_dim", "dim", "hidden_dim"}
 # generation_config.json and the tokenizer decide which tokens end an answer.
 NOT_ASSUMED = SIZES | {"architectures", "dtype", "eos_token_id", "bos_token_id"}
 NOT_ASSUMED |= {"num_experts", "num_local_experts", "n_routed_experts"}
@@ -614,10 +618,10 @@ OTHERWISE = {
 """Fields for which the architecture assumes another value than its stand-in."""
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", CASES | ENCODERS)
 def test_absent_fields_are_what_transformers_assumes(case: str, tmp_path: Path) -> None:
     """Each field in turn; the context is so long that every window hides something."""
-    architecture, config = CASES[case]
+    architecture, config = (CASES | ENCODERS)[case]
     length = next((n for n in ("n_positions", "max_seq_len", "seq_length") if n in config), None)
     config = config | {length or "max_position_embeddings": 10_000}
     save_config(tmp_path, architecture, config)
@@ -639,10 +643,15 @@ def test_the_architecture_by_the_kind_of_model(tmp_path: Path) -> None:
     assert set(DEFAULTS) == FAMILIES.keys() - {"MPTForCausalLM"}
     for name, defaults in DEFAULTS.items():
         missing = *STAND_INS, *OWN, "MptForCausalLM", "InternVLChatModel"
-        missing += ("Mistral4ForCausalLM", "PhiMoEForCausalLM")
+        missing += ("Mistral4ForCausalLM", "PhiMoEForCausalLM", "NewModel", "JinaBertModel")
+        missing += ("BertSpladeSparseEmbeddingModel",)
         if name in missing or "Conditional" in name:
             continue  # transformers has no class for it, or another name, or another mapping
-        assert MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[defaults["model_type"]] == name
+        if name.endswith("Model") and "LMHead" not in name:
+            assert MODEL_MAPPING_NAMES[defaults["model_type"]] == name
+            assert ARCHITECTURES[defaults["model_type"]] == name
+        elif name.endswith(("CausalLM", "LMHeadModel")):
+            assert MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[defaults["model_type"]] == name
     named = read(tmp_path, LLAMA)
     for architectures in ([], None):
         config = LLAMA | {"architectures": architectures, "model_type": "llama"}
@@ -800,7 +809,12 @@ def test_every_family_has_a_parity_case() -> None:
     elsewhere |= {"Llama4ForConditionalGeneration"}  # with separate tests
     elsewhere |= {"PhiMoEForCausalLM"}  # the published name
     elsewhere |= {"KimiK25ForConditionalGeneration", "Kimi_K25ForConditionalGeneration"}
-    tested = {architecture for architecture, _ in (CASES | TEXT_PARTS).values()}
+    tested = {architecture for architecture, _ in (CASES | TEXT_PARTS | ENCODERS).values()}
+    # An encoder's head that predicts tokens is left out.
+    bare = [name for name, _ in ENCODERS.values() if name.endswith("Model")]
+    tested |= {f"{name.removesuffix('Model')}ForMaskedLM" for name in bare}
+    elsewhere |= {name for name in FAMILIES if name.startswith(("New", "JinaBert"))}
+    elsewhere |= {"BertSpladeSparseEmbeddingModel"}
     tested |= {f"{name}ForConditionalGeneration" for name in WRAPPERS}
     assert tested | elsewhere == set(FAMILIES)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -38,6 +39,36 @@ class Alibi:
     def nbytes(self, max_model_len: int) -> int:
         """Implement `Table`."""
         return 4 * len(self.slopes)
+
+
+@dataclass(frozen=True)
+class RelativeBias:
+    """Learned bias of the attention scores for each distance (T5, arXiv:1910.10683; MPNet).
+
+    The checkpoint has one table for all layers. Half of its rows, the buckets, are for positions
+    before the query, and half for those after it. Long distances share buckets.
+    """
+
+    module: str
+    """Module of the checkpoint, without the prefix of a layer."""
+    buckets: int
+    num_heads: int
+    """Number of query heads in the checkpoint."""
+    longest: int = 128
+    """Distance from which on all distances have the same bucket."""
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """Bucket of each distance from -`longest` to `longest`."""
+        half = self.buckets // 2
+        exact = half // 2
+        distances = np.arange(-self.longest, self.longest + 1)
+        size = np.maximum(np.abs(distances), 1).astype(np.float32)
+        # In float32, as transformers computes it: some distances are at the edge of a bucket.
+        steps = np.log(size / np.float32(exact)) / np.float32(math.log(self.longest / exact))
+        large = exact + (steps * np.float32(half - exact)).astype(np.int64)
+        bucket = np.where(size < exact, np.abs(distances), np.minimum(large, half - 1))
+        return tuple((bucket + half * (distances > 0)).tolist())
 
 
 @dataclass(frozen=True)
@@ -136,6 +167,7 @@ class AttentionSpec(BlockSpec):
     causal: bool = True
     """True if a token sees the tokens up to itself; False: all tokens of its text (encoders), or
     with a `sliding_window` those at a smaller distance."""
+    bias: RelativeBias | None = None
     source: int | None = None
     """Index of an earlier layer whose keys and values this one reads (Gemma 4). `qkv_proj` then has
     queries only. None: the layer stores its own keys and values."""
@@ -229,11 +261,25 @@ class AttentionSpec(BlockSpec):
             name, whole = names.checkpoint + self.sinks.name, (self.sinks.num_heads,)
             source = Source(name, whole, parts=(heads,), dummy=0.0)
             yield Weight(f"{names.own}sinks", "vector", (self.num_heads,), (source,))
+        if self.bias is not None:
+            yield self._bias_weight(self.bias, names)
         if self.out_norm is not None:
             yield from self.out_norm.weights(names.of("out_norm"))
         if self.v_norm is not None:
             yield from self.v_norm.weights(names.of("v_norm"))
         yield from self.o_proj.weights(names.of("o_proj"))
+
+    def _bias_weight(self, bias: RelativeBias, names: Names) -> Weight:
+        """Return the biases of the rank's heads: float32 [heads, 2 * longest + 1]."""
+        source = Source(
+            f"{bias.module}.weight",
+            (bias.buckets, bias.num_heads),
+            "swap",
+            order=bias.rows,
+            parts=((self.first_head, self.first_head + self.num_heads),),
+        )
+        shape = (self.num_heads, len(bias.rows))
+        return Weight(f"{names.own}bias", "vector", shape, (source,), dtype="float32")
 
     def caches(self) -> tuple[AttentionCache]:
         """Return the cache of the keys and values of each token."""
@@ -308,6 +354,7 @@ class AttentionSpec(BlockSpec):
                 if alibi is None
                 else parts.table(alibi, lambda: from_numpy(np.array(alibi.slopes, np.float32))),
                 sinks=None if self.sinks is None else parts.tensor("sinks"),
+                position_bias=None if self.bias is None else parts.tensor("bias"),
             ),
             cos_sin_cache=None
             if rope is None

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from octavo.checkpoints.base import Source
 from octavo.layers.step_table import StepArray
-from octavo.layers.token_types import TOKEN_TYPES
+from octavo.layers.token_types import TokenTypesArray
 from octavo.models.blocks.linear import LinearSpec
 from octavo.models.blocks.norm import NormSpec, RMSNormSpec
 from octavo.models.weights import Names, Weight
@@ -109,6 +109,9 @@ class EmbedSpec:
     the table, and Gemma's already scaled."""
     project: LinearSpec | None = None
     """Projection to the hidden size, if the embedding's size differs (OPT-350m)."""
+    projects_sum: bool = False
+    """True if the normed sum with the vectors of positions and types is projected (ELECTRA); False:
+    the vectors of tokens alone."""
     positions: PositionsSpec | None = None
     token_types: TokenTypesSpec | None = None
     norm: NormSpec | None = None
@@ -124,17 +127,18 @@ class EmbedSpec:
         """Yield all weights, except a table that is shared with the LM head."""
         if not shared:
             yield _table(names, self.module, (self.vocab_size, self.size), self.form)
+        size = self.size if self.projects_sum else self.hidden_size
         if self.positions is not None:
             rows, skipped = self.positions.rows, self.positions.skipped
             source = Source(
                 f"{names.checkpoint}{self.positions.module}.weight",
-                (rows + skipped, self.hidden_size),
+                (rows + skipped, size),
                 "skip_rows" if skipped else "none",
             )
-            shape = (rows, self.hidden_size)
+            shape = (rows, size)
             yield Weight(f"{names.own}positions", "embedding", shape, (source,))
         if self.token_types is not None:
-            shape = (self.token_types.rows, self.hidden_size)
+            shape = (self.token_types.rows, size)
             source = Source(f"{names.checkpoint}{self.token_types.module}.weight", shape)
             yield Weight(f"{names.own}token_types", "embedding", shape, (source,))
         if self.norm is not None:
@@ -146,7 +150,9 @@ class EmbedSpec:
 
     def arrays(self) -> tuple[StepArray, ...]:
         """Return the arrays of a step that the embedding needs."""
-        return () if self.token_types is None else (TOKEN_TYPES,)
+        if self.token_types is None:
+            return ()
+        return (TokenTypesArray(min(1, self.token_types.rows - 1)),)
 
     def build(self, parts: Parts, shared: PackedWeight | QuantizedWeight | None) -> Embedding:
         """Return the live block; `shared` is the LM head's weight if it is also the table."""
@@ -159,6 +165,7 @@ class EmbedSpec:
             scale=None if self.scale is None else round_to(self.scale, parts.dtype),
             scale_given=self.scale_given,
             project=None if self.project is None else self.project.build(parts.of("project")),
+            projects_sum=self.projects_sum,
             positions=None if self.positions is None else parts.tensor("positions"),
             token_types=None if self.token_types is None else parts.tensor("token_types"),
             norm=None if self.norm is None else self.norm.build(parts.of("norm")),

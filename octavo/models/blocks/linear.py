@@ -26,10 +26,11 @@ class LinearSpec:
     """Stacked modules of the checkpoint, with the number of outputs of each."""
     inputs: int
     bias: bool = False
-    layout: Literal["rows", "conv1d", "by_group", "by_shard"] = "rows"
+    layout: Literal["rows", "conv1d", "by_group", "by_shard", "halves"] = "rows"
     """Layout of the weights in the checkpoint. rows: [outputs, inputs]. conv1d: [inputs, outputs]
     (GPT-2). by_group: rows are queries, keys and values of each group of heads in turn (BLOOM,
-    Falcon). by_shard: rows are queries, values and keys of each part of the heads (CodeGen)."""
+    Falcon). by_shard: rows are queries, values and keys of each part of the heads (CodeGen).
+    halves: rows are those of an MLP's projection up, then those of its gate (GTE)."""
     groups: int = 1
     """Number of groups, for by_group, or of parts, for by_shard; see `Source`."""
     group_queries: int = 1
@@ -161,7 +162,7 @@ class LinearSpec:
             for source in stored:
                 if self.alternate:
                     source = replace(source, alternate=True)
-                if self.layout in ("by_group", "by_shard"):
+                if self.layout in ("by_group", "by_shard", "halves"):
                     source = replace(
                         source,
                         transform=self.layout,

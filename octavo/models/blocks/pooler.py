@@ -21,8 +21,9 @@ cls: the first token's. last: the last token's. mean, max: over all tokens, for 
 weighted_mean: the mean with the weight p + 1 at position p (Muennighoff, "SGPT", arXiv
 2202.08904). mean_sqrt_len: the sum, divided by the square root of the number of tokens. all: no
 pooling, each token has a result."""
-DenseActivation = Literal["none", "tanh", "relu", "gelu", "sigmoid", "silu", "margin"]
-"""Function of a layer's result. margin: of two numbers, the second minus the first."""
+DenseActivation = Literal["none", "tanh", "relu", "gelu", "sigmoid", "silu", "margin", "log1p_relu"]
+"""Function of a layer's result. margin: of two numbers, the second minus the first. log1p_relu:
+log(1 + max(x, 0)) (SPLADE)."""
 FinalActivation = Literal["none", "normalize", "softmax", "sigmoid"]
 Similarity = Literal["cosine", "dot", "euclidean", "manhattan"]
 
@@ -55,6 +56,8 @@ class PoolerSpec:
     """Names of the classes."""
     activates: bool = True
     """True if `activation` is applied where a request does not say."""
+    token_dense: tuple[DenseSpec, ...] = ()
+    """Layers of each token before the pooling (EuroBERT, SPLADE)."""
     dimensions: tuple[int, ...] | None = None
     """Numbers of first numbers to which a vector may be cut (Kusupati et al., "Matryoshka
     Representation Learning", arXiv 2205.13147). Empty: any number. None: it cannot be cut."""
@@ -85,7 +88,7 @@ class PoolerSpec:
 
     def weights(self, names: Names) -> Iterator[Weight]:
         """Yield the weights of the layers."""
-        for i, dense in enumerate(self.dense):
+        for i, dense in enumerate(self.token_dense + self.dense):
             if dense.linear is not None:
                 yield from dense.linear.weights(names.of(f"{i}"))
             if dense.norm is not None:
@@ -95,19 +98,16 @@ class PoolerSpec:
         """Return the live block."""
         from octavo.layers.pooler import Dense, Pooler
 
-        return Pooler(
-            parts.ops,
-            parts.dtype,
-            self.pooling,
-            [
-                Dense(
-                    None if dense.linear is None else dense.linear.build(parts.of(f"{i}")),
-                    dense.activation,
-                    None if dense.norm is None else dense.norm.build(parts.of(f"{i}").of("norm")),
-                )
-                for i, dense in enumerate(self.dense)
-            ],
-        )
+        layers = [
+            Dense(
+                None if dense.linear is None else dense.linear.build(parts.of(f"{i}")),
+                dense.activation,
+                None if dense.norm is None else dense.norm.build(parts.of(f"{i}").of("norm")),
+            )
+            for i, dense in enumerate(self.token_dense + self.dense)
+        ]
+        first = len(self.token_dense)
+        return Pooler(parts.ops, parts.dtype, self.pooling, layers[first:], layers[:first])
 
 
 @dataclass(frozen=True)

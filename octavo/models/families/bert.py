@@ -1,149 +1,197 @@
-"""BERT, and the encoders that differ from it in names and positions."""
+"""BERT, and the encoders that differ from it in names, positions and sizes."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from octavo.checkpoints.config_json import ConfigJson
+from octavo.layers.rope_spec import RopeSpec
+from octavo.models.blocks.attention import Alibi, RelativeBias
 from octavo.models.blocks.embedding import EmbedSpec, PositionsSpec, TokenTypesSpec
 from octavo.models.blocks.linear import LinearSpec
 from octavo.models.blocks.norm import LayerNormSpec
-from octavo.models.blocks.pooler import DenseActivation, DenseSpec, FinalActivation, PoolerSpec
 from octavo.models.families import base
+from octavo.models.families.classifiers import Layer, families
 from octavo.models.families.gpt import GPTLike
 from octavo.models.spec import ModelSpec
 
 _ACTIVATIONS = base.PLAIN | {"gelu_python": "gelu"}
+_HEADS = r"(cls|lm_head|predictions|sop_classifier|(vocab|generator|discriminator)_\w+)\..*"
+"""Pattern of the names of heads that were trained with the encoder, and are not computed."""
 
 
-def read_bert(config: ConfigJson, prefix: str, *, skipped: int = 0) -> ModelSpec:
-    """Read the encoder of BERT, or of RoBERTa.
+@dataclass(frozen=True, kw_only=True)
+class BertLike:
+    """Differences of an encoder from BERT. The defaults are BERT's."""
 
-    Args:
-        config: config.json.
-        prefix: beginning of the names in checkpoints of a model with a head, e.g. "bert.".
-        skipped: number of rows of the table of positions before that of position 0 (RoBERTa: 2).
-    """
-    config.refuse("is_decoder", False, "only BERT's encoder is supported")
-    config.refuse("add_cross_attention", False, "only BERT's encoder is supported")
-    config.refuse("position_embedding_type", "absolute", "only learned positions are supported")
-    hidden, eps = config.integer("hidden_size"), config.number("layer_norm_eps", default=1e-12)
-    rows = config.integer("max_position_embeddings", least=1 + skipped) - skipped
-    embeddings = f"{prefix}embeddings."
-    embed = EmbedSpec(
-        f"{embeddings}word_embeddings",
-        config.integer("vocab_size"),
-        hidden,
-        hidden,
-        positions=PositionsSpec(f"{embeddings}position_embeddings", rows, skipped),
-        token_types=TokenTypesSpec(
-            f"{embeddings}token_type_embeddings", config.integer("type_vocab_size", default=2)
-        ),
-        norm=LayerNormSpec(f"{embeddings}LayerNorm", hidden, eps, bias=True),
+    prefix: str = "bert."
+    """Beginning of the names in checkpoints of a model with a head."""
+    skips: bool = False
+    """True if the table of positions begins with rows up to that of the padding token (RoBERTa)."""
+    types: bool = True
+    """True if there are token types."""
+    qkv_modules: tuple[str, ...] = tuple(
+        f"attention.self.{part}" for part in ("query", "key", "value")
     )
-    attention = "attention.self"
-    return GPTLike(
-        heads=base.Heads.of(config, hidden, base.read_num_heads(config)),
-        num_layers=base.read_num_layers(config),
-        inner_size=config.integer("intermediate_size"),
-        activation=base.read_activation(config, "hidden_act", _ACTIVATIONS, "gelu"),
-        eps=eps,
-        max_position=rows,
-        embed=embed,
-        layer_names=f"{prefix}encoder.layer.{{}}.",
-        bare_prefix=prefix,
-        qkv_modules=(f"{attention}.query", f"{attention}.key", f"{attention}.value"),
-        o_module="attention.output.dense",
-        mlp_modules=("intermediate.dense", "output.dense"),
-        norm_modules=("attention.output.LayerNorm", "output.LayerNorm"),
-        final_norm=None,
-        masks=(r".*position_ids", rf"({prefix})?pooler\..*", r"cls\..*", r"lm_head\..*"),
-        attention_bias=True,
-        mlp_bias=True,
-        arrangement="post",
-        generates=False,
+    o_module: str = "attention.output.dense"
+    mlp_modules: tuple[str, ...] = ("intermediate.dense", "output.dense")
+    norm_modules: tuple[str, str] = ("attention.output.LayerNorm", "output.LayerNorm")
+    embed_norm: str = "embeddings.LayerNorm"
+    layer_names: str = "encoder.layer.{}."
+    """Names, without `prefix`."""
+    attention_bias: bool = True
+    mlp_bias: bool = True
+    gated: bool = False
+    gated_bias: bool = False
+    gate_layout: Literal["rows", "halves"] = "rows"
+    """Fields of `GPTLike`."""
+    project: str | None = None
+    """Module of a projection of the embedding, whose size is the field embedding_size."""
+    bias: str | None = None
+    """Table of relative positions, without `prefix`; the field relative_attention_num_buckets."""
+
+    def read(self, config: ConfigJson, positions: RopeSpec | Alibi | None = None) -> ModelSpec:
+        """Return the encoder.
+
+        Args:
+            config: config.json.
+            positions: positions of attention; None: the embedding has learned ones.
+        """
+        config.refuse("is_decoder", False, "only encoders are supported")
+        config.refuse("add_cross_attention", False, "only encoders are supported")
+        if positions is None:
+            config.refuse("position_embedding_type", "absolute", "only learned ones are supported")
+        hidden, eps = config.integer("hidden_size"), config.number("layer_norm_eps")
+        skipped = 0
+        if self.skips:
+            skipped = config.integer("pad_token_id", default=1, least=0) + 1
+        rows = config.integer("max_position_embeddings", least=1 + skipped) - skipped
+        embeddings, size, project = f"{self.prefix}embeddings.", hidden, None
+        if self.project is not None:
+            size = config.integer("embedding_size")
+            module = f"{self.prefix}{self.project}"
+            project = LinearSpec(((module, hidden),), size, bias=True)
+        types = None
+        if self.types:
+            number = config.integer("type_vocab_size", least=0)
+            if number:
+                types = TokenTypesSpec(f"{embeddings}token_type_embeddings", number)
+        size_of_head = config.optional_integer("head_dim", least=1)
+        number = base.read_num_heads(config)
+        heads = base.Heads.of(config, hidden, number, head_size=size_of_head)
+        known = base.GATED if self.gated else _ACTIVATIONS
+        return GPTLike(
+            heads=heads,
+            num_layers=base.read_num_layers(config),
+            inner_size=config.integer("intermediate_size"),
+            activation=base.read_activation(config, "hidden_act", known),
+            eps=eps,
+            positions=positions,
+            max_position=rows,
+            embed=EmbedSpec(
+                f"{embeddings}word_embeddings",
+                config.integer("vocab_size"),
+                size,
+                hidden,
+                project=project,
+                projects_sum=project is not None,
+                positions=PositionsSpec(f"{embeddings}position_embeddings", rows, skipped)
+                if positions is None
+                else None,
+                token_types=types,
+                norm=LayerNormSpec(f"{self.prefix}{self.embed_norm}", size, eps),
+            ),
+            layer_names=self.prefix + self.layer_names,
+            bare_prefix=self.prefix,
+            qkv_modules=self.qkv_modules,
+            o_module=self.o_module,
+            mlp_modules=self.mlp_modules,
+            norm_modules=self.norm_modules,
+            final_norm=None,
+            masks=(r".*position_ids", rf"({self.prefix})?pooler\..*", _HEADS),
+            attention_bias=self.attention_bias,
+            mlp_bias=self.mlp_bias,
+            gated=self.gated,
+            gated_bias=self.gated_bias,
+            gate_layout=self.gate_layout,
+            arrangement="post",
+            bias=None
+            if self.bias is None
+            else RelativeBias(
+                f"{self.prefix}{self.bias}",
+                config.integer("relative_attention_num_buckets"),
+                heads.num_heads,
+            ),
+            generates=False,
+        ).read(config)
+
+
+def _roberta(config: ConfigJson) -> ModelSpec:
+    """Read RoBERTa, XLM-RoBERTa or CamemBERT."""
+    config.refuse("lora_adaptations", None, "the adapters of jina-embeddings-v3 are not supported")
+    return BertLike(prefix="roberta.", skips=True).read(config)
+
+
+def _distilbert(config: ConfigJson) -> ModelSpec:
+    names = {"hidden_size": "dim", "intermediate_size": "hidden_dim", "hidden_act": "activation"}
+    names |= {"num_attention_heads": "n_heads", "num_hidden_layers": "n_layers"}
+    return BertLike(
+        prefix="distilbert.",
+        types=False,
+        qkv_modules=("attention.q_lin", "attention.k_lin", "attention.v_lin"),
+        o_module="attention.out_lin",
+        mlp_modules=("ffn.lin1", "ffn.lin2"),
+        norm_modules=("sa_layer_norm", "output_layer_norm"),
+        layer_names="transformer.layer.{}.",
+    ).read(config.filled({new: config.get(old) for new, old in names.items()}))
+
+
+def _electra(config: ConfigJson) -> ModelSpec:
+    projects = config.integer("embedding_size") != config.integer("hidden_size")
+    project = "embeddings_project" if projects else None
+    return BertLike(prefix="electra.", project=project).read(config)
+
+
+def _mpnet(config: ConfigJson) -> ModelSpec:
+    # transformers reads the padding token's id nowhere: it is 1.
+    return BertLike(
+        prefix="mpnet.",
+        skips=True,
+        types=False,
+        qkv_modules=("attention.attn.q", "attention.attn.k", "attention.attn.v"),
+        o_module="attention.attn.o",
+        norm_modules=("attention.LayerNorm", "output.LayerNorm"),
+        bias="encoder.relative_attention_bias",
+    ).read(config.replaced("pad_token_id", 1))
+
+
+def _albert(config: ConfigJson) -> ModelSpec:
+    config.refuse("inner_group_num", 1, "only groups of one layer are supported")
+    layer = "albert_layers.0."
+    spec = BertLike(
+        prefix="albert.",
+        qkv_modules=tuple(f"{layer}attention.{part}" for part in ("query", "key", "value")),
+        o_module=f"{layer}attention.dense",
+        mlp_modules=(f"{layer}ffn", f"{layer}ffn_output"),
+        norm_modules=(f"{layer}attention.LayerNorm", f"{layer}full_layer_layer_norm"),
+        layer_names="encoder.albert_layer_groups.{}.",
+        project="encoder.embedding_hidden_mapping_in",
     ).read(config)
+    layers, groups = len(spec.layers), config.integer("num_hidden_groups")
+    # As transformers computes it, with its rounding.
+    shared = tuple(int(i / (layers / groups)) for i in range(layers))
+    return replace(spec, shared_layers=shared)
 
 
-def classifier(
-    config: ConfigJson,
-    spec: ModelSpec,
-    layers: tuple[tuple[str, DenseActivation], ...],
-    head: str,
-) -> ModelSpec:
-    """Return a model with a head that scores classes from the first token.
-
-    Args:
-        config: config.json, with the classes' names.
-        spec: the encoder.
-        layers: modules before the head, from hidden size to hidden size, and their activations.
-        head: module of the head.
-    """
-    hidden, labels = spec.hidden_size, read_labels(config)
-    dense = [
-        DenseSpec(LinearSpec(((m, hidden),), hidden, bias=True, exact=True), act)
-        for m, act in layers
-    ]
-    dense.append(DenseSpec(LinearSpec(((head, len(labels)),), hidden, bias=True, exact=True)))
-    pooler = PoolerSpec(
-        "classify",
-        ("cls",),
-        len(labels),
-        tuple(dense),
-        final_activation(config, len(labels)),
-        labels,
-    )
-    return replace(spec, poolers=(pooler,))
-
-
-def token_classifier(config: ConfigJson, spec: ModelSpec, head: str = "classifier") -> ModelSpec:
-    """Return a model with a head that scores classes of each token."""
-    labels = read_labels(config)
-    linear = LinearSpec(((head, len(labels)),), spec.hidden_size, bias=True, exact=True)
-    pooler = PoolerSpec(
-        "token_classify", ("all",), len(labels), (DenseSpec(linear),), "softmax", labels
-    )
-    return replace(spec, poolers=(pooler,))
-
-
-def read_labels(config: ConfigJson) -> tuple[str, ...]:
-    """Return the names of the classes."""
-    names = config.get("id2label")
-    if isinstance(names, dict) and names:
-        return tuple(str(name) for _, name in sorted(names.items(), key=lambda it: int(it[0])))
-    return tuple(f"LABEL_{i}" for i in range(config.integer("num_labels", default=2)))
-
-
-def final_activation(config: ConfigJson, num_labels: int) -> FinalActivation:
-    """Return the function that makes probabilities of scores, as in vLLM."""
-    kind = config.get("problem_type")
-    if kind == "regression":
-        return "none"
-    if kind == "multi_label_classification" or num_labels == 1:
-        return "sigmoid"
-    return "softmax"
-
-
-def read(config: ConfigJson) -> ModelSpec:
-    """Read BERT without a head."""
-    return read_bert(config, "bert.")
-
-
-def read_sequence_classifier(config: ConfigJson) -> ModelSpec:
-    """Read BERT with a head that scores classes."""
-    spec = read_bert(config, "bert.")
-    spec = replace(spec, ignored=tuple(name for name in spec.ignored if "pooler" not in name))
-    return classifier(config, spec, (("bert.pooler.dense", "tanh"),), "classifier")
-
-
-def read_token_classifier(config: ConfigJson) -> ModelSpec:
-    """Read BERT with a head that scores classes of each token."""
-    return token_classifier(config, read_bert(config, "bert."))
-
-
+_DENSE: tuple[Layer, ...] = (("classifier.dense", "tanh"),)
 ARCHITECTURES = {
-    "BertModel": read,
-    "BertForMaskedLM": read,
-    "BertForSequenceClassification": read_sequence_classifier,
-    "BertForTokenClassification": read_token_classifier,
+    **families("Bert", BertLike().read, (("bert.pooler.dense", "tanh"),)),
+    **families("Roberta", _roberta, _DENSE, "classifier.out_proj"),
+    **families("XLMRoberta", _roberta, _DENSE, "classifier.out_proj"),
+    **families("Camembert", _roberta, _DENSE, "classifier.out_proj"),
+    **families("DistilBert", _distilbert, (("pre_classifier", "relu"),)),
+    **families("Electra", _electra, (("classifier.dense", "gelu"),), "classifier.out_proj"),
+    **families("MPNet", _mpnet, _DENSE, "classifier.out_proj"),
+    **families("Albert", _albert, (("albert.pooler", "tanh"),)),
 }

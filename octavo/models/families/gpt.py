@@ -1,4 +1,4 @@
-"""Decoders with layer norms and an MLP without a gate: GPT-2 and its successors."""
+"""Models with layer norms and plain MLPs: GPT-2, its successors, and encoders like BERT."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Literal
 
 from octavo.checkpoints.config_json import ConfigJson
 from octavo.layers.rope_spec import RopeSpec
-from octavo.models.blocks.attention import Alibi, AttentionSpec
+from octavo.models.blocks.attention import Alibi, AttentionSpec, RelativeBias
 from octavo.models.blocks.embedding import EmbedSpec
 from octavo.models.blocks.head import HeadSpec
 from octavo.models.blocks.layer import Arrangement, LayerSpec
 from octavo.models.blocks.linear import LinearSpec
-from octavo.models.blocks.mlp import Activation
+from octavo.models.blocks.mlp import Activation, MLPSpec
 from octavo.models.blocks.norm import LayerNormSpec
 from octavo.models.families.base import (
     ROTARY_TABLES,
@@ -28,7 +28,7 @@ from octavo.models.spec import ModelSpec
 
 @dataclass(frozen=True, kw_only=True)
 class GPTLike:
-    """Sizes, parts and names of a decoder with layer norms and an MLP without a gate."""
+    """Sizes, parts and names of a model with layer norms and, usually, an MLP without a gate."""
 
     heads: Heads
     num_layers: int
@@ -47,7 +47,9 @@ class GPTLike:
     """Names, as in `ModelSpec`."""
     qkv_modules: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     o_module: str
-    mlp_modules: tuple[str, str]
+    mlp_modules: tuple[str, ...]
+    """Modules of the projections up and down; if the MLP has a gate, `gated`: of gate, up and down,
+    or of gate and up in one, and down."""
     norm_modules: tuple[str, str | None]
     """Modules of the norms of attention and MLP; None: the MLP has none."""
     final_norm: str | None
@@ -62,6 +64,11 @@ class GPTLike:
     """Layouts of the linear weights, as in `LinearSpec`."""
     attention_bias: bool = False
     mlp_bias: bool = False
+    gated: bool = False
+    gated_bias: bool = False
+    """True if gate and up have a bias; that of the projection down is `mlp_bias`."""
+    gate_layout: Literal["rows", "halves"] = "rows"
+    """Layout of gate and up in one module, as in `LinearSpec`."""
     norm_bias: bool = True
     head_bias: bool = False
     arrangement: Arrangement = "sequential"
@@ -69,6 +76,7 @@ class GPTLike:
     """Factor on the attention scores of each layer; None: by the size of a head."""
     window: int | None = None
     clip: float | None = None
+    bias: RelativeBias | None = None
     head_project: LinearSpec | None = None
     generates: bool = True
     """False for an encoder: it has no LM head, and a token sees all of its text."""
@@ -87,14 +95,7 @@ class GPTLike:
                 return None
             return LayerNormSpec(module, hidden, self.eps, bias=self.norm_bias)
 
-        mlp = plain_mlp(
-            *self.mlp_modules,
-            hidden,
-            self.inner_size,
-            self.activation,
-            bias=self.mlp_bias,
-            layout=self.layout,
-        )
+        mlp = self._mlp()
 
         def layer(scale: float) -> LayerSpec:
             attention = AttentionSpec(
@@ -112,6 +113,7 @@ class GPTLike:
                 self.positions,
                 sliding_window=visible(self.window, max_model_len),
                 clip=self.clip,
+                bias=self.bias,
                 causal=self.generates,
             )
             first, second = map(norm, self.norm_modules)
@@ -134,4 +136,26 @@ class GPTLike:
             layer_names=self.layer_names,
             bare_prefix=self.bare_prefix,
             ignored=(*ROTARY_TABLES, *self.masks),
+        )
+
+    def _mlp(self) -> MLPSpec:
+        """Return the feed-forward block of all layers."""
+        hidden, inner = self.heads.hidden_size, self.inner_size
+        *ups, down = self.mlp_modules
+        if not self.gated:
+            return plain_mlp(
+                ups[0],
+                down,
+                hidden,
+                inner,
+                self.activation,
+                bias=self.mlp_bias,
+                layout=self.layout,
+            )
+        rows = 2 * inner // len(ups)
+        up = LinearSpec(
+            tuple((module, rows) for module in ups), hidden, self.gated_bias, self.gate_layout
+        )
+        return MLPSpec(
+            up, LinearSpec(((down, hidden),), inner, self.mlp_bias), self.activation, gated=True
         )

@@ -122,6 +122,8 @@ class LlamaLike:
     """Value of `EmbedSpec.scale_given`."""
     embed_norm: bool = False
     """True if embeddings are normed, without a weight."""
+    generates: bool = True
+    """False for an encoder: it has no LM head, and a token sees all of its text."""
     tied: bool = False
     """Default for a config without tie_word_embeddings: True if the LM head is the embedding."""
     logit_scale: float | None = None
@@ -210,6 +212,7 @@ class LlamaLike:
                 gates_of_heads=self.gates_of_heads,
                 value_size=self.value_size,
                 value_scale=self.value_scale,
+                causal=self.generates,
                 gates_follow_queries=self.queries_with_gates,
                 query_scale=self.query_scale,
                 sinks=None if self.sinks is None else Sinks(self.sinks, heads.num_heads),
@@ -238,6 +241,9 @@ class LlamaLike:
             norm=RMSNormSpec(None, hidden, eps) if self.embed_norm else None,
             norm_given=not self.embed_norm,
         )
+        lm_head = None
+        if self.generates:
+            lm_head = read_lm_head(config, embed, tied=self.tied, module=self.head_module)
         none = (None,) * num_layers
         kinds = list(zip(ropes, self.windows or none, self.feed_forwards or none, strict=True))
         # A mixture of experts is large, and its hash slow.
@@ -249,7 +255,7 @@ class LlamaLike:
             layers=[layers[key] for key in keys],
             head=HeadSpec(
                 final_norm,
-                read_lm_head(config, embed, tied=self.tied, module=self.head_module),
+                lm_head,
                 scale=self.logit_scale,
                 soft_cap=self.logit_soft_cap,
             ),

@@ -1,0 +1,133 @@
+"""Encoders like BERT with rotary positions or ALiBi: GTE, Nomic BERT, and those of Jina."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+from octavo.checkpoints.config_json import ConfigJson
+from octavo.layers.rope_spec import RopeSpec
+from octavo.models.blocks.attention import Alibi
+from octavo.models.families import base
+from octavo.models.families.bert import BertLike
+from octavo.models.families.classifiers import families
+from octavo.models.positions import alibi_slopes_bloom, read_rope
+from octavo.models.spec import ModelSpec
+
+
+def _rope(config: ConfigJson, theta: float) -> RopeSpec:
+    config.refuse("position_embedding_type", "rope", "only rotary ones are supported")
+    heads = base.Heads.read(config)
+    length = config.integer("max_position_embeddings")
+    return read_rope(config, head_size=heads.head_size, max_position=length, theta=theta)
+
+
+def _gte(config: ConfigJson, prefix: str, theta: float) -> ModelSpec:
+    """Read GTE, by its names in transformers (Gte, as Snowflake's) or in Alibaba's code (New)."""
+    config.refuse("layer_norm_type", "layer_norm", "only layer norms are supported")
+    config.refuse("pack_qkv", True, "only one matrix for queries, keys and values is supported")
+    config.refuse("logn_attention_scale", False, "a scale by the length is not supported")
+    scaling = config.section("rope_scaling")
+    ntk = scaling.get("type", "rope_type") == "ntk"
+    if ntk:  # with a fixed factor, in Alibaba's code
+        scaling.refuse("mixed_b", None, "only scaling without it is supported")
+        config = config.replaced("rope_scaling", None)
+    rope = _rope(config, theta)
+    if ntk:
+        factor = scaling.positive("factor")
+        stretched = factor ** (2 / rope.rotary_dim)
+        rope = replace(rope, theta=rope.theta * factor, rope_type="linear", factor=stretched)
+    spec = BertLike(
+        prefix=prefix,
+        qkv_modules=("attention.qkv_proj",),
+        o_module="attention.o_proj",
+        mlp_modules=("mlp.up_gate_proj", "mlp.down_proj"),
+        norm_modules=("attn_ln", "mlp_ln"),
+        gated=True,
+        gate_layout="halves",
+    ).read(config, rope)
+    return replace(spec, max_model_len=config.integer("max_position_embeddings"))
+
+
+def _nomic(config: ConfigJson) -> ModelSpec:
+    """Read Nomic BERT, with the fields of transformers or of Nomic's code."""
+    if config.has("n_embd"):
+        for name in _NOMIC_OFF:
+            config.refuse(name, False, "only models without it are supported")
+        config.refuse("activation_function", "swiglu", "only SwiGLU is supported")
+        config.refuse("rotary_emb_fraction", 1.0, "only rotation of whole heads is supported")
+        for new, old in _NOMIC.items():
+            config = config.replaced(new, config.get(*old))
+    return BertLike(
+        prefix="nomic_bert.",
+        embed_norm="emb_ln",
+        qkv_modules=("attn.Wqkv",),
+        o_module="attn.out_proj",
+        mlp_modules=("mlp.fc12", "mlp.fc11", "mlp.fc2"),
+        norm_modules=("norm1", "norm2"),
+        layer_names="encoder.layers.{}.",
+        attention_bias=False,
+        mlp_bias=False,
+        gated=True,
+    ).read(config, _rope(config, 1000.0))
+
+
+_NOMIC_OFF: tuple[str, ...] = (
+    "prenorm",
+    "parallel_block",
+    "qkv_proj_bias",
+    "mlp_fc1_bias",
+    "mlp_fc2_bias",
+)
+_NOMIC_OFF += ("mlp_fc2_bias", "use_rms_norm", "rotary_emb_interleaved", "causal")
+_NOMIC_OFF += ("rotary_emb_scale_base",)
+"""Features of Nomic's code that its models do not use."""
+_NOMIC = {
+    "hidden_size": ("n_embd",),
+    "num_hidden_layers": ("n_layer",),
+    "num_attention_heads": ("n_head",),
+    "intermediate_size": ("n_inner",),
+    # The code scales positions by the length of a text that is longer than those of its training.
+    "max_position_embeddings": ("max_trained_positions", "n_positions"),
+    "layer_norm_eps": ("layer_norm_epsilon",),
+    "rope_theta": ("rotary_emb_base",),
+}
+"""Fields of transformers, and those of Nomic's code."""
+
+
+def _jina_v3(config: ConfigJson) -> ModelSpec:
+    """Read jina-embeddings-v3 without its adapters, as transformers publishes it."""
+    return BertLike(
+        prefix="roberta.",
+        embed_norm="emb_ln",
+        qkv_modules=("mixer.Wqkv",),
+        o_module="mixer.out_proj",
+        mlp_modules=("mlp.fc1", "mlp.fc2"),
+        norm_modules=("norm1", "norm2"),
+        layer_names="encoder.layers.{}.",
+    ).read(config, _rope(config, 20000.0))
+
+
+def _jina_v2(config: ConfigJson) -> ModelSpec:
+    """Read jina-embeddings-v2, whose MLP has a gate with GELU."""
+    config.refuse("position_embedding_type", "alibi", "only ALiBi is supported")
+    config.refuse("feed_forward_type", "geglu", "only GEGLU is supported")
+    return BertLike(
+        mlp_modules=("mlp.gated_layers", "mlp.wo"),
+        norm_modules=("attention.output.LayerNorm", "mlp.layernorm"),
+        gated=True,
+    ).read(
+        config.replaced("hidden_act", "gelu"),
+        Alibi(alibi_slopes_bloom(base.read_num_heads(config))),
+    )
+
+
+ARCHITECTURES = {
+    **families("New", partial(_gte, prefix="new.", theta=1e4), (("new.pooler.dense", "tanh"),)),
+    **families("Gte", partial(_gte, prefix="gte.", theta=1.6e5), (("gte.pooler.dense", "tanh"),)),
+    **families("NomicBert", _nomic, (("nomic_bert.pooler.dense", "tanh"),)),
+    **families("JinaBert", _jina_v2, (("bert.pooler.dense", "tanh"),)),
+    **families(
+        "JinaEmbeddingsV3", _jina_v3, (("classifier.dense", "tanh"),), "classifier.out_proj"
+    ),
+}
