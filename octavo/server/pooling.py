@@ -164,7 +164,7 @@ class PoolingCall(Call, ABC, Generic[B]):
                         add_special_tokens=add_special_tokens,
                     )
                 except RequestError as error:
-                    raise _blamed(error, text.where) from None
+                    raise _blamed(error, text.where, self.body.truncating) from None
                 x = output.outputs.data
                 add(_RESULT + x.nbytes)
                 if not np.isfinite(x).all():
@@ -249,9 +249,15 @@ class InputCall(PoolingCall[N]):
         body = self.body
         if body.messages is None:
             return text_inputs(body.input, "input"), body.add_special_tokens is not False
-        tokenizer = self.state.tokenizer(engine, "messages")
+        template = await self.state.chat_template(self.state.tokenizer(engine, "messages"))
+        if not template.available:
+            raise RequestError(
+                "This model has no chat template; send input instead of messages, or start the "
+                "server with --chat-template.",
+                "messages",
+            )
         text = await render_messages(
-            await self.state.chat_template(tokenizer),
+            template,
             body.messages,
             bool(body.add_generation_prompt),
             body.continue_final_message,
@@ -288,8 +294,10 @@ def _pieces(head: bytes, rows: Iterable[bytes], tail: bytes) -> Iterator[bytes]:
     yield bytes(piece + tail)
 
 
-def _blamed(error: RequestError, where: str) -> RequestError:
-    """Return an engine's error with the place of the text in the body."""
+def _blamed(error: RequestError, where: str, truncate: str) -> RequestError:
+    """Return an engine's error with the place of the text, and the field that truncates texts."""
     if error.param == "prompt":
-        error.param, error.message = where, f"{where}: {error.message}"
+        said = error.message.removeprefix("prompt ")
+        joined = f"{where} {said}" if said != error.message else f"{where}: {said}"
+        error.param, error.message = where, joined.replace("truncate_prompt_tokens", truncate)
     return error

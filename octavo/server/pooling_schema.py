@@ -71,6 +71,8 @@ class PooledBody(Body):
 
     unsupported = known_fields.POOLING
     instead = known_fields.POOLING_INSTEAD
+    truncating: ClassVar[str] = "truncate_prompt_tokens"
+    """Field that truncates texts."""
 
     model: str | None = None
     """Served model name; default: the first one."""
@@ -284,6 +286,7 @@ class TEIBody(PooledBody):
     """Fields of the routes of text-embeddings-inference."""
 
     unsupported = known_fields.TEI
+    truncating = "truncate"
 
     truncate: bool | None = None
     """Cut texts that are too long. Default: they are an error."""
@@ -403,6 +406,7 @@ class SimilarityBody(PooledBody):
         "inputs": SimilarityInputs,
         "parameters": TEIBody,
     }
+    truncating = "parameters.truncate"
 
     inputs: SimilarityInputs
     """Texts."""
@@ -419,6 +423,8 @@ class SimilarityBody(PooledBody):
 
 class OllamaPooledBody(PooledBody):
     """Fields of both of Ollama's routes for vectors."""
+
+    truncating = "truncate"
 
     model: Annotated[str, Field(min_length=1)]
     """Served model name, also with the tag `:latest`."""
