@@ -150,8 +150,6 @@ class PoolingCall(Call, ABC, Generic[B]):
 
         async def work(add: Callable[[int], None]) -> None:
             for index, text in waiting:
-                if index % _TEXTS_AT_ONCE == 0:
-                    await asyncio.sleep(0)
                 options = msgspec.structs.replace(
                     self.options(index, trace_headers), priority=priority
                 )
@@ -177,8 +175,12 @@ class PoolingCall(Call, ABC, Generic[B]):
         most = _STEPS_AHEAD * engine.num_engines * engine.config.scheduler.max_num_seqs
         places = self.state.places(min(len(inputs), most))
         with self.admit(places, self.param), engine.request_memory.collect() as add:
-            tasks = [asyncio.create_task(work(add)) for _ in range(places)]
+            tasks: list[asyncio.Task[None]] = []
             try:
+                for i in range(places):
+                    if i and i % _TEXTS_AT_ONCE == 0:
+                        await asyncio.sleep(0)
+                    tasks.append(asyncio.create_task(work(add)))
                 await asyncio.gather(*tasks)
             finally:
                 for task in tasks:

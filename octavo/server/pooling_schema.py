@@ -56,14 +56,18 @@ def check_texts(value: object, param: str) -> list[str]:
 
 def _check_input(value: object, param: str) -> object:
     """Return `value` if it is one text or several, as texts or token ids, none of them empty."""
-    if value is None:
-        raise RequestError(f"{param}=null is not allowed; give a text or texts.", param)
     found = check_prompts(value, param)
     for i, text in enumerate(found if isinstance(found, list) else [found]):
         if text == "":
             where = f"{param}[{i}]" if isinstance(found, list) else param
             raise RequestError(f"{where} is an empty text; give some text.", param)
     return found
+
+
+def _given(value: object, param: str) -> object:
+    if value is None:
+        raise RequestError(f"{param} is missing; it is required.", param, "missing_parameter")
+    return value
 
 
 class PooledBody(Body):
@@ -311,7 +315,7 @@ class TEIInputsBody(TEIBody):
     inputs: Annotated[
         Prompts,
         PlainValidator(
-            lambda value: _check_input(value, "inputs"),
+            lambda value: _check_input(_given(value, "inputs"), "inputs"),
             json_schema_input_type=Prompts,
         ),
     ]

@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import json
+import re
 
 import numpy as np
 import pytest
@@ -132,9 +133,6 @@ def test_what_is_wrong(body, param, said):
     async def scenario(served):
         error = await refused(served, URL, **body)
         assert error["param"] == param
-        assert error["message"] == pytest.approx(error["message"])
-        import re
-
         assert re.search(said, error["message"]), error
         assert served.engine.request_memory.used == 0
 
