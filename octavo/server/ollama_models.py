@@ -99,7 +99,7 @@ async def show_model(request: Request) -> Response:
     capabilities: list[Literal["completion", "embedding", "tools", "thinking"]] = []
     if engine.spec.generates:
         capabilities.append("completion")
-    if engine.spec.pooler("embed") is not None:
+    elif engine.spec.pooler("embed") is not None:
         capabilities.append("embedding")
     template = ""
     if engine.tokenizer is not None and engine.spec.generates:

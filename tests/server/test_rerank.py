@@ -9,7 +9,7 @@ from pydantic import TypeAdapter
 
 from octavo.server import answers
 from octavo.server.pooling_schema import MAX_TEXTS
-from tests.server.fake_engine import Call
+from tests.server.fake_engine import Call, fake_pool
 from tests.server.pooled import CLASSES, EMBED, RANKER, cosine, good, refused, serve
 
 DOCUMENTS = ["a cat", {"text": "Paris", "title": "x"}, "dogs", "a cat"]
@@ -46,10 +46,10 @@ def test_a_reranker_reads_pairs():
         answer = await good(served, "/rerank", query="q", documents=["one", "two", "three"])
         prompts = [r.prompt_token_ids for r in served.engine.requests]
         assert prompts == [[256, *b"q" + text] for text in (b"one", b"two", b"three")]
-        x = np.array([np.sin(256.0)] * 3)  # the first token decides, so all are equal
-        assert [r["index"] for r in answer["results"]] == [0, 1, 2]
+        x = np.array([fake_pool(ids, RANKER)[0] for ids in prompts])
+        assert [r["index"] for r in answer["results"]] == ranked(x)
         found = [r["relevance_score"] for r in answer["results"]]
-        np.testing.assert_allclose(found, 1 / (1 + np.exp(-x)), rtol=1e-5)
+        np.testing.assert_allclose(found, 1 / (1 + np.exp(-x[ranked(x)])), rtol=1e-5)
         raw = await good(served, "/rerank", query="q", documents=["one"], use_activation=False)
         assert raw["results"][0]["relevance_score"] == pytest.approx(x[0], rel=1e-5)
         raw = await good(served, "/rerank", query="q", texts=["one"], raw_scores=True)
