@@ -32,6 +32,20 @@ from octavo.server.field_docs import attribute_docs, field_doc
 from octavo.server.ollama import MEDIA_TYPE
 from octavo.server.ollama_schema import OllamaChatBody, OllamaGenerateBody, ShowBody
 from octavo.server.openapi import OPERATIONS, InvocationBody
+from octavo.server.pooling_schema import (
+    ClassifyBody,
+    EmbeddingsBody,
+    OllamaEmbedBody,
+    OllamaEmbeddingsBody,
+    PoolingBody,
+    RerankBody,
+    ScoreBody,
+    SimilarityBody,
+    TEIEmbedBody,
+    TEIInputsBody,
+    TEIPredictBody,
+    TEIRerankBody,
+)
 from octavo.server.responses_schema import ResponseBody
 from octavo.server.schema import (
     BatchChatBody,
@@ -113,7 +127,8 @@ def api() -> str:
         " `-H 'Authorization: Bearer KEY'` to `curl`. A field with the value null counts as"
         " missing. The server rejects fields of other servers that it does not support. It lists"
         " unknown fields in the header `X-Octavo-Ignored-Fields`, or rejects them with"
-        " `--strict-fields`. [Files and batches](batches.md) have a page of their own.",
+        " `--strict-fields`. [Files and batches](batches.md), and [vectors and"
+        " scores](pooling_http.md), have pages of their own.",
     ]
     for route in routes():
         (method,) = route.methods - {"HEAD"}
@@ -137,7 +152,8 @@ def api() -> str:
             + _fields(StructuredOutputsBody, ()),
         ),
     ]
-    for name, inner in sorted(_inner_bodies().items()):
+    inner_bodies = sorted(_inner_bodies().items())
+    for name, inner in [*((body.__name__, body) for body in _POOLED), *inner_bodies]:
         parts += [f"## {name}", _first_line(inner)]
         parts.append(_table(("Field", "Type", "Meaning"), _fields(inner, ())))
     return _page(parts)
@@ -174,6 +190,25 @@ _CLIENT_METHODS = {
 }
 """Methods of OpenAI's client by route."""
 _ELSEWHERE = ("/v1/responses/", "/v1/conversations", "/v1/files", "/v1/batches", "/v1/engine")
+# Routes of docs/pooling_http.md, which needs another model than the built-in one.
+_ELSEWHERE += ("/v1/embeddings", "/pooling", "/classify", "/v1/classify", "/score", "/v1/score")
+_ELSEWHERE += ("/rerank", "/v1/rerank", "/v2/rerank", "/embed", "/predict", "/similarity", "/info")
+_ELSEWHERE += ("/api/embed",)
+_POOLED: tuple[type[Body], ...] = (
+    EmbeddingsBody,
+    PoolingBody,
+    ClassifyBody,
+    ScoreBody,
+    RerankBody,
+    TEIRerankBody,
+    TEIEmbedBody,
+    TEIInputsBody,
+    TEIPredictBody,
+    SimilarityBody,
+    OllamaEmbedBody,
+    OllamaEmbeddingsBody,
+)
+"""Bodies of these routes."""
 
 
 def curl_line(route: Route) -> str:

@@ -21,6 +21,7 @@ from octavo.server.batches import CreateBatchBody
 from octavo.server.body import Body
 from octavo.server.field_docs import field_doc
 from octavo.server.openapi import UPLOAD
+from octavo.server.pooling_schema import EmbeddingsBody
 from octavo.server.responses_schema import ConversationBody, InputTokensBody, ResponseBody
 from octavo.server.schema import ChatBody, CompletionBody
 
@@ -34,6 +35,10 @@ _CONVERSATION = "openai.types.conversations.conversation_create_params.Conversat
 ROUTES: Mapping[str, tuple[str, type[Body] | None]] = {
     "/v1/chat/completions": (_CHAT, ChatBody),
     "/v1/completions": (_COMPLETION, CompletionBody),
+    "/v1/embeddings": (
+        "openai.types.embedding_create_params.EmbeddingCreateParams",
+        EmbeddingsBody,
+    ),
     "/v1/responses": (_RESPONSE, ResponseBody),
     "/v1/responses/input_tokens": (_COUNT, InputTokensBody),
     "/v1/conversations": (_CONVERSATION, ConversationBody),

@@ -13,7 +13,19 @@ if TYPE_CHECKING:
     from octavo.frontend.input_processor import EmbedsPrompt, TextPrompt, TokensPrompt
     from octavo.frontend.llm_engine import LLMEngine
     from octavo.llm import LLM
-    from octavo.outputs import CompletionOutput, RequestOutput
+    from octavo.outputs import (
+        ClassificationOutput,
+        ClassificationRequestOutput,
+        CompletionOutput,
+        EmbeddingOutput,
+        EmbeddingRequestOutput,
+        PoolingOutput,
+        PoolingRequestOutput,
+        RequestOutput,
+        ScoringOutput,
+        ScoringRequestOutput,
+    )
+    from octavo.pooling_params import PoolingParams
     from octavo.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 
     __version__: str
@@ -24,13 +36,22 @@ __all__ = [
     "AsyncLLM",
     "AsyncLLMEngine",
     "BeamSearchParams",
+    "ClassificationOutput",
+    "ClassificationRequestOutput",
     "CompletionOutput",
+    "EmbeddingOutput",
+    "EmbeddingRequestOutput",
     "EmbedsPrompt",
     "EngineArgs",
     "LLMEngine",
+    "PoolingOutput",
+    "PoolingParams",
+    "PoolingRequestOutput",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "ScoringOutput",
+    "ScoringRequestOutput",
     "TextPrompt",
     "TokensPrompt",
     "__version__",
@@ -43,14 +64,23 @@ _LAZY = {
     "AsyncLLM": "octavo.frontend.async_llm",
     "AsyncLLMEngine": "octavo.frontend.async_llm",
     "BeamSearchParams": "octavo.sampling_params",
+    "ClassificationOutput": "octavo.outputs",
+    "ClassificationRequestOutput": "octavo.outputs",
     "CompletionOutput": "octavo.outputs",
+    "EmbeddingOutput": "octavo.outputs",
+    "EmbeddingRequestOutput": "octavo.outputs",
     "EmbedsPrompt": "octavo.frontend.input_processor",
     "EngineArgs": "octavo.config.engine_args",
     "LLM": "octavo.llm",
     "LLMEngine": "octavo.frontend.llm_engine",
+    "PoolingOutput": "octavo.outputs",
+    "PoolingParams": "octavo.pooling_params",
+    "PoolingRequestOutput": "octavo.outputs",
     "RequestOutput": "octavo.outputs",
     "RequestOutputKind": "octavo.sampling_params",
     "SamplingParams": "octavo.sampling_params",
+    "ScoringOutput": "octavo.outputs",
+    "ScoringRequestOutput": "octavo.outputs",
     "TextPrompt": "octavo.frontend.input_processor",
     "TokensPrompt": "octavo.frontend.input_processor",
 }

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.server.fake_engine import FakeAsyncLLM, make_tokenizer, with_server
+from tests.server.pooled import EMBED
 from tests.server.test_tools import TEMPLATE
 
 openai = pytest.importorskip("openai")
@@ -14,6 +15,7 @@ DOCS = Path(__file__).parent.parent / "docs"
 BASE = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2},
     "/v1/completions": {"prompt": "hi", "max_tokens": 2},
+    "/v1/embeddings": {"input": "hi"},
     "/v1/responses": {"input": "hi", "max_output_tokens": 2},
     "/v1/responses/input_tokens": {"input": "hi"},
     "/v1/conversations": {},
@@ -97,7 +99,8 @@ def test_the_page_tells_the_truth(route):
             elif status == "no effect":
                 code, error, ignored, found = await send(name, IGNORED.get(name, "x"))
                 assert (code, ignored) == (200, ""), (name, error)
-                text = found["choices"] if "choices" in found else found["output"][0]["content"]
+                text = found.get("choices") or found.get("data")
+                text = text or found["output"][0]["content"]
                 plain = plain or text
                 assert text == plain
             else:
@@ -107,7 +110,8 @@ def test_the_page_tells_the_truth(route):
                     code, error, ignored, _ = await send(name, json.loads(accepted.strip("`")))
                     assert (code, ignored) == (200, ""), (name, accepted, error)
 
-    with_server(scenario, lambda: FakeAsyncLLM(tokenizer=make_tokenizer(TEMPLATE)))
+    poolers = (EMBED,) if route == "/v1/embeddings" else ()
+    with_server(scenario, lambda: FakeAsyncLLM(tokenizer=make_tokenizer(TEMPLATE), poolers=poolers))
 
 
 def test_the_form_of_a_file():

@@ -199,6 +199,30 @@ OLLAMA_GENERATE: Unsupported = {
     **_all(_NOTHING, "width height steps"),
 }
 
+POOLING: Unsupported = {
+    **_all(_NOTHING, "mm_processor_kwargs media_io_kwargs chat_template additional_data"),
+    "padding": (None, "do_not_pad"),
+    "embed_dtype": (None, "float32"),
+    "endianness": (None, "native", "little"),
+}
+CLASSIFY: Unsupported = {
+    **POOLING,
+    "encoding_format": (None, "float"),
+    "dimensions": _NOTHING,
+}
+RERANK: Unsupported = {
+    **CLASSIFY,
+    # Cohere
+    **_all(_NOTHING, "max_chunks_per_doc max_tokens_per_doc"),
+    "rank_fields": (None, ["text"]),
+}
+TEI: Unsupported = {"prompt_name": _NOTHING}
+POOLING_INSTEAD: Mapping[str, str] = {
+    "max_tokens_per_doc": "truncate_prompt_tokens, for query and document together",
+    "chat_template": "--chat-template when the server starts",
+    "prompt_name": "texts with the prompt in front",
+}
+
 DETOKENIZE: Unsupported = {"skip_special_tokens": _OFF}
 SCALE: Unsupported = {}
 

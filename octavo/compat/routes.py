@@ -26,19 +26,8 @@ ELSEWHERE: Mapping[str, str] = {
         "a request ends if its client closes the connection, or if the server stops",
         "/inference/v1/abort_requests",
     ),
-    **_all(
-        "models generate text only; embeddings, scores and classes are not supported",
-        "/v1/embeddings",
-        "/v2/embed",
-        "/pooling",
-        "/classify",
-        "/score",
-        "/v1/score",
-        "/rerank",
-        "/v1/rerank",
-        "/v2/rerank",
-        "/generative_scoring",
-    ),
+    **_all("use POST /v1/embeddings", "/v2/embed", "/v1/embed"),
+    **_all("use POST /v1/score", "/generative_scoring"),
     **_all(
         "use structured_outputs or response_format with POST /v1/chat/completions",
         "/v1/systemone",
@@ -97,9 +86,6 @@ OLLAMA: Mapping[str, str] = {
         "/api/blobs",
     ),
     **_all("the server does not publish models", "/api/push"),
-    **_all(
-        "models generate text only; embeddings are not supported", "/api/embed", "/api/embeddings"
-    ),
     **_all("the server has no accounts", "/api/me", "/api/signout"),
 }
 """Alternatives to Ollama's routes, in the same form."""

@@ -245,8 +245,11 @@ class InputProcessor:
         """
         if not isinstance(params, PoolingParams):
             raise RequestError(f"params is a {type(params).__name__}, not PoolingParams.")
-        pooler = self._find_pooler(params)
-        options = _complete(options, prompt, params.as_sampling_params())
+        pooler, limit = self._find_pooler(params), self._max_model_len
+        passed = params.as_sampling_params()
+        options = _complete(
+            options, prompt, msgspec.structs.replace(passed, priority=options.priority)
+        )
         text, ids = self._read_prompt(prompt)
         text = self._with_prompt(text if ids is None else None, pooler, params)
         pair = prompt.get("text_pair") if isinstance(prompt, Mapping) else None
@@ -254,10 +257,12 @@ class InputProcessor:
         if ids is None:
             assert text is not None
             ids, second = self._encode_text(text, pair, params, add_special_tokens)
-        elif params.truncate_prompt_tokens is not None:
-            ids = ids[self._kept(len(ids), params.as_sampling_params())]
+        elif (keep := params.truncate_prompt_tokens) is not None:
+            passed = msgspec.structs.replace(
+                passed, truncate_prompt_tokens=limit if keep == -1 else keep
+            )
+            ids = ids[self._kept(len(ids), passed)]
         self._check_ids("prompt", ids)
-        limit = self._max_model_len
         if not ids:
             raise RequestError("The text is empty; give at least one token.", "prompt")
         if len(ids) > limit:

@@ -480,6 +480,10 @@ class OutputProcessor:
             state.prompt_logprobs.append_rows(rows.token_ids, rows.logprobs, rows.ranks)
         if output.pooled is not None:
             group.pooled, group.num_cached_tokens = output.pooled, output.num_cached_tokens
+            if self._metrics is not None:
+                self._metrics.for_engine(state.engine_index).record_prompt(
+                    len(group.request.prompt_token_ids), output.num_cached_tokens
+                )
         if output.kv_transfer_params is not None:
             group.kv_transfer_params = output.kv_transfer_params
         if output.repetition is not None and state.repetition is None:

@@ -48,7 +48,8 @@ def read_pooled(
     return _ACTIVATIONS[pooler.activation](x) if activates else x
 
 
-def _normalize(x: Floats) -> Floats:
+def normalize(x: Floats) -> Floats:
+    """Return vectors [..., n] divided by their lengths; a zero vector stays zero."""
     length: Floats = np.sqrt(np.sum(x * x, axis=-1, keepdims=True, dtype=np.float32))
     result: Floats = (x / np.maximum(length, _LEAST_LENGTH)).astype(np.float32)
     return result
@@ -67,7 +68,7 @@ def _sigmoid(x: Floats) -> Floats:
 
 _ACTIVATIONS: dict[str, Callable[[Floats], Floats]] = {
     "none": lambda x: x,
-    "normalize": _normalize,
+    "normalize": normalize,
     "softmax": _softmax,
     "sigmoid": _sigmoid,
 }

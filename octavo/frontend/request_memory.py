@@ -196,6 +196,40 @@ class RequestMemory:
                 if not self._of_tenants[tenant]:
                     del self._of_tenants[tenant]
 
+    @contextmanager
+    def collect(self) -> Iterator[Callable[[int], None]]:
+        """Count the results of one request, which stay until its answer is written.
+
+        Yields:
+            A function that adds bytes. It raises RequestError if the results could never fit, and
+            QueueFullError if they do not fit now.
+        """
+        total = 0
+
+        def add(nbytes: int) -> None:
+            nonlocal total
+            if total + nbytes > self.limit:
+                raise RequestError(
+                    f"The results of this request take more than the {self.limit / 2**20:,.0f} MiB "
+                    "for requests (--request-memory-bytes); split the request.",
+                    None,
+                    "request_too_large",
+                )
+            self.make_room(nbytes)
+            if self.used + nbytes > self.limit:
+                raise QueueFullError(
+                    f"The results of this request do not fit: {self.used / 2**20:,.1f} of the "
+                    f"{self.limit / 2**20:,.0f} MiB for requests (--request-memory-bytes) are in "
+                    "use; try again later, or split the request."
+                )
+            total += nbytes
+            self.used += nbytes
+
+        try:
+            yield add
+        finally:
+            self.used -= total
+
     def make_room(self, nbytes: int = 0) -> None:
         """Free optional data until `nbytes` more fit."""
         excess = self.used + nbytes - self.limit

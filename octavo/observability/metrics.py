@@ -289,6 +289,10 @@ class EngineMetrics:
     ) -> None:
         """Record the first token of a request, which completes its prompt."""
         self._get("time_to_first_token_seconds").observe(time_to_first_token)
+        self.record_prompt(num_prompt_tokens, num_cached_tokens)
+
+    def record_prompt(self, num_prompt_tokens: int, num_cached_tokens: int) -> None:
+        """Record a completed prompt."""
         self._get("prompt_tokens").inc(num_prompt_tokens)
         self._get("prompt_tokens_cached").inc(num_cached_tokens)
         self._get("prompt_tokens_by_source", "local_cache_hit").inc(num_cached_tokens)

@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from octavo import __version__
 from octavo.observability.metrics import CONTENT_TYPE
-from octavo.router.job import read_job
+from octavo.router.job import POOLING, read_job
 from octavo.router.pool import KEY_HEADERS
 from octavo.router.proxy import ProxyResponse
 from octavo.router.state import RouterState, router_of
@@ -177,6 +177,8 @@ _ROUTES = (
     ("/v1/{rest:path}", proxy, "GET"),
     ("/v1/{rest:path}", proxy, "POST"),
     ("/v1/{rest:path}", proxy, "DELETE"),
+    *((path, proxy, "POST") for path in POOLING if not path.startswith("/v1/")),
+    ("/info", proxy, "GET"),
     ("/invocations", proxy, "POST"),
     ("/inference/v1/generate", proxy, "POST"),
     ("/api/chat", proxy, "POST"),

@@ -28,6 +28,25 @@ GENERATING = frozenset(["/v1/completions", "/v1/chat/completions", "/invocations
 """Paths with answers that another server can continue."""
 _ANSWERING = frozenset(["/v1/messages", "/v1/responses", "/api/chat", "/api/generate"])
 """Paths with answers that no other server continues."""
+POOLING = (
+    "/v1/embeddings",
+    "/v1/classify",
+    "/v1/score",
+    "/v1/rerank",
+    "/v2/rerank",
+    "/rerank",
+    "/score",
+    "/classify",
+    "/pooling",
+    "/embed",
+    "/embed_all",
+    "/embed_sparse",
+    "/predict",
+    "/similarity",
+    "/api/embed",
+    "/api/embeddings",
+)
+"""Paths with vectors or scores."""
 _NAMING = frozenset(["/v1/responses", "/v1/responses/input_tokens"])
 # Fields that make up a prompt, in the order in which chat templates write them.
 _PROMPT_FIELDS = ("chat_template_kwargs", "tools", "system", "instructions", "messages", "input")
@@ -116,6 +135,8 @@ def read_job(
     job.creates = posts and path in CREATING
     if not posts or path not in GENERATING | _ANSWERING | _NAMING:
         job.objects = named_objects(path, {})
+        if path in POOLING:
+            job.weight = 1 + len(body) // _WEIGHT_NBYTES
         return job
     fields = job.fields = parse_json(body)
     if path not in GENERATING:

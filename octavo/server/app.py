@@ -20,12 +20,14 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from octavo.errors import ConfigError, OctavoError
-from octavo.server import admin, batches, conversations, files, health, model_list, responses
+from octavo.server import admin, batches, conversations, files, health, model_list, responses, tei
 from octavo.server.anthropic import count_tokens, create_message
 from octavo.server.batch_runner import BatchRunner
 from octavo.server.chat import create_batch_chat_completion, create_chat_completion
+from octavo.server.classify import create_classification
 from octavo.server.completions import create_completion
 from octavo.server.docs import HEADERS, docs_page
+from octavo.server.embeddings import create_embeddings, create_pooling
 from octavo.server.errors import on_http_exception
 from octavo.server.explain import explain_request, list_requests
 from octavo.server.generate import create_token_generation
@@ -33,6 +35,7 @@ from octavo.server.http_state import HttpState
 from octavo.server.invocations import create_invocation
 from octavo.server.middleware import RequestMiddleware
 from octavo.server.ollama import create_ollama_chat, create_ollama_generation
+from octavo.server.ollama_embed import create_ollama_embed, create_ollama_embeddings
 from octavo.server.ollama_models import (
     list_running,
     list_tags,
@@ -41,6 +44,7 @@ from octavo.server.ollama_models import (
     show_model,
 )
 from octavo.server.render import render_chat, render_completion
+from octavo.server.rerank import create_rerank, create_score
 from octavo.server.resume_routes import get_stream, resumable
 from octavo.server.state import ServerState
 from octavo.server.tokenize import detokenize, tokenize
@@ -93,6 +97,21 @@ ROUTES: tuple[tuple[str, Endpoint, str], ...] = (
     ("/v1/chat/completions/batch", create_batch_chat_completion, "POST"),
     ("/v1/completions/render", render_completion, "POST"),
     ("/v1/chat/completions/render", render_chat, "POST"),
+    ("/v1/embeddings", create_embeddings, "POST"),
+    ("/pooling", create_pooling, "POST"),
+    ("/classify", create_classification, "POST"),
+    ("/v1/classify", create_classification, "POST"),
+    ("/score", create_score, "POST"),
+    ("/v1/score", create_score, "POST"),
+    ("/rerank", create_rerank, "POST"),
+    ("/v1/rerank", create_rerank, "POST"),
+    ("/v2/rerank", create_rerank, "POST"),
+    ("/embed", tei.embed, "POST"),
+    ("/embed_all", tei.embed_all, "POST"),
+    ("/embed_sparse", tei.embed_sparse, "POST"),
+    ("/predict", tei.predict, "POST"),
+    ("/similarity", tei.similarity, "POST"),
+    ("/info", tei.info, "GET"),
     ("/v1/messages", create_message, "POST"),
     ("/v1/messages/count_tokens", count_tokens, "POST"),
     ("/v1/responses", responses.create_response, "POST"),
@@ -111,6 +130,8 @@ ROUTES: tuple[tuple[str, Endpoint, str], ...] = (
     ("/v1/conversations/{conversation_id}/items/{item_id}", conversations.delete_item, "DELETE"),
     ("/api/chat", create_ollama_chat, "POST"),
     ("/api/generate", create_ollama_generation, "POST"),
+    ("/api/embed", create_ollama_embed, "POST"),
+    ("/api/embeddings", create_ollama_embeddings, "POST"),
     ("/api/tags", list_tags, "GET"),
     ("/api/ps", list_running, "GET"),
     ("/api/show", show_model, "POST"),

@@ -19,6 +19,7 @@ from octavo.server import answers
 from octavo.server.body import Body, check_body
 from octavo.server.chat import ChatCompletion
 from octavo.server.completions import Completion
+from octavo.server.embeddings import Embeddings
 from octavo.server.errors import (
     BodyTooLargeError,
     UnavailableError,
@@ -28,6 +29,7 @@ from octavo.server.errors import (
     show,
 )
 from octavo.server.middleware import RequestContext
+from octavo.server.pooling_schema import EmbeddingsBody
 from octavo.server.responses import respond_in_batch
 from octavo.server.responses_schema import ResponseBody
 from octavo.server.schema import ChatBody, CompletionBody
@@ -35,7 +37,7 @@ from octavo.server.state import ServerState
 from octavo.system.logs import REQUEST_ID
 from octavo.system.offload import offload
 
-Endpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/responses"]
+Endpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings"]
 """Routes that a line may name."""
 
 MAX_ANSWER_BYTES = 64 * 2**20
@@ -47,6 +49,7 @@ _ROUTES: dict[Endpoint, tuple[type[Body], Callable[[Request, Any], Awaitable[Res
     "/v1/chat/completions": (ChatBody, ChatCompletion.respond),
     "/v1/completions": (CompletionBody, Completion.respond),
     "/v1/responses": (ResponseBody, respond_in_batch),
+    "/v1/embeddings": (EmbeddingsBody, Embeddings.serve),
 }
 
 

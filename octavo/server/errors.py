@@ -138,7 +138,12 @@ def error_writer(path: str) -> Callable[[BaseException], bytes]:
         return anthropic_error_json
     if "/api/" in path and "/v1/" not in path:
         return ollama_error_json
+    if path.endswith(_TEI_PATHS) and "/v2/" not in path:
+        return tei_error_json
     return error_json
+
+
+_TEI_PATHS = ("/embed", "/embed_all", "/embed_sparse", "/predict", "/similarity")
 
 
 _ANTHROPIC_TYPES = {
@@ -168,6 +173,14 @@ def anthropic_error_json(error: BaseException) -> bytes:
 def ollama_error_json(error: BaseException) -> bytes:
     """Return the JSON body of an error in the form of Ollama's API."""
     return msgspec.json.encode(OllamaError(error=error_detail(error)["message"]))
+
+
+def tei_error_json(error: BaseException) -> bytes:
+    """Return the JSON body of an error in the form of text-embeddings-inference."""
+    status = error_status(error)
+    kind = "Overloaded" if status == 429 else "Validation" if status < 500 else "Backend"
+    found = answers.TEIError(error=error_detail(error)["message"], error_type=kind)
+    return msgspec.json.encode(found)
 
 
 def error_json(error: BaseException) -> bytes:

@@ -7,7 +7,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, aclosing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, aclosing, contextmanager
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, cast
 
 import msgspec
@@ -30,12 +30,12 @@ from octavo.outputs import (
 from octavo.parsers.parts import Parser, Part, Text
 from octavo.sampling_params import SamplingParams
 from octavo.server import answers
-from octavo.server.auth import flow_of, private_salt
+from octavo.server.abilities import check_generates
+from octavo.server.call import Call
 from octavo.server.errors import ClientDisconnectError, error_event, log_unexpected
 from octavo.server.explain import disabled, explain_story
 from octavo.server.http_state import HttpState
 from octavo.server.load_report import add_load_report
-from octavo.server.middleware import context_of
 from octavo.server.parts import Delta
 from octavo.server.prompt_difference import find_difference
 from octavo.server.recent_prompts import LONG, Found, Recorded, explain, to_bytes
@@ -88,7 +88,7 @@ class Rendered(NamedTuple):
     params: SamplingParams
 
 
-class Generation(ABC, Generic[B]):
+class Generation(Call, ABC, Generic[B]):
     """HTTP request for text, from its checked body to the bytes of the answer.
 
     Each `RequestOutput` of the engine becomes a delta for each choice: its new tokens and parts. A
@@ -108,21 +108,10 @@ class Generation(ABC, Generic[B]):
     """Template of a choice with only text, faster than `write`; None: use `write`."""
 
     def __init__(self, request: Request, body: B) -> None:
-        self.state = state_of(request)
+        super().__init__(request, body, self.id_prefix, body.max_ttft_ms)
         self.body = body
-        self.context = context_of(request)
         self._path = request.scope["path"]
-        if body.request_id is not None:
-            self.context.request_id = body.request_id
         self._parsed = time.monotonic()
-        self.id = f"{self.id_prefix}-{self.context.request_id}"
-        deadline_ms = body.deadline_ms or self.context.deadline_ms
-        arrival = self.context.arrival
-        background = self.context.background
-        # A line of a batch waits for other requests, for which its client sets no limit.
-        self.deadline = None if background else self.state.deadline(arrival, deadline_ms)
-        self._own_deadline = _after(arrival, deadline_ms)
-        self._first_token_deadline = _after(arrival, body.max_ttft_ms or self.context.max_ttft_ms)
         self.n = 1 if body.n is None else body.n
         self.usage = Usage(self.reports_cached_tokens)
         self._times: RequestMetrics | None = None
@@ -137,7 +126,7 @@ class Generation(ABC, Generic[B]):
             "id": self.id,
             "object": self.chunk_object_name if body.stream else self.object_name,
             "created": self.context.created or int(time.time()),
-            "model": body.model or self.state.model_names[0],
+            "model": self.model_name,
             "system_fingerprint": self.state.system_fingerprint,
         }
 
@@ -389,12 +378,10 @@ class Generation(ABC, Generic[B]):
     async def _outputs(self) -> AsyncGenerator[IndexedOutput, None]:
         """Yield the outputs of all prompts, as they arrive."""
         count = self.num_prompts * max(1, self.num_answers)
-        tenant, background = self.state.tenant(self.context.api_key), self.context.background
         blamed = "n" if self.num_answers > self.num_prompts else self.prompt_param
-        # Lines of batches take no places: their number has a limit of its own.
-        admitted = nullcontext() if background else self.state.admit(count, blamed, tenant)
-        with self._with_story(tenant) as story, admitted:
+        with self._with_story(self.tenant) as story, self.admit(count, blamed):
             engine = await self.state.get_engine()
+            check_generates(engine.spec)
             if story is not None:
                 story.mark()
             self.tokenizer = engine.tokenizer
@@ -421,9 +408,7 @@ class Generation(ABC, Generic[B]):
                     "leave it out.",
                     "return_metrics",
                 )
-            if params.priority and engine.config.scheduler.scheduling_policy != "priority":
-                self.context.ignored_fields.append("priority")
-                self.state.warn_of_priority()
+            self.note_priority(engine, params.priority)
             if self.state.config.enable_log_requests:
                 # Prompts are not logged: others than their author keep and read logs. Schemas
                 # are not either, as they may be long.
@@ -437,31 +422,18 @@ class Generation(ABC, Generic[B]):
                         "structured_outputs": None if wanted is None else wanted.kind,
                     },
                 )
-            salt = private_salt(self.context.api_key, self.body.cache_salt)
             if story is not None:
                 story.mark()
-            trace_headers: dict[str, str] | None = None
-            if engine.config.observability.otlp_traces_endpoint is not None:
-                own_id = {"x-request-id": self.context.request_id}
-                trace_headers = self.context.trace_headers | own_id
+            trace_headers = self.trace_headers(engine)
 
             async def one(index: int) -> AsyncGenerator[IndexedOutput, None]:
                 prompt = prompts[index]
                 number = self.state.next_id()
                 request_id = f"{self.id}-{index}-{number}"
                 stages = None if story is None else story.begin_prompt(number)
-                options = RequestOptions(
-                    clock.now(),
-                    tenant=tenant,
-                    # The server's default limit does not make a request urgent.
-                    deadline=self._own_deadline,
-                    first_token_deadline=self._first_token_deadline,
-                    turn=index * params.n,
-                    cache_salt=salt,
-                    flow=flow_of(self.context.address),
-                    background=background,
+                options = msgspec.structs.replace(
+                    self.options(index * params.n, trace_headers),
                     reports_progress=bool(self.body.return_progress),
-                    trace_headers=trace_headers,
                 )
                 if self.body.use_beam_search:
                     beams = self.body.beam_params(params.max_tokens)
@@ -491,7 +463,7 @@ class Generation(ABC, Generic[B]):
 
             # Times of a request with several answers are not defined.
             asked = self.body.return_metrics or self.state.config.enable_per_request_metrics
-            times_one = asked and count == 1 and not background
+            times_one = asked and count == 1 and not self.context.background
             watched: _WatchedPrompt | None = None
             reports = self.reports_cache_misses and self.reports_cached_tokens
             if (
@@ -499,7 +471,7 @@ class Generation(ABC, Generic[B]):
                 and (reports or story is not None)
                 and self._may_find_misses(prompts[0], params, engine)
             ):
-                watched = _WatchedPrompt(self, salt, reports)
+                watched = _WatchedPrompt(self, self.salt, reports)
             streams = [one(i) for i in range(len(prompts))]
             merged = streams[0] if len(streams) == 1 else _merge(streams)
             try:
@@ -548,7 +520,7 @@ class Generation(ABC, Generic[B]):
             self.id,
             owner,
             self._path,
-            self.body.model or state.model_names[0],
+            self.model_name,
             self.usage,
             [clock.from_monotonic(time) for time in times],
             self.num_prompts,
@@ -658,11 +630,6 @@ async def make_sampling_params(
     if body.constraint() is not None:
         work += num_bytes // 16  # a schema may be most of it
     return await offload(work, body.sampling_params, defaults, **overrides)
-
-
-def _after(arrival: float, milliseconds: int | None) -> float | None:
-    """Return the `clock` time that is `milliseconds` after a second of `time.monotonic`."""
-    return None if milliseconds is None else clock.from_monotonic(arrival + milliseconds / 1000)
 
 
 class Usage:

@@ -107,6 +107,23 @@ class OllamaModel(Answer):
     details: OllamaDetails
 
 
+class OllamaEmbedAnswer(Answer):
+    """POST /api/embed."""
+
+    model: str
+    embeddings: list[list[float]]
+    total_duration: int
+    load_duration: int
+    """Nanoseconds until the model was loaded."""
+    prompt_eval_count: int
+
+
+class OllamaEmbeddingsAnswer(Answer):
+    """POST /api/embeddings."""
+
+    embedding: list[float]
+
+
 class OllamaTags(Answer):
     """GET /api/tags."""
 
@@ -145,5 +162,5 @@ class OllamaShown(Answer):
     details: OllamaDetails
     model_info: dict[str, Any]
     """Shape of the model, by GGUF's names. context_length is the server's."""
-    capabilities: list[Literal["completion", "tools", "thinking"]]
+    capabilities: list[Literal["completion", "embedding", "tools", "thinking"]]
     modified_at: str

@@ -96,9 +96,13 @@ async def show_model(request: Request) -> Response:
         raise RequestError("model is missing; it is required.", "model", "missing_parameter")
     name = served_name(state, asked)
     model, engine = await _described(state), await state.get_engine()
-    capabilities: list[Literal["completion", "tools", "thinking"]] = ["completion"]
+    capabilities: list[Literal["completion", "embedding", "tools", "thinking"]] = []
+    if engine.spec.generates:
+        capabilities.append("completion")
+    elif engine.spec.pooler("embed") is not None:
+        capabilities.append("embedding")
     template = ""
-    if engine.tokenizer is not None:
+    if engine.tokenizer is not None and engine.spec.generates:
         template = (await state.chat_template(engine.tokenizer)).source or ""
         found = await state.answer_format(engine.tokenizer)
         if found is not None and found.calls is not None:

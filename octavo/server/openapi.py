@@ -25,6 +25,20 @@ from octavo.server.file_store import Purpose
 from octavo.server.files import MAX_EXPIRY, MIN_EXPIRY
 from octavo.server.ollama import MEDIA_TYPE
 from octavo.server.ollama_schema import OllamaChatBody, OllamaGenerateBody, ShowBody
+from octavo.server.pooling_schema import (
+    ClassifyBody,
+    EmbeddingsBody,
+    OllamaEmbedBody,
+    OllamaEmbeddingsBody,
+    PoolingBody,
+    RerankBody,
+    ScoreBody,
+    SimilarityBody,
+    TEIEmbedBody,
+    TEIInputsBody,
+    TEIPredictBody,
+    TEIRerankBody,
+)
 from octavo.server.responses_schema import (
     ConversationBody,
     ConversationItemsBody,
@@ -68,6 +82,30 @@ class InvocationAnswer(RootModel[answers.ChatAnswer | answers.CompletionAnswer])
 
 class InvocationChunk(RootModel[answers.ChatChunk | answers.CompletionChunk]):
     """Event of a stream of /invocations."""
+
+
+class RerankInput(RootModel[RerankBody | TEIRerankBody]):
+    """Body of POST /rerank."""
+
+
+class RerankOutput(RootModel[answers.RerankAnswer | list[answers.TEIRank]]):
+    """POST /rerank."""
+
+
+class Vectors(RootModel[list[list[float]]]):
+    """POST /embed."""
+
+
+class TokenVectors(RootModel[list[list[list[float]]]]):
+    """POST /embed_all."""
+
+
+class Predictions(RootModel[list[answers.TEIPrediction] | list[list[answers.TEIPrediction]]]):
+    """POST /predict; a list of lists for a list of lists."""
+
+
+class Similarities(RootModel[list[float]]):
+    """POST /similarity."""
 
 
 @dataclass(frozen=True)
@@ -175,6 +213,21 @@ OPERATIONS: dict[str, Operation] = {
     "/v1/chat/completions/batch": Operation(answers.ChatAnswer, _WITH_BODY, BatchChatBody),
     "/v1/completions/render": Operation(RenderedPrompts, _WITH_BODY, CompletionBody),
     "/v1/chat/completions/render": Operation(answers.RenderedPrompt, _WITH_BODY, ChatBody),
+    "/v1/embeddings": Operation(answers.EmbeddingsAnswer, _WITH_BODY, EmbeddingsBody),
+    "/pooling": Operation(answers.PoolingAnswer, _WITH_BODY, PoolingBody),
+    "/classify": Operation(answers.ClassifyAnswer, _WITH_BODY, ClassifyBody),
+    "/v1/classify": Operation(answers.ClassifyAnswer, _WITH_BODY, ClassifyBody),
+    "/score": Operation(answers.ScoreAnswer, _WITH_BODY, ScoreBody),
+    "/v1/score": Operation(answers.ScoreAnswer, _WITH_BODY, ScoreBody),
+    "/rerank": Operation(RerankOutput, _WITH_BODY, RerankInput),
+    "/v1/rerank": Operation(RerankOutput, _WITH_BODY, RerankInput),
+    "/v2/rerank": Operation(RerankOutput, _WITH_BODY, RerankInput),
+    "/embed": Operation(Vectors, _WITH_BODY, TEIEmbedBody, error=answers.TEIError),
+    "/embed_all": Operation(TokenVectors, _WITH_BODY, TEIInputsBody, error=answers.TEIError),
+    "/embed_sparse": Operation(answers.TEIError, _WITH_BODY, TEIInputsBody, error=answers.TEIError),
+    "/predict": Operation(Predictions, _WITH_BODY, TEIPredictBody, error=answers.TEIError),
+    "/similarity": Operation(Similarities, _WITH_BODY, SimilarityBody, error=answers.TEIError),
+    "/info": Operation(answers.TEIInfo, _GUARDED),
     "/v1/messages": Operation(
         answers.AnthropicMessage,
         _WITH_BODY,
@@ -229,6 +282,18 @@ OPERATIONS: dict[str, Operation] = {
         OllamaGenerateBody,
         ollama_answers.OllamaGenerateAnswer,
         ollama_answers.OllamaError,
+    ),
+    "/api/embed": Operation(
+        ollama_answers.OllamaEmbedAnswer,
+        _WITH_BODY,
+        OllamaEmbedBody,
+        error=ollama_answers.OllamaError,
+    ),
+    "/api/embeddings": Operation(
+        ollama_answers.OllamaEmbeddingsAnswer,
+        _WITH_BODY,
+        OllamaEmbeddingsBody,
+        error=ollama_answers.OllamaError,
     ),
     "/api/tags": Operation(ollama_answers.OllamaTags, _GUARDED, error=ollama_answers.OllamaError),
     "/api/ps": Operation(ollama_answers.OllamaRunning, _GUARDED, error=ollama_answers.OllamaError),
@@ -331,6 +396,7 @@ def describe_routes(
         answers.ErrorAnswer,
         answers.AnthropicError,
         ollama_answers.OllamaError,
+        answers.TEIError,
     ]
     for operation in OPERATIONS.values():
         found = (operation.body, operation.answer, operation.chunk)

@@ -103,39 +103,48 @@ def check_token_ids(value: object, param: str) -> list[int]:
     return value
 
 
-def _check_prompt(value: object) -> object:
+def check_prompts(value: object, param: str) -> object:
+    """Return `value` if it is one prompt or a list of them: texts, or lists of token ids.
+
+    Raises:
+        RequestError: `value` is something else; the message names the first wrong entry.
+    """
     if value is None or isinstance(value, str):
         return value
     if not isinstance(value, list):
         raise RequestError(
-            f"prompt={show(value)} is not allowed; give a string, a list of strings, a list of "
+            f"{param}={show(value)} is not allowed; give a string, a list of strings, a list of "
             "token ids, or a list of lists of token ids.",
-            "prompt",
+            param,
         )
     if not value:
-        raise RequestError("prompt is an empty list; give at least one prompt.", "prompt")
+        raise RequestError(f"{param} is an empty list; give at least one {param}.", param)
     if isinstance(value[0], int):
-        return check_token_ids(value, "prompt")
+        return check_token_ids(value, param)
     kind = type(value[0])
     if kind not in (str, list):
         raise RequestError(
-            f"prompt[0]={show(value[0])} is not a string, a token id or a list of token ids.",
-            "prompt",
+            f"{param}[0]={show(value[0])} is not a string, a token id or a list of token ids.",
+            param,
         )
     if len(value) > MAX_PROMPTS:
         raise RequestError(
-            f"prompt has {len(value)} prompts; at most {MAX_PROMPTS} are allowed.", "prompt"
+            f"{param} has {len(value)} {param}s; at most {MAX_PROMPTS} are allowed.", param
         )
     for i, item in enumerate(value):
         if type(item) is not kind:
             raise RequestError(
-                f"prompt[{i}]={show(item)} differs in kind from prompt[0]; the prompts of one "
+                f"{param}[{i}]={show(item)} differs in kind from {param}[0]; the {param}s of one "
                 "request are all strings or all lists of token ids.",
-                "prompt",
+                param,
             )
         if kind is list:
-            check_token_ids(item, f"prompt[{i}]")
+            check_token_ids(item, f"{param}[{i}]")
     return value
+
+
+def _check_prompt(value: object) -> object:
+    return check_prompts(value, "prompt")
 
 
 def _check_prompt_embeds(value: object) -> list[str] | None:

@@ -55,6 +55,8 @@ T = TypeVar("T")
 _RECENT_ANSWERS = 256
 _RECENT_SECONDS = 60.0
 MAX_RETRY_AFTER = 60
+# A request that can do with fewer places holds this part of the free ones.
+_PLACES_SHARE = 4
 # Interval of checks of an idle engine; requests notice the death of a busy one.
 _WATCH_INTERVAL = 0.5
 
@@ -259,6 +261,13 @@ class ServerState(HttpState):
         if self.config.request_timeout > 0:
             limits.append(self.config.request_timeout)
         return arrival + min(limits) if limits else None
+
+    def places(self, most: int) -> int:
+        """Return a number of places, 1 to `most`, that leaves others free for other requests."""
+        limit = self.config.max_num_queued_reqs
+        if not limit:
+            return most
+        return max(1, min(most, (limit - self._num_admitted) // _PLACES_SHARE))
 
     @contextlib.contextmanager
     def admit(self, count: int, param: str, tenant: str | None = None) -> Iterator[None]:

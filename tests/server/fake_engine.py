@@ -5,7 +5,7 @@ end-of-sequence token.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -21,10 +21,12 @@ from octavo.errors import EngineDeadError, ProfilerError, ScalingError
 from octavo.frontend.beam_search import make_beam_search, prompt_params, run_beam_search
 from octavo.frontend.input_processor import InputProcessor, processing_time
 from octavo.frontend.output_processor import OutputProcessor, RequestOutputCollector
+from octavo.frontend.pooling import pooling_output
 from octavo.frontend.request_memory import RequestMemory
 from octavo.frontend.step_log import StepLog
 from octavo.kv_cache.block_map import BlockMap
 from octavo.messages import EngineCoreOutput, EngineCoreRequest, FinishReason, LogprobsLists
+from octavo.models.blocks.pooler import PoolerSpec
 from octavo.observability.metrics import EngineMetrics
 from octavo.observability.scheduler_stats import SchedulerStats
 from octavo.quantization.plain import PLAIN
@@ -61,6 +63,19 @@ def make_tokenizer(template: str | None = TEMPLATE) -> Tokenizer:
     return Tokenizer(backend, config, {} if template is None else {"default": template})
 
 
+class FakeSpec(SimpleNamespace):
+    """Description of the fake model; it generates text if it has no poolers."""
+
+    sees_all = False
+
+    @property
+    def generates(self) -> bool:
+        return not self.poolers
+
+    def pooler(self, task):
+        return next((pooler for pooler in self.poolers if pooler.task == task), None)
+
+
 class FakeAsyncLLM:
     """Fake engine, see the module. `paused` holds all requests in their state."""
 
@@ -69,12 +84,14 @@ class FakeAsyncLLM:
         config: EngineConfig | None = None,
         tokenizer: Tokenizer | None = None,
         generation_config: dict[str, float | int] | None = None,
+        poolers: Sequence[PoolerSpec] = (),
     ) -> None:
         self.config = config or EngineConfig.from_kwargs(served_model_name=["fake"])
         self.tokenizer = (
             None if self.config.model.skip_tokenizer_init else tokenizer or make_tokenizer()
         )
-        self.spec = SimpleNamespace(
+        self.spec = FakeSpec(
+            poolers=tuple(poolers),
             vocab_size=258,
             embed_size=4,
             eos_token_ids=(EOS,),
@@ -100,6 +117,8 @@ class FakeAsyncLLM:
         self.answer = ANSWER
         self.token_logprobs: dict[int, float] = {}
         """Logprobs of the answers' tokens, by index; others have -0.5."""
+        self.pool: Callable[[list[int], PoolerSpec], np.ndarray] = fake_pool
+        """Function that makes a result of a text's tokens."""
         self.grammar_error: str | None = None
         """Error of every grammar, which the core finds when it compiles the grammar."""
         self.num_cached_tokens = 0
@@ -140,6 +159,18 @@ class FakeAsyncLLM:
         async with aclosing(self._stream(request, params, text)) as outputs:
             async for output in outputs:
                 yield output
+
+    async def serve_pooling(
+        self, prompt, params, request_id, options, *, add_special_tokens, stages=None
+    ):
+        if self.dead is not None:
+            raise self.dead
+        request, pooler = self._input.process_pooling(
+            request_id, prompt, params, options, add_special_tokens=add_special_tokens
+        )
+        async with aclosing(self._stream(request, params.as_sampling_params())) as stream:
+            (output,) = [output async for output in stream]
+        return pooling_output(output, pooler, params)
 
     async def serve_beams(
         self, prompt, params, request_id, options, *, add_special_tokens, stages=None
@@ -304,6 +335,11 @@ class FakeAsyncLLM:
                 error=self.grammar_error,
                 error_kind="GrammarError",
             )
+        if request.pooling is not None:
+            del self.live[core_id]
+            pooler = self.spec.pooler(request.pooling.task)
+            pooled = self.pool(request.prompt_token_ids, pooler).astype(np.float32).tobytes()
+            return EngineCoreOutput(core_id, [], finish_reason=FinishReason.STOP, pooled=pooled)
         at = self._progress[core_id]
         self._progress[core_id] += 1
         data = self.answer.encode()
@@ -333,6 +369,12 @@ class FakeAsyncLLM:
             finish_reason=reason,
             num_cached_tokens=self.num_cached_tokens,
         )
+
+
+def fake_pool(ids, pooler):
+    """Return numbers that depend on the tokens and their order: [size], or [tokens, size]."""
+    rows = np.sin(np.outer(ids, np.arange(1, pooler.size + 1)) + np.arange(len(ids))[:, None])
+    return rows if pooler.pooling == ("all",) else rows.mean(0)
 
 
 def _asked_rows(token: int, asked: bytes) -> LogprobsLists:

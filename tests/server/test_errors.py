@@ -156,14 +156,9 @@ def test_values_are_shown_in_short(value, shown):
         ),
         (
             "POST",
-            "/score/r1",
+            "/v2/embed",
             404,
-            (
-                "POST /score/r1: not available; models generate text only; embeddings, scores and "
-                "classes are not supported.",
-                None,
-                "not_found",
-            ),
+            ("POST /v2/embed: not available; use POST /v1/embeddings.", None, "not_found"),
         ),
         (
             "GET",

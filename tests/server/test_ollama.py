@@ -452,8 +452,6 @@ def test_errors_of_the_server():
             ("/api/delete", 404, "one model"),
             ("/api/blobs/sha256:0", 404, "one model"),
             ("/api/push", 404, "does not publish"),
-            ("/api/embed", 404, "embeddings are not supported"),
-            ("/api/embeddings", 404, "embeddings are not supported"),
             ("/api/other", 404, "no such route"),
             ("/api/tags", 405, "use GET"),
         ):
@@ -520,7 +518,7 @@ def test_ollamas_client():
         with pytest.raises(ollama.ResponseError, match="not found") as failure:
             await client.chat("other", [USER])
         assert failure.value.status_code == 404
-        for refused in (client.pull("x"), client.embed("x", "y"), client.delete("x")):
+        for refused in (client.pull("x"), client.delete("x")):
             with pytest.raises(ollama.ResponseError, match="not available"):
                 await refused
         assert (await client.list()).models[0].details.parameter_size == "1.0K"

@@ -20,7 +20,7 @@ from types import ModuleType
 from typing import Any
 
 import octavo
-from octavo import config, outputs, sampling_params
+from octavo import config, outputs, pooling_params, sampling_params
 from octavo.compat import call_arguments as vllm_arguments
 from octavo.compat.vllm import utils
 from octavo.compat.vllm.absent import sentence
@@ -48,9 +48,19 @@ _INPUTS = {
     "TokensPrompt": input_processor.TokensPrompt,
 }
 _OUTPUTS = {
+    "ClassificationOutput": outputs.ClassificationOutput,
+    "ClassificationRequestOutput": outputs.ClassificationRequestOutput,
     "CompletionOutput": outputs.CompletionOutput,
+    "EmbeddingOutput": outputs.EmbeddingOutput,
+    "EmbeddingRequestOutput": outputs.EmbeddingRequestOutput,
+    "PoolingOutput": outputs.PoolingOutput,
+    "PoolingRequestOutput": outputs.PoolingRequestOutput,
     "RequestOutput": outputs.RequestOutput,
+    "ScoringOutput": outputs.ScoringOutput,
+    "ScoringRequestOutput": outputs.ScoringRequestOutput,
 }
+_POOLING = {"PoolingParams": pooling_params.PoolingParams}
+_TASKS = {"PoolingTask": pooling_params.PoolingTask}
 _SAMPLING = {
     "BeamSearchParams": sampling_params.BeamSearchParams,
     "GuidedDecodingParams": sampling_params.GuidedDecodingParams,
@@ -75,7 +85,7 @@ _MODULES: dict[str, dict[str, Any]] = {
         "LLM": LLM,
         "SamplingParams": sampling_params.SamplingParams,
         "AsyncLLMEngine": async_llm.AsyncLLMEngine,
-        **(_ENGINE | _ARGS | _INPUTS | _OUTPUTS | _VERSION),
+        **(_ENGINE | _ARGS | _INPUTS | _OUTPUTS | _POOLING | _VERSION),
     },
     "vllm.beam_search": {
         "BeamSearchOutput": outputs.BeamSearchOutput,
@@ -112,8 +122,10 @@ _MODULES: dict[str, dict[str, Any]] = {
     "vllm.model_executor.model_loader": {"ShardedStateLoader": utils.ShardedStateLoader},
     "vllm.outputs": _OUTPUTS,
     "vllm.platforms": {"current_platform": utils.current_platform},
+    "vllm.pooling_params": _POOLING,
     "vllm.sampling_params": _SAMPLING,
     "vllm.sequence": _LOGPROBS,
+    "vllm.tasks": _TASKS,
     "vllm.usage": {},
     "vllm.usage.usage_lib": {"UsageContext": utils.UsageContext},
     "vllm.utils": {**_PARSER, "random_uuid": utils.random_uuid},
@@ -124,6 +136,7 @@ _MODULES: dict[str, dict[str, Any]] = {
         "get_open_port": utils.get_open_port,
         "join_host_port": utils.join_host_port,
     },
+    "vllm.utils.print_utils": {"print_embeddings": utils.print_embeddings},
     "vllm.utils.serial_utils": {"tensor2base64": utils.tensor2base64},
     "vllm.utils.system_utils": {"set_ulimit": utils.set_ulimit},
     "vllm.v1": {},

@@ -10,7 +10,7 @@ VLLM_VERSION = "0.33"
 """Version of vLLM of the described names."""
 
 _OWN_CODE = "write it for Octavo's own interface (docs/architecture.md, Recipes), or leave it out"
-_POOLING = "Octavo generates text only"
+_POOLING = "use LLM.encode, LLM.embed, LLM.classify and LLM.score (docs/pooling_http.md)"
 _ADAPTERS = "merge the adapter into the weights and load the merged model"
 _MEDIA = "models accept text only; leave it out"
 _PARSERS = "parse the text of the answer yourself, or request JSON with structured outputs"
@@ -19,16 +19,7 @@ _KV_CONNECTORS = (
 )
 
 _PARTS: dict[str, tuple[str, str]] = {
-    "ClassificationOutput": ("an answer of a classifying model", _POOLING),
-    "ClassificationRequestOutput": ("an answer of a classifying model", _POOLING),
-    "EmbeddingOutput": ("an answer of an embedding model", _POOLING),
-    "EmbeddingRequestOutput": ("an answer of an embedding model", _POOLING),
     "ModelRegistry": ("vLLM's registry of model classes", _OWN_CODE),
-    "PoolingOutput": ("an answer of a pooling model", _POOLING),
-    "PoolingParams": ("the parameters of models for embeddings, classes and scores", _POOLING),
-    "PoolingRequestOutput": ("an answer of a pooling model", _POOLING),
-    "ScoringOutput": ("an answer of a scoring model", _POOLING),
-    "ScoringRequestOutput": ("an answer of a scoring model", _POOLING),
     "_C": ("vLLM's compiled kernels", _OWN_CODE),
     "_aiter_ops": ("vLLM's kernels for AMD GPUs", _OWN_CODE),
     "_custom_ops": ("vLLM's kernels", _OWN_CODE),
@@ -74,7 +65,7 @@ _PARTS: dict[str, tuple[str, str]] = {
     ),
     "engine": ("vLLM's internal engine", "use LLM, LLMEngine or AsyncLLM"),
     "entrypoints": ("vLLM's internal server", "start octavo serve, or build on AsyncLLM"),
-    "entrypoints.pooling": ("vLLM's server of pooling models", _POOLING),
+    "entrypoints.pooling": ("vLLM's server of pooling models", "use octavo serve"),
     "env_override": ("vLLM's changes of environment variables", "leave it out"),
     "exceptions": ("vLLM's errors", "Octavo's errors are in octavo.errors"),
     "forward_context": ("the state of a step in vLLM's models", _OWN_CODE),
@@ -106,7 +97,6 @@ _PARTS: dict[str, tuple[str, str]] = {
         "vLLM's loader of plug-ins",
         "Octavo finds plug-ins by entry points (docs/architecture.md, Recipes)",
     ),
-    "pooling_params": ("the parameters of models for embeddings, classes and scores", _POOLING),
     "profiler": ("vLLM's profilers of layers", "use profiler_dir"),
     "ray": ("vLLM's set-up of Ray", "use distributed_executor_backend=ray"),
     "reasoning": ("vLLM's parsers of reasoning", _PARSERS),
@@ -126,7 +116,6 @@ _PARTS: dict[str, tuple[str, str]] = {
     "triton_utils": ("vLLM's helpers for Triton", _OWN_CODE),
     "usage": ("vLLM's usage reports", "Octavo sends no reports; leave it out"),
     "utils": ("vLLM's helper functions", "write your own function instead"),
-    "utils.print_utils": ("vLLM's functions that print embeddings", _POOLING),
     "utils.serial_utils": ("vLLM's encodings of embeddings", _POOLING),
     "v1": ("vLLM's internal engine", "use LLM, LLMEngine or AsyncLLM"),
     "v1.attention": ("vLLM's attention backends", _OWN_CODE),

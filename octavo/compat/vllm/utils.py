@@ -336,3 +336,9 @@ def _own_tokenizer(tokenizer: Any) -> Tokenizer:
     from octavo.models.hub import resolve_model
 
     return Tokenizer.from_folder(resolve_model(tokenizer.name_or_path))
+
+
+def print_embeddings(embeds: Sequence[float], prefix: str = "Embeddings") -> None:
+    """Print the first numbers of a vector, and their number."""
+    shown = ", ".join(map(str, embeds[:4])) + (", ..." if len(embeds) > 4 else "")
+    print(f"{prefix}: [{shown}] (size={len(embeds)})")

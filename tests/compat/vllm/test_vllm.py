@@ -9,6 +9,7 @@ from types import ModuleType
 
 import pytest
 
+import octavo
 from octavo.compat import vllm
 from octavo.frontend.llm_engine import LLMEngine
 
@@ -39,7 +40,7 @@ if __name__ == "__main__":
     del llm
     cleanup_dist_env_and_memory()
     try:
-        from vllm import PoolingParams
+        from vllm import ModelRegistry
     except ImportError as error:
         print(error)
     try:
@@ -73,8 +74,8 @@ def test_a_script_runs_unchanged(tmp_path):
         "tokens 3",
         "tokens 3",
         "6 generated True",
-        "Octavo does not have vllm.PoolingParams (the parameters of models for embeddings, classes "
-        "and scores): Octavo generates text only.",
+        "Octavo does not have vllm.ModelRegistry (vLLM's registry of model classes): write it for "
+        "Octavo's own interface (docs/architecture.md, Recipes), or leave it out.",
         "Octavo does not have vllm.model_executor.model_loader.DefaultModelLoader (part of "
         "vllm.model_executor.model_loader, vLLM's loaders of weights): "
         "Octavo reads safetensors files and packs them once; see load_format in docs/settings.md.",
@@ -103,10 +104,24 @@ def installed(monkeypatch):
     vllm.install()
 
 
+def test_pooling_models(installed, capsys):
+    from vllm import LLM, EmbeddingRequestOutput, PoolingParams, PoolingRequestOutput
+    from vllm.outputs import ClassificationOutput, ScoringRequestOutput
+    from vllm.pooling_params import PoolingParams as Same
+    from vllm.utils.print_utils import print_embeddings
+
+    assert (LLM, PoolingParams, Same) == (octavo.LLM, octavo.PoolingParams, octavo.PoolingParams)
+    assert EmbeddingRequestOutput is octavo.EmbeddingRequestOutput
+    assert PoolingRequestOutput[ClassificationOutput] == octavo.ClassificationRequestOutput
+    assert ScoringRequestOutput is octavo.ScoringRequestOutput
+    print_embeddings([1.0, 2.0, 3.0, 4.0, 5.0])
+    assert capsys.readouterr().out == "Embeddings: [1.0, 2.0, 3.0, 4.0, ...] (size=5)\n"
+
+
 @pytest.mark.parametrize(
     ("statement", "said"),
     [
-        ("from vllm import PoolingParams", "parameters of models for embeddings"),
+        ("from vllm import ModelRegistry", "registry of model classes"),
         (
             "from vllm.lora.request import LoRARequest",
             r"vllm.lora \(vLLM's support for LoRA adapters",
@@ -130,9 +145,9 @@ def test_an_import_of_what_is_absent_says_what_it_is(installed, statement, said)
 def test_a_name_that_is_absent_is_no_attribute(installed):
     import vllm as module
 
-    assert not hasattr(module, "PoolingParams")
-    with pytest.raises(AttributeError, match=r"does not have vllm\.PoolingParams"):
-        _ = module.PoolingParams
+    assert not hasattr(module, "ModelRegistry")
+    with pytest.raises(AttributeError, match=r"does not have vllm\.ModelRegistry"):
+        _ = module.ModelRegistry
     assert importlib.import_module("vllm.envs").VLLM_HTTP_TIMEOUT_KEEP_ALIVE == 5
     with pytest.raises(AttributeError, match=r"VLLM_FROBNICATE .* is not set"):
         _ = importlib.import_module("vllm.envs").VLLM_FROBNICATE
@@ -191,7 +206,7 @@ def test_flags_of_a_script_and_of_the_engine():
             "from vllm.lora.request import LoRARequest",
             "vllm.lora (vLLM's support for LoRA adapters",
         ),
-        ("import vllm; vllm.PoolingParams", "does not have vllm.PoolingParams"),
+        ("import vllm; vllm.ModelRegistry", "does not have vllm.ModelRegistry"),
         ("import vllm; vllm.LLM(enable_lora=True)", "merge the adapter"),
         ("import frobnicate", "the package frobnicate is not installed"),
     ],

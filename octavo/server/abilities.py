@@ -1,0 +1,58 @@
+"""Tasks of the served model: what it can do, and errors for what it cannot."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from octavo.errors import RequestError
+from octavo.pooling_params import PoolingTask
+
+if TYPE_CHECKING:
+    from octavo.models.blocks.pooler import PoolerSpec
+    from octavo.models.spec import ModelSpec
+
+_ROUTES = {
+    "embed": "POST /v1/embeddings",
+    "classify": "POST /v1/classify",
+    "token_embed": "POST /pooling",
+    "token_classify": "POST /pooling",
+}
+"""A route of each task."""
+
+
+def abilities(spec: ModelSpec) -> str:
+    """Return the tasks of a model, each with a route."""
+    can = ["generate (POST /v1/completions)"] if spec.generates else []
+    can += [f"{pooler.task} ({_ROUTES[pooler.task]})" for pooler in spec.poolers]
+    return ", ".join(can)
+
+
+def check_generates(spec: ModelSpec) -> None:
+    """Reject a request for text if the model writes none.
+
+    Raises:
+        RequestError: the model generates no text; the message has what it can do.
+    """
+    if not spec.generates:
+        raise cannot(spec, "generates no text")
+
+
+def find_pooler(spec: ModelSpec, task: PoolingTask) -> PoolerSpec:
+    """Return the pooler of a task.
+
+    Raises:
+        RequestError: the model does not have it; the message has what it can do.
+    """
+    pooler = spec.pooler(task)
+    if pooler is None:
+        raise cannot(spec, f"does not have the task {task}")
+    return pooler
+
+
+def cannot(spec: ModelSpec, what: str) -> RequestError:
+    """Return the error of a request that the model cannot answer."""
+    return RequestError(
+        f"This model ({spec.architecture}) {what}. It can: {abilities(spec)}.",
+        "model",
+        "unsupported_task",
+    )

@@ -1,0 +1,71 @@
+"""POST /v1/embeddings, as in OpenAI's API, and POST /pooling, as in vLLM."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from octavo.pooling_params import PoolingTask
+from octavo.server.abilities import cannot, find_pooler
+from octavo.server.body import read_model
+from octavo.server.pooling import Floats, InputCall, numbers_json
+from octavo.server.pooling_schema import EmbeddingsBody, PoolingBody
+from octavo.server.state import state_of
+
+
+async def create_embeddings(request: Request) -> Response:
+    """Return the vector of each text."""
+    limit = state_of(request).config.max_request_bytes
+    return await Embeddings.serve(request, await read_model(request, EmbeddingsBody, limit))
+
+
+async def create_pooling(request: Request) -> Response:
+    """Return the result of each text for a task of the model."""
+    limit = state_of(request).config.max_request_bytes
+    return await Pooling.serve(request, await read_model(request, PoolingBody, limit))
+
+
+class Embeddings(InputCall[EmbeddingsBody]):
+    """Request for vectors."""
+
+    id_prefix = "embd"
+
+    async def answer(self) -> Response:
+        """Return the answer; see `PoolingCall.answer`."""
+        engine = await self.state.get_engine()
+        find_pooler(engine.spec, "embed")
+        encoding = self.body.encoding_format or "float"
+
+        def write(index: int, x: Floats) -> bytes:
+            vector = numbers_json(x, encoding)
+            return b'{"object":"embedding","index":%d,"embedding":%b}' % (index, vector)
+
+        return await self.run(engine, "embed", write)
+
+
+_TASKS: dict[str, PoolingTask] = {"encode": "token_embed", "score": "classify"}
+"""Older names of tasks."""
+
+
+class Pooling(InputCall[PoolingBody]):
+    """Request for the results of a task."""
+
+    id_prefix = "pool"
+
+    async def answer(self) -> Response:
+        """Return the answer; see `PoolingCall.answer`."""
+        engine = await self.state.get_engine()
+        spec, asked = engine.spec, self.body.task
+        if not spec.poolers:
+            raise cannot(spec, "has no vectors and no scores")
+        task = spec.poolers[0].task if asked is None else _TASKS.get(asked, asked)
+        find_pooler(spec, task)
+        encoding = self.body.encoding_format or "float"
+
+        def write(index: int, x: Floats) -> bytes:
+            return b'{"index":%d,"object":"pooling","data":%b}' % (
+                index,
+                numbers_json(x, encoding),
+            )
+
+        return await self.run(engine, task, write)

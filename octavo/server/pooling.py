@@ -1,0 +1,305 @@
+"""Base of the requests for vectors and scores: running texts, counting tokens, writing results."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeVar
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+from starlette.requests import Request
+from starlette.responses import Response
+
+from octavo.errors import RequestError
+from octavo.frontend.input_processor import Prompt
+from octavo.outputs import PoolingOutput, PoolingRequestOutput
+from octavo.pooling_params import PoolingParams, PoolingTask
+from octavo.server import answers
+from octavo.server.call import Call
+from octavo.server.chat import render_messages
+from octavo.server.generation import LargeAnswer
+from octavo.server.load_report import add_load_report
+from octavo.server.pooling_schema import InputBody, PooledBody
+from octavo.server.state import state_of
+from octavo.system.offload import offload
+
+if TYPE_CHECKING:
+    from octavo.frontend.async_llm import AsyncLLM
+
+logger = logging.getLogger(__name__)
+
+B = TypeVar("B", bound=PooledBody)
+N = TypeVar("N", bound=InputBody)
+T = TypeVar("T")
+Floats = NDArray[np.float32]
+Encoding = Literal["float", "base64"]
+
+# Texts in the engine at a time, as a multiple of the most that a step computes: the next step's
+# texts wait there.
+_STEPS_AHEAD = 2
+# Number of texts that are started before the event loop may do other work.
+_TEXTS_AT_ONCE = 4
+# Bytes of an answer that is written while it is sent, and of a piece of it.
+_LARGE = 2**20
+_PIECE = 2**18
+# Bytes of a result besides its JSON.
+_RESULT = 256
+
+encode = msgspec.json.encode
+
+
+class NotFiniteError(RequestError):
+    """Result that is no number: the model's weights or activations overflow."""
+
+    status = 500
+    type = "server_error"
+
+    def __init__(self, where: str) -> None:
+        super().__init__(
+            f"The result of {where} is not finite (NaN or infinite); serve the model with "
+            "--dtype float32.",
+            None,
+            "result_not_finite",
+        )
+
+
+class Input(NamedTuple):
+    """Text for the engine."""
+
+    prompt: Prompt
+    where: str
+    """Its place in the body, such as input[3]."""
+
+
+class PoolingCall(Call, ABC, Generic[B]):
+    """HTTP request for vectors or scores, from its checked body to the bytes of the answer."""
+
+    id_prefix: str
+    param: str
+    """Field that holds the texts."""
+
+    def __init__(self, request: Request, body: B) -> None:
+        super().__init__(request, body, self.id_prefix)
+        self.body = body
+        self._request = request
+        self.prompt_tokens = 0
+        self.cached_tokens = 0
+
+    @classmethod
+    async def serve(cls, request: Request, body: B) -> Response:
+        """Check a body and answer it."""
+        body.check()
+        state_of(request).check_model(body.model)
+        return await cls(request, body).respond()
+
+    async def respond(self) -> Response:
+        """Answer the body while the client waits; its disconnection ends all texts."""
+        response = await self.state.run(self._request.receive, self.answer(), self.deadline)
+        engine = await self.state.get_engine()
+        add_load_report(self._request, response, engine.metrics)
+        return response
+
+    @abstractmethod
+    async def answer(self) -> Response:
+        """Return the answer.
+
+        Raises:
+            RequestError: the model cannot do it, or a text is wrong.
+        """
+
+    async def results(
+        self,
+        engine: AsyncLLM,
+        inputs: Sequence[Input],
+        params: PoolingParams,
+        convert: Callable[[int, Floats], T],
+        *,
+        add_special_tokens: bool = True,
+    ) -> list[T]:
+        """Run all texts; return their results in the order of the texts.
+
+        The first error ends all of them, and so does a cancellation. The engine has a limited
+        number of them at a time.
+
+        Args:
+            engine: the engine.
+            inputs: the texts.
+            params: parameters of each.
+            convert: makes the result of a text from its number and its numbers.
+            add_special_tokens: True if the tokenizer adds its special tokens.
+
+        Raises:
+            RequestError: a text is wrong; `param` has its place.
+            NotFiniteError: a result is not finite.
+        """
+        priority = self.body.priority or 0
+        self.note_priority(engine, priority)
+        if self.state.config.enable_log_requests:
+            # Texts are not logged: others than their author keep and read logs.
+            logged = {"texts": len(inputs), "params": encode(params).decode()}
+            logger.info("request", extra=logged)
+        trace_headers = self.trace_headers(engine)
+        found: dict[int, T] = {}
+        waiting = iter(enumerate(inputs))
+
+        async def work(add: Callable[[int], None]) -> None:
+            for index, text in waiting:
+                options = msgspec.structs.replace(
+                    self.options(index, trace_headers), priority=priority
+                )
+                try:
+                    output = await engine.serve_pooling(
+                        text.prompt,
+                        params,
+                        f"{self.id}-{index}-{self.state.next_id()}",
+                        options,
+                        add_special_tokens=add_special_tokens,
+                    )
+                except RequestError as error:
+                    raise _blamed(error, text.where, self.body.truncating) from None
+                x = output.outputs.data
+                add(_RESULT + x.nbytes)
+                if not np.isfinite(x).all():
+                    raise NotFiniteError(text.where)
+                found[index] = result = await offload(x.size // 10, convert, index, x)
+                if isinstance(result, bytes):
+                    add(max(0, len(result) - x.nbytes))
+                self._count(output)
+
+        most = _STEPS_AHEAD * engine.num_engines * engine.config.scheduler.max_num_seqs
+        places = self.state.places(min(len(inputs), most))
+        with self.admit(places, self.param), engine.request_memory.collect() as add:
+            tasks: list[asyncio.Task[None]] = []
+            try:
+                for i in range(places):
+                    if i and i % _TEXTS_AT_ONCE == 0:
+                        await asyncio.sleep(0)
+                    tasks.append(asyncio.create_task(work(add)))
+                await asyncio.gather(*tasks)
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+        return [found[i] for i in range(len(inputs))]
+
+    def _count(self, output: PoolingRequestOutput[PoolingOutput]) -> None:
+        self.prompt_tokens += len(output.prompt_token_ids)
+        self.cached_tokens += output.num_cached_tokens
+        self.context.prompt_tokens, self.context.completion_tokens = self.prompt_tokens, 0
+
+    def usage(self) -> answers.Usage:
+        """Return OpenAI's `usage`."""
+        details: answers.PromptTokensDetails | None = None
+        if self.state.config.enable_prompt_tokens_details and not self.context.background:
+            details = {"cached_tokens": self.cached_tokens}
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": 0,
+            "total_tokens": self.prompt_tokens,
+            "prompt_tokens_details": details,
+        }
+
+    def envelope(self) -> dict[str, object]:
+        """Return the fields that all answers in OpenAI's form have, besides `data` and `usage`."""
+        return {
+            "id": self.id,
+            "object": "list",
+            "created": self.context.created or int(time.time()),
+            "model": self.model_name,
+        }
+
+    async def write(self, head: bytes, rows: Sequence[bytes], tail: bytes) -> Response:
+        """Return an answer with a list of results; a long one is joined while it is sent."""
+        length = sum(map(len, rows)) + len(rows)
+        pieces = _pieces(head, rows, tail)
+        if length <= _LARGE:
+            return Response(b"".join(pieces), media_type="application/json")
+        memory = (await self.state.get_engine()).request_memory
+        return LargeAnswer(self.state, pieces, memory.hold(length), self.deadline)
+
+    async def write_list(self, rows: Sequence[bytes]) -> Response:
+        """Return an answer in OpenAI's form, from the JSON of its `data`."""
+        head = encode(self.envelope())[:-1] + b',"data":['
+        return await self.write(head, rows, b'],"usage":' + encode(self.usage()) + b"}")
+
+
+class InputCall(PoolingCall[N]):
+    """Request with texts, or with a chat."""
+
+    param = "input"
+
+    async def run(
+        self,
+        engine: AsyncLLM,
+        task: PoolingTask,
+        convert: Callable[[int, Floats], bytes],
+    ) -> Response:
+        """Return the answer in OpenAI's form, from the JSON of each result."""
+        inputs, special = await self._read(engine)
+        params = self.body.pooling_params(task)
+        rows = await self.results(engine, inputs, params, convert, add_special_tokens=special)
+        return await self.write_list(rows)
+
+    async def _read(self, engine: AsyncLLM) -> tuple[list[Input], bool]:
+        """Return the texts, and True if the tokenizer adds its special tokens."""
+        body = self.body
+        if body.messages is None:
+            return text_inputs(body.input, "input"), body.add_special_tokens is not False
+        template = await self.state.chat_template(self.state.tokenizer(engine, "messages"))
+        if not template.available:
+            raise RequestError(
+                "This model has no chat template; send input instead of messages, or start the "
+                "server with --chat-template.",
+                "messages",
+            )
+        text = await render_messages(
+            template,
+            body.messages,
+            bool(body.add_generation_prompt),
+            body.continue_final_message,
+            self.state.template_kwargs(body.chat_template_kwargs),
+            None,
+            body.documents,
+        )
+        # The template writes the special tokens itself.
+        return [Input(text, "messages")], bool(body.add_special_tokens)
+
+
+def numbers_json(x: Floats, encoding: Encoding = "float") -> bytes:
+    """Return the JSON of numbers: a list, or a list of lists; or base64 of float32."""
+    if encoding == "base64":
+        return b'"' + base64.b64encode(x.astype("<f4").tobytes()) + b'"'
+    return encode(x.tolist())
+
+
+def text_inputs(value: Any, param: str) -> list[Input]:
+    """Return the texts of a field: a text, token ids, or a list of either."""
+    if isinstance(value, str) or isinstance(value[0], int):
+        return [Input(value, param)]
+    return [Input(text, f"{param}[{i}]") for i, text in enumerate(value)]
+
+
+def _pieces(head: bytes, rows: Iterable[bytes], tail: bytes) -> Iterator[bytes]:
+    """Yield an answer in pieces of at least `_PIECE` bytes, except the last one."""
+    piece = bytearray(head)
+    for i, row in enumerate(rows):
+        piece += (b"," if i else b"") + row
+        if len(piece) >= _PIECE:
+            yield bytes(piece)
+            piece.clear()
+    yield bytes(piece + tail)
+
+
+def _blamed(error: RequestError, where: str, truncate: str) -> RequestError:
+    """Return an engine's error with the place of the text, and the field that truncates texts."""
+    if error.param == "prompt":
+        said = error.message.removeprefix("prompt ")
+        joined = f"{where} {said}" if said != error.message else f"{where}: {said}"
+        error.param, error.message = where, joined.replace("truncate_prompt_tokens", truncate)
+    return error

@@ -1,0 +1,191 @@
+"""Routes of text-embeddings-inference: /embed, /predict, /similarity, /info and their like."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from starlette.requests import Request
+from starlette.responses import Response
+
+from octavo import __version__
+from octavo.errors import UnsupportedError
+from octavo.frontend.pooling import normalize
+from octavo.llm_pooling import cosine
+from octavo.plan.memory_plan import resolve_dtype
+from octavo.server import answers
+from octavo.server.abilities import abilities, find_pooler
+from octavo.server.body import read_model
+from octavo.server.pooling import Floats, Input, PoolingCall, encode, numbers_json, text_inputs
+from octavo.server.pooling_schema import (
+    MAX_TEXTS,
+    SimilarityBody,
+    TEIEmbedBody,
+    TEIInputsBody,
+    TEIPredictBody,
+)
+from octavo.server.rerank import as_inputs
+from octavo.server.state import state_of
+
+
+async def embed(request: Request) -> Response:
+    """Return the vector of each text, in the form of text-embeddings-inference."""
+    limit = state_of(request).config.max_request_bytes
+    return await Embed.serve(request, await read_model(request, TEIEmbedBody, limit))
+
+
+async def embed_all(request: Request) -> Response:
+    """Return the vectors of the tokens of each text."""
+    limit = state_of(request).config.max_request_bytes
+    return await EmbedAll.serve(request, await read_model(request, TEIInputsBody, limit))
+
+
+async def embed_sparse(request: Request) -> Response:
+    """Reject: no model has sparse vectors yet."""
+    state = state_of(request)
+    await read_model(request, TEIInputsBody, state.config.max_request_bytes)
+    spec = (await state.get_engine()).spec
+    raise UnsupportedError(
+        f"This model ({spec.architecture}) has no sparse vectors, and Octavo supports none yet. It "
+        f"can: {abilities(spec)}.",
+        "model",
+    )
+
+
+async def predict(request: Request) -> Response:
+    """Return the scores of the classes for each text, the best first."""
+    limit = state_of(request).config.max_request_bytes
+    return await Predict.serve(request, await read_model(request, TEIPredictBody, limit))
+
+
+async def similarity(request: Request) -> Response:
+    """Return the cosine of a text's vector with the vectors of other texts."""
+    limit = state_of(request).config.max_request_bytes
+    return await Similarity.serve(request, await read_model(request, SimilarityBody, limit))
+
+
+async def info(request: Request) -> Response:
+    """Describe the model and the limits of requests."""
+    state = state_of(request)
+    engine = await state.get_engine()
+    spec, config = engine.spec, engine.config
+    return answers.respond(
+        answers.TEIInfo(
+            model_id=config.model.model,
+            model_sha=None,
+            served_model_name=state.model_names[0],
+            model_dtype=resolve_dtype(config, spec),
+            model_type=_model_type(spec),
+            max_concurrent_requests=state.config.max_num_queued_reqs,
+            max_input_length=engine.max_model_len,
+            max_batch_tokens=engine.max_num_batched_tokens,
+            max_batch_requests=config.scheduler.max_num_seqs,
+            max_client_batch_size=MAX_TEXTS,
+            auto_truncate=False,
+            tokenization_workers=1,
+            version=__version__,
+            sha=None,
+            docker_label=None,
+        )
+    )
+
+
+def _model_type(spec: Any) -> dict[str, dict[str, Any]]:
+    """Return the kind of a model by text-embeddings-inference's names."""
+    scorer = spec.pooler("classify") or spec.pooler("token_classify")
+    if scorer is not None:
+        labels = {str(i): label for i, label in enumerate(scorer.labels)}
+        kind = "reranker" if scorer.size == 1 else "classifier"
+        return {kind: {"id2label": labels, "label2id": {v: int(k) for k, v in labels.items()}}}
+    pooler = spec.pooler("embed")
+    return {} if pooler is None else {"embedding": {"pooling": "+".join(pooler.pooling)}}
+
+
+class Embed(PoolingCall[TEIEmbedBody]):
+    """Request for vectors."""
+
+    id_prefix = "embed"
+    param = "inputs"
+
+    async def answer(self) -> Response:
+        """Return the answer; see `PoolingCall.answer`."""
+        engine = await self.state.get_engine()
+        pooler = find_pooler(engine.spec, "embed")
+        # text-embeddings-inference normalizes the vectors of all models.
+        adds = self.body.normalize is not False and pooler.activation != "normalize"
+
+        def write(_: int, x: Floats) -> bytes:
+            return numbers_json(normalize(x) if adds else x)
+
+        params = self.body.pooling_params("embed")
+        inputs = text_inputs(self.body.inputs, "inputs")
+        return await self.write(b"[", await self.results(engine, inputs, params, write), b"]")
+
+
+class EmbedAll(PoolingCall[TEIInputsBody]):
+    """Request for the vectors of tokens."""
+
+    id_prefix = "embed"
+    param = "inputs"
+
+    async def answer(self) -> Response:
+        """Return the answer; see `PoolingCall.answer`."""
+        engine = await self.state.get_engine()
+        find_pooler(engine.spec, "token_embed")
+        params = self.body.pooling_params("token_embed")
+        params.use_activation = False
+        inputs = text_inputs(self.body.inputs, "inputs")
+        rows = await self.results(engine, inputs, params, lambda _, x: numbers_json(x))
+        return await self.write(b"[", rows, b"]")
+
+
+class Predict(PoolingCall[TEIPredictBody]):
+    """Request for the classes of texts."""
+
+    id_prefix = "predict"
+    param = "inputs"
+
+    async def answer(self) -> Response:
+        """Return the answer; see `PoolingCall.answer`."""
+        engine = await self.state.get_engine()
+        labels = find_pooler(engine.spec, "classify").labels
+        given = self.body.inputs
+        is_batch = isinstance(given, list) and isinstance(given[0], list)
+        items = given if is_batch else [given]
+        inputs = []
+        for i, item in enumerate(items):
+            text, *pair = [item] if isinstance(item, str) else item
+            prompt = {"prompt": text, "text_pair": pair[0]} if pair else text
+            inputs.append(Input(prompt, f"inputs[{i}]" if is_batch else "inputs"))
+
+        def write(_: int, x: Floats) -> bytes:
+            order = np.argsort(-x, kind="stable").tolist()
+            return encode([{"score": float(x[i]), "label": labels[i]} for i in order])
+
+        params = self.body.pooling_params("classify")
+        rows = await self.results(engine, inputs, params, write)
+        return await self.write(b"[", rows, b"]") if is_batch else await self.write(b"", rows, b"")
+
+
+class Similarity(PoolingCall[SimilarityBody]):
+    """Request for the similarity of texts."""
+
+    id_prefix = "similarity"
+    param = "inputs"
+
+    async def answer(self) -> Response:
+        """Return the answer; see `PoolingCall.answer`."""
+        engine = await self.state.get_engine()
+        find_pooler(engine.spec, "embed")
+        given = self.body.inputs
+        inputs = [Input(given.source_sentence, "inputs.source_sentence")]
+        inputs += as_inputs(given.sentences, "inputs.sentences")
+
+        def keep(_: int, x: Floats) -> Floats:
+            return x
+
+        params = self.body.pooling_params("embed")
+        source, *others = await self.results(engine, inputs, params, keep)
+        return Response(
+            encode([cosine(source, other) for other in others]), media_type="application/json"
+        )

@@ -1,0 +1,186 @@
+"""POST /rerank and /score in the forms of Cohere, Jina, vLLM and text-embeddings-inference."""
+
+import asyncio
+import json
+
+import numpy as np
+import pytest
+from pydantic import TypeAdapter
+
+from octavo.server import answers
+from octavo.server.pooling_schema import MAX_TEXTS
+from tests.server.fake_engine import Call, fake_pool
+from tests.server.pooled import CLASSES, EMBED, RANKER, cosine, good, refused, serve
+
+DOCUMENTS = ["a cat", {"text": "Paris", "title": "x"}, "dogs", "a cat"]
+TEXTS = ["a cat", "Paris", "dogs", "a cat"]
+RANKS = TypeAdapter(answers.RerankAnswer)
+SCORES = TypeAdapter(answers.ScoreAnswer)
+
+
+def ranked(scores):
+    return sorted(range(len(scores)), key=lambda i: -scores[i])
+
+
+@pytest.mark.parametrize("path", ["/rerank", "/v1/rerank", "/v2/rerank"])
+def test_vectors_are_compared_by_their_cosine(path):
+    async def scenario(served):
+        scores = [cosine("capital?", text) for text in TEXTS]
+        answer = await good(served, path, query="capital?", documents=DOCUMENTS, model="fake")
+        RANKS.validate_python(answer)
+        assert [r["index"] for r in answer["results"]] == ranked(scores)
+        for result in answer["results"]:
+            assert result["relevance_score"] == pytest.approx(scores[result["index"]], rel=1e-6)
+            assert result["document"] == {"text": TEXTS[result["index"]]}
+        # Each text is computed once.
+        assert len(served.engine.requests) == 4
+        tokens = sum(1 + len(text) for text in ["capital?", *TEXTS[:3]])
+        assert answer["usage"] == {"prompt_tokens": tokens, "total_tokens": tokens}
+        assert answer["meta"]["tokens"] == {"input_tokens": tokens}
+
+    serve(scenario)
+
+
+def test_a_reranker_reads_pairs():
+    async def scenario(served):
+        answer = await good(served, "/rerank", query="q", documents=["one", "two", "three"])
+        prompts = [r.prompt_token_ids for r in served.engine.requests]
+        assert prompts == [[256, *b"q" + text] for text in (b"one", b"two", b"three")]
+        x = np.array([fake_pool(ids, RANKER)[0] for ids in prompts])
+        assert [r["index"] for r in answer["results"]] == ranked(x)
+        found = [r["relevance_score"] for r in answer["results"]]
+        np.testing.assert_allclose(found, 1 / (1 + np.exp(-x[ranked(x)])), rtol=1e-5)
+        raw = await good(served, "/rerank", query="q", documents=["one"], use_activation=False)
+        assert raw["results"][0]["relevance_score"] == pytest.approx(x[0], rel=1e-5)
+        raw = await good(served, "/rerank", query="q", texts=["one"], raw_scores=True)
+        assert raw == [{"index": 0, "score": pytest.approx(x[0], rel=1e-5)}]
+
+    serve(scenario, RANKER)
+
+
+def test_the_best_ones_without_their_texts():
+    async def scenario(served):
+        order = ranked([cosine("q", text) for text in TEXTS])
+        for top_n, count in [(2, 2), (0, 4), (9, 4), (None, 4)]:
+            answer = await good(
+                served, "/rerank", query="q", documents=TEXTS, top_n=top_n, return_documents=False
+            )
+            assert [r["index"] for r in answer["results"]] == order[:count]
+            assert all("document" not in r for r in answer["results"])
+        query = {"text": "q"}  # as Jina allows it
+        again = await good(served, "/rerank", query=query, documents=TEXTS, return_documents=False)
+        assert again["results"] == answer["results"]
+
+    serve(scenario)
+
+
+def test_the_form_of_text_embeddings_inference():
+    async def scenario(served):
+        order = ranked([cosine("q", text) for text in TEXTS])
+        found = await good(served, "/rerank", query="q", texts=TEXTS)
+        TypeAdapter(list[answers.TEIRank]).validate_python(found)
+        assert [rank["index"] for rank in found] == order
+        assert set(found[0]) == {"index", "score"}
+        found = await good(served, "/rerank", query="q", texts=TEXTS, return_text=True)
+        assert [rank["text"] for rank in found] == [TEXTS[i] for i in order]
+        error = await refused(served, "/rerank", query="x" * 900, texts=["a"])
+        assert error["param"] == "query"
+        await good(served, "/rerank", query="x" * 900, texts=["a"], truncate=True)
+
+    serve(scenario)
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "said"),
+    [
+        ({"documents": ["a"]}, "query", "missing"),
+        ({"query": "a"}, "documents", "missing"),
+        ({"query": 1, "documents": ["a"]}, "query", "query=1"),
+        ({"query": "a", "documents": []}, "documents", "empty list"),
+        ({"query": "a", "documents": [{"title": "x"}]}, "documents", "documents[0]="),
+        ({"query": "a", "documents": ["a", 1]}, "documents", "documents[1]=1"),
+        ({"query": "a", "documents": ["a"] * 5000}, "documents", f"at most {MAX_TEXTS}"),
+        ({"query": "a", "documents": ["a", "x" * 900]}, "documents[1]", "context length"),
+        ({"query": "a", "documents": ["a"], "top_n": -1}, "top_n", "greater than or equal"),
+        ({"query": "a", "documents": ["a"], "max_tokens_per_doc": 9}, "max_tokens_per_doc", "use"),
+        ({"query": "a", "texts": []}, "texts", "empty list"),
+        ({"query": "a", "texts": [1]}, "texts", "texts[0]=1"),
+    ],
+)
+def test_what_is_wrong(body, param, said):
+    async def scenario(served):
+        error = await refused(served, "/v1/rerank", **body)
+        assert error["param"] == param
+        assert said in error["message"]
+
+    serve(scenario)
+
+
+def test_a_model_without_scores_of_pairs():
+    async def scenario(served):
+        for path, body in [
+            ("/rerank", {"query": "a", "documents": ["a"]}),
+            ("/v1/score", {"text_1": "a", "text_2": "b"}),
+        ]:
+            error = await refused(served, path, **body)
+            assert (
+                "has no scores of pairs. It can: classify (POST /v1/classify)" in error["message"]
+            )
+
+    serve(scenario, CLASSES)
+
+
+@pytest.mark.parametrize("path", ["/score", "/v1/score"])
+@pytest.mark.parametrize(
+    "names",
+    [("text_1", "text_2"), ("data_1", "data_2"), ("queries", "documents"), ("queries", "items")],
+)
+def test_scores(path, names):
+    first, second = names
+
+    async def scenario(served):
+        for left, right, pairs in [
+            ("one", "two", [("one", "two")]),
+            ("one", ["two", "x"], [("one", "two"), ("one", "x")]),
+            (["one", "x"], ["two", "y"], [("one", "two"), ("x", "y")]),
+        ]:
+            answer = await good(served, path, **{first: left, second: right})
+            SCORES.validate_python(answer)
+            expected = [pytest.approx(cosine(a, b), rel=1e-6) for a, b in pairs]
+            assert [row["score"] for row in answer["data"]] == expected
+        error = await refused(served, path, **{first: ["a", "b"], second: ["c"]})
+        assert error["param"] == first
+        assert f"{first} has 2 texts and {second} 1" in error["message"]
+        error = await refused(served, path, **{first: "a"})
+        assert "Give text_1 and text_2" in error["message"]
+        error = await refused(served, path, **{first: "a", second: 5})
+        assert error["param"] == second
+
+    serve(scenario)
+
+
+def test_a_client_that_goes_away_ends_all_pairs():
+    async def scenario(served):
+        served.engine.paused = True
+        body = json.dumps({"query": "q", "documents": ["a", "b", "c"]}).encode()
+        call = Call(served, "/rerank", body)
+        while served.engine.num_unfinished_requests < 3:
+            await asyncio.sleep(0.002)
+        call.disconnect()
+        await asyncio.wait_for(call.task, 5)
+        assert len(served.engine.aborted) == 3
+
+    serve(scenario, RANKER)
+
+
+def test_no_vector_at_all():
+    async def scenario(served):
+        served.engine.pool = lambda ids, pooler: np.zeros(4)
+        answer = await good(served, "/v1/score", text_1="a", text_2="b")
+        assert answer["data"][0]["score"] == 0.0
+        served.engine.pool = lambda ids, pooler: np.full(4, np.nan)
+        response = await served.post("/rerank", query="a", documents=["b"])
+        assert response.status_code == 500
+        assert response.json()["error"]["code"] == "result_not_finite"
+
+    serve(scenario, EMBED)

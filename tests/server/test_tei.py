@@ -1,0 +1,150 @@
+"""Routes of text-embeddings-inference: /embed, /embed_all, /predict, /similarity, /info."""
+
+import numpy as np
+import pytest
+from pydantic import TypeAdapter
+
+from octavo.server import answers
+from tests.server.fake_engine import fake_pool
+from tests.server.pooled import (
+    CLASSES,
+    EMBED,
+    PLAIN,
+    RANKER,
+    TOKENS,
+    cosine,
+    good,
+    ids_of,
+    serve,
+    vector,
+)
+
+
+async def failed(served, path, **body):
+    """Return the message of a request that must fail with 400."""
+    response = await served.post(path, **body)
+    assert response.status_code == 400, response.text
+    error = response.json()
+    TypeAdapter(answers.TEIError).validate_python(error)
+    assert error["error_type"] == "Validation"
+    return error["error"]
+
+
+@pytest.mark.parametrize("pooler", [EMBED, PLAIN])
+def test_vectors_are_normalized_unless_the_client_wants_them_bare(pooler):
+    async def scenario(served):
+        found = await good(served, "/embed", inputs=["one", "two"])
+        np.testing.assert_array_equal(np.float32(found), [vector("one"), vector("two")])
+        found = await good(served, "/embed", inputs="one", normalize=False)
+        np.testing.assert_array_equal(np.float32(found), [vector("one", PLAIN)])
+
+    serve(scenario, pooler)
+
+
+def test_inputs_and_truncation():
+    async def scenario(served):
+        found = await good(served, "/embed", inputs=[ids_of("one")], dimensions=2)
+        assert np.shape(found) == (1, 2)
+        said = await failed(served, "/embed", inputs="x" * 900)
+        assert said.startswith("inputs: ")
+        assert "set truncate." in said
+        for direction, token in [("Left", ord("y")), ("Right", ord("x"))]:
+            body = {"inputs": "x" * 900 + "y", "truncate": True}
+            await good(served, "/embed", **body, truncation_direction=direction)
+            assert served.engine.requests[-1].prompt_token_ids[-1] == token
+        assert "missing" in await failed(served, "/embed")
+        assert "empty text" in await failed(served, "/embed", inputs=["a", ""])
+        assert "prompt_name" in await failed(served, "/embed", inputs="a", prompt_name="query")
+
+    serve(scenario)
+
+
+def test_vectors_of_tokens():
+    async def scenario(served):
+        found = await good(served, "/embed_all", inputs=["one", "three"])
+        for text, rows in zip(("one", "three"), found, strict=True):
+            expected = fake_pool(ids_of(text), TOKENS)
+            np.testing.assert_allclose(rows, expected, rtol=1e-5, atol=1e-6)
+
+    serve(scenario)
+
+
+def test_no_model_has_sparse_vectors():
+    async def scenario(served):
+        said = await failed(served, "/embed_sparse", inputs="a")
+        assert "no sparse vectors" in said
+        assert "embed (POST /v1/embeddings)" in said
+
+    serve(scenario)
+
+
+def test_predictions():
+    async def scenario(served):
+        found = await good(served, "/predict", inputs="one")
+        TypeAdapter(list[answers.TEIPrediction]).validate_python(found)
+        scores = [row["score"] for row in found]
+        assert scores == sorted(scores, reverse=True)
+        assert {row["label"] for row in found} == set(CLASSES.labels)
+        x = fake_pool(ids_of("one"), CLASSES)
+        assert found[0]["label"] == CLASSES.labels[int(x.argmax())]
+        (again,) = await good(served, "/predict", inputs=[["one"]])
+        assert again == found
+        await good(served, "/predict", inputs=["one", "two"])
+        assert served.engine.requests[-1].prompt_token_ids == [256, *b"onetwo"]
+        batch = await good(served, "/predict", inputs=[["one"], ["one", "two"]])
+        assert (len(batch), batch[0]) == (2, found)
+        raw = await good(served, "/predict", inputs="one", raw_scores=True)
+        assert raw[0]["score"] == pytest.approx(x.max(), rel=1e-5)
+        for wrong in (5, [], [[]], ["a", "b", "c"], [["a"], 5], [["a", "b", "c"]]):
+            assert "inputs=" in await failed(served, "/predict", inputs=wrong)
+
+    serve(scenario, CLASSES)
+
+
+def test_similarity():
+    async def scenario(served):
+        inputs = {"source_sentence": "one", "sentences": ["two", "one"]}
+        found = await good(served, "/similarity", inputs=inputs)
+        assert found == [pytest.approx(cosine("one", text), rel=1e-6) for text in ("two", "one")]
+        inputs["sentences"] = []
+        assert "empty list" in await failed(served, "/similarity", inputs=inputs)
+        inputs["sentences"] = ["x" * 900]
+        assert "parameters.truncate" in await failed(served, "/similarity", inputs=inputs)
+        await good(served, "/similarity", inputs=inputs, parameters={"truncate": True})
+
+    serve(scenario)
+
+
+@pytest.mark.parametrize(
+    ("pooler", "kind", "about"),
+    [
+        (EMBED, "embedding", {"pooling": "mean"}),
+        (RANKER, "reranker", {"id2label": {"0": "relevant"}, "label2id": {"relevant": 0}}),
+        (
+            CLASSES,
+            "classifier",
+            {
+                "id2label": {"0": "bad", "1": "so", "2": "good"},
+                "label2id": {"bad": 0, "so": 1, "good": 2},
+            },
+        ),
+    ],
+)
+def test_info(pooler, kind, about):
+    async def scenario(served):
+        found = (await served.http.get("/info")).json()
+        TypeAdapter(answers.TEIInfo).validate_python(found)
+        assert found["model_type"] == {kind: about}
+        assert found["max_input_length"] == served.engine.max_model_len
+
+    serve(scenario, pooler)
+
+
+def test_errors_of_the_server():
+    async def scenario(served):
+        served.engine.pool = lambda ids, pooler: np.full(4, np.nan)
+        response = await served.post("/embed", inputs="a")
+        assert response.status_code == 500
+        assert response.json()["error_type"] == "Backend"
+
+    serve(scenario)
