@@ -266,6 +266,13 @@ class Explanation(RecentRequest):
     advice: list[Advice]
 
 
+class Explained(Answer):
+    """Base of answers, and of last chunks, that explain their request."""
+
+    explanation: NotRequired[Explanation | None]
+    """With explain."""
+
+
 class Usage(Answer):
     """Token counts."""
 
@@ -352,15 +359,13 @@ class CompletionChoice(Answer):
     """Number of tokens that the answer repeats, if the repetition guard found that."""
 
 
-class CompletionAnswer(Envelope):
+class CompletionAnswer(Envelope, Explained):
     """POST /v1/completions."""
 
     object: Literal["text_completion"]
     choices: list[CompletionChoice]
     usage: Usage
     metrics: NotRequired[PerRequestMetrics | None]
-    explanation: NotRequired[Explanation | None]
-    """With explain."""
     kv_transfer_params: NotRequired[dict[str, Any] | None]
 
 
@@ -378,15 +383,13 @@ class CompletionChunkChoice(Answer):
     """Number of tokens that the answer repeats, if the repetition guard found that."""
 
 
-class CompletionChunk(Envelope):
+class CompletionChunk(Envelope, Explained):
     """Event of a stream of /v1/completions."""
 
     object: Literal["text_completion"]
     choices: list[CompletionChunkChoice]
     usage: NotRequired[Usage | None]
     metrics: NotRequired[PerRequestMetrics | None]
-    explanation: NotRequired[Explanation | None]
-    """With explain."""
     prompt_progress: NotRequired[PromptProgress | None]
 
 
@@ -454,15 +457,13 @@ class ChatChoice(Answer):
     """Number of tokens that the answer repeats, if the repetition guard found that."""
 
 
-class ChatAnswer(Envelope):
+class ChatAnswer(Envelope, Explained):
     """POST /v1/chat/completions."""
 
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
     usage: Usage
     metrics: NotRequired[PerRequestMetrics | None]
-    explanation: NotRequired[Explanation | None]
-    """With explain."""
     kv_transfer_params: NotRequired[dict[str, Any] | None]
     prompt_logprobs: PromptLogprobs | None
     prompt_token_ids: list[int] | None
@@ -509,15 +510,13 @@ class ChatChunkChoice(Answer):
     """Number of tokens that the answer repeats, if the repetition guard found that."""
 
 
-class ChatChunk(Envelope):
+class ChatChunk(Envelope, Explained):
     """Event of a stream of /v1/chat/completions."""
 
     object: Literal["chat.completion.chunk"]
     choices: list[ChatChunkChoice]
     usage: NotRequired[Usage | None]
     metrics: NotRequired[PerRequestMetrics | None]
-    explanation: NotRequired[Explanation | None]
-    """With explain."""
     prompt_progress: NotRequired[PromptProgress | None]
     prompt_token_ids: NotRequired[list[int] | None]
 
@@ -615,7 +614,7 @@ class AnthropicUsage(Answer):
 AnthropicStopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
 
-class AnthropicMessage(Answer):
+class AnthropicMessage(Explained):
     """POST /v1/messages."""
 
     id: str
@@ -642,7 +641,7 @@ class AnthropicDelta(Answer):
     stop_sequence: NotRequired[str | None]
 
 
-class AnthropicEvent(Answer):
+class AnthropicEvent(Explained):
     """Event of a stream of /v1/messages."""
 
     type: Literal[
@@ -733,7 +732,7 @@ class ResponseReasoning(Answer):
     summary: str | None
 
 
-class ResponseObject(Answer):
+class ResponseObject(Explained):
     """POST /v1/responses."""
 
     id: str

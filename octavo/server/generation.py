@@ -273,7 +273,7 @@ class Generation(ABC, Generic[B]):
                 outputs[index] = output
         in_order = [outputs[i] for i in sorted(outputs)]
         choices = self.choices(in_order)
-        explanation = await self._explanation() if self.body.explain else None
+        explanation = await self.explanation()
 
         def others() -> dict[str, object]:
             fields: dict[str, object] = {"usage": self.usage.to_dict()}
@@ -283,9 +283,7 @@ class Generation(ABC, Generic[B]):
             params = [output.kv_transfer_params for output in in_order]
             if params[0] is not None:  # the request has one prompt then
                 fields["kv_transfer_params"] = params[0]
-            if explanation is not None:
-                fields["explanation"] = explanation
-            return fields
+            return {**fields, **explanation}
 
         candidates = [_num_candidates(output) for output in in_order]
         if sum(candidates) > _MANY_CANDIDATES:
@@ -335,8 +333,8 @@ class Generation(ABC, Generic[B]):
                 if always:
                     tail = b'],"usage":' + encode(self.usage.to_dict()) + b"}\n\n"
                 yield [head + choice + tail for choice in chunks]
-        explains = bool(self.body.explain)
-        if with_usage or explains or (self.body.return_metrics and self._times is not None):
+        explanation = await self.explanation()
+        if with_usage or explanation or (self.body.return_metrics and self._times is not None):
             last = b"]"
             if with_usage:
                 last += b',"usage":' + encode(self.usage.to_dict())
@@ -344,8 +342,8 @@ class Generation(ABC, Generic[B]):
                 metrics = self._metrics(self._times)
                 # A chunk omits unknown times, as vLLM does.
                 last += b',"metrics":' + encode({k: v for k, v in metrics.items() if v is not None})
-            if explains:
-                last += b',"explanation":' + encode(await self._explanation())
+            if explanation:
+                last += b"," + encode(explanation)[1:-1]
             yield [head + last + b"}\n\n"]
 
     def _metrics(self, times: RequestMetrics) -> answers.PerRequestMetrics:
@@ -558,10 +556,12 @@ class Generation(ABC, Generic[B]):
         with story.at_work():
             yield story
 
-    async def _explanation(self) -> answers.Explanation:
-        """Return the explanation of the request up to now."""
+    async def explanation(self) -> answers.Explained:
+        """Return the explanation of the request up to now, if its body asks for it."""
+        if not self.body.explain:
+            return {}
         assert self.context.story is not None
-        return await explain_story(self.state, self.context.story)
+        return {"explanation": await explain_story(self.state, self.context.story)}
 
     def _may_find_misses(self, prompt: Prompt, params: SamplingParams, engine: AsyncLLM) -> bool:
         """Return True if a prompt might find a prefix in the cache."""

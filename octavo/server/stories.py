@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from array import array
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -22,6 +23,7 @@ SHORTEST_BLOCK = 0.001
 
 _ENTRY = 4096
 _PROMPT = 400
+_PREFIX = re.compile("[a-z]+[-_]")
 _STAGES = ("receive", "parse", "start", "render")
 
 
@@ -111,7 +113,7 @@ class Story:
 
     def has_id(self, name: str) -> bool:
         """Return True if the request has this id, or its answer, with or without its prefix."""
-        return name in (self.request_id, self.answer_id, self.answer_id.partition("-")[2])
+        return name in (self.request_id, self.answer_id, _PREFIX.sub("", self.answer_id, count=1))
 
     def mark(self) -> None:
         """Note the end of the next of the stages before the prompts."""

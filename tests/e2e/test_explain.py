@@ -3,14 +3,18 @@
 import collections
 import concurrent.futures
 import itertools
+import json
 import re
 import signal
 import threading
 import time
 
 import httpx
+import ollama
+import openai
 import pytest
 
+from octavo.config import BUILTIN_MODEL
 from tests.e2e.harness import serve
 
 NUM_REQUESTS = 200
@@ -164,3 +168,46 @@ def test_what_was_given_up_and_what_differs(server):
     given_up = explain(server, answer["id"])["cache"]["given_up"]
     assert given_up["token"] == 0
     assert given_up["seconds_before"] > 0
+
+
+def test_clients_of_all_routes_read_the_explanation(server):
+    asked = {"explain": True}
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        response = client.responses.create(
+            model=BUILTIN_MODEL, input="Once", max_output_tokens=3, extra_body=asked
+        )
+        events = list(
+            client.responses.create(
+                model=BUILTIN_MODEL,
+                input="Once",
+                max_output_tokens=3,
+                stream=True,
+                extra_body=asked,
+            )
+        )
+        streamed = events[-1].response
+        chat = client.chat.completions.create(
+            model=BUILTIN_MODEL,
+            messages=[{"role": "user", "content": "Once"}],
+            max_tokens=3,
+            extra_body=asked,
+        )
+    found = [answer.model_extra["explanation"] for answer in (response, streamed, chat)]
+    assert [e["id"] for e in found] == [response.id, streamed.id, chat.id]
+    # Ollama's client cannot send further fields, but reads the answers.
+    for path, kind in (("chat", ollama.ChatResponse), ("generate", ollama.GenerateResponse)):
+        body = {"model": BUILTIN_MODEL, "options": {"num_predict": 3}, **asked}
+        body |= {"messages": [{"role": "user", "content": "Once"}], "prompt": "Once"}
+        for stream in (False, True):
+            text = server.post(f"/api/{path}", {**body, "stream": stream}).text
+            last = json.loads(text.splitlines()[-1])
+            assert kind.model_validate(last).eval_count == 3
+            found.append(last["explanation"])
+    message = {"messages": [{"role": "user", "content": "Once"}], "max_tokens": 3, **asked}
+    found.append(server.post("/v1/messages", message).json()["explanation"])
+    last = server.post("/v1/messages", {**message, "stream": True}).text.strip().split("\n\n")[-1]
+    assert last.startswith("event: message_stop\n")
+    found.append(json.loads(last.partition("data: ")[2])["explanation"])
+    for explanation in found:
+        assert {part["cause"] for part in explanation["timeline"]} >= {"prefill", "decode"}
+        assert explanation.keys() == found[0].keys()

@@ -175,6 +175,73 @@ def test_the_explanation_is_in_the_answer_on_request(stream, usage):
     with_server(scenario)
 
 
+CHAT = {"messages": [{"role": "user", "content": "hi"}]}
+RUNNING = ("queued", "in_progress")
+OTHERS = {
+    "/v1/messages": {**CHAT, "max_tokens": 2},
+    "/v1/responses": {"input": "hi", "max_output_tokens": 2},
+    "/api/chat": {**CHAT, "model": "fake", "options": {"num_predict": 2}},
+    "/api/generate": {"prompt": "hi", "model": "fake", "options": {"num_predict": 2}},
+}
+
+
+def last_of(path, text):
+    """Return the text of the last event of a stream, and of the others."""
+    events = text.strip().split("\n" if path.startswith("/api/") else "\n\n")
+    return msgspec.json.decode(events[-1][events[-1].index("{") :]), "".join(events[:-1])
+
+
+@pytest.mark.parametrize("path", OTHERS)
+def test_all_routes_explain_in_their_answer_or_last_event(path):
+    async def scenario(served):
+        body = {**OTHERS[path], "stream": False}
+        plain = await served.http.post(path, json=body)
+        assert "explanation" not in plain.json()
+        answer = await served.http.post(path, json={**body, "explain": True})
+        assert "X-Octavo-Ignored-Fields" not in answer.headers
+        whole = answer.json()["explanation"]
+        stream = {**body, "explain": True, "stream": True}
+        last, before = last_of(path, (await served.http.post(path, json=stream)).text)
+        assert '"explanation"' not in before
+        streamed = last.get("response", last) if path == "/v1/responses" else last
+        for found in (whole, streamed["explanation"]):
+            assert found["path"] == path
+            assert found["completion_tokens"] == 2
+            causes = {part["cause"] for part in found["timeline"]}
+            assert causes >= {"prefill", "decode"}
+            name = found["id"]
+            again = (await served.http.get(f"/v1/requests/{name}/explain?simulate=false")).json()
+            assert again.keys() == found.keys()
+            assert again["id"] == name
+        if path.startswith("/v1/"):
+            assert whole["id"] == answer.json()["id"]
+
+    with_server(scenario, engine=slow)
+
+
+@pytest.mark.parametrize("path", OTHERS)
+def test_without_records_no_route_explains(path):
+    async def scenario(served):
+        answer = await served.http.post(path, json={**OTHERS[path], "explain": True})
+        assert answer.status_code == 400
+        assert "--explain-requests" in answer.text
+
+    with_server(scenario, explain_requests=0)
+
+
+def test_a_stored_background_response_has_its_explanation():
+    async def scenario(served):
+        body = {"input": "hi", "background": True, "explain": True, "max_output_tokens": 2}
+        made = (await served.http.post("/v1/responses", json=body)).json()
+        assert "explanation" not in made
+        path = f"/v1/responses/{made['id']}"
+        while (found := (await served.http.get(path)).json())["status"] in RUNNING:
+            await asyncio.sleep(0.01)
+        assert found["explanation"]["id"] == made["id"]
+
+    with_server(scenario, engine=slow)
+
+
 def test_requests_that_failed_are_explained():
     async def scenario(served):
         await served.complete(prompt="long " * 10_000, request_id="bad")
