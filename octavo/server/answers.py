@@ -147,6 +147,18 @@ class PromptDifference(Answer):
     """Text of the earlier prompt there."""
 
 
+class OtherRequest(Answer):
+    """Another request that the client may see."""
+
+    number: str
+    """Its number, as in the engine view."""
+    id: NotRequired[str | None]
+    """Id of its answer, while it is recorded."""
+    ms: NotRequired[float | None]
+    tokens: NotRequired[int | None]
+    blocks: NotRequired[int | None]
+
+
 class GivenUpBlocks(Answer):
     """Blocks of the prompt's prefix that the cache gave up for another request."""
 
@@ -154,6 +166,8 @@ class GivenUpBlocks(Answer):
     """Seconds between that and the arrival of the request."""
     token: int
     """Index of the first token of the first of these blocks."""
+    by: OtherRequest | None
+    """That request; null: the client may not see it."""
 
 
 class ExplainedCache(Answer):
@@ -184,6 +198,13 @@ class ExplainedSpan(Answer):
     """Number of computed tokens of this request."""
     others: NotRequired[int | None]
     """Most other requests in one of the steps."""
+    who: NotRequired[list[OtherRequest] | None]
+    """Other requests that are the cause, at most 8: with their tokens in the steps; with queued for
+    BUDGET the most tokens in a step, for BLOCKS the most KV blocks; otherwise the time."""
+    more: NotRequired[int | None]
+    """Number of further ones, and of those that the client may not see."""
+    behind: NotRequired[list[OtherRequest] | None]
+    """With is_behind: those that were the first in the queue, as far as the client may see them."""
     theirs_ms: NotRequired[float | None]
     """Share of the steps' time, by tokens, of the other requests."""
     between_ms: NotRequired[float | None]
@@ -201,6 +222,8 @@ class ExplainedCause(Answer):
 class ExplainedAnswer(Answer):
     """Answer to a prompt, by the engine's steps."""
 
+    number: str
+    """Its number in the engine view."""
     prompt: int
     index: int
     followed: bool

@@ -32,7 +32,7 @@ from octavo.sampling_params import SamplingParams
 from octavo.server import answers
 from octavo.server.auth import flow_of, private_salt
 from octavo.server.errors import ClientDisconnectError, error_event, log_unexpected
-from octavo.server.explain import disabled, explain_story
+from octavo.server.explain import disabled, explain_story, names_for
 from octavo.server.http_state import HttpState
 from octavo.server.load_report import add_load_report
 from octavo.server.middleware import context_of
@@ -561,7 +561,8 @@ class Generation(ABC, Generic[B]):
         if not self.body.explain:
             return {}
         assert self.context.story is not None
-        return {"explanation": await explain_story(self.state, self.context.story)}
+        names = names_for(self.state, self.context)
+        return {"explanation": await explain_story(self.state, self.context.story, names)}
 
     def _may_find_misses(self, prompt: Prompt, params: SamplingParams, engine: AsyncLLM) -> bool:
         """Return True if a prompt might find a prefix in the cache."""

@@ -109,7 +109,8 @@ def test_mixed_requests_under_load_with_preemptions_and_a_killed_engine(server):
             future.result()
     server.wait_for_metric("octavo:engine_restarts_total", 1)
     logged = logged_times(server)
-    seen, recovered = collections.Counter(), []
+    seen, recovered, named = collections.Counter(), [], collections.Counter()
+    numbers, numbered = {}, {}
     for name, (begin, end) in spans.items():
         found = explain(server, name)
         assert found["finished"]
@@ -121,7 +122,13 @@ def test_mixed_requests_under_load_with_preemptions_and_a_killed_engine(server):
         assert "prefill" in causes or found["status"] == 503
         if end < killed:
             assert "engine_death" not in causes
+        for answer in found["answers"]:
+            assert numbers.setdefault(answer["number"], found["id"]) == found["id"]
         for part in found["timeline"]:
+            for other in part.get("who") or ():
+                named[part["cause"], part.get("reason")] += 1
+                assert f"#{other['number']}" in part["text"]
+                numbered[other["number"]] = other["id"]
             if part["cause"] == "engine_death":
                 recovered.append(found["created"] + (part["begin_ms"] + part["ms"]) / 1000)
     # The death ends at the same time for all.
@@ -131,6 +138,10 @@ def test_mixed_requests_under_load_with_preemptions_and_a_killed_engine(server):
     for cause in ("queued", "grammar", "preempted", "recompute", "engine_death"):
         assert seen[cause], (cause, seen)
     assert seen["not_recorded"] == 0
+    for cause in (("queued", "SEAT"), ("queued", "BLOCKS"), ("decode", None), ("preempted", None)):
+        assert named[cause], (cause, named)
+    # A number means the same request wherever it is.
+    assert numbered.items() <= numbers.items()
     # A simulation takes a second, with others' work on this machine some.
     found = server.get("/v1/requests/mixed-199/explain").json()
     assert all(a["estimate"] in ("at_most", "simulated") for a in found["advice"])

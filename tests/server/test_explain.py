@@ -66,10 +66,14 @@ def test_the_time_line_of_a_request():
         queued, prefill, decode, _ = found["timeline"][place - 1 :]
         assert (queued["reason"], queued["is_behind"], queued["others"]) == ("SEAT", False, 1)
         seats = served.engine.config.scheduler.max_num_seqs
-        assert queued["text"] == (f"queued: other requests had all {seats} seats (max_num_seqs)")
+        assert queued["text"] == (
+            f"queued: other requests had all {seats} seats (max_num_seqs): #1"
+        )
+        assert queued["who"] == [{"number": "1", "ms": queued["ms"]}]
+        assert queued["more"] == 0
         assert (prefill["steps"], prefill["tokens"]) == (2, 3)
         assert prefill["text"].startswith(
-            "the prompt was computed in 2 chunks, 3 tokens, shared with 1 other ("
+            "the prompt was computed in 2 chunks, 3 tokens, shared with 1 other: #1 ("
         )
         assert decode["others"] == 0
         assert sum(span["ms"] for span in found["timeline"]) == pytest.approx(found["wall_ms"])
@@ -78,6 +82,7 @@ def test_the_time_line_of_a_request():
         assert advice["estimate"] == "at_most"
         (answer,) = found["answers"]
         assert (answer["prompt_chunks"], answer["steps"], answer["followed"]) == (2, 3, True)
+        assert answer["number"] == "1"
 
     with_server(scenario, engine=slow)
 
@@ -139,6 +144,74 @@ def test_keys_see_their_own_requests_and_the_operator_sees_all():
         assert (await served.http.get(path)).status_code == 401
 
     with_server(scenario, **KEYS)
+
+
+class Crowded(FakeAsyncLLM):
+    """Fake engine in which each request waits for blocks that all earlier ones hold."""
+
+    def __init__(self):
+        super().__init__()
+        self.step_time, self.step_log.ready = 0.01, 0.0
+        self.seen = ["cmpl-unknown-0-999999#999"]
+
+    async def _stream(self, request, sampling_params, text=None):
+        name = f"{request.request_id}#{len(self.seen)}"
+        begin = clock.now()
+        async for output in super()._stream(request, sampling_params, text):
+            yield output
+        end = clock.now()
+        middle = (begin + end) / 2
+        holders = [(who, 40 - i) for i, who in enumerate(self.seen)]
+        parts = [StepPart(who, 1) for who in self.seen]
+        wait = StepWait(self.seen[-1], "BLOCKS", holders)
+        added = [StepEvent(name, begin, "ADDED")]
+        records = [
+            StepRecord(1, *[begin] * 3, middle, middle, parts, wait, events=added),
+            StepRecord(2, *[middle] * 3, end, end, [StepPart(name, 3, 0, 0, 3)]),
+        ]
+        self.step_log.add(0, end, [msgspec.Raw(msgspec.msgpack.encode(r)) for r in records])
+        self.seen.append(name)
+
+
+@pytest.mark.parametrize("keys", [{}, KEYS])
+def test_others_have_numbers_for_those_who_may_see_them(keys):
+    async def scenario(served):
+        async def waited(name, who, **fields):
+            body = {"prompt": "hi", "max_tokens": 1, "request_id": name, **fields}
+            if fields:
+                made = await served.http.post("/v1/completions", json=body, headers=key(who))
+                found = made.json()["explanation"]
+            else:
+                path = f"/v1/requests/{name}/explain"
+                found = (await served.http.get(path, headers=key(who))).json()
+            return next(part for part in found["timeline"] if part["cause"] == "queued")
+
+        for name, who in (("a", "one"), ("b", "two"), ("c", "one")):
+            answered = await waited(name, who, explain=True)
+        unknown = {"number": "999", "blocks": 40}
+        a, b = ({"number": n, "id": f"cmpl-{i}", "blocks": 40 - int(n)} for n, i in ("1a", "2b"))
+        all_of_them = "#999 (40), #1 (39), #2 (38)"
+        for span, sees_all in (
+            (answered, not keys),
+            (await waited("c", "one"), not keys),
+            (await waited("c", "boss"), True),
+        ):
+            assert span["others"] == 3
+            assert span["is_behind"]
+            if sees_all:
+                assert (span["who"], span["more"]) == ([unknown, a, b], 0)
+                assert [other["id"] for other in span["behind"]] == ["cmpl-b"]
+                assert span["text"].startswith("queued behind #2: memory: other requests held")
+                assert span["text"].endswith(all_of_them)
+            else:
+                assert (span["who"], span["more"]) == ([a], 2)
+                assert span["behind"] == []
+                assert span["text"].startswith("queued behind another request: memory")
+                assert span["text"].endswith(": #1 (39) and 2 more")
+                assert "cmpl-b" not in str(span)
+                assert "999" not in str(span)
+
+    with_server(scenario, engine=Crowded, **keys)
 
 
 def test_without_records_the_setting_is_named():
