@@ -494,7 +494,7 @@ class Generation(ABC, Generic[B]):
             reports = self.reports_cache_misses and self.reports_cached_tokens
             if (
                 count == 1
-                and (reports or story is not None)
+                and (reports or (story is not None and not background))
                 and self._may_find_misses(prompts[0], params, engine)
             ):
                 watched = _WatchedPrompt(self, salt, reports)
@@ -532,12 +532,15 @@ class Generation(ABC, Generic[B]):
             RequestError: the answer is to contain the explanation, and there is none.
         """
         state, context = self.state, self.context
-        if not state.stories.max_count or context.background:
+        if self.body.explain and context.background:
+            raise RequestError(
+                "explain=true is not available in a batch, whose answers do not depend on the time;"
+                " leave it out, and use /v1/requests/ID/explain.",
+                "explain",
+            )
+        if not state.stories.max_count:
             if self.body.explain:
-                message = disabled("explain=true")
-                if context.background:
-                    message = "explain=true is not available in a batch; leave it out."
-                raise RequestError(message, "explain", "explain_disabled")
+                raise RequestError(disabled("explain=true"), "explain", "explain_disabled")
             yield None
             return
         times = (context.arrival, context.received or context.arrival, self._parsed)
@@ -550,6 +553,7 @@ class Generation(ABC, Generic[B]):
             self.usage,
             [clock.from_monotonic(time) for time in times],
             self.num_prompts,
+            is_line=context.background,
         )
         story.is_one = bool(self.body.use_beam_search)
         state.stories.add(story)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 import re
 from array import array
@@ -52,6 +53,7 @@ class Story:
         usage: token counts of the request, which change while it runs.
         times: the arrival, and the ends of the first of `_STAGES`.
         num_prompts: number of its prompts.
+        is_line: True for a line of a batch.
     """
 
     __slots__ = (
@@ -65,6 +67,7 @@ class Story:
         "first",
         "http_ended",
         "is_complete",
+        "is_line",
         "is_one",
         "model",
         "nbytes",
@@ -87,9 +90,12 @@ class Story:
         usage: Counts,
         times: Sequence[float],
         num_prompts: int = 1,
+        *,
+        is_line: bool = False,
     ) -> None:
         self.request_id, self.answer_id, self.owner = request_id, answer_id, owner
         self.path, self.model, self.usage = path, model, usage
+        self.is_line = is_line
         self.begin = times[0]
         self.nbytes = _ENTRY + _PROMPT * num_prompts
         """Bytes of the record, rounded up."""
@@ -180,25 +186,28 @@ class Story:
 
 
 class Stories:
-    """The recent requests; the oldest are dropped.
+    """The recent requests, and the recent lines of batches; the oldest of each are dropped.
 
     Args:
-        max_count: maximum number of requests; 0: none is recorded.
+        max_count: maximum number of each; 0: none is recorded.
     """
 
     def __init__(self, max_count: int) -> None:
         self.max_count = max_count
-        self._stories: deque[Story] = deque()
-        self.nbytes = 0
+        self._requests, self._lines = _Recent(max_count), _Recent(max_count)
+
+    @property
+    def nbytes(self) -> int:
         """Bytes of all records."""
+        return self._requests.nbytes + self._lines.nbytes
 
     def add(self, story: Story) -> None:
         """Record a request."""
-        self._stories.append(story)
-        self.nbytes += story.nbytes
-        most = self.max_count * BYTES_OF_ONE
-        while len(self._stories) > self.max_count or self.nbytes > most:
-            self.nbytes -= self._stories.popleft().nbytes
+        (self._lines if story.is_line else self._requests).add(story)
+
+    def remove(self, story: Story) -> None:
+        """Forget a request; it may have been dropped."""
+        (self._lines if story.is_line else self._requests).remove(story)
 
     def visible(self, owner: str | None, *, is_admin: bool) -> Iterator[Story]:
         """Yield the requests that a client may see, the newest first.
@@ -207,7 +216,8 @@ class Stories:
             owner: tenant of the client.
             is_admin: True if the client is the operator, who may see all.
         """
-        for story in reversed(self._stories):
+        kinds = reversed(self._requests.stories), reversed(self._lines.stories)
+        for story in heapq.merge(*kinds, key=lambda story: story.begin, reverse=True):
             if is_admin or story.owner == owner:
                 yield story
 
@@ -215,3 +225,24 @@ class Stories:
         """Return the newest visible request with an id; None if there is none."""
         stories = self.visible(owner, is_admin=is_admin)
         return next((story for story in stories if story.has_id(name)), None)
+
+
+class _Recent:
+    """Records of one kind, in order of arrival; see `Stories`."""
+
+    def __init__(self, max_count: int) -> None:
+        self._max_count = max_count
+        self.stories: deque[Story] = deque()
+        self.nbytes = 0
+
+    def add(self, story: Story) -> None:
+        self.stories.append(story)
+        self.nbytes += story.nbytes
+        most = self._max_count * BYTES_OF_ONE
+        while len(self.stories) > self._max_count or self.nbytes > most:
+            self.nbytes -= self.stories.popleft().nbytes
+
+    def remove(self, story: Story) -> None:
+        if story in self.stories:
+            self.stories.remove(story)
+            self.nbytes -= story.nbytes
