@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from octavo.frontend.step_log import EngineDeath, LoggedStep
 from octavo.observability.steps import StepEvent, StepPart, StepRecord
+from octavo.system import clock
 
 _HELD = {
     "WAITING_FOR_FSM": "grammar",
@@ -41,6 +42,20 @@ def number_of(core_id: str) -> int | None:
     """
     number = core_id.rpartition("#")[0].rpartition("-")[2]
     return int(number) if number.isascii() and number.isdecimal() else None
+
+
+@dataclass(slots=True)
+class Stages:
+    """What the front end notes of a prompt on its way to the engine."""
+
+    ends: list[tuple[str, float]] = field(default_factory=list)
+    """Causes of the time, in order, with their ends."""
+    holder: tuple[int, int] | None = None
+    """Another engine that likely had more of the prompt in its cache, and the number of tokens."""
+
+    def end(self, cause: str) -> None:
+        """Note that a stage ends."""
+        self.ends.append((cause, clock.now()))
 
 
 @dataclass(slots=True)

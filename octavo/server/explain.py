@@ -26,6 +26,7 @@ from octavo.observability.view_events import label_of
 from octavo.server import answers
 from octavo.server.errors import show
 from octavo.server.middleware import RequestContext, context_of
+from octavo.server.recent_prompts import LONG
 from octavo.server.state import state_of
 from octavo.server.stories import Story
 from octavo.system import clock
@@ -268,6 +269,7 @@ def _explain(
     limits = {
         "seats": state.engine_config.scheduler.max_num_seqs,
         "budget": engine.max_num_batched_tokens,
+        "first_engine": engine.config.parallel.first_engine,
     }
     timeline = [_span(span, marks.begin, limits, names) for span in shortened(line.spans)]
     causes = _causes(line.spans, marks.begin)
@@ -292,7 +294,7 @@ def _explain(
             "difference": story.difference,
             "given_up": _given_up(line, marks.begin, names),
         },
-        "advice": _advice(causes, line.spans, story, limits),
+        "advice": _advice(causes, line, story, limits),
     }
     return explanation, line
 
@@ -440,13 +442,13 @@ def _given_up(line: TimeLine, origin: float, names: Names) -> answers.GivenUpBlo
 
 def _advice(
     causes: Sequence[answers.ExplainedCause],
-    spans: Sequence[Span],
+    line: TimeLine,
     story: Story,
     limits: Mapping[str, int],
 ) -> list[answers.Advice]:
     """Return what would have helped: at most the time of the cause that a setting removes."""
     queued: dict[str, float] = {}
-    for span in spans:
+    for span in line.spans:
         if span.reason is not None:
             queued[span.reason] = queued.get(span.reason, 0.0) + span.end - span.begin
     spent = {cause["cause"]: cause["ms"] for cause in causes}
@@ -477,6 +479,15 @@ def _advice(
         "More memory for the KV cache, or fewer seats, so that no request loses its blocks.",
     )
     add("resources", spent.get("kv_load", 0.0), "Faster storage of cached blocks.")
+    holder = _holder(story, line)
+    if holder is not None:
+        add(
+            "routing",
+            spent.get("prefill", 0.0),
+            f"Engine {limits['first_engine'] + holder[0]} likely had the first {holder[1]} tokens "
+            "of the prompt in its cache, but was busier. With less load, a request goes to the "
+            "engine that has its prefix.",
+        )
     difference = story.difference
     if difference is not None and difference["volatile"] is not None:
         is_header = difference["volatile"] == "an agent's billing header"
@@ -492,3 +503,12 @@ def _advice(
             }
         )
     return found
+
+
+def _holder(story: Story, line: TimeLine) -> tuple[int, int] | None:
+    """Return another engine that likely had `LONG` tokens more of the followed prompt in its cache,
+    and the number of tokens."""
+    number = None if line.followed is None else number_of(line.followed)
+    if number is None or line.followed is None or (found := story.prompts[number].holder) is None:
+        return None
+    return found if found[1] - line.answers[line.followed].num_cached >= LONG else None

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
-from octavo.frontend.time_line import Marks
+from octavo.frontend.time_line import Marks, Stages
 from octavo.server import answers
 from octavo.system import clock
 
@@ -100,7 +100,7 @@ class Story:
         self.nbytes = _ENTRY + _PROMPT * num_prompts
         """Bytes of the record, rounded up."""
         self.times = list(times[1:])
-        self.prompts: dict[int, list[tuple[str, float]]] = {}
+        self.prompts: dict[int, Stages] = {}
         """Further stages of each prompt, by the number of its core's requests."""
         self.is_one = False
         """True for a beam search."""
@@ -125,9 +125,9 @@ class Story:
         """Note the end of the next of the stages before the prompts."""
         self.times.append(clock.now())
 
-    def begin_prompt(self, number: int) -> list[tuple[str, float]]:
-        """Begin a prompt; return the list of its stages, to which the engine's front end adds."""
-        return self.prompts.setdefault(number, [])
+    def begin_prompt(self, number: int) -> Stages:
+        """Begin a prompt; return its stages, to which the engine's front end adds."""
+        return self.prompts.setdefault(number, Stages())
 
     def note_sending(self, begin: float, end: float) -> None:
         """Note that sending a piece took from `begin` to `end` (seconds of `time.monotonic`)."""
@@ -167,7 +167,7 @@ class Story:
         stages = list(zip(_STAGES, self.times, strict=False))
         if len(stages) < len(_STAGES):  # it failed there, or is there now
             stages.append((_STAGES[len(stages)], end if self.done is None else self.done))
-        prompts = {number: list(stages) for number, stages in self.prompts.items()}
+        prompts = {number: list(stages.ends) for number, stages in self.prompts.items()}
         for marked in prompts.values():
             if not marked:
                 marked.append(("tokenize", end if self.done is None else self.done))

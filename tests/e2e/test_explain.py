@@ -160,6 +160,25 @@ def test_the_explanation_is_in_the_answer(server):
     assert last.startswith("data: ")
 
 
+def test_a_busy_engine_that_had_the_prefix_is_named(tmp_path):
+    flags = ["--max-model-len", "512", "--num-threads", "1", "--kv-cache-memory-bytes", "8M"]
+    prompt = "The dog ran to the tree. " * 60
+    fields = {"prompt": prompt, "max_tokens": 20, "ignore_eos": True, "explain": True}
+
+    def ask(server):
+        return server.post("/v1/completions", fields).json()["explanation"]
+
+    with serve(tmp_path, "-dp", "2", *flags) as server:
+        assert "routing" not in {a["setting"] for a in ask(server)["advice"]}
+        with concurrent.futures.ThreadPoolExecutor(12) as pool:
+            told = [f.result() for f in [pool.submit(ask, server) for _ in range(12)]]
+        texts = {a["text"] for found in told for a in found["advice"] if a["setting"] == "routing"}
+        (text,) = texts
+        named = re.match(r"Engine [01] likely had the first (\d+) tokens of the prompt in", text)
+        tokens = told[0]["cache"]["prompt_tokens"]
+        assert tokens - 32 < int(named[1]) <= tokens
+
+
 def test_what_was_given_up_and_what_differs(server):
     first = "It was 2026-11-27 and " + "a dog ran to the tree. " * 60
     second = first.replace("11-27", "11-28")

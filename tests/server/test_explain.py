@@ -146,6 +146,25 @@ def test_keys_see_their_own_requests_and_the_operator_sees_all():
     with_server(scenario, **KEYS)
 
 
+@pytest.mark.parametrize(("tokens", "told"), [(256, True), (255, False), (None, False)])
+def test_another_engine_that_had_the_prefix_is_named(tokens, told):
+    async def scenario(served):
+        served.engine.holder = None if tokens is None else (1, tokens)
+        answer = await served.complete(max_tokens=2, explain=True)
+        found = answer.json()["explanation"]
+        advice = {a["setting"]: a for a in found["advice"]}
+        assert ("routing" in advice) == told
+        if told:
+            assert advice["routing"]["text"].startswith(
+                "Engine 1 likely had the first 256 tokens of the prompt in its cache"
+            )
+            (prefill,) = [c["ms"] for c in found["causes"] if c["cause"] == "prefill"]
+            assert advice["routing"]["saved_ms"] == prefill
+            assert advice["routing"]["estimate"] == "at_most"
+
+    with_server(scenario, engine=slow)
+
+
 class Crowded(FakeAsyncLLM):
     """Fake engine in which each request waits for blocks that all earlier ones hold."""
 

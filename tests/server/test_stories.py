@@ -99,7 +99,8 @@ def test_marks_of_a_whole_life(now):
         for at in (13.0, 14.0):
             now(at)
             kept.mark()
-        kept.begin_prompt(7).append(("tokenize", 15.0))
+        now(15.0)
+        kept.begin_prompt(7).end("tokenize")
         kept.begin_prompt(8)
         kept.note_sending(15.5, 16.0)
         now(17.0)
