@@ -145,8 +145,9 @@ class ServerConfig(Section, frozen=True):
     explain_requests: Annotated[
         Annotated[int, Meta(ge=0)] | None,
         Meta(
-            description="Number of recent requests that /v1/requests/ID/explain can explain; 0:"
-            " none. Default: 100, but 0 with several front ends, which do not support it."
+            description="Number of recent requests, and of lines of batches, that"
+            " /v1/requests/ID/explain can explain; 0: none. Default: 100, but 0 with several"
+            " front ends, which do not support it."
         ),
     ] = None
     explain_prompts: Annotated[

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import heapq
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from operator import itemgetter
 
 import msgspec
 
@@ -19,6 +21,11 @@ from octavo.observability.steps import (
 from octavo.request import Request
 from octavo.scheduler.listener import StepListener, WaitReason
 from octavo.system.clock import now
+
+MAX_HOLDERS = 16
+"""Number of holders of KV blocks that a wait for blocks names."""
+HOLDERS_INTERVAL = 0.1
+"""Seconds after which a wait of the same request names them again."""
 
 
 @dataclass(slots=True)
@@ -64,6 +71,8 @@ class StepReporter(StepListener):
         self._last_computed = 0.0
         self._events: list[StepEvent] = []
         """Events that the next outputs report."""
+        self._named: tuple[str, float] = "", 0.0
+        """Request whose wait has named the holders of blocks last, and the time."""
         self._encoder = msgspec.msgpack.Encoder()
 
     def on_add(self, request: EngineCoreRequest) -> None:
@@ -92,6 +101,17 @@ class StepReporter(StepListener):
     def on_wait(self, request: Request, reason: WaitReason) -> None:
         """Keep the reason for the step that is being scheduled."""
         self._scheduling.wait = StepWait(request.request_id, reason.name)
+
+    def on_blocks_missing(self, held: Callable[[], Mapping[str, int]]) -> None:
+        """Name the requests that hold the most blocks, if the last names are old."""
+        wait, time = self._scheduling.wait, self._clock()
+        assert wait is not None
+        who, last = self._named
+        if who == wait.request_id and time < last + HOLDERS_INTERVAL:
+            return
+        self._named = wait.request_id, time
+        most = heapq.nlargest(MAX_HOLDERS, held().items(), key=itemgetter(1))
+        self._scheduling.wait = StepWait(wait.request_id, wait.reason, most)
 
     def on_preempt(self, request: Request, by: Request | None) -> None:
         """Keep the preemption for the step that is being scheduled, or for the next one."""

@@ -131,6 +131,9 @@ class CoordinatorClient(AsyncMPClient):
         """Return None: only the coordinator knows the engine."""
         return None
 
+    def holder_of(self, request_id: str) -> None:
+        """Return None: only the coordinator knows the engines."""
+
     async def get_output(self) -> EngineCoreOutputs:
         """Implement `EngineClient`."""
         while True:

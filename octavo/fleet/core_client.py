@@ -117,6 +117,11 @@ class WatchedClient(EngineClient, Protocol):
         """Return the engine of a live core request; None if it is unknown here."""
         ...
 
+    def holder_of(self, request_id: str) -> tuple[int, int] | None:
+        """Return another engine that likely had more of a live core request's prompt in its cache
+        when the request was placed, and the number of tokens; None if there was none."""
+        ...
+
     def fail_calls(self, error: Exception) -> None:
         """Fail all pending and future calls."""
         ...

@@ -201,6 +201,10 @@ class DataParallelClient:
         """Return the engine of a live core request."""
         return self._router.engine_of(request_id)
 
+    def holder_of(self, request_id: str) -> tuple[int, int] | None:
+        """Implement `WatchedClient`."""
+        return self._router.holder_of(request_id)
+
     async def get_output(self) -> EngineCoreOutputs:
         """Return the outputs of any engine; raise the error that ended the last one."""
         while True:

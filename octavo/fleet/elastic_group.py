@@ -206,6 +206,10 @@ class ElasticGroup:
         """Implement `WatchedClient`."""
         return self._group.engine_of(request_id)
 
+    def holder_of(self, request_id: str) -> tuple[int, int] | None:
+        """Implement `WatchedClient`."""
+        return self._group.holder_of(request_id)
+
     def get_output_nowait(self) -> EngineCoreOutputs | None:
         """Implement `WatchedClient`."""
         return self._group.get_output_nowait()

@@ -89,6 +89,8 @@ class _Placed:
     """Place of a live request."""
 
     engine: int
+    holder: tuple[int, int] | None
+    """See `Router.holder_of`."""
     running: bool = False
     """True if it has a token."""
 
@@ -119,17 +121,21 @@ class Router:
         """
         hashes = self._hash(request)
         least = min(map(self.load, engines))
+        cached = {i: self._prefixes.num_cached(i, hashes) if hashes else 0 for i in engines}
 
         def key(engine: int) -> tuple[float, bool, int]:
-            cached = self._prefixes.num_cached(engine, hashes) if hashes else 0
-            against = score(self.load(engine), least, cached, len(hashes))
+            against = score(self.load(engine), least, cached[engine], len(hashes))
             return against, engine <= self._last, engine
 
         chosen = self._last = min(engines, key=key)
+        most = max(engines, key=cached.__getitem__)
+        holder = None
+        if cached[most] > cached[chosen]:
+            holder = most, cached[most] * self._block_size
         self._prefixes.add(chosen, hashes)
         for child_id in request.child_ids:
             self.remove([child_id])
-            self._placed[child_id] = _Placed(chosen)
+            self._placed[child_id] = _Placed(chosen, holder)
             self._waiting[chosen] += 1
         return chosen
 
@@ -141,6 +147,12 @@ class Router:
         """Return the engine of a core request; None if it has no place."""
         placed = self._placed.get(request_id)
         return None if placed is None else placed.engine
+
+    def holder_of(self, request_id: str) -> tuple[int, int] | None:
+        """Return the engine that likely had most of a core request's prompt in its cache, and the
+        number of tokens; None if the request is there, or has no place."""
+        placed = self._placed.get(request_id)
+        return None if placed is None else placed.holder
 
     def note_token(self, request_id: str) -> None:
         """Record that a core request has a token; ignore one without a place."""

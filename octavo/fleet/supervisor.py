@@ -233,6 +233,9 @@ class Supervisor:
         """Implement `WatchedClient`."""
         return 0
 
+    def holder_of(self, request_id: str) -> None:
+        """Return None: there is one engine."""
+
     def deaths_of(self, request_id: str) -> int:
         """Return the number of consecutive deaths with a request in flight."""
         suspect = self._suspects.get(request_id)

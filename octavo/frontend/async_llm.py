@@ -67,6 +67,7 @@ from octavo.frontend.request_memory import (
     trim_when_idle,
 )
 from octavo.frontend.step_log import EngineDeath, StepLog
+from octavo.frontend.time_line import Stages
 from octavo.frontend.traces import make_tracer, read_trace_headers
 from octavo.kv_cache.block_map import BlockMap
 from octavo.messages import (
@@ -93,9 +94,6 @@ if TYPE_CHECKING:
     from octavo.config.engine_args import AsyncEngineArgs
 
 logger = logging.getLogger(__name__)
-
-Stages = list[tuple[str, float]]
-"""Causes of a request's time before the engine (see `time_line.py`), and their ends."""
 
 # Most steps that are processed in a row before waiting requests get a turn.
 _MOST_FOLLOWING = 7
@@ -416,7 +414,7 @@ class AsyncLLM:
         """
         request, text = await self.process(prompt, params, request_id, options, add_special_tokens)
         if stages is not None:
-            stages.append(("tokenize", clock.now()))
+            stages.end("tokenize")
         nbytes = request_nbytes(request, params, self.spec.vocab_size)
         with self.request_memory.reserve(nbytes, options.tenant, background=options.background):
             async with aclosing(self._stream(request, params, text, stages)) as outputs:
@@ -551,7 +549,7 @@ class AsyncLLM:
             prompt, of_prompt, request_id, options, add_special_tokens
         )
         if stages is not None:
-            stages.append(("tokenize", clock.now()))
+            stages.end("tokenize")
         vocab_size = self.spec.vocab_size
         search = make_beam_search(params, request, vocab_size)
         nbytes = beam_search_nbytes(request, search, vocab_size)
@@ -862,7 +860,8 @@ class AsyncLLM:
         try:
             await self._client.add_request(request)
             if stages is not None:
-                stages.append(("to_engine", clock.now()))
+                stages.end("to_engine")
+                stages.holder = self._client.holder_of(request.child_ids[0])
             while not finished:
                 output = queue.get_nowait()
                 if output is None:

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from octavo.frontend.step_log import EngineDeath, LoggedStep
 from octavo.observability.steps import StepEvent, StepPart, StepRecord
+from octavo.system import clock
 
 _HELD = {
     "WAITING_FOR_FSM": "grammar",
@@ -28,6 +29,8 @@ _HELD = {
 """Causes by the name of the status of a held request."""
 STEPS = frozenset({"prefill", "recompute", "decode", "failed_step"})
 """Causes of time in which the engine computes the request."""
+_AT_ONCE = frozenset({"BUDGET", "BLOCKS"})
+"""Reasons of which `Span.who` has the most at one time."""
 BETWEEN = "between_steps"
 """Cause of the engine's own work between steps of the request."""
 
@@ -39,6 +42,20 @@ def number_of(core_id: str) -> int | None:
     """
     number = core_id.rpartition("#")[0].rpartition("-")[2]
     return int(number) if number.isascii() and number.isdecimal() else None
+
+
+@dataclass(slots=True)
+class Stages:
+    """What the front end notes of a prompt on its way to the engine."""
+
+    ends: list[tuple[str, float]] = field(default_factory=list)
+    """Causes of the time, in order, with their ends."""
+    holder: tuple[int, int] | None = None
+    """Another engine that likely had more of the prompt in its cache, and the number of tokens."""
+
+    def end(self, cause: str) -> None:
+        """Note that a stage ends."""
+        self.ends.append((cause, clock.now()))
 
 
 @dataclass(slots=True)
@@ -54,6 +71,10 @@ class Span:
         steps: number of steps.
         tokens: number of tokens of this request in them, drafts included.
         others: most other requests in one of the steps; with `queued`, that ran meanwhile.
+        who: other requests that are the cause, by id in the core, with what they had: tokens in the
+            steps; with `queued` for BUDGET the most tokens in a step, for BLOCKS the most KV blocks
+            (0: unknown); otherwise seconds.
+        behind: with `is_behind`: the requests that were the first in the queue, with the seconds.
         theirs: seconds of the steps, divided by tokens, that other requests took.
         between: seconds between the steps, which are no span of their own.
     """
@@ -68,6 +89,8 @@ class Span:
     others: int = 0
     theirs: float = 0.0
     between: float = 0.0
+    who: dict[str, float] = field(default_factory=dict)
+    behind: dict[str, float] = field(default_factory=dict)
 
     def takes(self, other: Span) -> bool:
         """Return True if a later span continues this one."""
@@ -82,6 +105,12 @@ class Span:
         self.others = max(self.others, other.others)
         self.theirs += other.theirs
         self.between += other.between
+        is_most = self.reason in _AT_ONCE
+        for who, amount in other.who.items():
+            known = self.who.get(who, 0.0)
+            self.who[who] = max(known, amount) if is_most else known + amount
+        for who, amount in other.behind.items():
+            self.behind[who] = self.behind.get(who, 0.0) + amount
 
 
 @dataclass(slots=True)
@@ -340,18 +369,29 @@ class _Sweep:
 
     def _step(self, own: _Own) -> None:
         record, part = own.record, own.part
-        total, mine, others = 0, 0, 0
-        for other in record.parts:
-            total += other.num_tokens
-            if other is part or self._is_own(other.request_id):
-                mine += other.num_tokens
-            else:
-                others += 1
+        total = sum(other.num_tokens for other in record.parts)
+        who = self._others(record)
+        mine = total - sum(who.values())
         seconds = max(0.0, min(record.computed, self._marks.end) - max(self._cursor, record.begun))
         self._to(record.begun, BETWEEN)
         theirs = seconds * (1 - mine / total) if total else 0.0
-        facts = {"steps": 1, "tokens": part.num_tokens, "others": others, "theirs": theirs}
-        self._to(record.computed, own.cause, **facts)
+        self._to(
+            record.computed,
+            own.cause,
+            steps=1,
+            tokens=part.num_tokens,
+            others=len(who),
+            theirs=theirs,
+            who=who,
+        )
+
+    def _others(self, record: StepRecord) -> dict[str, float]:
+        """Return the tokens of each other request in a step."""
+        return {
+            part.request_id: part.num_tokens
+            for part in record.parts
+            if not self._is_own(part.request_id)
+        }
 
     def _deliver(self) -> None:
         """Fill the rest: the client did not read, or the front end worked."""
@@ -438,9 +478,10 @@ class _Sweep:
         for engine, event in self._events:
             if engine == index and since <= event.time < end:
                 waits.note(event, followed, self._marks.is_one)
-        for engine, time, core_id, _ in self._preempted:
-            if engine == index and since <= time < end and core_id == followed:
-                waits.preempted = min(waits.preempted, time)
+        for engine, time, core_id, by in self._preempted:
+            mine = engine == index and since <= time < end and core_id == followed
+            if mine and time < waits.preempted:
+                waits.preempted, waits.preempted_by = time, by
         cuts = {begin, end, *waits.cuts()}
         for step in steps:
             cuts |= {step.schedule_begun, step.begun, step.computed}
@@ -450,19 +491,26 @@ class _Sweep:
             while place < len(steps) and steps[place].computed <= a:
                 place += 1
             busy = place < len(steps) and steps[place].begun <= a
-            self._wait(a, b, waits, steps, busy)
+            self._wait(a, b, waits, steps, steps[place] if busy else None)
 
     def _wait(
-        self, begin: float, end: float, waits: _Waits, steps: list[StepRecord], busy: bool
+        self,
+        begin: float,
+        end: float,
+        waits: _Waits,
+        steps: list[StepRecord],
+        busy: StepRecord | None,
     ) -> None:
-        """Fill a time in which nothing changes; `busy`: the engine computes others' step."""
+        """Fill a time in which nothing changes; `busy`: others' step that the engine computes."""
         held = waits.held_at(begin)
         if begin < waits.added:
-            self._to(end, "step_of_others" if busy else "to_engine")
+            self._idle(end, busy, "to_engine")
         elif held is not None:
             self._to(end, held)
         elif begin >= waits.preempted and begin < waits.until:
-            self._to(end, "preempted")
+            by, seconds = waits.preempted_by, min(end, self._marks.end) - self._cursor
+            known = by is not None and not self._is_own(by)
+            self._to(end, "preempted", who={by: seconds} if known else {})
         elif waits.waits_at(begin):
             since = waits.since(begin)
             last = None
@@ -471,23 +519,47 @@ class _Sweep:
                     last = step
             # Without a reason it was not in the queue yet.
             if last is None or not (last.wait or last.preemptions):
-                self._to(end, "step_of_others" if busy else BETWEEN)
+                self._idle(end, busy, BETWEEN)
             else:
                 self._queued(end, last)
-        elif any(a <= begin < b for a, b in self._marks.blocked) and not busy:
+        elif any(a <= begin < b for a, b in self._marks.blocked) and busy is None:
             self._to(end, "client")
         else:
-            self._to(end, "step_of_others" if busy else BETWEEN)
+            self._idle(end, busy, BETWEEN)
+
+    def _idle(self, end: float, busy: StepRecord | None, cause: str) -> None:
+        """Fill a time with others' step, or with a cause if there is none."""
+        if busy is None:
+            self._to(end, cause)
+        else:
+            seconds = min(end, self._marks.end) - self._cursor
+            self._to(end, "step_of_others", who=dict.fromkeys(self._others(busy), seconds))
 
     def _queued(self, end: float, last: StepRecord) -> None:
         """Fill a time in the queue; `last` is the step that left the request out."""
-        others = sum(not self._is_own(part.request_id) for part in last.parts)
+        who = self._others(last)
+        others = len(who)
         if last.wait is None:
             # After a preemption a step starts no request.
-            self._to(end, "queued", reason="BLOCKS", others=others)
+            who = {p.by: 0.0 for p in last.preemptions if p.by and not self._is_own(p.by)}
+            self._to(end, "queued", reason="BLOCKS", others=others, who=who)
             return
-        behind = not self._is_own(last.wait.request_id)
-        self._to(end, "queued", reason=last.wait.reason, is_behind=behind, others=others)
+        seconds = min(end, self._marks.end) - self._cursor
+        reason, first = last.wait.reason, last.wait.request_id
+        if reason == "SEAT":
+            who = dict.fromkeys(who, seconds)
+        elif reason != "BUDGET":
+            who = {i: count for i, count in last.wait.holders if not self._is_own(i)}
+        behind = {} if self._is_own(first) else {first: seconds}
+        self._to(
+            end,
+            "queued",
+            reason=reason,
+            is_behind=bool(behind),
+            others=others,
+            who=who,
+            behind=behind,
+        )
 
 
 def _is_next_beam(before: _Own, own: _Own | None) -> bool:
@@ -507,6 +579,7 @@ class _Waits:
         until: begin of the scheduling of its next step.
         added: time at which the engine received it.
         preempted: time of its preemption.
+        preempted_by: request that needed its blocks.
         held: times in which it was held, with the cause.
     """
 
@@ -515,6 +588,7 @@ class _Waits:
     until: float
     added: float = -math.inf
     preempted: float = math.inf
+    preempted_by: str | None = None
     held: list[tuple[float, float, str]] = field(default_factory=list)
 
     def note(self, event: StepEvent, followed: str | None, is_one: bool) -> None:

@@ -454,6 +454,16 @@ class KVCacheManager:
             held[request_id] += [block.block_id for _, block, _ in load.new]
         return held
 
+    def num_held_blocks(self) -> dict[str, int]:
+        """Return the number of blocks of each request, or of a load for it. O(requests)."""
+        found = {
+            request_id: sum(map(len, held.blocks)) - sum(held.num_released)
+            for request_id, held in self._requests.items()
+        }
+        for request_id, load in self._loads.items():
+            found[request_id] = sum(map(len, load.hit)) + len(load.new)
+        return found
+
     def get_block_ids(self, request: Request) -> list[list[int]]:
         """Return all blocks of a request in order, one list for each group."""
         held = self._requests[request.request_id]

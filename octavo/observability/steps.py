@@ -22,12 +22,14 @@ class StepPart(msgspec.Struct, array_like=True, omit_defaults=True, frozen=True)
     """With `num_known_tokens` only: tokens to compute or to find before the next new token."""
 
 
-class StepWait(msgspec.Struct, array_like=True, frozen=True):
+class StepWait(msgspec.Struct, array_like=True, omit_defaults=True, frozen=True):
     """The first request that waited when a step was scheduled; later ones waited behind it."""
 
     request_id: str
     reason: str
     """Name of a `WaitReason`."""
+    holders: list[tuple[str, int]] = []
+    """With BLOCKS, a few times a second: the requests with the most KV blocks, and how many."""
 
 
 class StepPreemption(msgspec.Struct, array_like=True, frozen=True):

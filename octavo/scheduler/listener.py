@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from octavo.kv_cache.given_up import GivenUp
 from octavo.messages import EngineCoreOutputs, EngineCoreRequest, SchedulerOutput
@@ -42,6 +42,13 @@ class StepListener:
 
     def on_wait(self, request: Request, reason: WaitReason) -> None:
         """React to the first waiting request that cannot start; later requests also wait."""
+
+    def on_blocks_missing(self, held: Callable[[], Mapping[str, int]]) -> None:
+        """React to a wait for KV blocks, after `on_wait`.
+
+        Args:
+            held: returns the number of blocks of each request.
+        """
 
     def on_preempt(self, request: Request, by: Request | None) -> None:
         """React to a preemption in favour of `by`; None: the request's step failed."""

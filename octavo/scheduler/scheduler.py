@@ -655,7 +655,11 @@ class Scheduler:
                 break
             worst = self.running[-1] if preempt and self.running else None
             if worst is None or worst.queue_key[0] <= request.queue_key[0]:
-                return self._note_wait(request, WaitReason.BLOCKS if has_seat else WaitReason.SEAT)
+                self._note_wait(request, WaitReason.BLOCKS if has_seat else WaitReason.SEAT)
+                if has_seat:
+                    for listener in self._listeners:
+                        listener.on_blocks_missing(manager.num_held_blocks)
+                return False
             self._preempt(self.running.pop(), request)
             step.preempted = True
         self.waiting.start(request)

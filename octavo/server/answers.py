@@ -147,6 +147,18 @@ class PromptDifference(Answer):
     """Text of the earlier prompt there."""
 
 
+class OtherRequest(Answer):
+    """Another request that the client may see."""
+
+    number: str
+    """Its number, as in the engine view."""
+    id: NotRequired[str | None]
+    """Id of its answer, while it is recorded."""
+    ms: NotRequired[float | None]
+    tokens: NotRequired[int | None]
+    blocks: NotRequired[int | None]
+
+
 class GivenUpBlocks(Answer):
     """Blocks of the prompt's prefix that the cache gave up for another request."""
 
@@ -154,6 +166,8 @@ class GivenUpBlocks(Answer):
     """Seconds between that and the arrival of the request."""
     token: int
     """Index of the first token of the first of these blocks."""
+    by: OtherRequest | None
+    """That request; null: the client may not see it."""
 
 
 class ExplainedCache(Answer):
@@ -184,6 +198,13 @@ class ExplainedSpan(Answer):
     """Number of computed tokens of this request."""
     others: NotRequired[int | None]
     """Most other requests in one of the steps."""
+    who: NotRequired[list[OtherRequest] | None]
+    """Other requests that are the cause, at most 8: with their tokens in the steps; with queued for
+    BUDGET the most tokens in a step, for BLOCKS the most KV blocks; otherwise the time."""
+    more: NotRequired[int | None]
+    """Number of further ones, and of those that the client may not see."""
+    behind: NotRequired[list[OtherRequest] | None]
+    """With is_behind: those that were the first in the queue, as far as the client may see them."""
     theirs_ms: NotRequired[float | None]
     """Share of the steps' time, by tokens, of the other requests."""
     between_ms: NotRequired[float | None]
@@ -201,6 +222,8 @@ class ExplainedCause(Answer):
 class ExplainedAnswer(Answer):
     """Answer to a prompt, by the engine's steps."""
 
+    number: str
+    """Its number in the engine view."""
     prompt: int
     index: int
     followed: bool
@@ -264,6 +287,13 @@ class Explanation(RecentRequest):
     answers: list[ExplainedAnswer]
     cache: ExplainedCache
     advice: list[Advice]
+
+
+class Explained(Answer):
+    """Base of answers, and of last chunks, that explain their request."""
+
+    explanation: NotRequired[Explanation | None]
+    """With explain."""
 
 
 class Usage(Answer):
@@ -352,15 +382,13 @@ class CompletionChoice(Answer):
     """Number of tokens that the answer repeats, if the repetition guard found that."""
 
 
-class CompletionAnswer(Envelope):
+class CompletionAnswer(Envelope, Explained):
     """POST /v1/completions."""
 
     object: Literal["text_completion"]
     choices: list[CompletionChoice]
     usage: Usage
     metrics: NotRequired[PerRequestMetrics | None]
-    explanation: NotRequired[Explanation | None]
-    """With explain."""
     kv_transfer_params: NotRequired[dict[str, Any] | None]
 
 
@@ -378,15 +406,13 @@ class CompletionChunkChoice(Answer):
     """Number of tokens that the answer repeats, if the repetition guard found that."""
 
 
-class CompletionChunk(Envelope):
+class CompletionChunk(Envelope, Explained):
     """Event of a stream of /v1/completions."""
 
     object: Literal["text_completion"]
     choices: list[CompletionChunkChoice]
     usage: NotRequired[Usage | None]
     metrics: NotRequired[PerRequestMetrics | None]
-    explanation: NotRequired[Explanation | None]
-    """With explain."""
     prompt_progress: NotRequired[PromptProgress | None]
 
 
@@ -454,15 +480,13 @@ class ChatChoice(Answer):
     """Number of tokens that the answer repeats, if the repetition guard found that."""
 
 
-class ChatAnswer(Envelope):
+class ChatAnswer(Envelope, Explained):
     """POST /v1/chat/completions."""
 
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
     usage: Usage
     metrics: NotRequired[PerRequestMetrics | None]
-    explanation: NotRequired[Explanation | None]
-    """With explain."""
     kv_transfer_params: NotRequired[dict[str, Any] | None]
     prompt_logprobs: PromptLogprobs | None
     prompt_token_ids: list[int] | None
@@ -509,15 +533,13 @@ class ChatChunkChoice(Answer):
     """Number of tokens that the answer repeats, if the repetition guard found that."""
 
 
-class ChatChunk(Envelope):
+class ChatChunk(Envelope, Explained):
     """Event of a stream of /v1/chat/completions."""
 
     object: Literal["chat.completion.chunk"]
     choices: list[ChatChunkChoice]
     usage: NotRequired[Usage | None]
     metrics: NotRequired[PerRequestMetrics | None]
-    explanation: NotRequired[Explanation | None]
-    """With explain."""
     prompt_progress: NotRequired[PromptProgress | None]
     prompt_token_ids: NotRequired[list[int] | None]
 
@@ -615,7 +637,7 @@ class AnthropicUsage(Answer):
 AnthropicStopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
 
-class AnthropicMessage(Answer):
+class AnthropicMessage(Explained):
     """POST /v1/messages."""
 
     id: str
@@ -642,7 +664,7 @@ class AnthropicDelta(Answer):
     stop_sequence: NotRequired[str | None]
 
 
-class AnthropicEvent(Answer):
+class AnthropicEvent(Explained):
     """Event of a stream of /v1/messages."""
 
     type: Literal[
@@ -733,7 +755,7 @@ class ResponseReasoning(Answer):
     summary: str | None
 
 
-class ResponseObject(Answer):
+class ResponseObject(Explained):
     """POST /v1/responses."""
 
     id: str

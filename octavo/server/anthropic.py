@@ -110,12 +110,13 @@ class MessageAnswer(ChatCompletion):
                 last = output
         assert last is not None
         (completion,) = last.outputs
+        explanation = await self.explanation()
 
         def whole() -> bytes:
             blocks = _Blocks(self)
             for part in self._parse(0, completion):
                 blocks.add(part)
-            return encode(self._message(blocks.whole(), completion))
+            return encode({**self._message(blocks.whole(), completion), **explanation})
 
         written = await offload(len(completion.text), whole)
         return Response(written, media_type="application/json")
@@ -150,7 +151,8 @@ class MessageAnswer(ChatCompletion):
         ended = self._message([], completion)
         delta = {name: ended[name] for name in ("stop_reason", "stop_sequence")}
         usage = {"type": "message_delta", "delta": delta, "usage": ended["usage"]}
-        yield [*map(_event, [*blocks.close(), usage, {"type": "message_stop"}])]
+        stop = {"type": "message_stop", **await self.explanation()}
+        yield [*map(_event, [*blocks.close(), usage, stop])]
 
     def _events_of(self, completion: CompletionOutput, blocks: _Blocks) -> list[bytes]:
         """Return the events of the new parts of the answer."""

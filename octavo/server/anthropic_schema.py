@@ -314,6 +314,9 @@ class MessagesBody(CountTokensBody):
     """Number of tokens to sample from."""
     cache_salt: Annotated[str, StringConstraints(min_length=1)] | None = None
     """Scope of cached prefixes: requests with another one share none; vLLM."""
+    explain: bool | None = None
+    """Explain the time of the request in its answer, or in the event message_stop of its stream, as
+    explanation; see docs/explain.md."""
 
     def complete(self, chat: dict[str, Any]) -> ChatBody:
         """Return the checked body of a chat; see `CountTokensBody.complete`."""
@@ -325,5 +328,6 @@ class MessagesBody(CountTokensBody):
             "top_p": self.top_p,
             "top_k": self.top_k,
             "cache_salt": self.cache_salt,
+            "explain": self.explain,
         }
         return super().complete(chat)

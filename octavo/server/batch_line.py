@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from types import SimpleNamespace
@@ -124,6 +125,7 @@ async def answer_line(state: ServerState, line: BatchLine, context: RequestConte
     data = bytes(line.body)
     sent = bytearray()
     status = 200
+    ended: int | None = None
     writing = AsyncExitStack()
 
     async def send(message: Message) -> None:
@@ -164,11 +166,18 @@ async def answer_line(state: ServerState, line: BatchLine, context: RequestConte
         response = await respond(request, body)
         async with writing:
             await response(scope, _never, send)
+        ended = status
     except (QueueFullError, EngineDeadError, UnavailableError):
+        if context.story is not None:  # there will be another one
+            state.stories.remove(context.story)
         raise
     except Exception as error:
         log_unexpected(error)
+        ended = error_status(error)
         return failed(context.request_id, error)
+    finally:
+        if context.story is not None:
+            context.story.end_http(ended, time.monotonic())
     return LineAnswer(status, context.request_id, bytes(sent), None)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -22,9 +22,11 @@ from octavo.frontend.time_line import (
     make_time_line,
     number_of,
 )
+from octavo.observability.view_events import label_of
 from octavo.server import answers
 from octavo.server.errors import show
-from octavo.server.middleware import context_of
+from octavo.server.middleware import RequestContext, context_of
+from octavo.server.recent_prompts import LONG
 from octavo.server.state import state_of
 from octavo.server.stories import Story
 from octavo.system import clock
@@ -74,8 +76,54 @@ _QUEUED = {
 }
 
 
+_Unit = Literal["ms", "tokens", "blocks"]
+MAX_NAMED = 8
+"""Number of other requests that a span names."""
+_UNITS: Mapping[str, _Unit] = {"BUDGET": "tokens", "BLOCKS": "blocks"}
+"""Units of `Span.who` by the reason of a wait."""
+
 _SIMULATED = frozenset({"max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes"})
 """Settings that a simulation can change."""
+
+
+class Names:
+    """Names of other requests, for a client.
+
+    Args:
+        sees_all: True if the client may see all requests.
+        ids: ids of the recorded requests that it may see, by the number of their core's requests.
+    """
+
+    def __init__(self, ids: Mapping[int, str], *, sees_all: bool) -> None:
+        self._ids, self._sees_all = ids, sees_all
+
+    def find(self, core_id: str) -> answers.OtherRequest | None:
+        """Return the name of a request; None if the client may not see it."""
+        number = number_of(core_id)
+        name = None if number is None else self._ids.get(number)
+        if name is not None:
+            return {"number": label_of(core_id), "id": name}
+        return {"number": label_of(core_id)} if self._sees_all else None
+
+    def largest(self, who: Mapping[str, float], unit: _Unit) -> list[answers.OtherRequest]:
+        """Return the visible requests with the largest amounts, at most `MAX_NAMED`."""
+        found: list[answers.OtherRequest] = []
+        for core_id, amount in sorted(who.items(), key=lambda item: -item[1]):
+            if len(found) < MAX_NAMED and (name := self.find(core_id)) is not None:
+                if unit == "ms":
+                    name["ms"] = _milliseconds(round(amount * 1e6))
+                elif amount:
+                    name[unit] = round(amount)
+                found.append(name)
+        return found
+
+
+def names_for(state: ServerState, context: RequestContext) -> Names:
+    """Return the names of requests as a client may see them, as in the engine view."""
+    sees_all = context.is_admin or len(state.api_keys) < 2
+    visible = state.stories.visible(state.tenant(context.api_key), is_admin=sees_all)
+    ids = {number: story.answer_id for story in visible for number in story.prompts}
+    return Names(ids, sees_all=sees_all)
 
 
 def disabled(what: str) -> str:
@@ -115,7 +163,8 @@ async def explain_request(request: Request) -> Response:
             "request_id",
             "request_not_found",
         )
-    return answers.respond(await explain_story(state, story, simulates=simulates == "true"))
+    names = names_for(state, context)
+    return answers.respond(await explain_story(state, story, names, simulates=simulates == "true"))
 
 
 def _enabled(request: Request) -> ServerState:
@@ -143,11 +192,15 @@ def _listed(story: Story) -> answers.RecentRequest:
 
 
 async def explain_story(
-    state: ServerState, story: Story, *, simulates: bool = False
+    state: ServerState, story: Story, names: Names, *, simulates: bool = False
 ) -> answers.Explanation:
     """Return the explanation of a request, up to now if it still runs.
 
-    With `simulates`, advice has the result of a simulation, which may take a second.
+    Args:
+        state: the server.
+        story: the request.
+        names: names of the others.
+        simulates: True to simulate other settings for the advice, which may take a second.
     """
     engine = await state.get_engine()
     log = engine.step_log
@@ -155,7 +208,7 @@ async def explain_story(
     steps = list(log.between(marks.begin, marks.end))
     deaths = list(log.deaths)
     explanation, line = await asyncio.to_thread(
-        _explain, state, engine, story, marks, steps, deaths, log.lost_until
+        _explain, state, engine, story, names, marks, steps, deaths, log.lost_until
     )
     if simulates and state.what_if is not None and line.followed is not None and engine.num_blocks:
         settings = [a["setting"] for a in explanation["advice"] if a["setting"] in _SIMULATED]
@@ -206,6 +259,7 @@ def _explain(
     state: ServerState,
     engine: AsyncLLM,
     story: Story,
+    names: Names,
     marks: Marks,
     steps: Sequence[LoggedStep],
     deaths: Sequence[EngineDeath],
@@ -215,8 +269,9 @@ def _explain(
     limits = {
         "seats": state.engine_config.scheduler.max_num_seqs,
         "budget": engine.max_num_batched_tokens,
+        "first_engine": engine.config.parallel.first_engine,
     }
-    timeline = [_span(span, marks.begin, limits) for span in shortened(line.spans)]
+    timeline = [_span(span, marks.begin, limits, names) for span in shortened(line.spans)]
     causes = _causes(line.spans, marks.begin)
     usage = story.usage
     explanation: answers.Explanation = {
@@ -237,9 +292,9 @@ def _explain(
             "cached_tokens": usage.cached_tokens,
             "miss": story.cache_miss,
             "difference": story.difference,
-            "given_up": _given_up(line, marks.begin),
+            "given_up": _given_up(line, marks.begin, names),
         },
-        "advice": _advice(causes, line.spans, story, limits),
+        "advice": _advice(causes, line, story, limits),
     }
     return explanation, line
 
@@ -269,16 +324,20 @@ def _milliseconds(micros: int) -> float:
     return micros / 1000
 
 
-def _span(span: Span, origin: float, limits: Mapping[str, int]) -> answers.ExplainedSpan:
+def _span(
+    span: Span, origin: float, limits: Mapping[str, int], names: Names
+) -> answers.ExplainedSpan:
     begin, end = _micros(span.begin, origin), _micros(span.end, origin)
     found: answers.ExplainedSpan = {
         "cause": span.cause,
         "begin_ms": _milliseconds(begin),
         "ms": _milliseconds(end - begin),
-        "text": _text(span, limits),
+        "text": "",
     }
     if span.reason is not None:
         found |= {"reason": span.reason, "is_behind": span.is_behind}
+        if span.is_behind:
+            found["behind"] = names.largest(span.behind, "ms")
     if span.cause in STEPS:
         found |= {
             "steps": span.steps,
@@ -288,22 +347,45 @@ def _span(span: Span, origin: float, limits: Mapping[str, int]) -> answers.Expla
         }
     if span.cause in STEPS or span.cause == "queued":
         found["others"] = span.others
+    if span.who:
+        unit: _Unit = "tokens" if span.cause in STEPS else _UNITS.get(span.reason or "", "ms")
+        found["who"] = who = names.largest(span.who, unit)
+        found["more"] = len(span.who) - len(who)
+    found["text"] = _text(span, found, limits)
     return found
 
 
-def _text(span: Span, limits: Mapping[str, int]) -> str:
+def _named(
+    others: Sequence[answers.OtherRequest], more: int = 0, *, with_counts: bool = False
+) -> str:
+    """Return the numbers of other requests, such as "#7 (40), #9 (12) and 3 more"; may be ""."""
+    named = []
+    for other in others:
+        count = other.get("blocks") or other.get("tokens")
+        named.append(f"#{other['number']}" + (f" ({count})" if count and with_counts else ""))
+    if named and more:
+        named[-1] += f" and {more} more"
+    return ", ".join(named)
+
+
+def _text(span: Span, shown: answers.ExplainedSpan, limits: Mapping[str, int]) -> str:
     """Return the sentence that tells the cause of a span."""
-    title = TITLES[span.cause]
-    if span.cause == "queued":
+    title, is_queued = TITLES[span.cause], span.cause == "queued"
+    names = _named(shown.get("who") or (), shown.get("more") or 0, with_counts=is_queued)
+    listed = f": {names}" if names else ""
+    if is_queued:
         why = _QUEUED[span.reason or "BLOCKS"].format(**limits)
-        return f"queued{' behind another request' if span.is_behind else ''}: {why}"
+        behind = f" behind {_named(shown.get('behind') or ()) or 'another request'}"
+        return f"queued{behind if span.is_behind else ''}: {why}{listed}"
+    if span.cause == "preempted":
+        return f"preempted: {names} needed its blocks" if names else title
     if span.cause not in STEPS:
-        return title
+        return title + listed
     what = {"prefill": "chunk", "recompute": "chunk"}.get(span.cause, "step")
     text = f"{title} in {_counted(span.steps, what)}, {_counted(span.tokens, 'token')}"
     if span.others:
         seconds = (span.end - span.begin - span.between) * 1000
-        text += f", shared with {_counted(span.others, 'other')}"
+        text += f", shared with {_counted(span.others, 'other')}{listed}"
         text += f" ({span.theirs * 1000:.1f} ms of {seconds:.1f} ms theirs)"
     return text
 
@@ -332,6 +414,7 @@ def _answer(answer: Answer, story: Story, line: TimeLine, origin: float) -> answ
     number = number_of(answer.core_id)
     child = answer.core_id.partition("_")[0]
     return {
+        "number": label_of(answer.core_id),
         "prompt": list(story.prompts).index(number) if number in story.prompts else 0,
         "index": int(child) if child.isascii() and child.isdecimal() else 0,
         "followed": answer.core_id == line.followed,
@@ -345,22 +428,27 @@ def _answer(answer: Answer, story: Story, line: TimeLine, origin: float) -> answ
     }
 
 
-def _given_up(line: TimeLine, origin: float) -> answers.GivenUpBlocks | None:
+def _given_up(line: TimeLine, origin: float, names: Names) -> answers.GivenUpBlocks | None:
     if line.followed is None or (event := line.answers[line.followed].given_up) is None:
         return None
     seconds = round(origin - event.time, 3)
-    return {"seconds_before": seconds, "token": line.answers[line.followed].num_cached}
+    by = None if event.by is None else names.find(event.by)
+    return {
+        "seconds_before": seconds,
+        "token": line.answers[line.followed].num_cached,
+        "by": by,
+    }
 
 
 def _advice(
     causes: Sequence[answers.ExplainedCause],
-    spans: Sequence[Span],
+    line: TimeLine,
     story: Story,
     limits: Mapping[str, int],
 ) -> list[answers.Advice]:
     """Return what would have helped: at most the time of the cause that a setting removes."""
     queued: dict[str, float] = {}
-    for span in spans:
+    for span in line.spans:
         if span.reason is not None:
             queued[span.reason] = queued.get(span.reason, 0.0) + span.end - span.begin
     spent = {cause["cause"]: cause["ms"] for cause in causes}
@@ -391,6 +479,15 @@ def _advice(
         "More memory for the KV cache, or fewer seats, so that no request loses its blocks.",
     )
     add("resources", spent.get("kv_load", 0.0), "Faster storage of cached blocks.")
+    holder = _holder(story, line)
+    if holder is not None:
+        add(
+            "routing",
+            spent.get("prefill", 0.0),
+            f"Engine {limits['first_engine'] + holder[0]} likely had the first {holder[1]} tokens "
+            "of the prompt in its cache, but was busier. With less load, a request goes to the "
+            "engine that has its prefix.",
+        )
     difference = story.difference
     if difference is not None and difference["volatile"] is not None:
         is_header = difference["volatile"] == "an agent's billing header"
@@ -406,3 +503,12 @@ def _advice(
             }
         )
     return found
+
+
+def _holder(story: Story, line: TimeLine) -> tuple[int, int] | None:
+    """Return another engine that likely had `LONG` tokens more of the followed prompt in its cache,
+    and the number of tokens."""
+    number = None if line.followed is None else number_of(line.followed)
+    if number is None or line.followed is None or (found := story.prompts[number].holder) is None:
+        return None
+    return found if found[1] - line.answers[line.followed].num_cached >= LONG else None

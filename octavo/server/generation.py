@@ -33,7 +33,7 @@ from octavo.server import answers
 from octavo.server.abilities import check_generates
 from octavo.server.call import Call
 from octavo.server.errors import ClientDisconnectError, error_event, log_unexpected
-from octavo.server.explain import disabled, explain_story
+from octavo.server.explain import disabled, explain_story, names_for
 from octavo.server.http_state import HttpState
 from octavo.server.load_report import add_load_report
 from octavo.server.parts import Delta
@@ -262,7 +262,7 @@ class Generation(Call, ABC, Generic[B]):
                 outputs[index] = output
         in_order = [outputs[i] for i in sorted(outputs)]
         choices = self.choices(in_order)
-        explanation = await self._explanation() if self.body.explain else None
+        explanation = await self.explanation()
 
         def others() -> dict[str, object]:
             fields: dict[str, object] = {"usage": self.usage.to_dict()}
@@ -272,9 +272,7 @@ class Generation(Call, ABC, Generic[B]):
             params = [output.kv_transfer_params for output in in_order]
             if params[0] is not None:  # the request has one prompt then
                 fields["kv_transfer_params"] = params[0]
-            if explanation is not None:
-                fields["explanation"] = explanation
-            return fields
+            return {**fields, **explanation}
 
         candidates = [_num_candidates(output) for output in in_order]
         if sum(candidates) > _MANY_CANDIDATES:
@@ -324,8 +322,8 @@ class Generation(Call, ABC, Generic[B]):
                 if always:
                     tail = b'],"usage":' + encode(self.usage.to_dict()) + b"}\n\n"
                 yield [head + choice + tail for choice in chunks]
-        explains = bool(self.body.explain)
-        if with_usage or explains or (self.body.return_metrics and self._times is not None):
+        explanation = await self.explanation()
+        if with_usage or explanation or (self.body.return_metrics and self._times is not None):
             last = b"]"
             if with_usage:
                 last += b',"usage":' + encode(self.usage.to_dict())
@@ -333,8 +331,8 @@ class Generation(Call, ABC, Generic[B]):
                 metrics = self._metrics(self._times)
                 # A chunk omits unknown times, as vLLM does.
                 last += b',"metrics":' + encode({k: v for k, v in metrics.items() if v is not None})
-            if explains:
-                last += b',"explanation":' + encode(await self._explanation())
+            if explanation:
+                last += b"," + encode(explanation)[1:-1]
             yield [head + last + b"}\n\n"]
 
     def _metrics(self, times: RequestMetrics) -> answers.PerRequestMetrics:
@@ -468,7 +466,7 @@ class Generation(Call, ABC, Generic[B]):
             reports = self.reports_cache_misses and self.reports_cached_tokens
             if (
                 count == 1
-                and (reports or story is not None)
+                and (reports or (story is not None and not background))
                 and self._may_find_misses(prompts[0], params, engine)
             ):
                 watched = _WatchedPrompt(self, self.salt, reports)
@@ -506,12 +504,15 @@ class Generation(Call, ABC, Generic[B]):
             RequestError: the answer is to contain the explanation, and there is none.
         """
         state, context = self.state, self.context
-        if not state.stories.max_count or context.background:
+        if self.body.explain and context.background:
+            raise RequestError(
+                "explain=true is not available in a batch, whose answers do not depend on the time;"
+                " leave it out, and use /v1/requests/ID/explain.",
+                "explain",
+            )
+        if not state.stories.max_count:
             if self.body.explain:
-                message = disabled("explain=true")
-                if context.background:
-                    message = "explain=true is not available in a batch; leave it out."
-                raise RequestError(message, "explain", "explain_disabled")
+                raise RequestError(disabled("explain=true"), "explain", "explain_disabled")
             yield None
             return
         times = (context.arrival, context.received or context.arrival, self._parsed)
@@ -524,16 +525,20 @@ class Generation(Call, ABC, Generic[B]):
             self.usage,
             [clock.from_monotonic(time) for time in times],
             self.num_prompts,
+            is_line=context.background,
         )
         story.is_one = bool(self.body.use_beam_search)
         state.stories.add(story)
         with story.at_work():
             yield story
 
-    async def _explanation(self) -> answers.Explanation:
-        """Return the explanation of the request up to now."""
+    async def explanation(self) -> answers.Explained:
+        """Return the explanation of the request up to now, if its body asks for it."""
+        if not self.body.explain:
+            return {}
         assert self.context.story is not None
-        return await explain_story(self.state, self.context.story)
+        names = names_for(self.state, self.context)
+        return {"explanation": await explain_story(self.state, self.context.story, names)}
 
     def _may_find_misses(self, prompt: Prompt, params: SamplingParams, engine: AsyncLLM) -> bool:
         """Return True if a prompt might find a prefix in the cache."""

@@ -171,8 +171,8 @@ class OllamaAnswer(ChatCompletion):
                 last = output
         assert last is not None
         (completion,) = last.outputs
-        whole = {**_head(self.asked), **self._new_part(completion), **self._end(last, completion)}
-        return answers.respond(whole)
+        part = self._new_part(completion)
+        return answers.respond({**_head(self.asked), **part, **await self._end(last, completion)})
 
     async def events(self) -> Events:
         """Yield the lines of the stream."""
@@ -185,7 +185,7 @@ class OllamaAnswer(ChatCompletion):
                 if part != self.part("", "", []):
                     yield [encode({**_head(self.asked), **part, "done": False}) + b"\n"]
         assert last is not None
-        end = {**_head(self.asked), **self.part("", "", []), **self._end(*last)}
+        end = {**_head(self.asked), **self.part("", "", []), **await self._end(*last)}
         yield [encode(end) + b"\n"]
 
     def _new_part(self, completion: CompletionOutput) -> dict[str, Any]:
@@ -226,7 +226,7 @@ class OllamaAnswer(ChatCompletion):
         self._num_whole_calls += 1
         calls.append(OllamaToolCall(id=call_id, function=function))
 
-    def _end(self, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any]:
+    async def _end(self, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any]:
         """Return the last fields of the answer."""
         times, arrival = output.metrics, self.context.arrival
         scheduled, first = times.first_scheduled_time, times.first_token_time
@@ -239,6 +239,7 @@ class OllamaAnswer(ChatCompletion):
             "prompt_eval_duration": _nanoseconds(scheduled, first),
             "eval_count": self.usage.completion_tokens,
             "eval_duration": _nanoseconds(first, times.last_token_time),
+            **await self.explanation(),
         }
 
 

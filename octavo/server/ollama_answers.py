@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, NotRequired
 
-from octavo.server.answers import Answer, ChatLogprob
+from octavo.server.answers import Answer, ChatLogprob, Explained
 
 DoneReason = Literal["stop", "length", "load"]
 
@@ -46,7 +46,7 @@ class OllamaMessage(Answer):
     tool_calls: NotRequired[list[OllamaToolCall]]
 
 
-class OllamaAnswer(Answer):
+class OllamaAnswer(Explained):
     """Fields of both kinds of answers, and of the lines of their streams."""
 
     model: str

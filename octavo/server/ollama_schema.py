@@ -124,6 +124,9 @@ class OllamaBody(Body):
     """Number of most probable tokens with logprobs; needs logprobs."""
     cache_salt: Annotated[str, StringConstraints(min_length=1)] | None = None
     """Scope of cached prefixes: requests with another one share none; vLLM."""
+    explain: bool | None = None
+    """Explain the time of the request in its answer, or in the last line of its stream, as
+    explanation; see docs/explain.md."""
 
     @property
     def streams(self) -> bool:
@@ -154,7 +157,7 @@ class OllamaBody(Body):
             schema = {"name": "format", "schema": self.format}
             chat["response_format"] = {"type": "json_schema", "json_schema": schema}
         chat |= {"logprobs": self.logprobs, "top_logprobs": self.top_logprobs}
-        chat["cache_salt"] = self.cache_salt
+        chat |= {"cache_salt": self.cache_salt, "explain": self.explain}
         if self.options is not None:
             for name, option in OPTION_NAMES.items():
                 chat[name] = getattr(self.options, option)

@@ -460,6 +460,7 @@ class ResponseAnswer(ChatCompletion):
         self._logprobs_ahead: list[Any] = []
         """Logprobs of tokens whose text has not come yet."""
         self._reasoning_tokens = 0
+        self._explanation: answers.Explained = {}
         self._temperature, self._top_p = given.temperature, given.top_p
         self._accepted = asyncio.Event()
         """Event that is set when the request has been read for the engine."""
@@ -593,6 +594,7 @@ class ResponseAnswer(ChatCompletion):
             "usage": self._usage() if status in _USABLE else None,
             "user": given.user,
             "metadata": given.metadata or {},
+            **self._explanation,
         }
 
     def _usage(self) -> answers.ResponseUsage:
@@ -648,6 +650,7 @@ class ResponseAnswer(ChatCompletion):
             # Tokens of the text, so that their number does not depend on how it arrived.
             ids = await offload(sum(map(len, thoughts)), tokenizer.encode_all, thoughts)
             self._reasoning_tokens = min(sum(map(len, ids)), self.usage.completion_tokens)
+        self._explanation = await self.explanation()
         return events
 
     def _written(self, events: Sequence[Event]) -> list[bytes]:

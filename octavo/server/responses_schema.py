@@ -488,6 +488,8 @@ class ResponseBody(InputTokensBody):
     """No effect: all requests are served alike."""
     cache_salt: Annotated[str, StringConstraints(min_length=1)] | None = None
     """Scope of cached prefixes: requests with another one share none; vLLM."""
+    explain: bool | None = None
+    """Explain the time of the request in its response, as explanation; see docs/explain.md."""
 
     @property
     def wants_logprobs(self) -> bool:
@@ -516,6 +518,7 @@ class ResponseBody(InputTokensBody):
             "temperature": self.temperature,
             "top_p": self.top_p,
             "cache_salt": self.cache_salt,
+            "explain": self.explain,
         }
         if self.wants_logprobs:
             chat |= {"logprobs": True, "top_logprobs": self.top_logprobs}

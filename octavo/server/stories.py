@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import heapq
 import math
+import re
 from array import array
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
-from octavo.frontend.time_line import Marks
+from octavo.frontend.time_line import Marks, Stages
 from octavo.server import answers
 from octavo.system import clock
 
@@ -22,6 +24,7 @@ SHORTEST_BLOCK = 0.001
 
 _ENTRY = 4096
 _PROMPT = 400
+_PREFIX = re.compile("[a-z]+[-_]")
 _STAGES = ("receive", "parse", "start", "render")
 
 
@@ -50,6 +53,7 @@ class Story:
         usage: token counts of the request, which change while it runs.
         times: the arrival, and the ends of the first of `_STAGES`.
         num_prompts: number of its prompts.
+        is_line: True for a line of a batch.
     """
 
     __slots__ = (
@@ -63,6 +67,7 @@ class Story:
         "first",
         "http_ended",
         "is_complete",
+        "is_line",
         "is_one",
         "model",
         "nbytes",
@@ -85,14 +90,17 @@ class Story:
         usage: Counts,
         times: Sequence[float],
         num_prompts: int = 1,
+        *,
+        is_line: bool = False,
     ) -> None:
         self.request_id, self.answer_id, self.owner = request_id, answer_id, owner
         self.path, self.model, self.usage = path, model, usage
+        self.is_line = is_line
         self.begin = times[0]
         self.nbytes = _ENTRY + _PROMPT * num_prompts
         """Bytes of the record, rounded up."""
         self.times = list(times[1:])
-        self.prompts: dict[int, list[tuple[str, float]]] = {}
+        self.prompts: dict[int, Stages] = {}
         """Further stages of each prompt, by the number of its core's requests."""
         self.is_one = False
         """True for a beam search."""
@@ -111,15 +119,15 @@ class Story:
 
     def has_id(self, name: str) -> bool:
         """Return True if the request has this id, or its answer, with or without its prefix."""
-        return name in (self.request_id, self.answer_id, self.answer_id.partition("-")[2])
+        return name in (self.request_id, self.answer_id, _PREFIX.sub("", self.answer_id, count=1))
 
     def mark(self) -> None:
         """Note the end of the next of the stages before the prompts."""
         self.times.append(clock.now())
 
-    def begin_prompt(self, number: int) -> list[tuple[str, float]]:
-        """Begin a prompt; return the list of its stages, to which the engine's front end adds."""
-        return self.prompts.setdefault(number, [])
+    def begin_prompt(self, number: int) -> Stages:
+        """Begin a prompt; return its stages, to which the engine's front end adds."""
+        return self.prompts.setdefault(number, Stages())
 
     def note_sending(self, begin: float, end: float) -> None:
         """Note that sending a piece took from `begin` to `end` (seconds of `time.monotonic`)."""
@@ -159,7 +167,7 @@ class Story:
         stages = list(zip(_STAGES, self.times, strict=False))
         if len(stages) < len(_STAGES):  # it failed there, or is there now
             stages.append((_STAGES[len(stages)], end if self.done is None else self.done))
-        prompts = {number: list(stages) for number, stages in self.prompts.items()}
+        prompts = {number: list(stages.ends) for number, stages in self.prompts.items()}
         for marked in prompts.values():
             if not marked:
                 marked.append(("tokenize", end if self.done is None else self.done))
@@ -178,25 +186,28 @@ class Story:
 
 
 class Stories:
-    """The recent requests; the oldest are dropped.
+    """The recent requests, and the recent lines of batches; the oldest of each are dropped.
 
     Args:
-        max_count: maximum number of requests; 0: none is recorded.
+        max_count: maximum number of each; 0: none is recorded.
     """
 
     def __init__(self, max_count: int) -> None:
         self.max_count = max_count
-        self._stories: deque[Story] = deque()
-        self.nbytes = 0
+        self._requests, self._lines = _Recent(max_count), _Recent(max_count)
+
+    @property
+    def nbytes(self) -> int:
         """Bytes of all records."""
+        return self._requests.nbytes + self._lines.nbytes
 
     def add(self, story: Story) -> None:
         """Record a request."""
-        self._stories.append(story)
-        self.nbytes += story.nbytes
-        most = self.max_count * BYTES_OF_ONE
-        while len(self._stories) > self.max_count or self.nbytes > most:
-            self.nbytes -= self._stories.popleft().nbytes
+        (self._lines if story.is_line else self._requests).add(story)
+
+    def remove(self, story: Story) -> None:
+        """Forget a request; it may have been dropped."""
+        (self._lines if story.is_line else self._requests).remove(story)
 
     def visible(self, owner: str | None, *, is_admin: bool) -> Iterator[Story]:
         """Yield the requests that a client may see, the newest first.
@@ -205,7 +216,8 @@ class Stories:
             owner: tenant of the client.
             is_admin: True if the client is the operator, who may see all.
         """
-        for story in reversed(self._stories):
+        kinds = reversed(self._requests.stories), reversed(self._lines.stories)
+        for story in heapq.merge(*kinds, key=lambda story: story.begin, reverse=True):
             if is_admin or story.owner == owner:
                 yield story
 
@@ -213,3 +225,24 @@ class Stories:
         """Return the newest visible request with an id; None if there is none."""
         stories = self.visible(owner, is_admin=is_admin)
         return next((story for story in stories if story.has_id(name)), None)
+
+
+class _Recent:
+    """Records of one kind, in order of arrival; see `Stories`."""
+
+    def __init__(self, max_count: int) -> None:
+        self._max_count = max_count
+        self.stories: deque[Story] = deque()
+        self.nbytes = 0
+
+    def add(self, story: Story) -> None:
+        self.stories.append(story)
+        self.nbytes += story.nbytes
+        most = self._max_count * BYTES_OF_ONE
+        while len(self.stories) > self._max_count or self.nbytes > most:
+            self.nbytes -= self.stories.popleft().nbytes
+
+    def remove(self, story: Story) -> None:
+        if story in self.stories:
+            self.stories.remove(story)
+            self.nbytes -= story.nbytes

@@ -104,8 +104,10 @@ def _cache(cache: dict[str, Any]) -> list[str]:
             if difference.get(name) is not None:
                 lines.append(f"{_INDENT}{title}: {difference[name]!r}")
     if given_up is not None:
+        by = given_up.get("by")
+        other = "another request" if by is None else f"#{by['number']}"
         lines.append(
-            f"{_INDENT}the block of token {given_up['token']} was given up for another request "
+            f"{_INDENT}the block of token {given_up['token']} was given up for {other} "
             f"{given_up['seconds_before']:.1f} s before"
         )
     return lines

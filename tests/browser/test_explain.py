@@ -1,7 +1,12 @@
 """The explain view: the list, a time line, hostile ids, the keyboard."""
 
 import json
+import re
 import urllib.request
+
+from playwright.sync_api import expect
+
+from tests.hostile import NAMES
 
 HOSTILE = "<img/src=x/onerror=document.title='owned'>"
 
@@ -41,6 +46,46 @@ def test_an_id_is_text(open_page, server):
     page.get_by_role("heading", name=name).wait_for()
     assert page.locator("#explain img").count() == 0
     assert page.title() == "Octavo"
+
+
+def test_all_texts_are_texts(open_page, server):
+    """Ids, names of models, routes, causes and advice of the server are never HTML."""
+    complete(server, "base")
+    with urllib.request.urlopen(server.url + "/v1/requests/base/explain") as answer:
+        found = json.load(answer)
+    listed = {**found, "status": 200, "finished": True}
+    page, story = open_page("/#/explain"), {}
+
+    def answer(route):
+        whole = route.request.url.endswith("/explain")
+        route.fulfill(json=story if whole else {"object": "list", "data": [story]})
+
+    page.route(re.compile("/v1/requests"), answer)
+    for name in NAMES:
+        # The server accepts no other ids.
+        shown_id = re.sub("[^!-~]", "", name)
+        difference = {"volatile": name, "text": name, "earlier_text": name}
+        lost = {"token": 1, "seconds_before": 1.0, "by": {"number": name}}
+        story |= {
+            **listed,
+            "id": shown_id,
+            "path": name,
+            "model": name,
+            "timeline": [{"cause": name, "begin_ms": 0, "ms": found["wall_ms"], "text": name}],
+            "causes": [{"cause": name, "ms": 1.0, "text": name}],
+            "cache": {**found["cache"], "difference": difference, "given_up": lost},
+            "advice": [{"setting": name, "text": name, "saved_ms": None, "estimate": "unknown"}],
+        }
+        page.get_by_role("button", name="Refresh the list").click()
+        button = page.locator("#explain button.quiet.mono")
+        expect(button).to_have_text(shown_id)
+        button.click()
+        title = page.locator("#explain h3.mono")
+        expect(title).to_have_text(shown_id)
+        tags = "img, script, svg, style, iframe"
+        assert page.locator("#explain").locator(tags).count() == 0
+        assert page.locator("#explain pre").all_inner_texts()[0].split() == name.split()
+        assert page.title() == "Octavo"
 
 
 def test_an_unknown_id_is_an_error(open_page):

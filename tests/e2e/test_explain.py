@@ -3,14 +3,18 @@
 import collections
 import concurrent.futures
 import itertools
+import json
 import re
 import signal
 import threading
 import time
 
 import httpx
+import ollama
+import openai
 import pytest
 
+from octavo.config import BUILTIN_MODEL
 from tests.e2e.harness import serve
 
 NUM_REQUESTS = 200
@@ -105,7 +109,8 @@ def test_mixed_requests_under_load_with_preemptions_and_a_killed_engine(server):
             future.result()
     server.wait_for_metric("octavo:engine_restarts_total", 1)
     logged = logged_times(server)
-    seen, recovered = collections.Counter(), []
+    seen, recovered, named = collections.Counter(), [], collections.Counter()
+    numbers, numbered = {}, {}
     for name, (begin, end) in spans.items():
         found = explain(server, name)
         assert found["finished"]
@@ -117,7 +122,13 @@ def test_mixed_requests_under_load_with_preemptions_and_a_killed_engine(server):
         assert "prefill" in causes or found["status"] == 503
         if end < killed:
             assert "engine_death" not in causes
+        for answer in found["answers"]:
+            assert numbers.setdefault(answer["number"], found["id"]) == found["id"]
         for part in found["timeline"]:
+            for other in part.get("who") or ():
+                named[part["cause"], part.get("reason")] += 1
+                assert f"#{other['number']}" in part["text"]
+                numbered[other["number"]] = other["id"]
             if part["cause"] == "engine_death":
                 recovered.append(found["created"] + (part["begin_ms"] + part["ms"]) / 1000)
     # The death ends at the same time for all.
@@ -127,6 +138,10 @@ def test_mixed_requests_under_load_with_preemptions_and_a_killed_engine(server):
     for cause in ("queued", "grammar", "preempted", "recompute", "engine_death"):
         assert seen[cause], (cause, seen)
     assert seen["not_recorded"] == 0
+    for cause in (("queued", "SEAT"), ("queued", "BLOCKS"), ("decode", None), ("preempted", None)):
+        assert named[cause], (cause, named)
+    # A number means the same request wherever it is.
+    assert numbered.items() <= numbers.items()
     # A simulation takes a second, with others' work on this machine some.
     found = server.get("/v1/requests/mixed-199/explain").json()
     assert all(a["estimate"] in ("at_most", "simulated") for a in found["advice"])
@@ -143,6 +158,25 @@ def test_the_explanation_is_in_the_answer(server):
     last = text.split("\n\n")[-3]
     assert '"explanation":{"' in last
     assert last.startswith("data: ")
+
+
+def test_a_busy_engine_that_had_the_prefix_is_named(tmp_path):
+    flags = ["--max-model-len", "512", "--num-threads", "1", "--kv-cache-memory-bytes", "8M"]
+    prompt = "The dog ran to the tree. " * 60
+    fields = {"prompt": prompt, "max_tokens": 20, "ignore_eos": True, "explain": True}
+
+    def ask(server):
+        return server.post("/v1/completions", fields).json()["explanation"]
+
+    with serve(tmp_path, "-dp", "2", *flags) as server:
+        assert "routing" not in {a["setting"] for a in ask(server)["advice"]}
+        with concurrent.futures.ThreadPoolExecutor(12) as pool:
+            told = [f.result() for f in [pool.submit(ask, server) for _ in range(12)]]
+        texts = {a["text"] for found in told for a in found["advice"] if a["setting"] == "routing"}
+        (text,) = texts
+        named = re.match(r"Engine [01] likely had the first (\d+) tokens of the prompt in", text)
+        tokens = told[0]["cache"]["prompt_tokens"]
+        assert tokens - 32 < int(named[1]) <= tokens
 
 
 def test_what_was_given_up_and_what_differs(server):
@@ -164,3 +198,46 @@ def test_what_was_given_up_and_what_differs(server):
     given_up = explain(server, answer["id"])["cache"]["given_up"]
     assert given_up["token"] == 0
     assert given_up["seconds_before"] > 0
+
+
+def test_clients_of_all_routes_read_the_explanation(server):
+    asked = {"explain": True}
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        response = client.responses.create(
+            model=BUILTIN_MODEL, input="Once", max_output_tokens=3, extra_body=asked
+        )
+        events = list(
+            client.responses.create(
+                model=BUILTIN_MODEL,
+                input="Once",
+                max_output_tokens=3,
+                stream=True,
+                extra_body=asked,
+            )
+        )
+        streamed = events[-1].response
+        chat = client.chat.completions.create(
+            model=BUILTIN_MODEL,
+            messages=[{"role": "user", "content": "Once"}],
+            max_tokens=3,
+            extra_body=asked,
+        )
+    found = [answer.model_extra["explanation"] for answer in (response, streamed, chat)]
+    assert [e["id"] for e in found] == [response.id, streamed.id, chat.id]
+    # Ollama's client cannot send further fields, but reads the answers.
+    for path, kind in (("chat", ollama.ChatResponse), ("generate", ollama.GenerateResponse)):
+        body = {"model": BUILTIN_MODEL, "options": {"num_predict": 3}, **asked}
+        body |= {"messages": [{"role": "user", "content": "Once"}], "prompt": "Once"}
+        for stream in (False, True):
+            text = server.post(f"/api/{path}", {**body, "stream": stream}).text
+            last = json.loads(text.splitlines()[-1])
+            assert kind.model_validate(last).eval_count == 3
+            found.append(last["explanation"])
+    message = {"messages": [{"role": "user", "content": "Once"}], "max_tokens": 3, **asked}
+    found.append(server.post("/v1/messages", message).json()["explanation"])
+    last = server.post("/v1/messages", {**message, "stream": True}).text.strip().split("\n\n")[-1]
+    assert last.startswith("event: message_stop\n")
+    found.append(json.loads(last.partition("data: ")[2])["explanation"])
+    for explanation in found:
+        assert {part["cause"] for part in explanation["timeline"]} >= {"prefill", "decode"}
+        assert explanation.keys() == found[0].keys()

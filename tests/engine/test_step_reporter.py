@@ -5,7 +5,7 @@ import itertools
 import msgspec
 import pytest
 
-from octavo.engine.step_reporter import StepReporter
+from octavo.engine.step_reporter import HOLDERS_INTERVAL, StepReporter
 from octavo.messages import EngineCoreOutputs, ScheduledRequest, SchedulerOutput
 from octavo.observability.steps import StepPreemption, StepRecord
 from tests.engine.test_core import make_core, request
@@ -123,3 +123,20 @@ def test_a_step_that_was_scheduled_ahead_begins_after_the_step_before_it():
     first, second = (msgspec.msgpack.decode(step, type=StepRecord) for step in outputs.steps)
     assert (first.scheduled, first.begun, first.computed) == (2.0, 2.0, 5.0)
     assert (second.scheduled, second.begun, second.computed) == (4.0, 5.0, 6.0)
+
+
+def test_a_wait_for_blocks_names_their_holders_a_few_times_a_second():
+    time = itertools.count(1, HOLDERS_INTERVAL / 40)
+    core = make_core(1, listeners=[StepReporter(lambda: next(time))], blocks=6, caching=False)
+    core.add_request(request("1", list(range(1, 33)), max_tokens=40))
+    core.add_request(request("2", list(range(1, 33)), max_tokens=40))
+    records = run(core)
+    waits = [r.wait for r in records if r.wait is not None and r.wait.reason == "BLOCKS"]
+    named = [wait for wait in waits if wait.holders]
+    assert 2 <= len(named) < len(waits) / 2
+    assert named[0] is waits[0]
+    sizes = [dict(wait.holders) for wait in named]
+    assert all(size.keys() == {"1"} for size in sizes)
+    assert sizes[0]["1"] == 3  # two of the prompt, and the next
+    assert sizes[-1]["1"] > 3
+    core.shutdown()

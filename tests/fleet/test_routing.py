@@ -68,6 +68,25 @@ def test_the_map_remembers_the_last_blocks_of_each_engine(adds):
         assert prefixes.num_cached(engine, hashes) == 0
 
 
+def test_the_holder_of_a_prefix_that_was_too_busy_is_known():
+    where = router()
+    prompt = list(range(43))
+    assert place(where, "a", prompt) == 0
+    assert place(where, "b", prompt) == 0  # its prefix is there
+    assert where.holder_of("a") is where.holder_of("b") is None
+    for i in range(2):
+        assert place(where, f"more {i}", prompt) == 0
+    assert place(where, "c", prompt) == 1
+    assert where.holder_of("c") == (0, 40)
+    assert place(where, "other", [7] * 40) == 2
+    assert where.holder_of("other") is None
+    # Engine 1 has it now, too; a part is enough to be the holder.
+    assert place(where, "d", prompt) == 1
+    assert where.holder_of("d") is None
+    where.remove(["c"])
+    assert where.holder_of("c") is None
+
+
 def test_the_end_of_a_prompt_is_forgotten_first():
     prefixes = PrefixMap(4)
     prefixes.add(0, [b"a", b"b", b"c"])

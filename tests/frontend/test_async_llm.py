@@ -70,6 +70,9 @@ class Client:
     def engine_of(self, request_id):
         return 0
 
+    def holder_of(self, request_id):
+        return None
+
     async def pages(self):
         return []
 

@@ -115,8 +115,9 @@ def test_chunks_of_a_prompt_are_one_span_and_know_the_share_of_others():
         ],
         end=40.0,
     )
+    facts = {"others": 2, "theirs": 10 / 4 + 10 / 2, "between": 2}
     assert spans == [
-        Span(0, 22, "prefill", steps=2, tokens=50, others=2, theirs=10 / 4 + 10 / 2, between=2),
+        Span(0, 22, "prefill", steps=2, tokens=50, **facts, who={OTHER: 20, "x-0-9#1": 10}),
         Span(22, 40, "decode", steps=2, tokens=2, between=1),
     ]
 
@@ -133,12 +134,40 @@ def test_a_queued_request_has_the_reason_of_the_step_that_left_it_out(reason, fi
         ],
         end=30.0,
     )
-    behind = first == OTHER
+    behind = {OTHER: 10} if first == OTHER else {}
+    facts = {"reason": reason, "is_behind": bool(behind), "others": 1, "behind": behind}
     assert spans == [
-        Span(0, 10, "step_of_others"),
-        Span(10, 20, "queued", reason=reason, is_behind=behind, others=1),
+        Span(0, 10, "step_of_others", who={OTHER: 10}),
+        Span(10, 20, "queued", **facts, who={OTHER: 10} if reason in ("SEAT", "BUDGET") else {}),
         Span(20, 30, "prefill", steps=1, tokens=4),
     ]
+
+
+def test_a_wait_names_what_the_others_had():
+    """Seats are held for a time; of a budget and of blocks the most counts."""
+    added, both = StepEvent(ME, 0.0, "ADDED"), [StepPart(OTHER, 4), StepPart("x-0-9#9", 7)]
+    for reason in ("SEAT", "BUDGET", "BLOCKS"):
+        holders = [(OTHER, 40), (ME, 3)], [("x-0-9#9", 12), (OTHER, 38)]
+        if reason != "BLOCKS":
+            holders = [], []
+        spans = line(
+            [
+                step(1, 0, 10, [THEIRS], wait=StepWait(ME, reason, holders[0]), events=[added]),
+                step(2, 10, 15, both, wait=StepWait(ME, reason, holders[1])),
+                step(3, 15, 30, [mine(4, 0, 4)]),
+            ],
+            end=30.0,
+        )
+        assert [span.cause for span in spans] == ["queued", "prefill"]
+        assert spans[0].others == 2
+        assert (
+            spans[0].who
+            == {
+                "SEAT": {OTHER: 15.0, "x-0-9#9": 5.0},
+                "BUDGET": {OTHER: 10, "x-0-9#9": 7},
+                "BLOCKS": {OTHER: 40, "x-0-9#9": 12},
+            }[reason]
+        )
 
 
 def test_the_way_to_the_engine_ends_at_its_arrival():
@@ -197,6 +226,7 @@ def test_a_preempted_request_waits_and_is_computed_again():
         ("recompute", 20, 26),
         ("decode", 26, 30),
     ]
+    assert spans[2].who == {OTHER: 6}
 
 
 def test_a_preemption_of_another_request_is_not_its_own():

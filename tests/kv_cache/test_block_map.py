@@ -23,6 +23,8 @@ def check(manager):
     assert found.blocks_per_cell == 1
     age, known, used, refs, owner = read(found.cells)
     holders = manager.held_blocks()
+    counts = {name: sum(map(bool, ids)) for name, ids in holders.items()}
+    assert manager.num_held_blocks() == counts
     free = [b.block_id for b in manager.pool.free_queue.to_list() if b.block_hash is not None]
     for block in manager.pool.blocks[1:]:
         i = block.block_id - 1

@@ -7,8 +7,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from octavo.messages import FinishReason
 from octavo.observability.metrics import EngineMetrics, join_pages
+from octavo.observability.metrics_reader import read_metrics
 from octavo.observability.scheduler_stats import SchedulerStats
 from octavo.outputs import RequestMetrics
+from tests.hostile import NAMES as HOSTILE
 
 # vLLM's names, with the prefix changed.
 NAMES = {
@@ -487,3 +489,30 @@ def test_stats_of_another_process_are_no_counts():
     assert metrics.load()["num_requests_running"] == 5
     page = metrics.render().decode()
     assert 'octavo:num_preemptions_total{engine="0",model_name="m"} 0.0' in page
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_label_values_are_one_value(name):
+    """A label's value adds no line and no metric; readers and joined pages give it back."""
+    metrics = EngineMetrics(name, 64)
+    metrics.set_cache_config_info({"kind": name})
+    metrics.record_rejection(name)
+    usual = EngineMetrics("model", 64)
+    usual.set_cache_config_info({"kind": "k"})
+    usual.record_rejection("k")
+    for page, expected in (
+        (metrics.render(), usual.render()),
+        (join_pages([metrics.render()] * 2), join_pages([usual.render()] * 2)),
+    ):
+        text = page.decode()
+        assert len(text.split("\n")) == len(expected.decode().split("\n"))
+        families = list(text_string_to_metric_families(text))
+        known = [f.name for f in text_string_to_metric_families(expected.decode())]
+        assert [family.name for family in families] == known
+        samples = [sample for family in families for sample in family.samples]
+        named = [s.labels["model_name"] for s in samples if "model_name" in s.labels]
+        assert len(named) > 50
+        assert set(named) == {name}
+        assert {s.labels["kind"] for s in samples if "kind" in s.labels} == {name}
+    read = [m.labels["model_name"] for m in read_metrics(text) if "model_name" in m.labels]
+    assert set(read) == {name}

@@ -123,6 +123,8 @@ class FakeAsyncLLM:
         """Error of every grammar, which the core finds when it compiles the grammar."""
         self.num_cached_tokens = 0
         self.cache_emptied_at: float | None = None
+        self.holder: tuple[int, int] | None = None
+        """Other engine with more of a prompt, and the number of its tokens; see `Stages`."""
         self.paused = False
         self.step_time = 0.0
         self.dead: EngineDeadError | None = None
@@ -155,7 +157,9 @@ class FakeAsyncLLM:
     async def serve(self, prompt, params, request_id, options, *, add_special_tokens, stages=None):
         request, text = await self.process(prompt, params, request_id, options, add_special_tokens)
         if stages is not None:
-            stages += [("tokenize", clock.now()), ("to_engine", clock.now())]
+            stages.end("tokenize")
+            stages.end("to_engine")
+            stages.holder = self.holder
         async with aclosing(self._stream(request, params, text)) as outputs:
             async for output in outputs:
                 yield output

@@ -454,6 +454,55 @@ def test_a_line_that_quotes_the_end_of_a_stopped_one_runs_once(monkeypatch):
     with_server(scenario)
 
 
+def test_lines_are_recorded_beside_requests():
+    async def scenario(served):
+        await served.complete(request_id="mine", max_tokens=1)
+        done = await until(
+            served,
+            await begin(served, line("bad", prompt="x", explain=True), *lines(5)),
+            "completed",
+        )
+        written = await read(served, done["output_file_id"])
+        (failed,) = await read(served, done["error_file_id"])
+        assert failed["response"]["body"]["error"]["param"] == "explain"
+        listed = (await served.http.get("/v1/requests")).json()["data"]
+        ids = {answer["response"]["body"]["id"] for answer in written}
+        # The last three, and the request, which more lines have not pushed out.
+        assert len(ids & {entry["id"] for entry in listed}) == 3
+        assert listed[-1]["id"] == "cmpl-mine"
+        last = next(entry for entry in listed if entry["id"] in ids)
+        assert (last["path"], last["status"], last["finished"]) == (URL, 200, True)
+        for name in (last["id"], last["request_id"]):
+            found = (await served.http.get(f"/v1/requests/{name}/explain")).json()
+            assert found["id"] == last["id"]
+            assert sum(p["ms"] for p in found["timeline"]) == pytest.approx(found["wall_ms"])
+        assert found["cache"]["miss"] is None
+
+    with_server(scenario, few_seats, explain_requests=3)
+
+
+def test_a_try_of_a_line_that_found_no_room_is_not_recorded(monkeypatch):
+    monkeypatch.setattr(batch_runner, "_LINE_RETRY", 0.01)
+
+    async def scenario(served):
+        serve, refused = served.engine.serve, []
+
+        async def full(*args, **options):
+            if len(refused) < 2:
+                refused.append(1)
+                raise batch_runner.QueueFullError("Try again.", 1)
+            async for output in serve(*args, **options):
+                yield output
+
+        served.engine.serve = full
+        await until(served, await begin(served, line("a")), "completed")
+        listed = (await served.http.get("/v1/requests")).json()["data"]
+        assert len(refused) == 2
+        assert [entry["status"] for entry in listed] == [200]
+
+    with_server(scenario)
+
+
 def test_batches_take_turns():
     async def scenario(served):
         long = await begin(served, *lines(60))

@@ -66,10 +66,14 @@ def test_the_time_line_of_a_request():
         queued, prefill, decode, _ = found["timeline"][place - 1 :]
         assert (queued["reason"], queued["is_behind"], queued["others"]) == ("SEAT", False, 1)
         seats = served.engine.config.scheduler.max_num_seqs
-        assert queued["text"] == (f"queued: other requests had all {seats} seats (max_num_seqs)")
+        assert queued["text"] == (
+            f"queued: other requests had all {seats} seats (max_num_seqs): #1"
+        )
+        assert queued["who"] == [{"number": "1", "ms": queued["ms"]}]
+        assert queued["more"] == 0
         assert (prefill["steps"], prefill["tokens"]) == (2, 3)
         assert prefill["text"].startswith(
-            "the prompt was computed in 2 chunks, 3 tokens, shared with 1 other ("
+            "the prompt was computed in 2 chunks, 3 tokens, shared with 1 other: #1 ("
         )
         assert decode["others"] == 0
         assert sum(span["ms"] for span in found["timeline"]) == pytest.approx(found["wall_ms"])
@@ -78,6 +82,7 @@ def test_the_time_line_of_a_request():
         assert advice["estimate"] == "at_most"
         (answer,) = found["answers"]
         assert (answer["prompt_chunks"], answer["steps"], answer["followed"]) == (2, 3, True)
+        assert answer["number"] == "1"
 
     with_server(scenario, engine=slow)
 
@@ -141,6 +146,93 @@ def test_keys_see_their_own_requests_and_the_operator_sees_all():
     with_server(scenario, **KEYS)
 
 
+@pytest.mark.parametrize(("tokens", "told"), [(256, True), (255, False), (None, False)])
+def test_another_engine_that_had_the_prefix_is_named(tokens, told):
+    async def scenario(served):
+        served.engine.holder = None if tokens is None else (1, tokens)
+        answer = await served.complete(max_tokens=2, explain=True)
+        found = answer.json()["explanation"]
+        advice = {a["setting"]: a for a in found["advice"]}
+        assert ("routing" in advice) == told
+        if told:
+            assert advice["routing"]["text"].startswith(
+                "Engine 1 likely had the first 256 tokens of the prompt in its cache"
+            )
+            (prefill,) = [c["ms"] for c in found["causes"] if c["cause"] == "prefill"]
+            assert advice["routing"]["saved_ms"] == prefill
+            assert advice["routing"]["estimate"] == "at_most"
+
+    with_server(scenario, engine=slow)
+
+
+class Crowded(FakeAsyncLLM):
+    """Fake engine in which each request waits for blocks that all earlier ones hold."""
+
+    def __init__(self):
+        super().__init__()
+        self.step_time, self.step_log.ready = 0.01, 0.0
+        self.seen = ["cmpl-unknown-0-999999#999"]
+
+    async def _stream(self, request, sampling_params, text=None):
+        name = f"{request.request_id}#{len(self.seen)}"
+        begin = clock.now()
+        async for output in super()._stream(request, sampling_params, text):
+            yield output
+        end = clock.now()
+        middle = (begin + end) / 2
+        holders = [(who, 40 - i) for i, who in enumerate(self.seen)]
+        parts = [StepPart(who, 1) for who in self.seen]
+        wait = StepWait(self.seen[-1], "BLOCKS", holders)
+        added = [StepEvent(name, begin, "ADDED")]
+        records = [
+            StepRecord(1, *[begin] * 3, middle, middle, parts, wait, events=added),
+            StepRecord(2, *[middle] * 3, end, end, [StepPart(name, 3, 0, 0, 3)]),
+        ]
+        self.step_log.add(0, end, [msgspec.Raw(msgspec.msgpack.encode(r)) for r in records])
+        self.seen.append(name)
+
+
+@pytest.mark.parametrize("keys", [{}, KEYS])
+def test_others_have_numbers_for_those_who_may_see_them(keys):
+    async def scenario(served):
+        async def waited(name, who, **fields):
+            body = {"prompt": "hi", "max_tokens": 1, "request_id": name, **fields}
+            if fields:
+                made = await served.http.post("/v1/completions", json=body, headers=key(who))
+                found = made.json()["explanation"]
+            else:
+                path = f"/v1/requests/{name}/explain"
+                found = (await served.http.get(path, headers=key(who))).json()
+            return next(part for part in found["timeline"] if part["cause"] == "queued")
+
+        for name, who in (("a", "one"), ("b", "two"), ("c", "one")):
+            answered = await waited(name, who, explain=True)
+        unknown = {"number": "999", "blocks": 40}
+        a, b = ({"number": n, "id": f"cmpl-{i}", "blocks": 40 - int(n)} for n, i in ("1a", "2b"))
+        all_of_them = "#999 (40), #1 (39), #2 (38)"
+        for span, sees_all in (
+            (answered, not keys),
+            (await waited("c", "one"), not keys),
+            (await waited("c", "boss"), True),
+        ):
+            assert span["others"] == 3
+            assert span["is_behind"]
+            if sees_all:
+                assert (span["who"], span["more"]) == ([unknown, a, b], 0)
+                assert [other["id"] for other in span["behind"]] == ["cmpl-b"]
+                assert span["text"].startswith("queued behind #2: memory: other requests held")
+                assert span["text"].endswith(all_of_them)
+            else:
+                assert (span["who"], span["more"]) == ([a], 2)
+                assert span["behind"] == []
+                assert span["text"].startswith("queued behind another request: memory")
+                assert span["text"].endswith(": #1 (39) and 2 more")
+                assert "cmpl-b" not in str(span)
+                assert "999" not in str(span)
+
+    with_server(scenario, engine=Crowded, **keys)
+
+
 def test_without_records_the_setting_is_named():
     async def scenario(served):
         for path in ("/v1/requests", "/v1/requests/x/explain"):
@@ -173,6 +265,73 @@ def test_the_explanation_is_in_the_answer_on_request(stream, usage):
         assert not any("explanation" in event for event in events[:-2])
 
     with_server(scenario)
+
+
+CHAT = {"messages": [{"role": "user", "content": "hi"}]}
+RUNNING = ("queued", "in_progress")
+OTHERS = {
+    "/v1/messages": {**CHAT, "max_tokens": 2},
+    "/v1/responses": {"input": "hi", "max_output_tokens": 2},
+    "/api/chat": {**CHAT, "model": "fake", "options": {"num_predict": 2}},
+    "/api/generate": {"prompt": "hi", "model": "fake", "options": {"num_predict": 2}},
+}
+
+
+def last_of(path, text):
+    """Return the text of the last event of a stream, and of the others."""
+    events = text.strip().split("\n" if path.startswith("/api/") else "\n\n")
+    return msgspec.json.decode(events[-1][events[-1].index("{") :]), "".join(events[:-1])
+
+
+@pytest.mark.parametrize("path", OTHERS)
+def test_all_routes_explain_in_their_answer_or_last_event(path):
+    async def scenario(served):
+        body = {**OTHERS[path], "stream": False}
+        plain = await served.http.post(path, json=body)
+        assert "explanation" not in plain.json()
+        answer = await served.http.post(path, json={**body, "explain": True})
+        assert "X-Octavo-Ignored-Fields" not in answer.headers
+        whole = answer.json()["explanation"]
+        stream = {**body, "explain": True, "stream": True}
+        last, before = last_of(path, (await served.http.post(path, json=stream)).text)
+        assert '"explanation"' not in before
+        streamed = last.get("response", last) if path == "/v1/responses" else last
+        for found in (whole, streamed["explanation"]):
+            assert found["path"] == path
+            assert found["completion_tokens"] == 2
+            causes = {part["cause"] for part in found["timeline"]}
+            assert causes >= {"prefill", "decode"}
+            name = found["id"]
+            again = (await served.http.get(f"/v1/requests/{name}/explain?simulate=false")).json()
+            assert again.keys() == found.keys()
+            assert again["id"] == name
+        if path.startswith("/v1/"):
+            assert whole["id"] == answer.json()["id"]
+
+    with_server(scenario, engine=slow)
+
+
+@pytest.mark.parametrize("path", OTHERS)
+def test_without_records_no_route_explains(path):
+    async def scenario(served):
+        answer = await served.http.post(path, json={**OTHERS[path], "explain": True})
+        assert answer.status_code == 400
+        assert "--explain-requests" in answer.text
+
+    with_server(scenario, explain_requests=0)
+
+
+def test_a_stored_background_response_has_its_explanation():
+    async def scenario(served):
+        body = {"input": "hi", "background": True, "explain": True, "max_output_tokens": 2}
+        made = (await served.http.post("/v1/responses", json=body)).json()
+        assert "explanation" not in made
+        path = f"/v1/responses/{made['id']}"
+        while (found := (await served.http.get(path)).json())["status"] in RUNNING:
+            await asyncio.sleep(0.01)
+        assert found["explanation"]["id"] == made["id"]
+
+    with_server(scenario, engine=slow)
 
 
 def test_requests_that_failed_are_explained():

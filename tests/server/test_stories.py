@@ -10,9 +10,11 @@ from octavo.server.stories import BYTES_OF_ONE, MAX_BLOCKED, Stories, Story
 from octavo.system import clock
 
 
-def story(name="a", owner=None, times=(10.0, 11.0, 12.0), num_prompts=1):
+def story(name="a", owner=None, times=(10.0, 11.0, 12.0), num_prompts=1, is_line=False):
     usage = SimpleNamespace(prompt_tokens=3, completion_tokens=4, cached_tokens=0)
-    return Story(name, f"cmpl-{name}", owner, "/v1/x", "m", usage, times, num_prompts)
+    return Story(
+        name, f"cmpl-{name}", owner, "/v1/x", "m", usage, times, num_prompts, is_line=is_line
+    )
 
 
 @pytest.fixture
@@ -58,6 +60,21 @@ def test_the_oldest_are_dropped():
     assert [s.request_id for s in kept.visible(None, is_admin=False)] == ["d", "c", "b"]
 
 
+def test_lines_of_batches_push_out_no_requests():
+    kept = Stories(3)
+    kept.add(story("a", times=(10.0, 11.0, 12.0)))
+    for i in range(9):
+        kept.add(story(f"l{i}", times=(9.0 + i, 11.0, 12.0), is_line=True))
+    kept.add(story("b", times=(16.5, 17.0, 17.0)))
+    visible = [s.request_id for s in kept.visible(None, is_admin=False)]
+    assert visible == ["l8", "b", "l7", "l6", "a"]
+    line = kept.find("l8", None, is_admin=False)
+    kept.remove(line)
+    kept.remove(line)  # it may have been dropped
+    assert kept.find("l8", None, is_admin=False) is None
+    assert kept.nbytes == 4 * line.nbytes
+
+
 def test_requests_with_many_prompts_are_dropped_by_their_memory():
     kept = Stories(3)
     for name in "abc":
@@ -82,7 +99,8 @@ def test_marks_of_a_whole_life(now):
         for at in (13.0, 14.0):
             now(at)
             kept.mark()
-        kept.begin_prompt(7).append(("tokenize", 15.0))
+        now(15.0)
+        kept.begin_prompt(7).end("tokenize")
         kept.begin_prompt(8)
         kept.note_sending(15.5, 16.0)
         now(17.0)

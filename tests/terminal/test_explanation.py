@@ -77,6 +77,9 @@ def test_missed_prefixes(reason, text):
     assert r"this prompt: 'a\nb'" in told
     assert r"before: 'a\nc'" in told
     assert "the block of token 4 was given up for another request 2.0 s before" in told
+    cache["given_up"]["by"] = {"number": "17"}
+    told = described(explanation(cache=cache), 100)
+    assert "the block of token 4 was given up for #17 2.0 s before" in told
 
 
 def test_the_list():

@@ -37,7 +37,7 @@ function cacheLines({cached_tokens, prompt_tokens, miss, difference, given_up: l
     if (difference?.[name]) lines.push(el("p", {}, `${title}:`), el("pre", {}, difference[name]));
   }
   const ago = lost?.seconds_before.toFixed(1);
-  if (lost) lines.push(el("p", {}, `The block of token ${lost.token} was given up for another request ${ago} s before.`));
+  if (lost) lines.push(el("p", {}, `The block of token ${lost.token} was given up for ${lost.by ? `#${lost.by.number}` : "another request"} ${ago} s before.`));
   return lines;
 }
 
