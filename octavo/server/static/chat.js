@@ -16,13 +16,14 @@ function callCard(call) {
 function tokenView(rows) {
   const visible = text => text.replaceAll("\n", "↵").replaceAll(" ", "␣") || "(empty)";
   const probable = ([token, logprob]) => `${visible(token)} ${percent(Math.exp(logprob))}`;
-  const tip = el("div.tip", {hidden: true}), hide = () => { tip.hidden = true; };
+  const tip = el("div.tip", {hidden: true, "aria-hidden": "true"}), hide = () => { tip.hidden = true; };
   const spans = rows.map((row, i) => {
     const [token, logprob, top] = row;
-    const show = () => {
+    const show = ({target}) => {
       const cells = top.map(other => [visible(other[0]), {number: percent(Math.exp(other[1]))}, {number: other[1].toFixed(3)}]);
       tip.replaceChildren(table([probable(row), "share", "log"], cells));
       tip.hidden = false;
+      target.after(tip);
     };
     return el("span", {role: "option", class: `token p${Math.min(4, Math.floor(-logprob / 0.6))}`, tabindex: i ? "-1" : "0",
       "aria-selected": "false", "aria-label": `${probable(row)}; ${top.map(probable).join(", ")}`,
@@ -34,7 +35,7 @@ function tokenView(rows) {
     for (const span of spans) span.tabIndex = span === next ? 0 : -1;
     next.focus();
     event.preventDefault();
-  }}, spans), tip);
+  }}, spans));
 }
 /** Return a message as the API takes it. */
 function wire({role, content, reasoning, calls, call_id}) {

@@ -39,7 +39,7 @@ async function refresh() {
     list.replaceChildren(rows.length ? table(["Request", "Model", "Route", "Began", "Seconds", "Tokens", "Status"], rows) : note("No requests yet."));
   } catch (error) { list.replaceChildren(failure(error.message)); }
 }
-/** Show why a request took as long as it did. Each part of the time line is also a row of the table, which says the same. */
+/** Tell of a request. Each part of the time line is also a row of the table. */
 async function tell(id) {
   input.value = id;
   const found = await json(`v1/requests/${encodeURIComponent(id)}/explain`), {wall_ms: wall, first_token_ms: first, timeline} = found;
