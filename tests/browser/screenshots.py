@@ -12,7 +12,8 @@ from pathlib import Path
 from playwright.sync_api import sync_playwright
 
 from tests.browser.conftest import CHROMIUM, Chat
-from tests.browser.test_bench import LATENCY, ONE, SWEEP
+from tests.browser.test_bench import ONE, SWEEP, detailed
+from tests.browser.test_engine_view import SETTINGS, complete
 from tests.browser.test_page import TUNED, open_results
 from tests.e2e.harness import serve
 
@@ -74,9 +75,20 @@ def take(browser, url, folder, scheme, width, height):
         chat.send("How is the weather in Paris?")
         shoot("tools")
     page.get_by_role("tab", name="Benchmark").click()
-    results = {"one.json": ONE, "two.json": ONE | {"output_throughput": 80.0}, "sweep.json": SWEEP}
-    open_results(page, results | {"tune.json": TUNED, "latency.json": LATENCY})
+    results = {"one.json": ONE, "two.json": detailed(factor=1.4), "sweep.json": SWEEP}
+    open_results(page, results | {"tune.json": TUNED})
     shoot("bench")
+    page.get_by_role("tab", name="Engine").click()
+    sending = complete(url, 6, 300)
+    page.get_by_role("row").filter(has_text="answer").nth(2).wait_for()
+    page.wait_for_timeout(1000)
+    page.get_by_role("button", name="Hold").click()
+    shoot("engine")
+    sending.join()
+    page.get_by_role("tab", name="Explain").click()
+    page.locator("#explain td button").first.click()
+    page.get_by_text("Parts in order").wait_for()
+    shoot("explain")
     context.close()
 
 
@@ -84,7 +96,8 @@ def main():
     """Write the pictures into the folder of the first argument."""
     folder = Path(sys.argv[1])
     folder.mkdir(parents=True, exist_ok=True)
-    with serve(folder, model="octavo/stories") as server, sync_playwright() as playwright:
+    serving = serve(folder, *SETTINGS, model="octavo/stories")
+    with serving as server, sync_playwright() as playwright:
         arguments = ["--no-sandbox"] if os.geteuid() == 0 else []
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=arguments)
         for scheme in ("light", "dark"):

@@ -1,6 +1,7 @@
 """Engine view in a browser: the map under load, held time, a recording, a death."""
 
 import hashlib
+import json
 import os
 import re
 import signal
@@ -157,3 +158,47 @@ def test_axe_finds_nothing(recorded, open_page, scheme):
     page.get_by_role("button", name="Hold").click()
     assert find_violations(page) == []
     sending.join()
+
+
+def event(name, **data):
+    return f"event: {name}\ndata: {json.dumps(data)}\n\n"
+
+
+def test_recurrent_states_and_experts(recorded, open_page, tmp_path):
+    hello = {"version": "1", "models": ["m"], "max_num_batched_tokens": 8, "max_num_seqs": 2}
+    # A state of request 7, a snapshot that is reused last, and one that is reused next.
+    states = [0, 1, (1 << 12) + (1 << 3), 1, 1, 3 << 3, 2, 1, (3 << 3) + 7]
+    blocks = {
+        "num_blocks": 4,
+        "blocks_per_cell": 1,
+        "num_cells": 4,
+        "runs": [],
+        "owners": {"1": "7"},
+    }
+    blocks |= {"num_states": 6, "states": states, "owners": {"1": "7"}}
+    step = {"engine": 0, "number": 1, "at": 0, "parts": [["7", 1]]}
+    tick = {"time": 1, "engines": [0], "health": "ok", "stats": {"0": {}}}
+    path = tmp_path / "hybrid.view"
+    path.write_text(
+        event("hello", time=0, **hello)
+        + event("tick", **tick, blocks={"0": blocks}, experts={"0": [[3, [5, 0]], [4, [1, 1]]]})
+        + event("tick", **tick, steps=[step], experts={"0": [[3, [5, 9]], [4, [2, 2]]]})
+    )
+    page = open_page("/#/engine", recorded[0].url)
+    page.get_by_label("Open a file of octavo replay --view").set_input_files(path)
+    canvas = page.get_by_role("img", name="Map of 6 recurrent states: 1 of requests, 2 snapshots")
+    pixel = """(canvas, [column, row, size]) => {
+        const scale = canvas.width / canvas.clientWidth, at = i => (i + 0.5) * size * scale;
+        return [...canvas.getContext("2d").getImageData(at(column), at(row), 1, 1).data].join();
+    }"""
+    free, state, last, following = (
+        canvas.evaluate(pixel, [column, 0, 14]) for column in (3, 0, 1, 2)
+    )
+    assert len({free, state, last, following}) == 4
+    heat = page.get_by_role("img", name="Heat of the experts")
+    cold, hot, mean, same = (
+        heat.evaluate(pixel, [column, row, 14]) for row in (0, 1) for column in (0, 1)
+    )
+    assert len({cold, hot, mean}) == 3
+    assert mean == same
+    page.get_by_text("Most chosen: expert 1 of layer 3, 2.0 times the mean.").wait_for()

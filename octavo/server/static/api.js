@@ -1,33 +1,39 @@
 // Requests to the server with the visitor's key, and helpers that build elements from text.
 
 const SPACES = {svg: "http://www.w3.org/2000/svg", math: "http://www.w3.org/1998/Math/MathML"};
-
-/** Make an element: el("p", {class: "note", onclick: f}, "text", child), el("svg:path", {d}).
+/** Make an element: el("p.note", {onclick: f}, "text", child), el("svg:path", {d}).
  * Texts become text nodes; null is left out; lists of children may be nested.
- * An attribute is a string or number, a boolean, or (on...) a function. */
-export function el(name, attributes = {}, ...children) {
-  const [space, local] = name.includes(":") ? name.split(":") : [null, name];
-  const node = space ? document.createElementNS(SPACES[space], local) : document.createElement(name);
+ * An attribute is a text, a number, a boolean, or (on...) a function. */
+export function el(name, ...children) {
+  const [tag, ...classes] = name.split("."), [local, space] = tag.split(":").reverse();
+  const node = space ? document.createElementNS(SPACES[space], local) : document.createElement(local);
+  const attributes = children[0]?.constructor === Object ? children.shift() : {};
+  if (classes.length) node.setAttribute("class", classes.join(" "));
   for (const [key, value] of Object.entries(attributes)) {
     if (key.startsWith("on")) node.addEventListener(key.slice(2), value);
     else if (key === "value") node.value = value;
     else if (typeof value === "boolean") node.toggleAttribute(key, value);
     else if (value !== undefined && value !== null) node.setAttribute(key, value);
   }
-  for (const child of children.flat(3)) if (child !== null && child !== undefined) node.append(child);
+  node.append(...children.flat(3).filter(child => child !== null && child !== undefined));
   return node;
 }
-
 export const byId = id => document.getElementById(id);
-export const scroll = (label, content) => el("div", {class: "scroll", tabindex: 0, role: "group", "aria-label": label}, content);
+/** Return the parts of an element: those with a `data-part` in index.html, by its name. */
+export const parts = element => Object.fromEntries([...element.querySelectorAll("[data-part]")].map(part => [part.dataset.part, part]));
+const sentences = parts(byId("sentences").content);
+/** Return a sentence of index.html with the values of its braces; a name without one is its own. */
+export const sentence = (name, values) => (sentences[name]?.textContent ?? name).replace(/{(\w+)}/g, (_, key) => values[key]);
+export const fromTemplate = id => byId(id).content.firstElementChild.cloneNode(true);
+export const scroll = (label, content) => el("div.scroll", {tabindex: 0, role: "group", "aria-label": label}, content);
 /** Return a table. A cell is a text, an element, a number, or {number: text or elements}. */
 export function table(heads, rows, label) {
-  const cell = value => el("td", typeof value === "number" || value?.number !== undefined ? {class: "number"} : {}, value?.number ?? value);
-  return el("table", {"aria-label": label}, el("thead", {}, el("tr", {}, heads.map(head => el("th", {scope: "col"}, head)))),
-    el("tbody", {}, rows.map(cells => el("tr", {}, cells.map(cell)))));
+  const cell = value => el(typeof value === "number" || value?.number !== undefined ? "td.number" : "td", value?.number ?? value);
+  return el("table", {"aria-label": label}, el("thead", el("tr", heads.map(head => el("th", {scope: "col"}, head)))),
+    el("tbody", rows.map(cells => el("tr", cells.map(cell)))));
 }
-
-export const note = text => el("p", {class: "dim"}, text);
+export const note = text => el("p.dim", text);
+export const failure = text => el("p.error", text);
 export const whole = value => Math.round(value).toLocaleString("en");
 export const percent = share => `${(100 * share).toFixed(1)} %`;
 export const ms = value => `${value.toLocaleString("en", {maximumFractionDigits: value < 10 ? 2 : 0})} ms`;
@@ -39,24 +45,21 @@ export function say(text) {
   clearTimeout(say.timer);
   say.timer = setTimeout(() => { status.textContent = ""; }, 6000);
 }
-
 /** Ask for the key; return false if the visitor cancels. One dialog serves all who wait. */
 export function askKey(why) {
   askKey.open ??= new Promise(resolve => {
     const dialog = byId("ask"), input = byId("ask-key");
-    byId("ask-text").textContent = why ?? "This server needs an API key. The browser keeps it until you close this tab.";
-    input.value = "";
-    dialog.returnValue = "";
-    dialog.addEventListener("close", () => {
+    byId("ask-text").textContent = why ?? sentence("needsKey");
+    input.value = dialog.returnValue = "";
+    dialog.onclose = () => {
       askKey.open = null;
-      if (dialog.returnValue === "ok") sessionStorage.setItem("key", input.value.trim());
-      resolve(dialog.returnValue === "ok");
-    }, {once: true});
+      if (dialog.returnValue) sessionStorage.setItem("key", input.value.trim());
+      resolve(Boolean(dialog.returnValue));
+    };
     dialog.showModal();
   });
   return askKey.open;
 }
-
 /** Send a request; `path` has no leading slash, so that it works at any path of a proxy.
  * `body` (an object) makes it a POST. Raises Error with the server's message and the HTTP status;
  * asks for the key if the server wants one. */
@@ -76,37 +79,25 @@ async function request(path, {body, signal, headers} = {}) {
     if (!again) throw Object.assign(new Error(error.message), {status: response.status});
   }
 }
-
 /** Yield the events {event, data} of a response; they end with the response. */
-async function* readEvents(response) {
+export async function* readEvents(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
-  let rest = "", event = {data: []};
   try {
-    for (;;) {
-      const {done, value} = await reader.read();
-      if (done) return;
-      const lines = (rest + value).split(/\r\n|\n|\r(?!$)/);
-      rest = lines.pop();
-      for (const line of lines) {
-        const [, field, text] = /^([^:]*):? ?(.*)$/s.exec(line);
-        if (field === "data") event.data.push(text);
-        else if (field === "event") event.event = text;
-        else if (line === "") {
-          if (event.data.length) yield {...event, data: event.data.join("\n")};
-          event = {data: []};
-        }
+    for (let rest = "", end = false; !end;) {
+      const {done, value = ""} = await reader.read(), blocks = (rest + value).split(/\r?\n\r?\n/);
+      rest = blocks.pop();
+      end = done;
+      for (const block of blocks) {
+        const {event, data} = Object.fromEntries(block.split(/\r?\n/).map(line => line.split(/: (.*)/s)));
+        if (data) yield {event, data};
       }
     }
   } finally { reader.cancel().catch(() => {}); }
 }
-
-/** What each view's `mount(element, api)` receives. */
-export const api = {
-  el, say, readEvents, json: async (path, options) => (await request(path, options)).json(),
-  async* events(path, options) { yield* readEvents(await request(path, options)); },
-  /** Open a view, with a text for its `show`: open("explain", "chatcmpl-1"). */
-  open(view, argument = "") {
-    // With a slash: the browser would move the focus to an element of that id.
-    location.hash = `/${view}${argument && `/${encodeURIComponent(argument)}`}`;
-  },
-};
+export const json = async (path, options) => (await request(path, options)).json();
+export async function* events(path, options) { yield* readEvents(await request(path, options)); }
+/** Open a view, with a text for its `show`: open("explain", "chatcmpl-1"). */
+export function open(view, argument = "") {
+  // With a slash: the browser would move the focus to an element of that id.
+  location.hash = `/${view}${argument && `/${encodeURIComponent(argument)}`}`;
+}

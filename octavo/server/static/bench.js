@@ -1,8 +1,31 @@
-// Benchmark view: figures of files of `octavo bench`, side by side.
+// Benchmark view: results of `octavo bench`, drawn as octavo/bench/plots.py draws them, and compared.
+import {byId, el, failure, parts, percent, say, scroll, table} from "./api.js";
+import {chart, short} from "./chart.js";
 
-import {el, note, percent, say, scroll, table} from "./api.js";
+const MOST_REQUESTS = 2000;
+const PICTURES = [distributions, timelines, sweeps, trials];
+const {input, clear, shown} = parts(byId("bench"));
+let files = [];  // pairs of name and result
 
-const plain = value => (Math.abs(value) >= 1000 ? Math.round(value).toLocaleString("en") : String(Number(value.toPrecision(4))));
+input.onchange = async () => {
+  for (const file of input.files) {
+    try {
+      const result = JSON.parse(await file.text());
+      if (result?.constructor !== Object) throw new Error("it is no result");
+      files.push([file.name, result]);
+    } catch (error) { say(`${file.name}: ${error.message}`); }
+  }
+  input.value = "";
+  draw();
+};
+clear.onclick = () => { files = []; draw(); };
+
+function draw() {
+  const pictures = PICTURES.flatMap(make => {
+    try { return make(); } catch (error) { return failure(`A file cannot be drawn: ${error.message}`); }
+  });
+  shown.replaceChildren(el("div.cards", pictures), compare(!pictures.length || files.length > 1));
+}
 /** Return the pairs of name and number in a result; lists of numbers are left out. */
 function figures(value, name = "") {
   if (typeof value === "number") return [[name, value]];
@@ -10,30 +33,86 @@ function figures(value, name = "") {
   return isOther ? [] : Object.entries(value).flatMap(([key, inner]) => figures(inner, `${name} ${key}`.trim()));
 }
 
-export function mount(element) {
-  let files = [];
-  const shown = el("div");
-  const input = el("input", {type: "file", id: "bench-files", accept: ".json", multiple: true, onchange: async () => {
-    for (const file of input.files) {
-      try {
-        const result = JSON.parse(await file.text());
-        if (result?.constructor !== Object) throw new Error("it is no result");
-        files.push([file.name, new Map(figures(result))]);
-      } catch (error) { say(`${file.name}: ${error.message}`); }
-    }
-    input.value = "";
-    draw();
-  }});
-  element.append(el("h2", {}, "Benchmark results"),
-    note("Open files of octavo bench to compare their figures. They stay in this browser; --plot draws their pictures."),
-    el("div", {class: "row"}, el("label", {for: "bench-files"}, "Files"), input,
-      el("button", {onclick: () => { files = []; draw(); }}, "Clear")), shown);
+function compare(open) {
+  const found = files.map(([, result]) => new Map(figures(result))), [first] = found;
+  const difference = (value, base) => el("span.dim", ` ${value >= base ? "+" : "−"}${percent(Math.abs(value / base - 1))}`);
+  const cell = (value, base) => ({number: value === undefined ? "" : [short(value), base ? difference(value, base) : null]});
+  const rows = unique(found.flatMap(one => [...one.keys()])).map(name => [name, ...found.map((one, i) => cell(one.get(name), i && first.get(name)))]);
+  if (!rows.length) return "";
+  return el("details", {open}, el("summary", "Figures"), scroll("Figures", table(["figure", ...files.map(([name]) => name)], rows)));
+}
+const having = (...names) => files.filter(([, result]) => names.every(name => result[name]));
+const unique = list => [...new Set(list)];
+const words = key => key.replaceAll("_", " ");
+const number = value => value ?? NaN;
+/** Return the seconds of a request from its first token to the last. */
+const decode = ({ttfts, e2els, itls}, i) => (e2els ? number(e2els[i]) - number(ttfts[i]) : itls[i].reduce((sum, gap) => sum + gap, 0));
+/** Return the milliseconds of each latency of the requests that succeeded, sorted. */
+function latencies(result) {
+  const {ttfts, itls = [], errors = [], output_lens: lengths} = result, good = [...ttfts.keys()].filter(i => !errors[i]);
+  const sorted = values => values.filter(Number.isFinite).map(value => 1000 * value).sort((a, b) => a - b);
+  return {
+    TTFT: sorted(good.map(i => ttfts[i])), TPOT: sorted(good.filter(i => lengths[i] > 1).map(i => decode(result, i) / (lengths[i] - 1))),
+    ITL: sorted(good.flatMap(i => itls[i] ?? [])), E2EL: sorted(good.map(i => ttfts[i] + decode(result, i))),
+  };
+}
+/** Return the value at a share of sorted values, interpolated as numpy does. */
+function percentile(values, share) {
+  const at = share * (values.length - 1), low = Math.floor(at);
+  return values.length ? values[low] + (at - low) * ((values[low + 1] ?? 0) - values[low]) : NaN;
+}
+/** Return a series for each label of some rows; point(row) is its point. */
+function grouped(rows, point, more) {
+  return [...Map.groupBy(rows, row => row.label)].map(([label, own], i) => ({label, colour: i % 7 + 1, points: own.map(point), ...more}));
+}
 
-  function draw() {
-    const difference = (value, base) => el("span", {class: "dim"}, ` ${value >= base ? "+" : "−"}${percent(Math.abs(value / base - 1))}`);
-    const cell = (value, base) => ({number: value === undefined ? "" : [plain(value), base ? difference(value, base) : null]});
-    const names = new Set(files.flatMap(([, found]) => [...found.keys()])), [first] = files;
-    const rows = [...names].map(name => [name, ...files.map(([, found], i) => cell(found.get(name), i && first[1].get(name)))]);
-    shown.replaceChildren(rows.length ? scroll("Figures", table(["figure", ...files.map(([name]) => name)], rows)) : "");
-  }
+function distributions() {
+  const measured = having("ttfts", "output_lens").map(([label, result]) => ({label, found: latencies(result)}));
+  return Object.entries(measured[0]?.found ?? {}).map(([unit, values]) => {
+    const at = share => percentile(values, share), mark = (label, share) => [at(share), `${label} ${short(at(share))} ms`];
+    const curve = list => Array.from({length: 201}, (_, i) => [percentile(list, i / 200), i / 2]);
+    const series = measured.map(({label, found}) => ({label, kind: "line", points: curve(found[unit])}));
+    const marks = measured.length === 1 && values.length ? [mark("median", 0.5), mark("p99", 0.99)] : [];
+    return chart(unit, {name: `${unit} (ms)`, log: at(1) > 30 * at(0.5)}, {name: "Share at or below (%)"}, series, {marks});
+  });
+}
+
+function timelines() {
+  return having("ttfts", "start_times").map(([name, result]) => {
+    const start = result.start_times.slice(0, MOST_REQUESTS), planned = result.scheduled_times ?? start;
+    const first = start.map((begin, i) => begin + number(result.ttfts[i])), last = first.map((begin, i) => begin + decode(result, i));
+    const order = [...start.keys()].sort((a, b) => planned[a] - planned[b]);
+    const bars = (label, colour, from, to) => ({label, colour, kind: "bars",
+      points: order.map((i, row) => [from[i], row, "", to[i]]).filter(([begin, , , end]) => end > begin)});
+    const failed = order.map((i, row) => [result.errors?.[i] ? start[i] : NaN, row]);
+    return chart(`${name}: timeline`, {name: "Time (s)", zero: true}, {name: "Request, in the order of arrival", zero: true, down: true}, [
+      bars("waiting in the client", 7, planned, start), bars("until the first token", 2, start, first),
+      bars("until the last token", 1, first, last), {label: "failed", colour: 5, kind: "dots", points: failed},
+    ], {height: Math.min(700, 110 + 5 * start.length)});
+  });
+}
+
+function sweeps() {
+  const runs = having("runs").flatMap(([file, result]) => result.runs.map(run => (
+    {...run, label: files.length > 1 ? `${file}: ${run.label}` : run.label, rate: Number(run.request_rate ?? Infinity)})));
+  const good = runs.filter(run => run.output_throughput).sort((a, b) => a.rate - b.rate);
+  return !good.length ? [] : ["ttft", "tpot"].map(unit => {
+    const ranks = Object.keys(good[0]).filter(key => key.startsWith("p") && key.endsWith(`_${unit}_ms`)).map(key => parseFloat(key.slice(1)));
+    const lines = (rank, open) => {
+      const key = `${rank}_${unit}_ms`, rate = run => (open ? "" : run.rate < Infinity ? `${run.rate}/s` : "all at once");
+      const rows = good.filter(run => run[key] > 0).map(run => ({...run, label: `${run.label}, ${rank}`}));
+      return grouped(rows, run => [run.output_throughput, run[key], rate(run)], {open});
+    };
+    const name = unit.toUpperCase(), series = [...lines("median", true), ...lines(`p${Math.max(...ranks)}`)];
+    return chart(name, {name: "Output throughput (tokens/s)", zero: true}, {name: `${name} (ms)`, log: true}, series);
+  });
+}
+
+function trials() {
+  return having("trials", "slo").flatMap(([name, {trials: all, slo, objective, ...ends}]) => Object.entries(slo).map(([limit, value]) => {
+    const rows = all.map(trial => ({...trial, label: `${trial.budget} requests`})).sort((a, b) => a.budget - b.budget);
+    const tried = [...rows, {...ends.default, label: "default"}, {...ends.winner, label: "best"}].filter(trial => trial.figures);
+    const series = grouped(tried, ({figures: found}) => [number(found[limit]), number(found[objective])], {kind: "dots"});
+    return chart(name, {name: words(limit), log: true}, {name: words(objective)}, series, {marks: [[value, "limit"]]});
+  }));
 }

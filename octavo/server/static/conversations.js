@@ -1,10 +1,9 @@
-// Conversations: trees of messages, kept in the browser (IndexedDB), exported and imported as JSON.
+// Conversations: trees of messages, kept in the browser (IndexedDB), moved as JSON.
 // A conversation is {id, title, updated, settings, nodes, leaf}. A node is a message with the index
 // of its `parent` (-1: none), which precedes it; `leaf` is the index of the last shown node.
-
 import {el} from "./api.js";
 
-const MAX_CONVERSATIONS = 200, MAX_CHARS = 8_000_000, MAX_NODES = 5000;
+const MAX_CONVERSATIONS = 200, MAX_CHARS = 8_000_000;
 const TEXTS = ["content", "reasoning", "model", "finish", "error", "call_id", "request", "meta"];
 export const SETTINGS = {model: "", system: "", schema: "", tools: "", choice: "auto", logprobs: "0", other: "", sampling: {}};
 export const create = settings => ({
@@ -17,7 +16,6 @@ export function add(chat, parent, message) {
   if (message.role === "user" && parent < 0) chat.title = message.content.trim().slice(0, 60) || "New chat";
   return chat.leaf;
 }
-
 /** Return the indices of the messages up to a node. */
 export function path(chat, leaf = chat.leaf) {
   const found = [];
@@ -42,7 +40,6 @@ async function store(mode, work) {
   database ??= finished(opening);
   return finished(work((await database).transaction("conversations", mode).objectStore("conversations")));
 }
-
 /** Return the kept conversations, the newest first; delete those beyond the limit. */
 export async function load() {
   const all = (await store("readonly", kept => kept.getAll())).sort((a, b) => b.updated - a.updated);
@@ -61,38 +58,34 @@ export function exportFile(chats) {
   link.click();
   setTimeout(() => URL.revokeObjectURL(link.href), 10_000);
 }
-const check = (good, what) => { if (!good) throw new Error(`The file is not one of Octavo's conversations: ${what}.`); };
 const isText = value => typeof value === "string";
-const isList = (value, most, test = () => true) => Array.isArray(value) && value.length <= most && value.every(test);
-const isRow = pair => isList(pair, 3) && isText(pair[0]) && Number.isFinite(pair[1]);
-const isCall = call => [call?.id, call?.name, call?.arguments].every(isText);
 const isIndex = (value, end) => Number.isInteger(value) && value >= -1 && value < end;
-const texts = (names, from) => Object.fromEntries(names.filter(name => isText(from?.[name])).map(name => [name, from[name]]));
-
+const isRow = ([token, logprob]) => isText(token) && Number.isFinite(logprob);
+const texts = (names, from = {}) => Object.fromEntries(names.filter(name => isText(from[name])).map(name => [name, from[name]]));
 /** Return the conversations of a file's text. Only known fields of the right type are taken.
  * Raises Error, which names what is wrong. */
 export function importText(text) {
-  let file = null;
-  check(text.length <= MAX_CHARS * 4, "it is too large");
-  try { file = JSON.parse(text); } catch { check(false, "it is not JSON"); }
-  check(file?.format === "octavo-conversations" && file.version === 1, "format or version");
-  check(isList(file.conversations, MAX_CONVERSATIONS), "conversations");
-  return file.conversations.map((given, number) => {
-    const where = `conversation ${number + 1}`, chat = create();
-    check(isList(given?.nodes, MAX_NODES), `nodes of ${where}`);
-    given.nodes.forEach((node, i) => {
-      const {role, parent, calls, logprobs} = node ?? {}, message = {role, ...texts(TEXTS, node)};
-      check(["user", "assistant", "tool"].includes(role) && isText(message.content), `message ${i + 1} of ${where}`);
-      check(isIndex(parent, i), `the parent of message ${i + 1} of ${where}`);
-      check(!calls || isList(calls, MAX_NODES, isCall), `calls of ${where}`);
-      if (calls) message.calls = calls.map(call => texts(["id", "name", "arguments"], call));
-      check(!logprobs || isList(logprobs, MAX_CHARS, row => isRow(row) && isList(row[2], MAX_NODES, isRow)), `logprobs of ${where}`);
-      if (logprobs) message.logprobs = logprobs;
-      add(chat, parent, message);
+  let where = "it is not JSON";
+  const check = (good, what) => { if (!good) throw new Error(where = what); };
+  try {
+    const {format, version, conversations} = JSON.parse(text);
+    check(format === "octavo-conversations" && version === 1, "format or version");
+    return conversations.map((given, number) => {
+      const chat = create(), here = `conversation ${number + 1}`, {nodes, leaf, title, settings = {}} = given;
+      where = here;
+      nodes.forEach((node, i) => {
+        const {role, parent, calls, logprobs} = node, message = {role, ...texts(TEXTS, node)};
+        check(["user", "assistant", "tool"].includes(role) && isText(message.content), `message ${i + 1} of ${here}`);
+        check(isIndex(parent, i), `the parent of message ${i + 1} of ${here}`);
+        check(!calls || calls.every(call => [call.id, call.name, call.arguments].every(isText)), `calls of ${here}`);
+        if (calls) message.calls = calls.map(call => texts(["id", "name", "arguments"], call));
+        check(!logprobs || logprobs.every(row => isRow(row) && row[2].every(isRow)), `logprobs of ${here}`);
+        if (logprobs) message.logprobs = logprobs;
+        add(chat, parent, message);
+      });
+      check(isIndex(leaf, nodes.length), `leaf of ${here}`);
+      const {sampling = {}} = settings, taken = {...texts(Object.keys(SETTINGS), settings), sampling: texts(Object.keys(sampling), sampling)};
+      return Object.assign(chat, texts(["title"], {title}), {leaf, settings: {...chat.settings, ...taken}});
     });
-    check(isIndex(given.leaf, given.nodes.length), `leaf of ${where}`);
-    const {sampling} = given.settings ?? {}, settings = texts(Object.keys(SETTINGS), given.settings);
-    settings.sampling = texts(Object.keys(sampling ?? {}), sampling);
-    return Object.assign(chat, texts(["title"], given), {leaf: given.leaf, settings: {...chat.settings, ...settings}});
-  });
+  } catch { throw new Error(`The file is not one of Octavo's conversations: ${where}.`); }
 }

@@ -1,12 +1,12 @@
 // History of the engine view: what the events of /v1/engine/view have told; docs/engine_view.md describes them.
 
-const MAX_SECONDS = 600, MAX_BYTES = 96 * 2 ** 20, SPARE_FRAMES = 50;
+const MAX_SECONDS = 600, MAX_BYTES = 96 * 2 ** 20;
 const OWNER = 4096; // a cell is flags + OWNER * number of the owner
 /** State and history of the engines. A frame is the state after a tick. */
 export class History {
   constructor() { this.clear({}); }
   clear(hello) {
-    Object.assign(this, {hello, frames: [], steps: [], first: 0, bytes: 0, maps: {}, owners: {}, stats: {},
+    Object.assign(this, {hello, frames: [], steps: [], first: 0, bytes: 0, maps: {}, owners: {}, stats: {}, experts: {},
       requests: {rows: []}, engines: [0], health: "", deaths: []});
   }
 
@@ -32,25 +32,23 @@ export class History {
     for (const [engine, changes] of Object.entries(data.blocks ?? {})) {
       Object.assign(this.owners, changes.owners);
       this.maps[engine] = changed(this.maps[engine], changes);
-      size += this.maps[engine].cells.byteLength;
+      size += this.maps[engine].cells.byteLength + this.maps[engine].states.byteLength;
+    }
+    for (const [engine, layers] of Object.entries(data.experts ?? {})) {
+      if (layers.length) this.experts = {...this.experts, [engine]: {layers, before: this.experts[engine]?.layers}};
     }
     this.engines = data.engines ?? this.engines;
     this.health = data.health ?? this.health;
     this.deaths = [...this.deaths, ...(data.deaths ?? [])];
-    const {stats, requests, health, engines, maps} = this;
-    this.frames.push({time: data.time, begin, end: this.first + this.steps.length, stats, requests, health, engines, maps, size});
+    const {stats, requests, health, engines, maps, experts} = this;
+    this.frames.push({time: data.time, begin, end: this.first + this.steps.length, stats, requests, health, engines, maps, experts, size});
     this.bytes += size;
     this.drop();
   }
-
   /** Drop what is too old or too much. */
   drop() {
     const {frames, steps} = this, oldest = frames.at(-1).time - MAX_SECONDS;
-    let count = 0, kept = this.bytes;
-    while (count < frames.length - 1 && (kept > MAX_BYTES || frames[count].time < oldest)) kept -= frames[count++].size;
-    if (count < SPARE_FRAMES) return;
-    this.bytes = kept;
-    frames.splice(0, count);
+    while (frames.length > 1 && (this.bytes > MAX_BYTES || frames[0].time < oldest)) this.bytes -= frames.shift().size;
     const old = steps.findIndex(step => step.time >= oldest);
     if (old > 0) this.first += steps.splice(0, old).length;
   }
@@ -62,7 +60,6 @@ export class History {
     return this.frames.findIndex(frame => frame.end > number);
   }
 }
-
 /** Return the steps of an event, with absolute times and all parts. */
 function stepsOf({steps = [], time}) {
   const last = {};
@@ -71,12 +68,14 @@ function stepsOf({steps = [], time}) {
     return {...step, parts, time: time + step.at / 1000};
   });
 }
-
 /** Return a map with changes, as a copy; a whole map replaces it. */
-function changed(map, {num_cells, num_blocks: blocks, blocks_per_cell: perCell, runs}) {
-  const cells = num_cells ? new Float64Array(num_cells) : map?.cells.slice() ?? new Float64Array(0);
+function changed(map, {num_cells, num_states, blocks_per_cell: perCell, runs, states = []}) {
+  return {cells: filled(map?.cells, num_cells, runs), states: filled(map?.states, num_states, states), perCell};
+}
+function filled(old = new Float64Array(0), size, runs) {
+  const cells = size ? new Float64Array(size) : old.slice();
   for (let i = 0; i < runs.length; i += 3) cells.fill(runs[i + 2], runs[i], runs[i] + runs[i + 1]);
-  return {cells, blocks, perCell};
+  return cells;
 }
 export const isPrompt = ([, tokens, drafts = 0, first = 0]) => Boolean(first) || tokens !== 1 + drafts;
 
@@ -95,3 +94,4 @@ export const flags = cell => {
   const low = cell % OWNER;
   return {age: low & 7, known: low >> 3 & 7, used: low >> 6 & 7, refs: low >> 9 & 7, owner: Math.floor(cell / OWNER)};
 };
+export const slotFlags = cell => ({age: cell % 8, kind: cell % OWNER >> 3, owner: Math.floor(cell / OWNER)});

@@ -1,49 +1,32 @@
 // Formulas of TeX's common subset, as MathML.
-
-import {el} from "./api.js";
+import {byId, el, parts} from "./api.js";
 
 const MAX_LENGTH = 4000, MAX_DEPTH = 24;
-const FUNCTIONS = /^(sin|cos|tan|arcsin|arccos|arctan|sinh|cosh|tanh|log|ln|exp|det|gcd|arg|Pr)$/;
-const LIMITS = /^(lim|max|min|sup|inf)$/;
-const SPACES = new Map([[",", ".17em"], [";", ".28em"], [" ", ".3em"], ["!", "0em"], ["quad", "1em"], ["qquad", "2em"]]);
+// index.html has them, such as alpha=α.
+const table = ({textContent}) => new Map(textContent.trim().split(/\s+/).map(word => /^(.[^=]*)=(.*)/.exec(word).slice(1)));
+const [letters, operators, large, accents, spaces, board] = Object.values(parts(byId("symbols").content)).map(table);
 
-const table = text => new Map(text.split(/\s+/).map(word => [word.slice(0, word.indexOf("=", 1)), word.slice(word.indexOf("=", 1) + 1)]));
-const LETTERS = table("infty=∞ ell=ℓ partial=∂ nabla=∇ emptyset=∅ varepsilon=ε phi=ϕ dots=… ldots=… cdots=⋯");
-`alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi omicron pi rho varsigma sigma tau upsilon varphi
-  chi psi omega`.split(/\s+/).forEach((name, i) => {
-  const capital = name.replace("var", "").replace(/^./, first => first.toUpperCase());
-  LETTERS.set(name, String.fromCharCode(0x3b1 + i)).set(capital, String.fromCharCode(0x391 + i));
-});
-const OPERATORS = table(`cdot=⋅ times=× div=÷ pm=± le=≤ leq=≤ ge=≥ geq=≥ ne=≠ neq=≠ approx=≈ equiv=≡ sim=∼ propto=∝ in=∈
-  notin=∉ subset=⊂ subseteq=⊆ cup=∪ cap=∩ setminus=∖ forall=∀ exists=∃ neg=¬ land=∧ lor=∨ oplus=⊕ otimes=⊗ circ=∘ to=→
-  rightarrow=→ Rightarrow=⇒ implies=⇒ iff=⇔ mid=∣ langle=⟨ rangle=⟩ lfloor=⌊ rfloor=⌋ lceil=⌈ rceil=⌉ {={ }=} %=% $=$ #=#
-  &=& _=_ |=‖ int=∫`);
-const LARGE = table("sum=∑ prod=∏");
-const ACCENTS = table("hat=^ bar=¯ overline=¯ tilde=~ vec=→ dot=˙");
-const BOARD = table("R=ℝ N=ℕ Z=ℤ Q=ℚ C=ℂ E=𝔼 P=ℙ");
-
-const m = (name, ...children) => el(`math:${name}`, {}, children);
+const m = (name, ...children) => el(`math:${name}`, children);
 const sign = (text, stretchy = false) => el("math:mo", {stretchy: String(stretchy)}, text);
-const fail = what => { throw new Error(what); };
+const fail = () => { throw new Error("not of the subset"); };
 /** Return a formula as MathML; as source text if a part of it is unknown. */
 export function formula(source, display) {
-  try { return parse(source, display); } catch { return el("code", {}, source); }
+  try { return parse(source, display); } catch { return el("code", source); }
 }
 
 function parse(source, display) {
-  if (source.length > MAX_LENGTH) fail("too long");
+  if (source.length > MAX_LENGTH) fail();
   const tokens = source.trim().match(/\\[a-zA-Z]+|\\.|\d+(?:\.\d+)?|\s+|[^]/gu) ?? [];
   let at = 0, depth = 0;
   const next = () => {
-    const token = tokens[at++] ?? fail("early end");
+    const token = tokens[at++] ?? fail();
     while (/^\s/.test(tokens[at] ?? "")) at++;
     return token;
   };
-  const expect = token => next() === token || fail(`no ${token}`);
-
+  const expect = token => next() === token || fail();
   /** Return a row of atoms with their scripts, up to a token that ends it. */
   function row(...ends) {
-    if (++depth > MAX_DEPTH) fail("too deep");
+    if (++depth > MAX_DEPTH) fail();
     const parts = [];
     while (at < tokens.length && tokens[at] !== "}" && !ends.includes(tokens[at])) parts.push(scripts(atom()));
     depth--;
@@ -73,12 +56,11 @@ function parse(source, display) {
     expect(close);
     return inner;
   }
-
   /** Return the text of a group without formulas. */
   function text() {
     let words = "";
-    if (tokens[at] !== "{") fail("no {");
-    for (at++; tokens[at] !== "}"; at++) words += tokens[at] === "{" ? fail("{ here") : tokens[at] ?? fail("no }");
+    if (tokens[at] !== "{") fail();
+    for (at++; tokens[at] !== "}"; at++) words += tokens[at] === "{" ? fail() : tokens[at] ?? fail();
     next();
     return words.replaceAll("\\", "");
   }
@@ -89,35 +71,29 @@ function parse(source, display) {
     if (token[0] === "\\") return command(token.slice(1));
     if (/^\d/.test(token)) return m("mn", token);
     if (/^\p{L}$/u.test(token)) return m("mi", token);
-    return /[\^_&]/.test(token) ? fail(`${token} here`) : sign({"-": "−", "*": "∗", "~": " "}[token] ?? token);
+    return /[\^_&]/.test(token) ? fail() : sign({"-": "−", "*": "∗", "~": " "}[token] ?? token);
   }
 
   function command(name) {
-    if (LETTERS.has(name)) return m("mi", LETTERS.get(name));
-    if (OPERATORS.has(name)) return sign(OPERATORS.get(name));
-    if (SPACES.has(name)) return el("math:mspace", {width: SPACES.get(name)});
-    if (LARGE.has(name) || LIMITS.test(name)) return Object.assign(m("mo", LARGE.get(name) ?? name), {limits: true});
-    if (FUNCTIONS.test(name)) return m("mi", name);
-    if (ACCENTS.has(name)) return el("math:mover", {accent: "true"}, argument(), sign(ACCENTS.get(name), name === "overline"));
+    if (letters.has(name)) return m("mi", letters.get(name));
+    if (operators.has(name)) return sign(operators.get(name));
+    if (spaces.has(name) || name === " ") return el("math:mspace", {width: spaces.get(name) ?? ".3em"});
+    if (large.has(name)) return Object.assign(m("mo", large.get(name)), {limits: true});
+    if (accents.has(name)) return el("math:mover", {accent: "true"}, argument(), sign(accents.get(name), name === "overline"));
     if (/^(text|mathrm|textbf|operatorname)$/.test(name)) return m("mtext", text());
     if (/^(mathcal|mathbf|boxed)$/.test(name)) return argument();
     if (/^[dt]?frac$/.test(name)) return m("mfrac", argument(), argument());
-    switch (name) {
-      case "sqrt": {
-        const index = tokens[at] === "[" ? group("[", "]") : null;
-        return m(index ? "mroot" : "msqrt", argument(), index);
-      }
-      case "mathbb": { const letter = text(); return m("mi", BOARD.get(letter) ?? letter); }
-      case "left": return m("mrow", fence(), row("\\right"), expect("\\right") && fence());
-      default: return fail(`\\${name} is unknown`);
-    }
+    const index = name === "sqrt" && tokens[at] === "[" ? group("[", "]") : null;
+    if (name === "sqrt") return m(index ? "mroot" : "msqrt", argument(), index);
+    if (name === "mathbb") return m("mi", text().replace(/./, letter => board.get(letter) ?? letter));
+    if (name === "left") return m("mrow", fence(), row("\\right"), expect("\\right") && fence());
+    return fail();
   }
-
   /** Return a bracket that is as high as its content. */
   function fence() {
     const token = next();
-    return sign(token === "." ? "" : token[0] === "\\" ? OPERATORS.get(token.slice(1)) ?? fail("no bracket") : token, true);
+    return sign(token === "." ? "" : token[0] === "\\" ? operators.get(token.slice(1)) ?? fail() : token, true);
   }
   const whole = row();
-  return at < tokens.length ? fail("a bracket too many") : el("math:math", {display: display ? "block" : "inline"}, whole);
+  return at < tokens.length ? fail() : el("math:math", {display: display ? "block" : "inline"}, whole);
 }

@@ -1,6 +1,5 @@
 // Markdown, rendered as elements. The text is never parsed as HTML: tags are shown as text, images
 // as links, and links lead to the web or to mail only. The time is linear in the text's length.
-
 import {el, scroll} from "./api.js";
 import {formula} from "./formula.js";
 
@@ -13,7 +12,6 @@ const QUOTE = /^ {0,3}>/;
 const FORMULA = /^ {0,3}(\$\$|\\\[)/;
 const SPECIAL = /[\\`*_~[!$\n]|https?:\/\//g;
 const WORD = /[\p{L}\p{N}]/u;
-
 /** Show a Markdown text in an element. Blocks that have not changed since the last call stay. */
 export function render(element, text) {
   const blocks = split(text.split(/\r\n|\n|\r/), 0), shown = [...element.children];
@@ -24,7 +22,6 @@ export function render(element, text) {
   });
   for (const old of shown.slice(blocks.length)) old.remove();
 }
-
 /** Return the blocks of lines: pairs of source and function that makes the element. */
 function split(lines, depth) {
   const blocks = [];
@@ -36,12 +33,10 @@ function split(lines, depth) {
   }
   return blocks;
 }
-
 const build = (lines, depth) => split(lines, depth).map(([, make]) => make());
-
 /** Return the end of the block that begins at a line, and the function that makes it. */
 function blockAt(lines, i, depth) {
-  const line = lines[i], paragraph = (...content) => el("p", {}, content);
+  const line = lines[i], paragraph = (...content) => el("p", content);
   const until = test => {
     let end = i + 1;
     while (end < lines.length && !test(lines[end])) end++;
@@ -56,16 +51,16 @@ function blockAt(lines, i, depth) {
   }
   if ((match = FORMULA.exec(line)) && (end = formulaEnd(lines, i, match[1] === "$$" ? "$$" : "\\]"))) {
     const source = lines.slice(i, end).join("\n").trim().slice(2, -2);
-    return [end, () => el("p", {class: "formula"}, formula(source, true))];
+    return [end, () => el("p.formula", formula(source, true))];
   }
   if ((match = HEADING.exec(line))) {
-    return [i + 1, () => el(`h${Math.min(match[1].length + 1, 6)}`, {}, inline(line.trim().replace(/^#+/, "").trim(), depth))];
+    return [i + 1, () => el(`h${Math.min(match[1].length + 1, 6)}`, inline(line.trim().replace(/^#+/, "").trim(), depth))];
   }
   if (RULE.test(line)) return [i + 1, () => el("hr")];
   if (line.trimStart()[0] === ">") {
     end = until(other => other.trimStart()[0] !== ">");
     const inner = lines.slice(i, end).map(other => other.trimStart().slice(1).replace(/^ /, ""));
-    return [end, () => el("blockquote", {}, build(inner, depth + 1))];
+    return [end, () => el("blockquote", build(inner, depth + 1))];
   }
   if (ITEM.test(line)) return [end = listEnd(lines, i), () => list(lines.slice(i, end), depth)];
   if (line.includes("|") && isDelimiter(lines[i + 1])) {
@@ -78,17 +73,14 @@ function blockAt(lines, i, depth) {
 }
 
 function codeBlock(code, language) {
-  const button = el("button", {class: "quiet", onclick: () => copy(code, button)}, "Copy");
-  return el("div", {class: "code"}, el("div", {class: "row"}, el("span", {class: "dim"}, language || "code"), el("span", {class: "space"}), button),
-    el("pre", {tabindex: 0, role: "group", "aria-label": `${language} code`.trim()}, el("code", {}, code)));
+  const button = el("button.quiet", {onclick: () => copy(code, button)}, "Copy");
+  return el("div.code", el("div.row", el("span.dim", language || "code"), el("span.space"), button),
+    el("pre", {tabindex: 0, role: "group", "aria-label": `${language} code`.trim()}, el("code", code)));
 }
-
 /** Copy a text, also where the page has no secure context, and say so on the button. */
 export async function copy(text, button) {
   const name = button.textContent;
-  try {
-    await navigator.clipboard.writeText(text);
-  } catch {
+  try { await navigator.clipboard.writeText(text); } catch {
     const area = el("textarea", {value: text});
     document.body.append(area);
     area.select();
@@ -98,7 +90,6 @@ export async function copy(text, button) {
   button.textContent = "Copied";
   setTimeout(() => { button.textContent = name; }, 1500);
 }
-
 /** Return the line after a displayed formula; undefined if it is not closed or text follows. */
 function formulaEnd(lines, start, closing) {
   for (let i = start; i < Math.min(lines.length, start + MAX_FORMULA_LINES); i++) {
@@ -106,7 +97,6 @@ function formulaEnd(lines, start, closing) {
     if (at >= 0) return at === text.length - 2 ? i + 1 : undefined;
   }
 }
-
 /** Return the line after a list: the first one that neither belongs to an item nor begins one. */
 function listEnd(lines, start) {
   const [, {length: outer}, mark] = ITEM.exec(lines[start]);
@@ -132,7 +122,7 @@ function list(lines, depth) {
   return el(start >= 0 ? "ol" : "ul", {start: start >= 0 && start !== 1 ? start : null}, items.map(item => {
     const [first, ...others] = build(item, depth + 1);
     const isTight = first?.localName === "p" && !others.some(block => block.localName === "p");
-    return el("li", {}, isTight ? [...first.childNodes] : first, others);
+    return el("li", isTight ? [...first.childNodes] : first, others);
   }));
 }
 
@@ -142,14 +132,13 @@ function cells(line) {
 const isDelimiter = line => /^[\s|:-]*-[\s|:-]*$/.test(line ?? "") && cells(line).every(cell => /^:?-+:?$/.test(cell));
 function table([head, delimiter, ...body], depth) {
   const sides = cells(delimiter).map(cell => (cell.endsWith(":") ? (cell[0] === ":" ? "middle" : "number") : null));
-  const row = (texts, name) => el("tr", {}, sides.map((side, i) => el(name, {class: side}, inline(texts[i] ?? "", depth))));
-  return scroll("Table", el("table", {}, el("thead", {}, row(cells(head), "th")), el("tbody", {}, body.map(line => row(cells(line), "td")))));
+  const row = (texts, name) => el("tr", sides.map((side, i) => el(name, {class: side}, inline(texts[i] ?? "", depth))));
+  return scroll("Table", el("table", el("thead", row(cells(head), "th")), el("tbody", body.map(line => row(cells(line), "td")))));
 }
-
 /** Return a link, or its text alone if the address is not one of the web or of mail. */
 function link(address, children) {
   const url = URL.canParse(address) ? new URL(address) : null;
-  if (!url || !["http:", "https:", "mailto:"].includes(url.protocol)) return el("span", {}, children);
+  if (!url || !["http:", "https:", "mailto:"].includes(url.protocol)) return el("span", children);
   return el("a", {href: url.href, rel: "noopener noreferrer", target: "_blank"}, children);
 }
 
@@ -173,7 +162,6 @@ function inline(text, depth) {
   found.push(plain + text.slice(i));
   return found.filter(part => part !== "");
 }
-
 /** Return the text or element at a mark, and where it ends; undefined if the mark is plain text. */
 function spanAt(text, i, find, depth) {
   const mark = text[i], after = text[i + 1] ?? "", before = text[i - 1] ?? "";
@@ -188,7 +176,7 @@ function spanAt(text, i, find, depth) {
   if (mark === "`") {
     [run] = /^`+/.exec(text.slice(i, i + 9));
     end = find(run, i + run.length);
-    return end > 0 ? [el("code", {}, text.slice(i + run.length, end).trim()), end + run.length] : [run, i + run.length];
+    return end > 0 ? [el("code", text.slice(i + run.length, end).trim()), end + run.length] : [run, i + run.length];
   }
   if (mark === "*" || mark === "_" || (mark === "~" && after === "~")) {
     if (after === mark) run += mark;
