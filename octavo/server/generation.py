@@ -466,7 +466,7 @@ class Generation(Call, ABC, Generic[B]):
             reports = self.reports_cache_misses and self.reports_cached_tokens
             if (
                 count == 1
-                and (reports or (story is not None and not background))
+                and (reports or (story is not None and not self.context.background))
                 and self._may_find_misses(prompts[0], params, engine)
             ):
                 watched = _WatchedPrompt(self, self.salt, reports)

@@ -1,4 +1,4 @@
-// Benchmark view: results of `octavo bench`, drawn as octavo/bench/plots.py draws them, and compared.
+// Benchmark view: results of `octavo bench`, drawn as in octavo/bench/plots.py, and compared.
 import {byId, el, failure, parts, percent, say, scroll, table} from "./api.js";
 import {chart, short} from "./chart.js";
 

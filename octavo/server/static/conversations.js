@@ -1,4 +1,4 @@
-// Conversations: trees of messages, kept in the browser (IndexedDB), moved as JSON.
+// Conversations: trees of messages, kept in the browser, moved as JSON.
 // A conversation is {id, title, updated, settings, nodes, leaf}. A node is a message with the index
 // of its `parent` (-1: none), which precedes it; `leaf` is the index of the last shown node.
 import {el} from "./api.js";

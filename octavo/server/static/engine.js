@@ -1,4 +1,4 @@
-// Engine view: KV blocks, steps and requests, live from /v1/engine/view or from a file of its events.
+// Engine view: KV blocks, steps and requests, live from /v1/engine/view or from a recording.
 import {byId, clock, el, events, fromTemplate, ms, note, parts, percent, readEvents, sentence, table, whole} from "./api.js";
 import {flags, History, isPrompt, slotFlags, split} from "./engine_history.js";
 

@@ -9,7 +9,7 @@ function cacheLines({cached_tokens, prompt_tokens, miss, difference, given_up: l
   for (const [name, title] of [["text", "This prompt"], ["earlier_text", "The earlier one"]]) {
     if (difference?.[name]) lines.push(el("p", `${title}:`), el("pre", difference[name]));
   }
-  if (lost) lines.push(el("p", sentence("lost", {...lost, for: lost.by ? `#${lost.by.number}` : "another request", ago: lost.seconds_before.toFixed(1)})));
+  if (lost) lines.push(el("p", sentence("lost", {...lost, by: lost.by?.number ?? "(hidden)", ago: lost.seconds_before.toFixed(1)})));
   return lines;
 }
 
