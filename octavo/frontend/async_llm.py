@@ -493,7 +493,7 @@ class AsyncLLM:
             add_special_tokens=add_special_tokens,
         )
         if stages is not None:
-            stages.append(("tokenize", clock.now()))
+            stages.end("tokenize")
         nbytes = pooling_nbytes(request, pooler)
         with self.request_memory.reserve(nbytes, options.tenant, background=options.background):
             async with aclosing(self._stream(request, passed, None, stages)) as outputs:
