@@ -97,6 +97,7 @@ class FakeAsyncLLM:
             eos_token_ids=(EOS,),
             generation_config=generation_config or {},
             architecture="FakeForCausalLM",
+            generates=True,
             dtype="float32",
             hidden_size=4,
             layers=(),
