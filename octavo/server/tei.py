@@ -10,8 +10,7 @@ from starlette.responses import Response
 
 from octavo import __version__
 from octavo.errors import UnsupportedError
-from octavo.frontend.pooling import normalize
-from octavo.llm_pooling import cosine
+from octavo.frontend.pooling import cosine, normalize
 from octavo.plan.memory_plan import resolve_dtype
 from octavo.server import answers
 from octavo.server.abilities import abilities, find_pooler
