@@ -632,7 +632,7 @@ POOLER = {
 }
 """Keys of pooler_config that only vLLM has."""
 
-ACTIVATION_NAMES = ("normalize", "activation", "softmax")
+ACTIVATION_NAMES = {"normalize", "activation", "softmax"}
 """Older names of pooler_config's use_activation."""
 
 SECTIONS: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -747,8 +747,8 @@ def translate(kwargs: Mapping[str, Any]) -> dict[str, Any]:
                 if name not in foreign
             }
     pooler = settings.get("pooler_config")
-    for name in ACTIVATION_NAMES if isinstance(pooler, dict) else ():
-        if name in pooler:
+    if isinstance(pooler, dict):
+        for name in ACTIVATION_NAMES & pooler.keys():
             _put(pooler, "use_activation", pooler.pop(name), f"pooler_config.{name}")
     for name, (key, target, ignored) in SECTIONS.items():
         section = _typed(settings.pop(name, None))

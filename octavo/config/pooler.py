@@ -38,7 +38,7 @@ class PoolerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     def of_text(self) -> SequencePooling | None:
         """Pooling of whole texts; None: the model's."""
         kind = self.pooling_type
-        return self.seq_pooling_type if kind is None or kind in ("ALL", "STEP") else kind
+        return self.seq_pooling_type if kind is None or kind == "ALL" or kind == "STEP" else kind
 
     @property
     def of_tokens(self) -> TokenPooling | None:

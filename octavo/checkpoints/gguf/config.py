@@ -253,14 +253,17 @@ class Description:
                 f"{self.kind}.pooling_type={str(kind)[:100]} is not supported (4 is a model of "
                 "scores); use the model's Hugging Face folder"
             )
-        texts = {"1_Pooling/config.json": {f"pooling_mode_{_POOLING[kind]}": True}}
+        texts: dict[str, Any] = {"1_Pooling/config.json": {f"pooling_mode_{_POOLING[kind]}": True}}
         names = ["Transformer", "Pooling"]
         for i in (2, 3):
             shape = shapes.get(f"dense_{i}.weight", ())
             if len(shape) == 2:
-                identity = {"activation_function": "torch.nn.modules.linear.Identity"}
-                sizes = {"in_features": shape[1], "out_features": shape[0], "bias": False}
-                texts[f"{i}_Dense/config.json"] = sizes | identity
+                texts[f"{i}_Dense/config.json"] = {
+                    "in_features": shape[1],
+                    "out_features": shape[0],
+                    "bias": False,
+                    "activation_function": "torch.nn.modules.linear.Identity",
+                }
                 names.append("Dense")
         listed = [
             {"type": f"sentence_transformers.models.{name}", "path": f"{i}_{name}" if i else ""}
