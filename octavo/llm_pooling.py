@@ -7,13 +7,12 @@ from functools import partial
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from octavo.compat.call_arguments import refuse_unsupported
 from octavo.errors import RequestError
 from octavo.frontend.input_processor import Prompt
 from octavo.frontend.llm_engine import LLMEngine
-from octavo.frontend.pooling import as_classification, as_embedding, pooling_output
+from octavo.frontend.pooling import as_classification, as_embedding, cosine, pooling_output
 from octavo.models.blocks.pooler import PoolerSpec
 from octavo.outputs import (
     ClassificationRequestOutput,
@@ -237,12 +236,6 @@ class PoolingMethods:
             ids = left.prompt_token_ids + right.prompt_token_ids
             results.append(_scored(right, cosine(left.outputs.data, right.outputs.data), ids))
         return results
-
-
-def cosine(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> float:
-    """Return the cosine of two vectors; 0 if one of them is zero."""
-    lengths = float(np.linalg.norm(a)) * float(np.linalg.norm(b))
-    return float(np.dot(a, b)) / lengths if lengths else 0.0
 
 
 def _scored(

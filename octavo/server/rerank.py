@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from starlette.requests import Request
 from starlette.responses import Response
 
-from octavo.llm_pooling import cosine
+from octavo.frontend.pooling import cosine
 from octavo.server.abilities import cannot
 from octavo.server.body import read_model
 from octavo.server.pooling import Floats, Input, PoolingCall, encode
