@@ -501,7 +501,7 @@ example:
 a line of the input:
   {"custom_id": "a", "method": "POST", "url": "/v1/completions",
    "body": {"prompt": "Once", "max_tokens": 5}}
-  (url may also be /v1/chat/completions)
+  (url may also be /v1/chat/completions, /v1/responses or /v1/embeddings)
 """
 
 _REPLAY_EXAMPLES = """\

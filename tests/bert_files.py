@@ -7,15 +7,13 @@ import tokenizers
 from tokenizers import AddedToken, models, normalizers, pre_tokenizers, processors
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-WORDS = (
-    ["a", "the", "dog", "cat", "sun", "barks", "shines", "i", "like", "do", "not", "it", "which", "animal", "once", "upon", "time", "one", "two"]
-)
+WORDS = "a the dog cat sun barks shines i like do not it which animal once upon time one two"
 
 
 def write_tokenizer(folder: Path) -> int:
     """Write BERT's kind of tokenizer, with letters for unknown words; return its size."""
     letters = [chr(c) for c in range(ord("a"), ord("z") + 1)] + [*"0123456789?.,!'"]
-    words = dict.fromkeys([*SPECIAL, *WORDS, *letters, *(f"##{c}" for c in letters)])
+    words = dict.fromkeys([*SPECIAL, *WORDS.split(), *letters, *(f"##{c}" for c in letters)])
     vocab = {word: i for i, word in enumerate(words)}
     backend = tokenizers.Tokenizer(models.WordPiece(vocab, unk_token="[UNK]"))
     backend.normalizer = normalizers.BertNormalizer(lowercase=True)

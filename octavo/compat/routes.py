@@ -26,7 +26,7 @@ ELSEWHERE: Mapping[str, str] = {
         "a request ends if its client closes the connection, or if the server stops",
         "/inference/v1/abort_requests",
     ),
-    **_all("use POST /v1/embeddings", "/v2/embed", "/v1/embed"),
+    **_all("use POST /v1/embeddings", "/v2/embed"),
     **_all("use POST /v1/score", "/generative_scoring"),
     **_all(
         "use structured_outputs or response_format with POST /v1/chat/completions",

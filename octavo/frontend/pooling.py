@@ -55,6 +55,12 @@ def normalize(x: Floats) -> Floats:
     return result
 
 
+def cosine(a: Floats, b: Floats) -> float:
+    """Return the cosine of two vectors; 0 if one of them is zero."""
+    lengths = float(np.linalg.norm(a)) * float(np.linalg.norm(b))
+    return float(np.dot(a, b)) / lengths if lengths else 0.0
+
+
 def _softmax(x: Floats) -> Floats:
     e = np.exp(x - np.max(x, axis=-1, keepdims=True))
     result: Floats = e / np.sum(e, axis=-1, keepdims=True, dtype=np.float32)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from octavo.errors import RequestError
-from octavo.pooling_params import PoolingTask
 
 if TYPE_CHECKING:
     from octavo.models.blocks.pooler import PoolerSpec
@@ -37,7 +36,7 @@ def check_generates(spec: ModelSpec) -> None:
         raise cannot(spec, "generates no text")
 
 
-def find_pooler(spec: ModelSpec, task: PoolingTask) -> PoolerSpec:
+def find_pooler(spec: ModelSpec, task: str) -> PoolerSpec:
     """Return the pooler of a task.
 
     Raises:

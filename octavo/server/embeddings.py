@@ -5,7 +5,6 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.responses import Response
 
-from octavo.pooling_params import PoolingTask
 from octavo.server.abilities import cannot, find_pooler
 from octavo.server.body import read_model
 from octavo.server.pooling import Floats, InputCall, numbers_json
@@ -43,7 +42,7 @@ class Embeddings(InputCall[EmbeddingsBody]):
         return await self.run(engine, "embed", write)
 
 
-_TASKS: dict[str, PoolingTask] = {"encode": "token_embed", "score": "classify"}
+_TASKS = {"encode": "token_embed", "score": "classify"}
 """Older names of tasks."""
 
 

@@ -19,7 +19,7 @@ from starlette.responses import Response
 from octavo.errors import RequestError
 from octavo.frontend.input_processor import Prompt
 from octavo.outputs import PoolingOutput, PoolingRequestOutput
-from octavo.pooling_params import PoolingParams, PoolingTask
+from octavo.pooling_params import PoolingParams
 from octavo.server import answers
 from octavo.server.call import Call
 from octavo.server.chat import render_messages
@@ -237,7 +237,7 @@ class InputCall(PoolingCall[N]):
     async def run(
         self,
         engine: AsyncLLM,
-        task: PoolingTask,
+        task: str,
         convert: Callable[[int, Floats], bytes],
     ) -> Response:
         """Return the answer in OpenAI's form, from the JSON of each result."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from starlette.requests import Request
@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from octavo import __version__
 from octavo.errors import UnsupportedError
+from octavo.frontend.input_processor import Prompt
 from octavo.frontend.pooling import cosine, normalize
 from octavo.plan.memory_plan import resolve_dtype
 from octavo.server import answers
@@ -150,11 +151,11 @@ class Predict(PoolingCall[TEIPredictBody]):
         labels = find_pooler(engine.spec, "classify").labels
         given = self.body.inputs
         is_batch = isinstance(given, list) and isinstance(given[0], list)
-        items = given if is_batch else [given]
+        items = cast(list[str | list[str]], given if is_batch else [given])
         inputs = []
         for i, item in enumerate(items):
-            text, *pair = [item] if isinstance(item, str) else item
-            prompt = {"prompt": text, "text_pair": pair[0]} if pair else text
+            texts = [item] if isinstance(item, str) else item
+            prompt: Prompt = dict(zip(("prompt", "text_pair"), texts, strict=False))
             inputs.append(Input(prompt, f"inputs[{i}]" if is_batch else "inputs"))
 
         def write(_: int, x: Floats) -> bytes:

@@ -218,3 +218,22 @@ def test_memory_is_trimmed_after_the_last_request_though_data_is_kept(monkeypatc
     monkeypatch.setattr(request_memory, "trim_memory", lambda: None)
     asyncio.run(scenario())
     assert calls == ["trim_memory"]
+
+
+def test_results_are_collected_until_they_are_written():
+    memory = RequestMemory(2**20)
+    spared = []
+    memory.spare = spared.append
+    with memory.collect() as add, memory.collect() as other:
+        add(2**19)
+        other(2**18)
+        assert memory.used == 2**19 + 2**18
+        with pytest.raises(QueueFullError, match=r"do not fit: 0\.8 of the 1 MiB"):
+            add(2**19)
+        assert spared == [2**18]
+        with pytest.raises(RequestError, match="more than the 1 MiB") as failure:
+            add(2**19 + 1)
+        assert failure.value.code == "request_too_large"
+        assert memory.used == 2**19 + 2**18
+        add(2**18)
+    assert memory.used == 0

@@ -49,6 +49,15 @@ def test_all_else_stays_as_it_was_written():
     assert with_fields(text, {}) == text
 
 
+def test_many_texts_weigh_more():
+    texts = {"input": [LONG] * 100}
+    for path in ("/v1/embeddings", "/pooling", "/api/embed"):
+        made = job(texts, path)
+        assert (made.weight, made.generates) == (1 + len(made.body) // 8192, False)
+        assert made.weight > 10
+    assert job(texts, "/tokenize").weight == 1
+
+
 def test_other_paths_and_methods_are_not_looked_at():
     made = job(b"no json", "/v1/embeddings")
     assert (made.body, made.generates, made.splits) == (b"no json", False, False)

@@ -7,8 +7,17 @@ import pytest
 from octavo.compat import request_fields as known_fields
 from octavo.server.body import MAX_UNKNOWN_FIELDS, Body, unknown_fields
 from octavo.server.chat_messages import Message
+from octavo.server.pooling_schema import (
+    ClassifyBody,
+    EmbeddingsBody,
+    PooledBody,
+    PoolingBody,
+    RerankBody,
+    ScoreBody,
+)
 from octavo.server.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from tests.server.fake_engine import Call, events, with_server
+from tests.server import pooled
+from tests.server.fake_engine import Call, FakeAsyncLLM, events, with_server
 
 HEADER = "X-Octavo-Ignored-Fields"
 USER = {"role": "user", "content": "hi"}
@@ -17,7 +26,18 @@ BODIES = {
     "/v1/chat/completions": (ChatBody, {"messages": [USER], "max_tokens": 2}),
     "/tokenize": (TokenizeBody, {"prompt": "hi"}),
     "/detokenize": (DetokenizeBody, {"tokens": [5]}),
+    "/v1/embeddings": (EmbeddingsBody, {"input": "hi"}),
+    "/pooling": (PoolingBody, {"input": "hi"}),
+    "/classify": (ClassifyBody, {"input": "hi"}),
+    "/score": (ScoreBody, {"text_1": "hi", "text_2": "ho"}),
+    "/rerank": (RerankBody, {"query": "hi", "documents": ["ho"]}),
 }
+
+
+def engine_of(model):
+    """Return the maker of an engine that answers a kind of body."""
+    poolers = [pooled.EMBED, pooled.CLASSES] if issubclass(model, PooledBody) else []
+    return lambda: FakeAsyncLLM(poolers=poolers)
 
 
 @pytest.mark.parametrize("path", BODIES)
@@ -42,7 +62,7 @@ def test_what_is_known_but_cannot_be_done_is_refused_and_what_asks_for_nothing_p
             assert response.status_code == 200
             assert HEADER not in response.headers
 
-    with_server(scenario)
+    with_server(scenario, engine_of(model))
 
 
 @pytest.mark.parametrize("path", BODIES)
@@ -183,7 +203,7 @@ def test_the_header_does_not_go_to_the_next_request():
 
 @pytest.mark.parametrize("path", BODIES)
 def test_strict_fields(path):
-    _, good = BODIES[path]
+    model, good = BODIES[path]
 
     async def scenario(served):
         assert (await served.post(path, **good)).status_code == 200
@@ -199,7 +219,7 @@ def test_strict_fields(path):
         assert response.json()["error"]["param"] == "model"
         assert len(served.engine.requests) == count
 
-    with_server(scenario, strict_fields=True)
+    with_server(scenario, engine_of(model), strict_fields=True)
 
 
 def test_strict_fields_of_messages():
