@@ -115,9 +115,3 @@ def as_classification(
         output.prompt_token_ids,
         output.num_cached_tokens,
     )
-
-
-def cosine(a: Floats, b: Floats) -> float:
-    """Return the cosine of two vectors; 0 if one of them is zero."""
-    lengths = float(np.linalg.norm(a)) * float(np.linalg.norm(b))
-    return float(np.dot(a, b)) / lengths if lengths else 0.0
