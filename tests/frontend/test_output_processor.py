@@ -37,6 +37,7 @@ def one_clock(monkeypatch):
 class Spec:
     vocab_size: int = 270
     eos_token_ids: tuple[int, ...] = (EOS,)
+    generates: bool = True
 
 
 class Bench:
