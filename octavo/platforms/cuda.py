@@ -91,11 +91,12 @@ class CUDAPlatform(Platform):
                 return cast("AttentionBackend", attention)
             case "flashinfer":
                 spec = setup.spec
-                if spec.uses_alibi or setup.dtype == "float32" or spec.uses_sinks_or_chunks:
+                other = spec.uses_alibi or spec.sees_all or spec.uses_sinks_or_chunks
+                if other or setup.dtype == "float32":
                     raise ConfigError(
-                        "attention_backend=flashinfer supports neither ALiBi biases, nor attention "
-                        "sinks, nor chunks, nor values smaller than keys, nor float32; use "
-                        "attention_backend=triton."
+                        "attention_backend=flashinfer supports neither ALiBi biases, nor encoders, "
+                        "nor attention sinks, nor chunks, nor values smaller than keys, nor "
+                        "float32; use attention_backend=triton."
                     )
                 require_package("attention_backend=flashinfer", "flashinfer", "flashinfer-python")
                 from octavo.attention.flashinfer import FlashInferAttention

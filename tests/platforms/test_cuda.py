@@ -102,6 +102,7 @@ def test_settings_for_processors_only(name: str) -> None:
         ("bfloat16", {}, "pip install flashinfer-python"),
         ("bfloat16", {"positions": Alibi((0.5, 0.25))}, "attention_backend=triton"),
         ("bfloat16", {"sinks": Sinks("sinks", 2)}, "attention sinks.*attention_backend=triton"),
+        ("bfloat16", {"causal": False}, "encoders.*attention_backend=triton"),
         ("float32", {}, "attention_backend=triton"),
     ],
 )
