@@ -33,6 +33,11 @@ class _OllamaError(BaseModel):
     error: str
 
 
+class _TEIError(BaseModel):
+    error: str
+    error_type: str
+
+
 class _Files(BaseModel):
     object: str
     data: list[openai.FileObject]
@@ -78,6 +83,8 @@ ANSWERS: dict[str, Any] = {
     "POST /v1/batches/{batch_id}/cancel": openai.Batch,
     "POST /api/chat": ollama.ChatResponse,
     "POST /api/generate": ollama.GenerateResponse,
+    "POST /api/embed": ollama.EmbedResponse,
+    "POST /api/embeddings": ollama.EmbeddingsResponse,
     "GET /api/tags": ollama.ListResponse,
     "GET /api/ps": ollama.ProcessResponse,
     "POST /api/show": ollama.ShowResponse,
@@ -98,10 +105,15 @@ if anthropic is not None:
     EVENTS["POST /v1/messages"] = anthropic.RawMessageStreamEvent
 
 
+_TEI = ("/embed", "/embed_all", "/embed_sparse", "/predict", "/similarity")
+
+
 def error_type(route: str) -> Any:
     """Return the type of the errors of a route."""
     if "/v1/messages" in route:
         return Any if anthropic is None else anthropic.ErrorResponse
+    if route.partition(" ")[2] in _TEI:
+        return _TEIError
     return _OllamaError if " /api/" in route else _Error
 
 

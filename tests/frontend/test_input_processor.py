@@ -27,6 +27,10 @@ NOT_FINITE = "prompt_embeds", "not finite"
 
 @dataclass(frozen=True)
 class Spec:
+    architecture: str = "Small"
+    generates: bool = True
+    poolers: tuple[()] = ()
+    sees_all: bool = False
     vocab_size: int = 270
     embed_size: int = 4
     eos_token_ids: tuple[int, ...] = (EOS, 3)

@@ -413,7 +413,7 @@ def cases(max_request_bytes: int = 8 * 2**20) -> list[Case]:
     add("nothing", "/detokenize", {}, param="tokens")
     add("model", "/detokenize", {"tokens": [5], "model": "nope"}, status=404, param="model")
 
-    for path in ("/v1/nothing", "/v1/completions/", "/v2", "/v1/embeddings", "/%00", "/é"):
+    for path in ("/v1/nothing", "/v1/completions/", "/v2", "/v1/images", "/%00", "/é"):
         add("unknown address", path, good[COMPLETIONS], status=404)
     add("unknown model", "/v1/models/nope", b"", status=404, method="GET", param="model")
     add("odd model", "/v1/models/%ff%00../x", b"", status=404, method="GET", param="model")

@@ -196,7 +196,7 @@ HUGE = 8 * 2**20 + 2**17
         (b"a" * HUGE, "line_too_long", None, "is longer than a request"),
         (b"5", "invalid_json_line", None, "is not a JSON object"),
         (b'{"custom_id": "x"}', "missing_required_parameter", "method", "has no method"),
-        (line("b", "/v1/embeddings"), "invalid_url", "url", "has url='/v1/embeddings'"),
+        (line("b", "/v1/images"), "invalid_url", "url", "has url='/v1/images'"),
         (line("b", CHAT), "invalid_url", "url", "the batch is for /v1/completions"),
         (line("b").replace("POST", "GET"), "invalid_method", "method", "has method='GET'"),
         (line("a"), "duplicate_custom_id", "custom_id", "'a' of an earlier line"),
@@ -264,7 +264,7 @@ def test_a_long_line_is_not_kept_in_memory(tmp_path):
 @pytest.mark.parametrize(
     ("fields", "status", "param"),
     [
-        ({"endpoint": "/v1/embeddings"}, 400, "endpoint"),
+        ({"endpoint": "/v1/images"}, 400, "endpoint"),
         ({"endpoint": "/v1/messages"}, 400, "endpoint"),
         ({"completion_window": "1h"}, 400, "completion_window"),
         ({"input_file_id": "file-none"}, 404, "input_file_id"),

@@ -68,9 +68,9 @@ def test_answers_come_in_the_order_of_the_lines(answer):
         ),
         (json.dumps({"custom_id": "b"}), "b", "line 2 of the input has no method; write {"),
         (
-            line("b", {}, "/v1/embeddings"),
+            line("b", {}, "/v1/images"),
             "b",
-            "has url='/v1/embeddings'; use /v1/chat/completions",
+            "has url='/v1/images'; use /v1/chat/completions",
         ),
         (line("b", {}, method="GET"), "b", "line 2 of the input has method='GET'; use POST."),
         (line("b", []), "b", "object"),
