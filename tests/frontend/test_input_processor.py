@@ -34,7 +34,6 @@ class Spec:
     vocab_size: int = 270
     embed_size: int = 4
     eos_token_ids: tuple[int, ...] = (EOS, 3)
-    generates: bool = True
 
 
 def make(tokenizer="default", max_model_len=32, spec=None, **config):

@@ -8,7 +8,7 @@ from octavo import PoolingParams
 from octavo.config import ModelConfig
 from octavo.frontend.input_processor import InputProcessor
 from octavo.messages import RequestOptions
-from octavo.models.blocks.pooler import PoolerSpec
+from octavo.models.blocks.pooler import NO_SENTENCES, PoolerSpec, SentencesSpec
 from tests.small_tokenizers import byte_level
 
 
@@ -16,6 +16,7 @@ from tests.small_tokenizers import byte_level
 class Spec:
     architecture: str = "Small"
     generates: bool = False
+    sentences: SentencesSpec = NO_SENTENCES
     poolers: tuple[PoolerSpec, ...] = (PoolerSpec("embed", ("cls",), 4),)
     sees_all: bool = True
     vocab_size: int = 270
