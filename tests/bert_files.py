@@ -7,9 +7,27 @@ import tokenizers
 from tokenizers import AddedToken, models, normalizers, pre_tokenizers, processors
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-WORDS = (
-    ["a", "the", "dog", "cat", "sun", "barks", "shines", "i", "like", "do", "not", "it", "which", "animal", "once", "upon", "time", "one", "two"]
-)
+WORDS = [
+    "a",
+    "the",
+    "dog",
+    "cat",
+    "sun",
+    "barks",
+    "shines",
+    "i",
+    "like",
+    "do",
+    "not",
+    "it",
+    "which",
+    "animal",
+    "once",
+    "upon",
+    "time",
+    "one",
+    "two",
+]
 
 
 def write_tokenizer(folder: Path) -> int:
