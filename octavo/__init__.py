@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     )
     from octavo.pooling_params import PoolingParams
     from octavo.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
+    from octavo.sentence_encoder import SentenceEncoder
 
     __version__: str
 
@@ -52,6 +53,7 @@ __all__ = [
     "SamplingParams",
     "ScoringOutput",
     "ScoringRequestOutput",
+    "SentenceEncoder",
     "TextPrompt",
     "TokensPrompt",
     "__version__",
@@ -81,6 +83,7 @@ _LAZY = {
     "SamplingParams": "octavo.sampling_params",
     "ScoringOutput": "octavo.outputs",
     "ScoringRequestOutput": "octavo.outputs",
+    "SentenceEncoder": "octavo.sentence_encoder",
     "TextPrompt": "octavo.frontend.input_processor",
     "TokensPrompt": "octavo.frontend.input_processor",
 }

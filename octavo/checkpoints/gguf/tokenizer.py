@@ -100,7 +100,7 @@ def tokenizer_texts(metadata: Mapping[str, object]) -> dict[str, str]:
         "added_tokens": vocabulary.added_tokens(),
         "normalizer": steps.normalizer,
         "pre_tokenizer": steps.pre_tokenizer,
-        "post_processor": _post_processor(vocabulary.tokens, steps.begin, steps.end),
+        "post_processor": _post_processor(vocabulary.tokens, steps),
         "decoder": steps.decoder,
         "model": steps.model,
     }
@@ -130,6 +130,8 @@ class _Steps:
     """Id of the token before each text."""
     end: int | None = None
     """Id of the token after each text."""
+    begins_second: bool = True
+    """True if `begin` is also before the second text of a pair."""
 
 
 class _Vocabulary:
@@ -462,6 +464,7 @@ def _word_piece(vocabulary: _Vocabulary) -> _Steps:
         decoder={"type": "WordPiece", "prefix": "##", "cleanup": True},
         begin=vocabulary.special_id("bos_token_id", cls_id),
         end=vocabulary.special_id("seperator_token_id", 102),
+        begins_second=False,
     )
 
 
@@ -602,15 +605,14 @@ def _marks_to_spaces(prefix: bool) -> dict[str, Any]:
     return _sequence("decoders", steps)
 
 
-def _post_processor(
-    tokens: Sequence[str], begin: int | None, end: int | None
-) -> dict[str, Any] | None:
+def _post_processor(tokens: Sequence[str], steps: _Steps) -> dict[str, Any] | None:
     """Return the step that adds a token before and after each text."""
+    begin, end = steps.begin, steps.end
     if begin is None and end is None:
         return None
 
     def around(sequence: str, kind: int) -> Iterable[dict[str, Any]]:
-        if begin is not None:
+        if begin is not None and (kind == 0 or steps.begins_second):
             yield {"SpecialToken": {"id": tokens[begin], "type_id": kind}}
         yield {"Sequence": {"id": sequence, "type_id": kind}}
         if end is not None:

@@ -129,6 +129,8 @@ def test_word_piece(tmp_path):
     tokenizer = load(ggml("bert", tokens, [3, 3, 3, 3, 1, 1, 1, 1], **ids), tmp_path)
     assert tokenizer.encode("Playing á. x") == [2, 4, 5, 6, 7, 1, 3]
     assert tokenizer.decode([4, 5]) == "playing"
+    pair = tokenizer._backend.encode("playing", "a.")
+    assert (pair.ids, pair.type_ids) == ([2, 4, 5, 3, 6, 7, 3], [0, 0, 0, 0, 1, 1, 1])
 
 
 def world(**changes):
