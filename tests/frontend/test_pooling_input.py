@@ -8,7 +8,7 @@ from octavo import PoolingParams
 from octavo.config import ModelConfig
 from octavo.frontend.input_processor import InputProcessor
 from octavo.messages import RequestOptions
-from octavo.models.blocks.pooler import PoolerSpec
+from octavo.models.blocks.pooler import NO_SENTENCES, PoolerSpec, SentencesSpec
 from tests.small_tokenizers import byte_level
 
 
@@ -18,6 +18,7 @@ class Spec:
     generates: bool = False
     poolers: tuple[PoolerSpec, ...] = (PoolerSpec("embed", ("cls",), 4),)
     sees_all: bool = True
+    sentences: SentencesSpec = NO_SENTENCES
     vocab_size: int = 270
     embed_size: int = 4
     eos_token_ids: tuple[int, ...] = ()
