@@ -216,11 +216,9 @@ RERANK: Unsupported = {
     **_all(_NOTHING, "max_chunks_per_doc max_tokens_per_doc"),
     "rank_fields": (None, ["text"]),
 }
-TEI: Unsupported = {"prompt_name": _NOTHING}
 POOLING_INSTEAD: Mapping[str, str] = {
     "max_tokens_per_doc": "truncate_prompt_tokens, for query and document together",
     "chat_template": "--chat-template when the server starts",
-    "prompt_name": "texts with the prompt in front",
 }
 
 DETOKENIZE: Unsupported = {"skip_special_tokens": _OFF}

@@ -8,11 +8,10 @@ from typing import TypeVar
 from starlette.requests import Request
 from starlette.responses import Response
 
-from octavo.frontend.pooling import normalize
 from octavo.server.abilities import find_pooler
 from octavo.server.body import read_model
 from octavo.server.ollama_models import served_name
-from octavo.server.pooling import Floats, Input, PoolingCall, encode, numbers_json
+from octavo.server.pooling import Input, PoolingCall, encode, numbers_json
 from octavo.server.pooling_schema import (
     OllamaEmbedBody,
     OllamaEmbeddingsBody,
@@ -54,15 +53,12 @@ class OllamaEmbed(PoolingCall[OllamaEmbedBody]):
         """Return the answer; see `PoolingCall.answer`."""
         engine = await self.state.get_engine()
         loaded = time.monotonic()
-        pooler = find_pooler(engine.spec, "embed")
-
-        def write(_: int, x: Floats) -> bytes:
-            # Ollama normalizes the vectors of all models.
-            return numbers_json(x if pooler.activation == "normalize" else normalize(x))
-
+        find_pooler(engine.spec, "embed")
         texts = [text for text in self.body.input if text or len(self.body.input) > 1]
         params = self.body.pooling_params("embed")
-        rows = await self.results(engine, as_inputs(texts, "input"), params, write)
+        params.use_activation = True  # Ollama normalizes the vectors of all models
+        inputs = as_inputs(texts, "input")
+        rows = await self.results(engine, inputs, params, lambda _, x: numbers_json(x))
         head = encode({"model": self.model_name})[:-1] + b',"embeddings":['
         arrival = self.context.arrival
         counts = {

@@ -131,6 +131,7 @@ class VLLMBody(PooledBody):
             activation=self.activation,
             softmax=self.softmax,
             dimensions=getattr(self, "dimensions", None),
+            prompt_name=getattr(self, "prompt_name", None),
         )
 
 
@@ -180,6 +181,9 @@ class EmbeddingsBody(InputBody):
     """float (default): lists of numbers; base64: little-endian float32."""
     dimensions: Int | None = None
     """Length to which vectors are cut, for models that are trained for it."""
+    prompt_name: str | None = None
+    """Prompt of the model that is put before each text, such as query; empty: none. Default: the
+    model's."""
 
 
 class ClassifyBody(InputBody):
@@ -289,7 +293,6 @@ _PAIRS = (
 class TEIBody(PooledBody):
     """Fields of the routes of text-embeddings-inference."""
 
-    unsupported = known_fields.TEI
     truncating = "truncate"
 
     truncate: bool | None = None
@@ -305,6 +308,7 @@ class TEIBody(PooledBody):
             truncate_prompt_tokens=-1 if self.truncate else None,
             truncation_side="left" if direction == "left" else "right",
             dimensions=getattr(self, "dimensions", None),
+            prompt_name=getattr(self, "prompt_name", None),
             use_activation=False if getattr(self, "raw_scores", False) else None,
         )
 
@@ -320,6 +324,8 @@ class TEIInputsBody(TEIBody):
         ),
     ]
     """Text or token ids, or a list of either."""
+    prompt_name: str | None = None
+    """Prompt of the model that is put before each text, such as query."""
 
 
 class TEIEmbedBody(TEIInputsBody):

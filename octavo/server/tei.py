@@ -11,7 +11,7 @@ from starlette.responses import Response
 from octavo import __version__
 from octavo.errors import UnsupportedError
 from octavo.frontend.input_processor import Prompt
-from octavo.frontend.pooling import cosine, normalize
+from octavo.frontend.pooling import cosine
 from octavo.plan.memory_plan import resolve_dtype
 from octavo.server import answers
 from octavo.server.abilities import abilities, find_pooler
@@ -110,16 +110,11 @@ class Embed(PoolingCall[TEIEmbedBody]):
     async def answer(self) -> Response:
         """Return the answer; see `PoolingCall.answer`."""
         engine = await self.state.get_engine()
-        pooler = find_pooler(engine.spec, "embed")
-        # text-embeddings-inference normalizes the vectors of all models.
-        adds = self.body.normalize is not False and pooler.activation != "normalize"
-
-        def write(_: int, x: Floats) -> bytes:
-            return numbers_json(normalize(x) if adds else x)
-
+        find_pooler(engine.spec, "embed")
         params = self.body.pooling_params("embed")
         inputs = text_inputs(self.body.inputs, "inputs")
-        return await self.write(b"[", await self.results(engine, inputs, params, write), b"]")
+        rows = await self.results(engine, inputs, params, lambda _, x: numbers_json(x))
+        return await self.write(b"[", rows, b"]")
 
 
 class EmbedAll(PoolingCall[TEIInputsBody]):

@@ -26,7 +26,7 @@ from octavo.frontend.request_memory import RequestMemory
 from octavo.frontend.step_log import StepLog
 from octavo.kv_cache.block_map import BlockMap
 from octavo.messages import EngineCoreOutput, EngineCoreRequest, FinishReason, LogprobsLists
-from octavo.models.blocks.pooler import PoolerSpec
+from octavo.models.blocks.pooler import NO_SENTENCES, PoolerSpec
 from octavo.observability.metrics import EngineMetrics
 from octavo.observability.scheduler_stats import SchedulerStats
 from octavo.quantization.plain import PLAIN
@@ -67,6 +67,7 @@ class FakeSpec(SimpleNamespace):
     """Description of the fake model; it generates text if it has no poolers."""
 
     sees_all = False
+    sentences = NO_SENTENCES
 
     @property
     def generates(self) -> bool:

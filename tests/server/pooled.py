@@ -8,7 +8,7 @@ from octavo.models.blocks.pooler import PoolerSpec
 from tests.server.fake_engine import BOS, FakeAsyncLLM, fake_pool, make_tokenizer, with_server
 
 EMBED = PoolerSpec("embed", ("mean",), 4, activation="normalize", dimensions=(2,))
-PLAIN = PoolerSpec("embed", ("mean",), 4)
+PLAIN = PoolerSpec("embed", ("mean",), 4, activation="normalize", activates=False)
 TOKENS = PoolerSpec("token_embed", ("all",), 4, activation="normalize")
 CLASSES = PoolerSpec("classify", ("cls",), 3, activation="softmax", labels=("bad", "so", "good"))
 RANKER = PoolerSpec("classify", ("cls",), 1, activation="sigmoid", labels=("relevant",))
@@ -33,7 +33,7 @@ def ids_of(text):
 def vector(text, pooler=EMBED):
     """Return the vector of a text, float32 [4]."""
     x = fake_pool(ids_of(text), pooler).astype(np.float32)
-    return normalize(x) if pooler.activation == "normalize" else x
+    return normalize(x) if pooler.activates else x
 
 
 def cosine(a, b):

@@ -10,6 +10,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from octavo.frontend.request_memory import RequestMemory
+from octavo.models.blocks.pooler import SentencesSpec
 from octavo.server import answers, pooling
 from octavo.server.pooling_schema import MAX_TEXTS
 from tests.server.fake_engine import TEMPLATE, Call
@@ -88,6 +89,9 @@ def test_parameters_of_vectors():
             cut = await embed(served, "one", truncate_prompt_tokens=keep, truncation_side=side)
             expected = vector(text) if side is None else await embed(served, [256, *b"ne"])
             np.testing.assert_array_equal(cut.ravel(), np.ravel(expected))
+        served.engine.spec.sentences = SentencesSpec((("query", "q: "),))
+        named = await embed(served, "one", prompt_name="query")
+        np.testing.assert_array_equal(named, [vector("q: one")])
         await embed(served, "x" * 9000, truncate_prompt_tokens=-1)
         assert len(served.engine.requests[-1].prompt_token_ids) == served.engine.max_model_len
         await embed(served, [5] * 9000, truncate_prompt_tokens=-1)

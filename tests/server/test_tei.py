@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from pydantic import TypeAdapter
 
+from octavo.models.blocks.pooler import SentencesSpec
 from octavo.server import answers
 from tests.server.fake_engine import fake_pool
 from tests.server.pooled import (
@@ -54,7 +55,10 @@ def test_inputs_and_truncation():
             assert served.engine.requests[-1].prompt_token_ids[-1] == token
         assert "missing" in await failed(served, "/embed")
         assert "empty text" in await failed(served, "/embed", inputs=["a", ""])
-        assert "prompt_name" in await failed(served, "/embed", inputs="a", prompt_name="query")
+        served.engine.spec.sentences = SentencesSpec((("query", "q: "),))
+        found = await good(served, "/embed", inputs="one", prompt_name="query")
+        np.testing.assert_array_equal(np.float32(found), [vector("q: one")])
+        assert "prompt_name='x'" in await failed(served, "/embed", inputs="a", prompt_name="x")
 
     serve(scenario)
 
