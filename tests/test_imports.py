@@ -191,6 +191,7 @@ def test_public_names():
         "SamplingParams",
         "ScoringOutput",
         "ScoringRequestOutput",
+        "SentenceEncoder",
         "TextPrompt",
         "TokensPrompt",
         "__version__",
