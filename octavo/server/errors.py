@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import reprlib
 from collections.abc import Callable
 
@@ -138,12 +139,12 @@ def error_writer(path: str) -> Callable[[BaseException], bytes]:
         return anthropic_error_json
     if "/api/" in path and "/v1/" not in path:
         return ollama_error_json
-    if path.endswith(_TEI_PATHS) and "/v2/" not in path:
+    if re.search(_TEI_PATHS, path) and "/v2/" not in path:
         return tei_error_json
     return error_json
 
 
-_TEI_PATHS = ("/embed", "/embed_all", "/embed_sparse", "/predict", "/similarity")
+_TEI_PATHS = r"/(embed|embed_all|embed_sparse|predict|similarity)\b"
 
 
 _ANTHROPIC_TYPES = {
