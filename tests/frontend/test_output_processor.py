@@ -38,7 +38,6 @@ class Spec:
     generates: bool = True
     vocab_size: int = 270
     eos_token_ids: tuple[int, ...] = (EOS,)
-    generates: bool = True
 
 
 class Bench:

@@ -19,7 +19,6 @@ class Spec:
     sentences: SentencesSpec = NO_SENTENCES
     poolers: tuple[PoolerSpec, ...] = (PoolerSpec("embed", ("cls",), 4),)
     sees_all: bool = True
-    sentences: SentencesSpec = NO_SENTENCES
     vocab_size: int = 270
     embed_size: int = 4
     eos_token_ids: tuple[int, ...] = ()
