@@ -218,7 +218,7 @@ def _captured_sizes(setup: WorkerSetup) -> list[int]:
     from octavo.worker.graphs import graph_sizes
 
     captured = setup.config.device.attention_backend in ("auto", "triton")
-    if setup.config.model.enforce_eager or not captured:
+    if setup.config.model.enforce_eager or not captured or not setup.spec.generates:
         return []
     return graph_sizes(setup.config.scheduler.max_num_seqs)
 

@@ -25,6 +25,7 @@ from octavo.messages import (
     LogprobsLists,
     ModelRunnerOutput,
     NewRequestData,
+    PoolingSpec,
     ScheduledRequest,
     SchedulerOutput,
 )
@@ -389,7 +390,10 @@ class ModelRunner:
         )
         # All requests write to the same blocks: their results are not used.
         block_ids = [list(range(1, blocks + 1)) for _ in kv.paged_groups]
-        new = NewRequestData([0] * count, count, params, 0, state_slots=[0])
+        pooling = None
+        if not self.spec.generates:
+            pooling = PoolingSpec(self.spec.poolers[0].task, whole=self.spec.sees_all)
+        new = NewRequestData([0] * count, count, params, 0, state_slots=[0], pooling=pooling)
         self.execute_model(
             SchedulerOutput(
                 scheduled_reqs=[

@@ -27,6 +27,7 @@ from octavo.system.tensor import from_numpy
 from octavo.worker import model_runner
 from tests.drafts import SETTINGS, Drafter
 from tests.e2e.test_triton import folder
+from tests.encoders import write_encoder
 from tests.fake_gpu import CUDA, FakeGpu
 from tests.quantization.test_gptq import module as gptq_module
 from tests.triton import needs_triton
@@ -317,3 +318,25 @@ def test_forced_ends_of_reasoning(llama: str, llm: LLM, gpu: FakeGpu, monkeypatc
     found = ids(generate(llm, params, gpu))
     assert [tokens[2:4] for tokens in found] == [[7, 9]] * 3
     assert found == ids(run(llama, params))
+
+
+@pytest.mark.parametrize("runner", ["auto", "pooling"])
+def test_vectors_are_those_of_the_cpu(
+    runner: str, llama: str, gpu: FakeGpu, tmp_path: Path
+) -> None:
+    """Vectors of an encoder, of a decoder beside answers, and of a decoder without an LM head."""
+    models = [(llama, None)]
+    if runner == "pooling":
+        models.append((write_encoder(tmp_path, num_hidden_layers=1), "dummy"))
+    requests = [{"prompt_token_ids": ids} for ids in ([5, 6], [40 + i for i in range(7)])]
+    for model, load_format in models:
+        vectors = []
+        for device in ("cuda", "cpu"):
+            settings = SMALL | {"device": device, "runner": runner, "dtype": "float32"}
+            if load_format is not None:
+                settings["load_format"] = load_format
+            with LLM(model=model, **settings) as llm:
+                outputs = llm.encode(requests, pooling_task="embed", use_tqdm=False)
+                vectors.append([output.outputs.data for output in outputs])
+        for ours, theirs in zip(*vectors, strict=True):
+            np.testing.assert_allclose(ours, theirs, atol=1e-5)
