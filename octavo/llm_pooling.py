@@ -12,7 +12,13 @@ from octavo.compat.call_arguments import refuse_unsupported
 from octavo.errors import RequestError
 from octavo.frontend.input_processor import Prompt
 from octavo.frontend.llm_engine import LLMEngine
-from octavo.frontend.pooling import as_classification, as_embedding, cosine, pooling_output
+from octavo.frontend.pooling import (
+    as_classification,
+    as_embedding,
+    cosine,
+    pooling_output,
+    windows_output,
+)
 from octavo.models.blocks.pooler import PoolerSpec
 from octavo.outputs import (
     ClassificationRequestOutput,
@@ -92,13 +98,29 @@ class PoolingMethods:
             poolers.append(pooler)
             return self.llm_engine.start(request, its_params.as_sampling_params(), None)
 
-        pairs = zip(texts, params, strict=True)
-        outputs = self._run([partial(start, *pair) for pair in pairs], use_tqdm=use_tqdm)
+        divide = self.llm_engine.input_processor.windows
+        parts: list[list[tuple[Prompt, int]]] = [
+            [*divide(text, its, add_special_tokens=special)] if its.windows else [(text, 1)]
+            for text, its in zip(texts, params, strict=True)
+        ]
+        starts = [
+            partial(start, part, msgspec.structs.replace(its, windows=False))
+            for its_parts, its in zip(parts, params, strict=True)
+            for part, _ in its_parts
+        ]
+        outputs = self._run(starts, use_tqdm=use_tqdm)
         for output in outputs:
             if output.pooled is None:
                 raise RequestError(str(output.outputs[0].stop_reason))
-        rows = zip(outputs, poolers, params, strict=True)
-        return [pooling_output(*row) for row in rows]
+        results, rest = [], iter(zip(outputs, poolers, strict=True))
+        for its_parts, its in zip(parts, params, strict=True):
+            found = [next(rest) for _ in its_parts]
+            (first, pooler), weights = found[0], [weight for _, weight in its_parts]
+            if its.windows:
+                results.append(windows_output([o for o, _ in found], weights, pooler, its))
+            else:
+                results.append(pooling_output(first, pooler, its))
+        return results
 
     def embed(
         self,

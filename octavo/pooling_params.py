@@ -29,6 +29,9 @@ class PoolingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
     """Number of the prompt's tokens to keep; -1: as many as the model takes; None: all."""
     truncation_side: Literal["left", "right"] = "right"
     """Side at which tokens are dropped."""
+    windows: bool = False
+    """True to compute a text that is longer than the model's context in parts, and to return the
+    mean of their vectors, weighted by their tokens."""
     dimensions: int | None = None
     """Number of the vector's first numbers to return (Matryoshka embeddings); None: all."""
     use_activation: bool | None = None
@@ -72,6 +75,13 @@ class PoolingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
             )
         if not isinstance(self.prompt_name, str | None):
             raise RequestError(f"prompt_name={self.prompt_name!r} is not a text.", "prompt_name")
+        if type(self.windows) is not bool:
+            raise RequestError(f"windows={self.windows!r} is not true or false.", "windows")
+        if self.windows and keep is not None:
+            raise RequestError(
+                f"windows and truncate_prompt_tokens={keep} contradict; leave one of them out.",
+                "windows",
+            )
         if self.truncation_side not in ("left", "right"):
             raise RequestError(
                 f"truncation_side={self.truncation_side!r} must be left or right.",

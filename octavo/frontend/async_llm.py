@@ -59,7 +59,7 @@ from octavo.frontend.output_processor import (
     OutputProcessor,
     RequestOutputCollector,
 )
-from octavo.frontend.pooling import pooling_output
+from octavo.frontend.pooling import pooling_output, windows_output
 from octavo.frontend.request_memory import (
     RequestMemory,
     pooling_nbytes,
@@ -76,6 +76,7 @@ from octavo.messages import (
     PauseMode,
     RequestOptions,
 )
+from octavo.models.blocks.pooler import PoolerSpec
 from octavo.models.hub import resolve_folders
 from octavo.models.registry import read_spec
 from octavo.observability.metrics import EngineMetrics, join_pages
@@ -479,6 +480,51 @@ class AsyncLLM:
 
         `stages` gets the stages of the request before the engine.
         """
+        if params.windows:
+            return await self._serve_windows(
+                prompt, params, request_id, options, add_special_tokens
+            )
+        output, pooler = await self._pool(
+            prompt, params, request_id, options, add_special_tokens, stages
+        )
+        return pooling_output(output, pooler, params)
+
+    async def _serve_windows(
+        self,
+        prompt: Prompt,
+        params: PoolingParams,
+        request_id: str,
+        options: RequestOptions,
+        add_special_tokens: bool,
+    ) -> PoolingRequestOutput[PoolingOutput]:
+        """Return the result of a text that is computed in parts, one after the other."""
+        parts = await offload(
+            processing_time(prompt, params.as_sampling_params()),
+            self._input_processor.windows,
+            prompt,
+            params,
+            add_special_tokens=add_special_tokens,
+        )
+        whole = msgspec.structs.replace(params, windows=False)
+        found = [
+            await self._pool(part, whole, f"{request_id}-{i}", options, add_special_tokens)
+            for i, (part, _) in enumerate(parts)
+        ]
+        outputs, weights = [output for output, _ in found], [weight for _, weight in parts]
+        result = windows_output(outputs, weights, found[0][1], params)
+        result.request_id = request_id
+        return result
+
+    async def _pool(
+        self,
+        prompt: Prompt,
+        params: PoolingParams,
+        request_id: str,
+        options: RequestOptions,
+        add_special_tokens: bool,
+        stages: Stages | None = None,
+    ) -> tuple[RequestOutput, PoolerSpec]:
+        """Return the output of a request for a vector or scores, and its pooler."""
         if self._dead is not None:
             raise self._dead
         self._attach()
@@ -499,7 +545,7 @@ class AsyncLLM:
             async with aclosing(self._stream(request, passed, None, stages)) as outputs:
                 async for output in outputs:
                     if output.pooled is not None:
-                        return pooling_output(output, pooler, params)
+                        return output, pooler
         raise RequestError("The request was aborted before it had a result; send it again.")
 
     async def beam_search(

@@ -281,6 +281,42 @@ class InputProcessor:
         )
         return request, pooler
 
+    def windows(
+        self, prompt: Prompt, params: PoolingParams, *, add_special_tokens: bool = True
+    ) -> list[tuple[TokensPrompt, int]]:
+        """Return the parts of a text that fit the model's context, each with its number of tokens.
+
+        Each part has the tokenizer's special tokens, which do not count.
+
+        Raises:
+            RequestError: the prompt is no single text, or the task returns no vector.
+            ContextLengthError: the text is longer than any context.
+        """
+        pooler = self._find_pooler(params)
+        text, ids = self._read_prompt(prompt)
+        pair = isinstance(prompt, Mapping) and prompt.get("text_pair") is not None
+        if text is None or ids is not None or pair or pooler.task != "embed":
+            raise RequestError(
+                "windows is for the vectors of single texts; leave it out, or give a text.",
+                "windows",
+            )
+        if self._tokenizer is None:
+            raise RequestError(
+                "windows needs a tokenizer, and none is loaded (skip_tokenizer_init).", "windows"
+            )
+        text = self._with_prompt(text, pooler, params)
+        assert text is not None
+        content = self._tokenizer.encode(text, False, MAX_TOKENS)
+        first, last = self._tokenizer.special_ends() if add_special_tokens else ([], [])
+        size = self._max_model_len - len(first) - len(last)
+        if size < 1:
+            raise RequestError(
+                f"windows: the context of {self._max_model_len} tokens has no room for a text.",
+                "windows",
+            )
+        parts = [content[i : i + size] for i in range(0, len(content), size)] or [[]]
+        return [({"prompt_token_ids": first + part + last}, len(part)) for part in parts]
+
     def _with_prompt(
         self, text: str | None, pooler: PoolerSpec, params: PoolingParams
     ) -> str | None:

@@ -93,6 +93,34 @@ def pooling_output(
     )
 
 
+def windows_output(
+    outputs: Sequence[RequestOutput],
+    weights: Sequence[int],
+    pooler: PoolerSpec,
+    params: PoolingParams,
+) -> PoolingRequestOutput[PoolingOutput]:
+    """Return the result of a text from those of its parts: the mean of their vectors.
+
+    Args:
+        outputs: the finished requests of the parts, in order.
+        weights: number of tokens of each part.
+        pooler: the pooler that computed them.
+        params: the request's parameters, which apply to the mean.
+    """
+    total = np.zeros(pooler.size, np.float32)
+    for output, weight in zip(outputs, weights, strict=True):
+        assert output.pooled is not None
+        total += np.frombuffer(output.pooled, np.float32) * np.float32(weight)
+    mean = total / np.float32(max(1, sum(weights)))
+    ids = [i for output in outputs for i in output.prompt_token_ids]
+    return PoolingRequestOutput(
+        outputs[0].request_id,
+        PoolingOutput(read_pooled(mean.tobytes(), pooler, params, ids)),
+        ids,
+        sum(output.num_cached_tokens for output in outputs),
+    )
+
+
 def as_embedding(
     output: PoolingRequestOutput[PoolingOutput],
 ) -> PoolingRequestOutput[EmbeddingOutput]:

@@ -60,6 +60,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="Cut long texts to the model's limit; default: a long text is an error.",
     )
+    add(
+        "--windows",
+        action="store_true",
+        help="Compute long texts in parts; their vector is the mean, weighted by tokens.",
+    )
     add_engine_settings(parser)
 
 
@@ -85,9 +90,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         task="embed",
         dimensions=args.dimensions,
         truncate_prompt_tokens=-1 if args.truncate else None,
+        windows=args.windows,
     )
     kwargs = engine_kwargs(args)
-    identity = [texts.digest, args.prompt, args.dimensions, args.truncate, sorted(kwargs.items())]
+    identity = [texts.digest, args.prompt, params, sorted(kwargs.items())]
     key = hashlib.sha256(repr(identity).encode()).digest()
     with _Unfinished.open(out, key) as unfinished, LLM(**kwargs) as llm:
         pooler = llm.llm_engine.spec.pooler("embed")

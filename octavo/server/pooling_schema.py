@@ -109,6 +109,9 @@ class VLLMBody(PooledBody):
     truncate_prompt_tokens: Int | None = None
     """Number of tokens to keep of each text; -1: as many as the model takes. Default: a longer text
     is an error."""
+    windows: bool | None = None
+    """Compute a text that is longer than the model's context in parts, and return the mean of their
+    vectors. Default false."""
     truncation_side: Literal["left", "right"] | None = None
     """Side at which tokens are dropped. Default right."""
     use_activation: bool | None = None
@@ -126,6 +129,7 @@ class VLLMBody(PooledBody):
             task=task,
             truncate_prompt_tokens=self.truncate_prompt_tokens,
             truncation_side=self.truncation_side or "right",
+            windows=self.windows is True,
             use_activation=self.use_activation,
             normalize=self.normalize,
             activation=self.activation,

@@ -415,6 +415,13 @@ class Tokenizer:
             types = [0] * len(self._prefix) + types
         return ids, types.index(1) if pair is not None and 1 in types else 0
 
+    def special_ends(self) -> tuple[list[int], list[int]]:
+        """Return the special tokens that are added before a text and after it."""
+        bare, whole = self.encode("a", False), self.encode("a")
+        starts = range(len(whole) - len(bare) + 1)
+        at = next(i for i in starts if whole[i : i + len(bare)] == bare)
+        return whole[:at], whole[at + len(bare) :]
+
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
         """Convert texts to token ids in one call, without adding special tokens.
 

@@ -95,7 +95,8 @@ def test_a_long_text(model, tmp_path):
     with pytest.raises(RequestError, match="64 tokens"):
         run(model, file, tmp_path / "v.npy")
     (tmp_path / "v.npy.unfinished").unlink()
-    assert run(model, file, tmp_path / "v.npy", "--truncate")["texts"] == 1
+    for flag in ("--truncate", "--windows"):
+        assert run(model, file, tmp_path / f"v{flag}.npy", flag)["texts"] == 1
 
 
 @pytest.mark.parametrize(
