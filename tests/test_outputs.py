@@ -101,7 +101,7 @@ def test_outputs_have_vllms_fields_in_its_order():
         *("request_id", "prompt", "prompt_token_ids", "prompt_logprobs", "outputs", "finished"),
         *("metrics", "lora_request", "encoder_prompt", "encoder_prompt_token_ids"),
         *("num_cached_tokens", "num_cache_creation_tokens", "prompt_token_id_logprobs"),
-        *("kv_transfer_params", "ec_transfer_params", "num_computed_tokens"),
+        *("kv_transfer_params", "ec_transfer_params", "num_computed_tokens", "pooled"),
     ]
     assert [f.name for f in dataclasses.fields(CompletionOutput)] == [
         *("index", "text", "token_ids", "cumulative_logprob", "logprobs", "routed_experts"),

@@ -132,9 +132,10 @@ def read_spec(checkpoint: Checkpoint, settings: ModelConfig = _DEFAULTS) -> Mode
         config.refuse(name, 0, f"mixtures of experts are not supported with {architecture}")
     bidirectional = variant is not None and variant.bidirectional
     sees = config.get("use_bidirectional_attention")
-    if architecture not in _CAUSAL and sees not in (None, True, False, "vision"):
-        raise config.error("use_bidirectional_attention", "supported: true, false, vision")
-    bidirectional |= sees is True or not config.flag("is_causal", True)
+    if architecture not in _CAUSAL:
+        if sees not in (None, True, False, "vision"):
+            raise config.error("use_bidirectional_attention", "supported: true, false, vision")
+        bidirectional |= sees is True or not config.flag("is_causal", True)
     try:
         spec = read(config)
     except ArithmeticError as error:

@@ -93,14 +93,13 @@ def test_what_is_not_supported_is_refused_with_a_sentence(llm):
         llm.chat(CHAT, chat_template_content_format="openai")
     with pytest.raises(ValueError, match="2 priorities"):
         llm.generate("x", priority=[1, 2])
-    for call in (llm.encode, llm.embed, llm.classify, llm.score, llm.reward):
-        with pytest.raises(UnsupportedError, match="generate text"):
+    for call in (llm.classify, llm.reward):
+        with pytest.raises(RequestError, match="It can: generate, embed"):
             call("x", use_tqdm=False)
     for settings, why in [
         ({"prefill_context_parallel_size": 2}, "prefill_context_parallel_size=2"),
         ({"enable_lora": True}, "adapter"),
-        ({"task": "embed"}, "task='embed'"),
-        ({"runner": "pooling"}, "embeddings"),
+        ({"runner": "pooling", "convert": "none"}, "forbids vectors"),
         ({"max_seq_len": 5}, "did you mean"),
     ]:
         with pytest.raises(ConfigError, match=why):

@@ -814,8 +814,9 @@ struct Requests {
     const int64_t width = s.heads * s.head_size;
     kernels().attention({q.data(), width, s.head_size, out.data(), width, s.head_size, kv.data, block_stride(),
                          start.data(), seq.data(), table.data(), int64_t(wide), count, s.heads, s.kv_heads, s.head_size,
-                         s.head_size, s.block_size, false, s.window, s.chunk, scale(), s.soft_cap, s.alibi ? slopes.data() : nullptr,
-                         s.sinks ? sinks.data() : nullptr, Type<T>::dtype, cache});
+                         s.head_size, s.block_size, false, true, s.window, s.chunk, scale(), s.soft_cap,
+                         s.alibi ? slopes.data() : nullptr, nullptr, 0, s.sinks ? sinks.data() : nullptr, Type<T>::dtype,
+                         cache});
     return out;
   }
 

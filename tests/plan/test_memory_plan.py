@@ -244,13 +244,21 @@ def test_a_context_longer_than_the_models_is_refused():
 
 
 def test_budget_is_raised_to_what_other_settings_need():
-    def budget(**kwargs):
-        return resolve_max_num_batched_tokens(EngineConfig.from_kwargs(**kwargs), 2048, 5000)
+    spec = replace(SPEC, max_model_len=5000)
+    layer = spec.layers[0]
+    attention, mlp = layer.blocks
+    whole = layer.with_blocks([replace(attention, causal=False), mlp])
+    encoder = replace(spec, layers=(whole,))
+
+    def budget(spec=spec, **kwargs):
+        return resolve_max_num_batched_tokens(EngineConfig.from_kwargs(**kwargs), 2048, spec)
 
     assert budget() == 2048
     assert budget(max_num_seqs=4000) == 4000
     assert budget(enable_chunked_prefill=False) == 5000
     assert budget(max_num_batched_tokens=300) == 300
+    assert budget(encoder) == 5000
+    assert budget(encoder, max_model_len=3000) == 3000
 
 
 GPU = MemoryBudget(
