@@ -517,7 +517,8 @@ void test_norms() {
         kernels().rms_norm(a);
         a.residual = nullptr, a.out = plain.data();
         kernels().rms_norm(a);
-        kernels().layer_norm({x.data(), stride, w.data(), bias.data(), layer.data(), dim, rows, dim, 1e-5f, 0.0f, dtype});
+        kernels().layer_norm({x.data(), stride, nullptr, nullptr, 0, w.data(), bias.data(), layer.data(), dim, rows, dim, 1e-5f,
+                              0.0f, dtype});
         for (int64_t i = 0; i < rows; i++) {
           double squares = 0, plain_squares = 0, mean = 0, variance = 0;
           for (int64_t j = 0; j < dim; j++) {
