@@ -172,7 +172,7 @@ class PromptEmbeds(msgspec.Struct, array_like=True, frozen=True):
 
 
 class PoolingSpec(msgspec.Struct, array_like=True, frozen=True):
-    """What the engine core computes for a request of a pooling model, in place of tokens."""
+    """Result that the engine core computes for a request of a pooling model, instead of tokens."""
 
     task: str
     """Name of the model's pooler; see `PoolerSpec`."""

@@ -46,7 +46,7 @@ def number_of(core_id: str) -> int | None:
 
 @dataclass(slots=True)
 class Stages:
-    """What the front end notes of a prompt on its way to the engine."""
+    """Notes of the front end on a prompt on its way to the engine."""
 
     ends: list[tuple[str, float]] = field(default_factory=list)
     """Causes of the time, in order, with their ends."""
@@ -528,7 +528,7 @@ class _Sweep:
             self._idle(end, busy, BETWEEN)
 
     def _idle(self, end: float, busy: StepRecord | None, cause: str) -> None:
-        """Fill a time with others' step, or with a cause if there is none."""
+        """Fill a time with a step of other requests, or with a cause if no step runs."""
         if busy is None:
             self._to(end, cause)
         else:

@@ -32,8 +32,7 @@ class _Types:
         out[:] = 0
         begins, ends = self._begins[rows], np.cumsum(counts)
         for i in np.flatnonzero(begins):
-            first = ends[i] - counts[i]
-            out[first + max(0, begins[i] - starts[i]) : ends[i]] = self._second
+            out[ends[i] - counts[i] + begins[i] : ends[i]] = self._second  # a text is whole
 
 
 @dataclass(frozen=True)

@@ -123,7 +123,7 @@ def _module_files(folder: Path) -> list[str]:
     try:
         modules = json.loads((folder / "modules.json").read_text("utf-8"))
     except (OSError, ValueError, RecursionError):
-        return []  # whoever reads the model reports a damaged file
+        return []  # the reader of the model reports a damaged file
     listed = modules if isinstance(modules, list) else []
     named = [module.get("path") for module in listed if isinstance(module, dict)]
     paths = [path for path in named if isinstance(path, str) and path]

@@ -41,13 +41,13 @@ async def embed_all(request: Request) -> Response:
 
 
 async def embed_sparse(request: Request) -> Response:
-    """Reject: no model has sparse vectors yet."""
+    """Reject the request: this route is not supported yet."""
     state = state_of(request)
     await read_model(request, TEIInputsBody, state.config.max_request_bytes)
     spec = (await state.get_engine()).spec
     raise UnsupportedError(
-        f"This model ({spec.architecture}) has no sparse vectors, and Octavo supports none yet. It "
-        f"can: {abilities(spec)}.",
+        "/embed_sparse is not supported yet; /v1/embeddings returns all numbers of a SPLADE "
+        f"model's vector. This model ({spec.architecture}) can: {abilities(spec)}.",
         "model",
     )
 

@@ -384,7 +384,7 @@ class Tokenizer:
 
         Args:
             text: any text.
-            pair: second text of a pair, such as the document for a query; None: there is none.
+            pair: second text of a pair, such as the document for a query; None: a single text.
             add_special_tokens: add special tokens as specified by the tokenizer's files.
             max_tokens: number of ids to keep; special tokens are always kept. None: all. Of a pair,
                 the longer text is cut first.
@@ -392,7 +392,7 @@ class Tokenizer:
 
         Returns:
             The ids, and the index of the first id that belongs to the second text by the
-            tokenizer's types; 0: there is none.
+            tokenizer's types; 0 for a single text.
 
         Raises:
             RequestError: a text is not valid Unicode.

@@ -24,7 +24,7 @@ KEYS = ServerConfig(api_key=["a", "b"])
 
 
 class Named:
-    """What a joined view reads of `Upstream`."""
+    """Part of `Upstream` that a joined view reads."""
 
     def __init__(self, name):
         self.name = name

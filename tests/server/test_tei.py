@@ -73,10 +73,10 @@ def test_vectors_of_tokens():
     serve(scenario)
 
 
-def test_no_model_has_sparse_vectors():
+def test_sparse_vectors_are_refused():
     async def scenario(served):
         said = await failed(served, "/embed_sparse", inputs="a")
-        assert "no sparse vectors" in said
+        assert "/embed_sparse is not supported yet" in said
         assert "embed (POST /v1/embeddings)" in said
 
     serve(scenario)
