@@ -46,17 +46,14 @@ FIGURES = {
 def settings_of(case: str, args: argparse.Namespace) -> dict[str, Any]:
     """Return the settings of a case, as `LLM` takes them.
 
-    Without the prefix cache, no prompt waits for a snapshot of its state. To measure the memory,
-    the KV cache has as many blocks as the load fills.
+    Without the prefix cache, no prompt waits for a snapshot of its state, and the KV cache has as
+    many blocks as the load fills.
     """
     model, *given = case.split(":")
     length = args.input_len + args.output_len
     kwargs: dict[str, Any] = {"model": model, "max_num_batched_tokens": BUDGET}
     kwargs |= {"max_num_seqs": args.batch_size, "max_model_len": length}
     kwargs |= {"enable_prefix_caching": False}
-    if args.memory:
-        kwargs |= {"max_logprobs": -1}
-        kwargs |= {"num_gpu_blocks_override": 1 + args.batch_size * -(-length // 16)}
     return kwargs | dict(setting.split("=") for setting in given)
 
 
@@ -132,8 +129,7 @@ def measure(kwargs: dict[str, Any], args: argparse.Namespace) -> None:
                     found.setdefault(f"{prefix}tpot_ms", []).append(1000 * records[-1].tpot)
             print(json.dumps({k: statistics.median(v) for k, v in found.items()}), flush=True)
         if args.memory:
-            most = min(llm.llm_engine.spec.vocab_size, _MANY_LOGPROBS)
-            run(args.batch_size, logprobs=most, repetition_penalty=1.1, top_p=0.9)
+            run(args.batch_size, logprobs=20, repetition_penalty=1.1, top_p=0.9)
             run(args.batch_size, prompt_logprobs=20)
             text = StructuredOutputsParams(regex=_FORCED)  # drafts need rows of logits
             run(args.batch_size, logprobs=20, repetition_penalty=1.1, structured_outputs=text)
@@ -206,7 +202,6 @@ def compare(case: str, args: argparse.Namespace) -> None:
 
 
 _REPEATS = 5
-_MANY_LOGPROBS = 40_000
 _FORCED = "The quick brown fox jumps over the lazy dog, the moon, the sun and the stars"
 _VALUES = "input-len", "output-len", "batch-size", "seconds"
 

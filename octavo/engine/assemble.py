@@ -55,6 +55,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_TOKEN_NBYTES = 384
+"""Bytes of a loaded tokenizer for each token of the vocabulary: 290 to 480 were measured."""
+
 MakeExecutor = Callable[[WorkerSetup, Platform], Executor]
 
 
@@ -326,6 +329,7 @@ def _memory_items(config: EngineConfig, spec: ModelSpec) -> list[MemoryItem]:
     nbytes = import_plugins(config.model.logits_processors) * (1 + config.num_worker_processes)
     items.append(MemoryItem("plug-ins", nbytes, note=" for logits processors, as measured"))
     if not config.model.skip_tokenizer_init:
+        items.append(MemoryItem("tokenizer", _TOKEN_NBYTES * spec.vocab_size))
         note = " at most, for processes of structured output"
         nbytes = grammar_memory(spec.vocab_size, grammar_backends())
         items.append(MemoryItem("grammars", nbytes, "serving", note))

@@ -38,9 +38,10 @@ class MemoryItem:
 
     name: str
     nbytes: int
-    when: Literal["always", "step", "loading", "serving"] = "always"
-    """Time at which the memory is used. "step" and "loading" never coincide. "serving": memory of
-    requests and other processes, outside of the engine's steady state."""
+    when: Literal["always", "step", "sampling", "loading", "serving"] = "always"
+    """Time at which the memory is used. "step" and "loading" never coincide. "sampling": a part of
+    a step that is freed at its end. "serving": memory of requests and other processes. The last
+    three are outside of the engine's steady state."""
     note: str = ""
     """End of the line in the report."""
 

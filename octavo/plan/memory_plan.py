@@ -119,10 +119,11 @@ class MemoryPlan:
 
 def peak_nbytes(items: Sequence[MemoryItem]) -> int:
     """Return the peak number of bytes of all items."""
-    total = dict.fromkeys(("always", "step", "loading", "serving"), 0)
+    total = dict.fromkeys(("always", "step", "sampling", "loading", "serving"), 0)
     for item in items:
         total[item.when] += item.nbytes
-    return total["always"] + max(total["step"], total["loading"]) + total["serving"]
+    step = total["step"] + total["sampling"]
+    return total["always"] + max(step, total["loading"]) + total["serving"]
 
 
 def _number(value: float) -> str:

@@ -38,9 +38,9 @@ if TYPE_CHECKING:
 
 # Maximum default size of the KV cache: the machine has other users than the engine.
 DEFAULT_KV_NBYTES = 4 * 2**30
-# Interpreter and libraries (56 MiB after import), a tokenizer, messages.
-RUNTIME_NBYTES = 88 * 2**20
-# The same without the tokenizer and the front end's libraries (48 MiB after import).
+# Interpreter and libraries (62 MiB after import), messages.
+RUNTIME_NBYTES = 72 * 2**20
+# The same without the front end's libraries (48 MiB after import).
 WORKER_RUNTIME_NBYTES = 64 * 2**20
 
 
@@ -237,8 +237,8 @@ def memory_budget(
         (scratch,) = scratches
         kernels = max(scratch.kernels, draft_scratch.kernels)
         scratches = (dataclasses.replace(scratch, kernels=kernels),)
-    # Workspace of the sampler.
-    logits = workspace_nbytes(setup.largest_step.samples, vocab_size)
+    sampling = workspace_nbytes(setup.largest_step.samples, vocab_size)
+    logits = 0
     if ranks > 1:  # a copy for the rank that samples: the logits are in the shared memory
         logits += setup.largest_step.samples * vocab_size * DTYPE_NBYTES["float32"]
     weights = loading = activations = 0
@@ -276,6 +276,7 @@ def memory_budget(
             MemoryItem("experts", experts, note=note),
             MemoryItem("activations", activations, "step"),
             MemoryItem("logits", logits, "step"),
+            MemoryItem("sampling", sampling, "sampling", ", freed after each step"),
             MemoryItem(
                 "loading", max(loading, draft_loading), "loading", ", freed before the first step"
             ),

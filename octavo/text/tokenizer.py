@@ -23,6 +23,7 @@ from octavo.errors import (
     reason_of,
 )
 from octavo.system.byte_chars import BYTE_OF_CHAR, bytes_of
+from octavo.system.device import trim_memory
 from octavo.text.longest_match import LongestMatch
 
 _NAMED_TOKENS = (
@@ -173,7 +174,10 @@ class Tokenizer:
         config: dict[str, Any] = {}
         for name in ("special_tokens_map.json", "tokenizer_config.json"):
             config |= {k: v for k, v in _read_json(checkpoint, name).items() if v is not None}
-        return cls(backend, config, _read_chat_templates(checkpoint, config))
+        del text
+        found = cls(backend, config, _read_chat_templates(checkpoint, config))
+        trim_memory()  # the library has freed about three times as much as the tokenizer takes
+        return found
 
     def pieces(self, skipped: frozenset[int]) -> Mapping[int, str | bytes]:
         """Return the text or the bytes that each token adds to a text.

@@ -96,9 +96,10 @@ def test_every_part_is_what_is_taken():
     assert result.nbytes("runtime") == cpu.RUNTIME_NBYTES
     assert result.nbytes("weights") == SPEC.weight_nbytes("float32", length)
     assert result.nbytes("activations") == 7_000_000 + 300_000
-    # The logits twice, and the sampler's workspace: 96 bytes for each of a group of rows.
+    assert result.nbytes("logits") == 2 * 5_000_000  # of a step, and of its prompt tokens
+    # The sampler's workspace: 96 bytes for each of a group of rows.
     samples = rows * (1 + MAX_FORCED)
-    assert result.nbytes("logits") == 2 * 5_000_000 + 96 * samples * vocab
+    assert result.nbytes("sampling") == 96 * samples * vocab
     assert result.nbytes("loading") == SPEC.loading_nbytes("float32")
     # A row in the worker: its tokens, its blocks, its state; and the inputs of a step.
     batch = InputBatch(rows, length, kv_cache)
@@ -119,7 +120,8 @@ def test_every_part_is_what_is_taken():
             result.num_blocks * result.block_nbytes,
         )
     )
-    assert result.total == result.steady  # loading is over when steps begin
+    # Loading is over when steps begin.
+    assert result.total == result.steady + result.nbytes("sampling")
 
 
 def test_several_engines_have_a_share_each(monkeypatch):
