@@ -121,7 +121,7 @@ def measure(kwargs: dict[str, Any], args: argparse.Namespace) -> None:
                 continue
             found: dict[str, list[float]] = {}
             end = time.perf_counter() + args.seconds
-            while not found or time.perf_counter() < end:
+            while len(found.get("ttft_ms", [])) < _LEAST_RUNS or time.perf_counter() < end:
                 for size, prefix in ((1, ""), (args.batch_size, "batch_")):
                     records = run(size)
                     ttft = statistics.mean(record.ttft for record in records)
@@ -170,12 +170,19 @@ def compare(case: str, args: argparse.Namespace) -> None:
     kwargs = settings_of(case, args)
     engine = start("measure", kwargs, args)
     assert engine.stdin is not None
-    plans, turns = [receive(start("expect", kwargs, args))], []
+
+    def make_plan() -> dict[str, float]:
+        process = start("expect", kwargs, args)
+        found = receive(process)
+        process.wait()  # its end takes time of the engine's turn otherwise
+        return found
+
+    plans, turns = [make_plan()], []
     for _ in range(args.rounds):
         engine.stdin.write("\n")
         engine.stdin.flush()
         turns.append(receive(engine))
-        plans.append(receive(start("expect", kwargs, args)))
+        plans.append(make_plan())
     engine.stdin.close()
     memory = receive(engine)
     engine.wait()
@@ -201,7 +208,7 @@ def compare(case: str, args: argparse.Namespace) -> None:
         )
 
 
-_REPEATS = 5
+_REPEATS, _LEAST_RUNS = 5, 3
 _FORCED = "The quick brown fox jumps over the lazy dog, the moon, the sun and the stars"
 _VALUES = "input-len", "output-len", "batch-size", "seconds"
 
