@@ -6,16 +6,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.server.abilities import find_pooler
-from octavo.server.body import read_model
 from octavo.server.pooling import Floats, InputCall, encode
 from octavo.server.pooling_schema import ClassifyBody
-from octavo.server.state import state_of
 
 
 async def create_classification(request: Request) -> Response:
     """Return the probabilities of the classes for each text."""
-    limit = state_of(request).config.max_request_bytes
-    return await Classification.serve(request, await read_model(request, ClassifyBody, limit))
+    return await Classification.read(request, ClassifyBody)
 
 
 class Classification(InputCall[ClassifyBody]):

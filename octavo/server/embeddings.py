@@ -6,22 +6,18 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.server.abilities import cannot, find_pooler
-from octavo.server.body import read_model
 from octavo.server.pooling import Floats, InputCall, numbers_json
 from octavo.server.pooling_schema import EmbeddingsBody, PoolingBody
-from octavo.server.state import state_of
 
 
 async def create_embeddings(request: Request) -> Response:
     """Return the vector of each text."""
-    limit = state_of(request).config.max_request_bytes
-    return await Embeddings.serve(request, await read_model(request, EmbeddingsBody, limit))
+    return await Embeddings.read(request, EmbeddingsBody)
 
 
 async def create_pooling(request: Request) -> Response:
     """Return the result of each text for a task of the model."""
-    limit = state_of(request).config.max_request_bytes
-    return await Pooling.serve(request, await read_model(request, PoolingBody, limit))
+    return await Pooling.read(request, PoolingBody)
 
 
 class Embeddings(InputCall[EmbeddingsBody]):

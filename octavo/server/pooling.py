@@ -21,6 +21,7 @@ from octavo.frontend.input_processor import Prompt
 from octavo.outputs import PoolingOutput, PoolingRequestOutput
 from octavo.pooling_params import PoolingParams
 from octavo.server import answers
+from octavo.server.body import read_model
 from octavo.server.call import Call
 from octavo.server.chat import render_messages
 from octavo.server.generation import LargeAnswer
@@ -90,6 +91,12 @@ class PoolingCall(Call, ABC, Generic[B]):
         self._request = request
         self.prompt_tokens = 0
         self.cached_tokens = 0
+
+    @classmethod
+    async def read(cls, request: Request, kind: type[B]) -> Response:
+        """Read the body of a request, which is of class `kind`, and answer it."""
+        limit = state_of(request).config.max_request_bytes
+        return await cls.serve(request, await read_model(request, kind, limit))
 
     @classmethod
     async def serve(cls, request: Request, body: B) -> Response:

@@ -331,6 +331,12 @@ class TEIInputsBody(TEIBody):
     prompt_name: str | None = None
     """Prompt of the model that is put before each text, such as query."""
 
+    def pooling_params(self, task: str | None) -> PoolingParams:
+        """Return the parameters of each text; vectors are not normalized."""
+        params = super().pooling_params(task)
+        params.use_activation = False
+        return params
+
 
 class TEIEmbedBody(TEIInputsBody):
     """Body of POST /embed."""

@@ -38,8 +38,7 @@ async def create_rerank(request: Request) -> Response:
 
 async def create_score(request: Request) -> Response:
     """Return the score of each pair of texts."""
-    limit = state_of(request).config.max_request_bytes
-    return await Score.serve(request, await read_model(request, ScoreBody, limit))
+    return await Score.read(request, ScoreBody)
 
 
 def _kind(body: dict[str, Any]) -> type[RerankBody] | type[TEIRerankBody]:

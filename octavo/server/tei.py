@@ -13,6 +13,7 @@ from octavo.errors import UnsupportedError
 from octavo.frontend.input_processor import Prompt
 from octavo.frontend.pooling import cosine
 from octavo.plan.memory_plan import resolve_dtype
+from octavo.pooling_params import PoolingTask
 from octavo.server import answers
 from octavo.server.abilities import abilities, find_pooler
 from octavo.server.body import read_model
@@ -30,14 +31,12 @@ from octavo.server.state import state_of
 
 async def embed(request: Request) -> Response:
     """Return the vector of each text, in the form of text-embeddings-inference."""
-    limit = state_of(request).config.max_request_bytes
-    return await Embed.serve(request, await read_model(request, TEIEmbedBody, limit))
+    return await Embed.read(request, TEIEmbedBody)
 
 
 async def embed_all(request: Request) -> Response:
     """Return the vectors of the tokens of each text."""
-    limit = state_of(request).config.max_request_bytes
-    return await EmbedAll.serve(request, await read_model(request, TEIInputsBody, limit))
+    return await EmbedAll.read(request, TEIInputsBody)
 
 
 async def embed_sparse(request: Request) -> Response:
@@ -54,14 +53,12 @@ async def embed_sparse(request: Request) -> Response:
 
 async def predict(request: Request) -> Response:
     """Return the scores of the classes for each text, the best first."""
-    limit = state_of(request).config.max_request_bytes
-    return await Predict.serve(request, await read_model(request, TEIPredictBody, limit))
+    return await Predict.read(request, TEIPredictBody)
 
 
 async def similarity(request: Request) -> Response:
     """Return the cosine of a text's vector with the vectors of other texts."""
-    limit = state_of(request).config.max_request_bytes
-    return await Similarity.serve(request, await read_model(request, SimilarityBody, limit))
+    return await Similarity.read(request, SimilarityBody)
 
 
 async def info(request: Request) -> Response:
@@ -101,37 +98,27 @@ def _model_type(spec: Any) -> dict[str, dict[str, Any]]:
     return {} if pooler is None else {"embedding": {"pooling": "+".join(pooler.pooling)}}
 
 
-class Embed(PoolingCall[TEIEmbedBody]):
+class Embed(PoolingCall[TEIInputsBody]):
     """Request for vectors."""
 
     id_prefix = "embed"
     param = "inputs"
+    task: PoolingTask = "embed"
 
     async def answer(self) -> Response:
         """Return the answer; see `PoolingCall.answer`."""
         engine = await self.state.get_engine()
-        find_pooler(engine.spec, "embed")
-        params = self.body.pooling_params("embed")
+        find_pooler(engine.spec, self.task)
+        params = self.body.pooling_params(self.task)
         inputs = text_inputs(self.body.inputs, "inputs")
         rows = await self.results(engine, inputs, params, lambda _, x: numbers_json(x))
         return await self.write(b"[", rows, b"]")
 
 
-class EmbedAll(PoolingCall[TEIInputsBody]):
+class EmbedAll(Embed):
     """Request for the vectors of tokens."""
 
-    id_prefix = "embed"
-    param = "inputs"
-
-    async def answer(self) -> Response:
-        """Return the answer; see `PoolingCall.answer`."""
-        engine = await self.state.get_engine()
-        find_pooler(engine.spec, "token_embed")
-        params = self.body.pooling_params("token_embed")
-        params.use_activation = False
-        inputs = text_inputs(self.body.inputs, "inputs")
-        rows = await self.results(engine, inputs, params, lambda _, x: numbers_json(x))
-        return await self.write(b"[", rows, b"]")
+    task = "token_embed"
 
 
 class Predict(PoolingCall[TEIPredictBody]):
