@@ -19,6 +19,7 @@ from octavo.errors import ModelError
 from octavo.models import families
 from octavo.models.config_defaults import ARCHITECTURES, DEFAULTS
 from octavo.models.families.base import OUTER_FIELDS, Family
+from octavo.models.families.classifiers import stored_classifier
 from octavo.models.forms import assign
 from octavo.models.heads import MTPSpec
 from octavo.models.poolers import add_poolers
@@ -142,6 +143,8 @@ def read_spec(checkpoint: Checkpoint, settings: ModelConfig = _DEFAULTS) -> Mode
         raise ModelError(
             f"{config.where}: its numbers do not fit together ({error}); download the file again."
         ) from None
+    if config.has("stored_classifier"):
+        spec = stored_classifier(config, spec)
     if bidirectional and not spec.sees_all:
         spec = see_all(spec, config)
     spec = complete_spec(spec, config, checkpoint, settings)

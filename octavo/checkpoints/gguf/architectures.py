@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from octavo.checkpoints.gguf.names import (
     BERT,
+    CLASSIFIER,
     DENSE,
     EXPERT_FIELDS,
     EXPERTS,
@@ -27,6 +28,8 @@ from octavo.checkpoints.gguf.names import (
     GROUPED_FIELDS,
     HEAD_NORMS,
     JAMBA,
+    JINA_BERT,
+    JINA_V3,
     LATENT,
     LATENT_FIELDS,
     LAYER_INPUTS,
@@ -35,10 +38,12 @@ from octavo.checkpoints.gguf.names import (
     MAMBA,
     MAMBA2_FIELDS,
     MIXTRAL,
+    MODERN_BERT,
     NAMES,
     NEMOTRON_H,
     NEMOTRON_H_EXPERTS,
     NEMOTRON_H_FIELDS,
+    NOMIC_BERT,
     OLD_LAYERS,
     OUT_NORMS,
     PARTS,
@@ -141,9 +146,9 @@ ARCHITECTURES: dict[str, Architecture] = {
         unwindowed={"sliding_window": None},
         permuted=True,
     ),
-    "qwen2": Architecture("Qwen2ForCausalLM"),
+    "qwen2": Architecture("Qwen2ForCausalLM", NAMES | CLASSIFIER),
     "qwen2vl": Architecture("Qwen2_5_VLForConditionalGeneration"),
-    "qwen3": Architecture("Qwen3ForCausalLM", NAMES | HEAD_NORMS),
+    "qwen3": Architecture("Qwen3ForCausalLM", NAMES | HEAD_NORMS | CLASSIFIER),
     "llama with experts": Architecture(
         "MixtralForCausalLM",
         NAMES | MIXTRAL,
@@ -515,7 +520,26 @@ ARCHITECTURES: dict[str, Architecture] = {
         unwindowed={"sliding_window_pattern": 1},
         norm_shift=1.0,
     ),
-    "bert": Architecture("BertModel", BERT, layers="bert.encoder.layer."),
+    "bert": Architecture("BertModel", BERT | CLASSIFIER, layers="bert.encoder.layer."),
+    "jina-bert-v2": Architecture(
+        "JinaBertModel",
+        JINA_BERT | CLASSIFIER,
+        defaults={"position_embedding_type": "alibi", "feed_forward_type": "geglu"},
+        layers="bert.encoder.layer.",
+    ),
+    "jina-bert-v3": Architecture(
+        "JinaEmbeddingsV3Model", JINA_V3 | CLASSIFIER, layers="roberta.encoder.layers."
+    ),
+    "nomic-bert": Architecture(
+        "NomicBertModel", NOMIC_BERT | CLASSIFIER, layers="nomic_bert.encoder.layers."
+    ),
+    "modern-bert": Architecture(
+        "ModernBertModel",
+        MODERN_BERT | CLASSIFIER,
+        {"norm_eps": "attention.layer_norm_epsilon"},
+        windowed=True,
+    ),
+    "eurobert": Architecture("EuroBertModel", NAMES | CLASSIFIER),
     "gemma3n": Architecture(
         "Gemma3nForCausalLM",
         NAMES | SANDWICH | HEAD_NORMS | LAYER_INPUTS | STREAMS,

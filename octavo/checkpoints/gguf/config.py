@@ -12,6 +12,7 @@ import numpy as np
 
 from octavo.checkpoints.config_json import MOST_LAYERS
 from octavo.checkpoints.gguf.architectures import ARCHITECTURES, SCORES
+from octavo.checkpoints.gguf.encoders import RANK, classifier_fields, encoder_fields
 from octavo.checkpoints.gguf.tokenizer import NO_TOKEN
 from octavo.checkpoints.refusals import reason_of_refusal
 from octavo.errors import ModelError
@@ -113,7 +114,7 @@ class Description:
         """Return an error that names the file."""
         return ModelError(f"{self.file}: {problem}.")
 
-    def _value(self, key: str) -> Any:
+    def value(self, key: str) -> Any:
         """Return the value of a key of the architecture, or None."""
         self._known.add(key)
         return self.metadata.get(f"{self.kind}.{key}")
@@ -126,7 +127,7 @@ class Description:
         Raises:
             ModelError: the value is not a finite number, or differs between layers.
         """
-        value = self._value(key)
+        value = self.value(key)
         if isinstance(value, np.ndarray):  # one value for each layer
             if len(value) == 0 or (
                 key not in self.architecture.varying and (value != value[0]).any()
@@ -143,7 +144,7 @@ class Description:
         return float(str(np.float32(value))) if type(value) is float else value
 
     def _flag(self, key: str, default: bool) -> bool:
-        value = self._value(key)
+        value = self.value(key)
         if value is None:
             return default
         if not isinstance(value, bool):
@@ -155,7 +156,7 @@ class Description:
 
         MiMo's files have 1 and 0 for them.
         """
-        value = self._value(key)
+        value = self.value(key)
         if value is None:
             return None
         if not isinstance(value, np.ndarray) or not np.isin(value, (0, 1)).all():
@@ -210,8 +211,8 @@ class Description:
         config |= self._rope(config, rope_factors)
         if not self._flag("attention.causal", True):
             config["is_causal"] = False
-        if self.kind == "bert":
-            config["type_vocab_size"] = shapes.get("token_types.weight", (0,))[0]
+        config |= encoder_fields(self, config, shapes, in_layers)
+        config |= classifier_fields(self, shapes, causal="is_causal" not in config)
         if self.kind == "gemma4":
             config |= self._gemma4(config, shapes.keys(), rope_factors.get("rope_freqs", []))
         if self.kind == "gemma3n":
@@ -246,12 +247,12 @@ class Description:
             ModelError: the way of pooling is not supported.
         """
         kind = self.metadata.get(f"{self.kind}.pooling_type")
-        if kind is None or kind == 0:
+        if kind in (None, 0, RANK):
             return {}
         if not isinstance(kind, int) or kind not in _POOLING:
             raise self.error(
-                f"{self.kind}.pooling_type={str(kind)[:100]} is not supported (4 is a model of "
-                "scores); use the model's Hugging Face folder"
+                f"{self.kind}.pooling_type={str(kind)[:100]} is not supported; use the model's "
+                "Hugging Face folder"
             )
         texts: dict[str, Any] = {"1_Pooling/config.json": {f"pooling_mode_{_POOLING[kind]}": True}}
         names = ["Transformer", "Pooling"]
@@ -280,7 +281,7 @@ class Description:
         """
         if not self.architecture.predicts:
             return 0
-        count = self._value("nextn_predict_layers")
+        count = self.value("nextn_predict_layers")
         if count is not None and (type(count) is not int or count < 0):
             raise self.error(f"{self.kind}.nextn_predict_layers={str(count)[:100]} is no number")
         return count or 0
@@ -299,7 +300,7 @@ class Description:
         for key, neutral in _WITHOUT_EFFECT.items():
             if key in self._known:
                 continue
-            value = self._value(key)
+            value = self.value(key)
             if value is not None and (type(value) not in (bool, int) or value not in neutral):
                 raise self.error(f"{self.kind}.{key}={str(value)[:100]} is not supported")
         prefix = f"{self.kind}."
@@ -358,7 +359,7 @@ class Description:
         self, config: Mapping[str, Any], factors: Mapping[str, Sequence[float]]
     ) -> dict[str, Any]:
         """Return the description of scaled positions; empty: they are not scaled."""
-        kind = self._value("rope.scaling.type")
+        kind = self.value("rope.scaling.type")
         kind = None if kind is None else str(kind)
         known = {name: self.number(f"rope.scaling.{key}") for name, key in _YARN.items()}
         if kind is None and known["factor"] not in (None, 0, 1):
@@ -558,7 +559,7 @@ class Description:
     def _llama4(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Return the fields of Llama 4 that llama.cpp has as constants."""
         fields: dict[str, Any] = {"use_qk_norm": config.get("num_local_experts") != 128}
-        if self._value("attention.sliding_window") == 0:  # no chunks, and positions in all layers
+        if self.value("attention.sliding_window") == 0:  # no chunks, and positions in all layers
             rotated = [1] * self._layer_count(config)
             return fields | {"attention_chunk_size": None, "no_rope_layers": rotated}
         return fields | {"attention_chunk_size": 8192, "attn_temperature_tuning": True}
@@ -701,7 +702,7 @@ class Description:
         """Return the fields of Gemma 3n; `laurel` is the shape of a low-rank projection."""
         if len(laurel) != 2:
             raise self.error("the file lacks blk.0.laurel_l.weight")
-        scales = self._value("activation_sparsity_scale")  # quantiles of the standard normal
+        scales = self.value("activation_sparsity_scale")  # quantiles of the standard normal
         if not isinstance(scales, np.ndarray) or scales.dtype != np.float32:
             raise self.error(f"{self.kind}.activation_sparsity_scale has no number for each layer")
         layers = config.get("num_hidden_layers")
@@ -775,7 +776,7 @@ class Description:
         fields: dict[str, Any] = {
             "num_attention_heads_per_layer": heads,
             "gating": "per-head" if heads[:1] == [gate[0]] else "per-element",
-            "rope_parameters": self._two_ropes(config),
+            "rope_parameters": self.two_ropes(config),
         }
         dense = self.number("leading_dense_block_count") or 0
         fields["mlp_layer_types"] = ["dense" if i < dense else "sparse" for i in range(count)]
@@ -809,10 +810,10 @@ class Description:
             "moe_layer_freq": [
                 int(f"blk.{i}.ffn_gate_inp.weight" in tensors) for i in range(count)
             ],
-            "rope_parameters": self._two_ropes(config),
+            "rope_parameters": self.two_ropes(config),
         }
 
-    def _two_ropes(self, config: Mapping[str, Any]) -> dict[str, Any]:
+    def two_ropes(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Return the positions of layers without and with a window; the latter are not scaled."""
         head_dim, full = config.get("head_dim") or 1, config.get("partial_rotary_factor", 1.0)
         rotated = self.number("rope.dimension_count_swa")
@@ -858,7 +859,7 @@ class Description:
         """Return the number of each layer, without layers that predict several tokens."""
         if type(count) is not int or count > MOST_LAYERS:
             raise self.error(f"{self.kind}.block_count={count} is not supported")
-        value = self._value(key)
+        value = self.value(key)
         numbers = value.tolist() if isinstance(value, np.ndarray) else [value] * count
         if self.num_predicting and len(numbers) == count + self.num_predicting:
             numbers = numbers[:count]

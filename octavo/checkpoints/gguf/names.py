@@ -121,6 +121,50 @@ BERT = {
     "output.dense": "ffn_down",
     "output.LayerNorm": "layer_output_norm",
 }
+CLASSIFIER = {name: name for name in ("cls", "cls.norm", "cls.output")}
+"""Layers of a head that scores classes, which have no other names."""
+JINA_BERT = {
+    **BERT,
+    "mlp.gated_layers": "ffn_up",
+    "mlp.gated_layers_w": "ffn_gate",
+    "mlp.gated_layers_v": "ffn_up",
+    "mlp.wo": "ffn_down",
+    "mlp.layernorm": "layer_output_norm",
+}
+NOMIC_BERT = {
+    "nomic_bert.embeddings.word_embeddings": "token_embd",
+    "nomic_bert.embeddings.token_type_embeddings": "token_types",
+    "nomic_bert.emb_ln": "token_embd_norm",
+    "attn.Wqkv": "attn_qkv",
+    "attn.out_proj": "attn_output",
+    "norm1": "attn_output_norm",
+    "mlp.fc11": "ffn_up",
+    "mlp.fc12": "ffn_gate",
+    "mlp.fc2": "ffn_down",
+    "norm2": "layer_output_norm",
+}
+JINA_V3 = {
+    "roberta.embeddings.word_embeddings": "token_embd",
+    "roberta.embeddings.token_type_embeddings": "token_types",
+    "roberta.emb_ln": "token_embd_norm",
+    "mixer.Wqkv": "attn_qkv",
+    "mixer.out_proj": "attn_output",
+    "norm1": "attn_output_norm",
+    "mlp.fc1": "ffn_up",
+    "mlp.fc2": "ffn_down",
+    "norm2": "layer_output_norm",
+}
+MODERN_BERT = {
+    "model.embeddings.tok_embeddings": "token_embd",
+    "model.embeddings.norm": "token_embd_norm",
+    "model.final_norm": "output_norm",
+    "attn_norm": "attn_norm",
+    "attn.Wqkv": "attn_qkv",
+    "attn.Wo": "attn_output",
+    "mlp_norm": "ffn_norm",
+    "mlp.Wi": "ffn_up",
+    "mlp.Wo": "ffn_down",
+}
 DENSE = {f"{i}_Dense/linear": f"dense_{i}" for i in (2, 3)}
 """Layers after the pooling (EmbeddingGemma)."""
 GPT2 = {

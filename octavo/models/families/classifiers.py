@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from octavo.checkpoints.config_json import ConfigJson
 from octavo.models.blocks.linear import LinearSpec
-from octavo.models.blocks.norm import NormSpec
+from octavo.models.blocks.norm import LayerNormSpec, NormSpec
 from octavo.models.blocks.pooler import (
     DenseActivation,
     DenseSpec,
@@ -17,6 +17,9 @@ from octavo.models.blocks.pooler import (
 from octavo.models.families.base import Family
 from octavo.models.spec import ModelSpec
 
+_EPS = 1e-12  # of BERT
+_POOLING: tuple[Pooling, ...] = ("cls", "last", "mean")
+_DENSE: dict[str, DenseActivation] = {"tanh": "tanh", "gelu": "gelu"}
 Layer = tuple[str, DenseActivation]
 """Module from hidden size to hidden size, and its activation."""
 _ACTIVATIONS: dict[str, FinalActivation] = {
@@ -84,6 +87,41 @@ def token_classifier(
     linear = LinearSpec((("classifier", len(labels)),), size, bias=True, exact=True)
     pooler = PoolerSpec(
         "token_classify", ("all",), len(labels), (*layers, DenseSpec(linear)), "softmax", labels
+    )
+    return replace(spec, poolers=(pooler,))
+
+
+def stored_classifier(config: ConfigJson, spec: ModelSpec) -> ModelSpec:
+    """Return a model with the head that a GGUF file stores, as `stored_classifier` describes it.
+
+    Args:
+        config: config.json, with the classes' names.
+        spec: the encoder or decoder.
+    """
+    head, labels = config.section("stored_classifier"), read_labels(config)
+    hidden, eps = spec.hidden_size, config.number("layer_norm_eps", default=_EPS)
+    pooling = head.choice("pooling", {name: name for name in _POOLING})
+    layers, size = [], len(labels)
+    if head.flag("dense", False):
+        rows = hidden if head.flag("output", False) else size
+        linear = LinearSpec((("cls", rows),), hidden, head.flag("dense_bias", False), exact=True)
+        norm = LayerNormSpec("cls.norm", rows, eps, bias=False)
+        activation = head.choice("dense_activation", _DENSE)
+        layers.append(DenseSpec(linear, activation, norm if head.flag("norm", False) else None))
+    if head.flag("output", False):
+        bias = head.flag("output_bias", False)
+        linear = LinearSpec((("cls.output", size),), hidden, bias, exact=True)
+        layers.append(DenseSpec(linear))
+    if head.flag("yes_no", False):  # the sigmoid of the margin is the probability of "yes"
+        linear = linear.split((1, 2), (0, 1))
+        layers[-1], labels = DenseSpec(linear, "margin"), ("yes",)
+    pooler = PoolerSpec(
+        "classify",
+        (pooling,),
+        len(labels),
+        tuple(layers),
+        final_activation(config, len(labels)),
+        labels,
     )
     return replace(spec, poolers=(pooler,))
 

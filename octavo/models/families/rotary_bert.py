@@ -112,8 +112,11 @@ def _jina_v2(config: ConfigJson) -> ModelSpec:
     """Read jina-embeddings-v2, whose MLP has a gate with GELU."""
     config.refuse("position_embedding_type", "alibi", "only ALiBi is supported")
     config.refuse("feed_forward_type", "geglu", "only GEGLU is supported")
+    gate_up: tuple[str, ...] = ("mlp.gated_layers",)
+    if config.flag("split_gate", False):  # in GGUF
+        gate_up = "mlp.gated_layers_w", "mlp.gated_layers_v"
     return BertLike(
-        mlp_modules=("mlp.gated_layers", "mlp.wo"),
+        mlp_modules=(*gate_up, "mlp.wo"),
         norm_modules=("attention.output.LayerNorm", "mlp.layernorm"),
         gated=True,
     ).read(

@@ -174,6 +174,6 @@ def test_qwen3_embedding(tmp_path: Path) -> None:
     write(model, "qwen3", file, pooling_type=3, **extra | {"attention.causal": False})
     assert spec_of(file).sees_all
     assert len(pool(file, None)) == len(PROMPTS)
-    write(model, "qwen3", file, pooling_type=4, **extra)
-    with pytest.raises(ModelError, match=r"qwen3\.pooling_type=4 is not supported"):
+    write(model, "qwen3", file, pooling_type=5, **extra)
+    with pytest.raises(ModelError, match=r"qwen3\.pooling_type=5 is not supported"):
         spec_of(file)
