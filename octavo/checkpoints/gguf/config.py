@@ -246,14 +246,9 @@ class Description:
         Raises:
             ModelError: the way of pooling is not supported.
         """
-        kind = self.metadata.get(f"{self.kind}.pooling_type")
-        if kind in (None, 0, RANK):
+        kind = self.pooling_type
+        if kind in (0, RANK):
             return {}
-        if not isinstance(kind, int) or kind not in _POOLING:
-            raise self.error(
-                f"{self.kind}.pooling_type={str(kind)[:100]} is not supported; use the model's "
-                "Hugging Face folder"
-            )
         texts: dict[str, Any] = {"1_Pooling/config.json": {f"pooling_mode_{_POOLING[kind]}": True}}
         names = ["Transformer", "Pooling"]
         for i in (2, 3):
@@ -271,6 +266,23 @@ class Description:
             for i, name in enumerate([*names, "Normalize"])
         ]
         return {name: json.dumps(text) for name, text in (texts | {"modules.json": listed}).items()}
+
+    @property
+    def pooling_type(self) -> int:
+        """Way of pooling; 0: the file names none.
+
+        Raises:
+            ModelError: it is not supported.
+        """
+        kind = self.value("pooling_type")
+        if kind is None:
+            return 0
+        if type(kind) is not int or kind not in (0, RANK, *_POOLING):
+            raise self.error(
+                f"{self.kind}.pooling_type={str(kind)[:100]} is not supported; use the model's "
+                "Hugging Face folder"
+            )
+        return kind
 
     @property
     def num_predicting(self) -> int:

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from octavo.checkpoints.gguf.header import Texts
+
 if TYPE_CHECKING:
     from octavo.checkpoints.gguf.config import Description
 
@@ -49,11 +51,11 @@ def _modern_bert(
 ) -> dict[str, Any]:
     """Return the fields of ModernBERT; each third layer, from the first one on, has no window."""
     pattern: Any = described.value("attention.sliding_window_pattern")
-    window = config.get("sliding_window")
+    window, activation = config.get("sliding_window"), described.value("hidden_activation")
     fields: dict[str, Any] = {
         "local_attention": window or 2,
         "norm_bias": "ffn_norm.bias" in in_layers,
-        "hidden_activation": described.value("hidden_activation") or "gelu",
+        "hidden_activation": "gelu" if activation is None else activation,
         "rope_parameters": described.two_ropes(config),
     }
     if not window:
@@ -85,15 +87,17 @@ def classifier_fields(
     kind, labels = described.kind, described.value("classifier.output_labels")
     layers = [name for name in ("cls", "cls.output") if f"{name}.weight" in shapes]
     if not layers:
-        if described.value("pooling_type") == RANK:
+        if described.pooling_type == RANK:
             raise described.error(
                 f"{kind}.pooling_type={RANK} (a model of scores) needs the tensor cls.weight or "
                 "cls.output.weight, and the file has neither; convert the model again"
             )
         return {}
     size = (shapes[f"{layers[-1]}.weight"] or (0,))[0]
-    names = [f"LABEL_{i}" for i in range(size)] if labels is None else list(labels)
-    if len(names) != size or not all(isinstance(name, str) for name in names):
+    if labels is None:
+        labels = [f"LABEL_{i}" for i in range(size)]
+    names = list(labels) if isinstance(labels, Texts | list) else []
+    if len(names) != size:
         raise described.error(
             f"{kind}.classifier.output_labels must be {size} texts, the rows of {layers[-1]}.weight"
         )

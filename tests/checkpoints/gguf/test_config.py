@@ -95,7 +95,7 @@ def test_scores_of_experts_fit_the_tensors() -> None:
         ("minimax-m3", "with an indexer"),
         ("deepseek4", "compressed keys and values"),
         *((kind, "mixture of experts") for kind in ("kimi-k3", "step35")),
-        *((kind, "it is an encoder") for kind in ("modern-bert", "nomic-bert")),
+        ("neo-bert", "it is an encoder"),
         ("t5", "encoder-decoder"),
     ],
 )

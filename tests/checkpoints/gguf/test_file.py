@@ -903,8 +903,8 @@ def test_damaged_tensors(
     ("metadata", "message"),
     [
         (
-            {"general.architecture": "modern-bert"},
-            "architecture='modern-bert' is not supported: it is an encoder.*; supported: llama",
+            {"general.architecture": "neo-bert"},
+            "architecture='neo-bert' is not supported: it is an encoder.*; supported: llama",
         ),
         ({"llama.rope.scaling.type": "own"}, "rope.scaling.type='own' is not supported"),
         ({"llama.rope.scaling.attn_factor": 1.2}, "rope.scaling.attn_factor=1.2 is not supported"),
