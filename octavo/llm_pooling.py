@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -30,17 +31,24 @@ from octavo.outputs import (
     ScoringRequestOutput,
 )
 from octavo.pooling_params import PoolingParams
+from octavo.text.tokenizer import Tokenizer
 
 Params = PoolingParams | Sequence[PoolingParams] | None
 
 
-class PoolingMethods:
+class PoolingMethods(ABC):
     """Methods of `LLM` that return vectors or scores instead of answers."""
 
     llm_engine: LLMEngine
+    _chat_template: str | None
 
+    @abstractmethod
+    def get_tokenizer(self) -> Tokenizer:
+        """Return the tokenizer."""
+
+    @abstractmethod
     def _run(self, starts: Sequence[Callable[[], str]], *, use_tqdm: Any) -> list[RequestOutput]:
-        raise NotImplementedError
+        """Start requests, each by a call that returns its id, and wait for all of them."""
 
     def encode(
         self,
@@ -199,11 +207,13 @@ class PoolingMethods:
         pooling_params: PoolingParams | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
         lora_request: Sequence[None] | None = None,
+        chat_template: str | None = None,
+        instruction: str | None = None,
     ) -> list[ScoringRequestOutput]:
         """Return the score of each pair of texts.
 
-        A reranker reads both texts together. The score of a model of vectors is the cosine of the
-        two vectors.
+        A reranker reads both texts together, in its template if it has one. The score of a model of
+        vectors is the cosine of the two vectors.
 
         Args:
             data_1: one text for all of `data_2`, or as many texts.
@@ -212,9 +222,13 @@ class PoolingMethods:
             pooling_params: parameters of all pairs.
             use_tqdm: as for `encode`.
             lora_request: unsupported.
+            chat_template: a template, or its file, for messages of the roles query and document;
+                None: that of `LLM`, or the model's.
+            instruction: task of the reranker, for its template; None: the template's own.
 
         Raises:
-            RequestError: the numbers of texts do not fit, or this model has no scores of pairs.
+            RequestError: the numbers of texts do not fit, this model has no scores of pairs, or no
+                template for an instruction.
         """
         first = [data_1] if isinstance(data_1, str) else list(data_1)
         second = [data_2] if isinstance(data_2, str) else list(data_2)
@@ -234,9 +248,7 @@ class PoolingMethods:
         }
         scorer = spec.pooler("classify")
         if scorer is not None and scorer.size == 1:
-            pairs: list[Prompt] = [
-                {"prompt": a, "text_pair": b} for a, b in zip(first, second, strict=True)
-            ]
+            pairs = self._pairs(first, second, chat_template, instruction)
             outputs = self.encode(pairs, pooling_params, pooling_task="classify", **options)
             return [_scored(o, float(o.outputs.data[0]), o.prompt_token_ids) for o in outputs]
         if spec.pooler("embed") is None:
@@ -244,6 +256,8 @@ class PoolingMethods:
             raise RequestError(
                 f"This model ({spec.architecture}) has no scores of pairs. It can: {can}."
             )
+        if instruction is not None:
+            raise _without_template("is a model of vectors")
         texts = list(dict.fromkeys(first + second))
         vectors = dict(
             zip(
@@ -258,6 +272,28 @@ class PoolingMethods:
             ids = left.prompt_token_ids + right.prompt_token_ids
             results.append(_scored(right, cosine(left.outputs.data, right.outputs.data), ids))
         return results
+
+    def _pairs(
+        self,
+        first: Sequence[str],
+        second: Sequence[str],
+        chat_template: str | None,
+        instruction: str | None,
+    ) -> list[Prompt]:
+        """Return the prompts of pairs for a reranker."""
+        from octavo.text.pair_template import PairTemplate  # imports Jinja
+
+        template = PairTemplate.find(self.get_tokenizer(), chat_template or self._chat_template)
+        pairs = zip(first, second, strict=True)
+        if template is None:
+            if instruction is not None:
+                raise _without_template("has no template with the roles query and document")
+            return [{"prompt": a, "text_pair": b} for a, b in pairs]
+        return [text.result() for text in [template.submit(a, b, instruction) for a, b in pairs]]
+
+
+def _without_template(why: str) -> RequestError:
+    return RequestError(f"instruction: this model {why}; leave it out.", "instruction")
 
 
 def _scored(

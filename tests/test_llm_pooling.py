@@ -75,3 +75,32 @@ def test_what_has_no_parts(prompt, params, message, llm):
         llm.encode(
             [prompt], PoolingParams(**{"task": "embed", "windows": True} | params), use_tqdm=False
         )
+
+
+PAIRS = "{% for m in messages %}{{ m.role[0] }}={{ m.content }};{% endfor %}"
+
+
+def test_scores_of_pairs_in_a_template(tmp_path):
+    heads = {"architectures": ["BertForSequenceClassification"], "num_labels": 1}
+    folder = write_encoder(tmp_path, **heads)
+    (tmp_path / "modules.json").unlink()
+    with LLM(folder, load_format="dummy") as llm:
+
+        def score(**options):
+            outputs = llm.score("x", ["one", "two"], use_tqdm=False, **options)
+            return [output.outputs.score for output in outputs]
+
+        def probabilities(*texts):
+            return [o.outputs.probs[0] for o in llm.classify(list(texts), use_tqdm=False)]
+
+        assert score(chat_template=PAIRS) == probabilities("q=x;d=one;", "q=x;d=two;")
+        found = score(chat_template=PAIRS, instruction="i")
+        assert found == probabilities("s=i;q=x;d=one;", "s=i;q=x;d=two;")
+        assert score() != score(chat_template=PAIRS)
+        with pytest.raises(RequestError, match="no template with the roles"):
+            score(instruction="i")
+
+
+def test_an_instruction_for_vectors(llm):
+    with pytest.raises(RequestError, match="is a model of vectors"):
+        llm.score("a", "b", instruction="i", use_tqdm=False)

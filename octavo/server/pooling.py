@@ -7,7 +7,7 @@ import base64
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeVar
 
 import msgspec
@@ -73,7 +73,8 @@ class NotFiniteError(RequestError):
 class Input(NamedTuple):
     """Text for the engine."""
 
-    prompt: Prompt
+    prompt: Prompt | Callable[[], Awaitable[str]]
+    """The text, or a function that makes it when the engine has room for it."""
     where: str
     """Its place in the body, such as input[3]."""
 
@@ -161,8 +162,9 @@ class PoolingCall(Call, ABC, Generic[B]):
                     self.options(index, trace_headers), priority=priority
                 )
                 try:
+                    prompt = await text.prompt() if callable(text.prompt) else text.prompt
                     output = await engine.serve_pooling(
-                        text.prompt,
+                        prompt,
                         params,
                         f"{self.id}-{index}-{self.state.next_id()}",
                         options,

@@ -226,6 +226,8 @@ class RerankBody(VLLMBody):
     """Number of results; default, and 0: all."""
     return_documents: bool | None = None
     """Return the documents with the results. Default true."""
+    instruction: str | None = None
+    """Task of a reranker whose template has one, such as Qwen3-Reranker's."""
 
 
 class ScoreBody(VLLMBody):
@@ -250,6 +252,8 @@ class ScoreBody(VLLMBody):
     """Other name of text_2, with queries."""
     items: Any = None
     """Other name of text_2, with queries."""
+    instruction: str | None = None
+    """Task of a reranker whose template has one, such as Qwen3-Reranker's."""
 
     def sides(self) -> tuple[tuple[str, list[str]], tuple[str, list[str]]]:
         """Return the name and the texts of the first and of the second side, of one length.

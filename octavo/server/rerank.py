@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from octavo.errors import RequestError
 from octavo.frontend.pooling import cosine
 from octavo.server.abilities import cannot
 from octavo.server.body import read_model
@@ -20,6 +23,7 @@ from octavo.server.pooling_schema import (
     check_texts,
 )
 from octavo.server.state import state_of
+from octavo.text.pair_template import PairTemplate
 
 if TYPE_CHECKING:
     from octavo.frontend.async_llm import AsyncLLM
@@ -49,17 +53,22 @@ class PairsCall(PoolingCall[B]):
     """Request for scores of pairs of texts."""
 
     async def scores(
-        self, engine: AsyncLLM, first: Sequence[Input], second: Sequence[Input]
+        self,
+        engine: AsyncLLM,
+        first: Sequence[Text],
+        second: Sequence[Text],
+        instruction: str | None = None,
     ) -> list[float]:
         """Return the score of each pair.
 
-        A reranker reads both texts together. The score of a model of vectors is the cosine of the
-        two vectors; each text is computed once.
+        A reranker reads both texts together, in its template if it has one. The score of a model of
+        vectors is the cosine of the two vectors; each text is computed once.
 
         Args:
             engine: the engine.
             first: first texts, such as the query.
             second: as many second texts.
+            instruction: task of the reranker, for its template; None: the template's own.
 
         Raises:
             RequestError: the model has no scores of pairs, or a text is wrong.
@@ -67,15 +76,20 @@ class PairsCall(PoolingCall[B]):
         spec = engine.spec
         scorer = spec.pooler("classify")
         if scorer is not None and scorer.size == 1:
+            template = await self._template(engine, instruction)
             pairs = [
-                Input({"prompt": a.prompt, "text_pair": b.prompt}, b.where)
+                Input({"prompt": a.text, "text_pair": b.text}, b.where)
+                if template is None
+                else Input(partial(_render, template, a.text, b.text, instruction), b.where)
                 for a, b in zip(first, second, strict=True)
             ]
             params = self.body.pooling_params("classify")
             return await self.results(engine, pairs, params, lambda _, x: float(x[0]))
         if spec.pooler("embed") is None:
             raise cannot(spec, "has no scores of pairs")
-        texts = {text.prompt: text for text in (*first, *second)}
+        if instruction is not None:
+            raise _without_template("is a model of vectors")
+        texts = {text: Input(text, where) for text, where in (*first, *second)}
         params = self.body.pooling_params("embed")
 
         def keep(_: int, x: Floats) -> Floats:
@@ -85,8 +99,40 @@ class PairsCall(PoolingCall[B]):
             zip(texts, await self.results(engine, [*texts.values()], params, keep), strict=True)
         )
         return [
-            cosine(vectors[a.prompt], vectors[b.prompt]) for a, b in zip(first, second, strict=True)
+            cosine(vectors[a.text], vectors[b.text]) for a, b in zip(first, second, strict=True)
         ]
+
+    async def _template(self, engine: AsyncLLM, instruction: str | None) -> PairTemplate | None:
+        """Return the template of pairs; None: the tokenizer joins the two texts."""
+        template = await self.state.pair_template(self.state.tokenizer(engine, self.param))
+        if template is None and instruction is not None:
+            raise _without_template("has no template with the roles query and document")
+        return template
+
+
+class Text(NamedTuple):
+    """Text of a pair."""
+
+    text: str
+    where: str
+    """Its place in the body, such as documents[3]."""
+
+
+async def _render(
+    template: PairTemplate, query: str, document: str, instruction: str | None
+) -> str:
+    return await asyncio.wrap_future(template.submit(query, document, instruction))
+
+
+def _without_template(why: str) -> RequestError:
+    return RequestError(
+        f"instruction: this model {why}; leave it out, or start the server with --chat-template.",
+        "instruction",
+    )
+
+
+def _texts(texts: Sequence[str], param: str) -> list[Text]:
+    return [Text(text, f"{param}[{i}]") for i, text in enumerate(texts)]
 
 
 def as_inputs(texts: Sequence[str], param: str) -> list[Input]:
@@ -105,8 +151,8 @@ class Rerank(PairsCall[RerankBody]):
         engine = await self.state.get_engine()
         body = self.body
         texts = check_texts(body.documents, "documents")
-        query = [Input(body.query, "query")] * len(texts)
-        scores = await self.scores(engine, query, as_inputs(texts, "documents"))
+        query = [Text(body.query, "query")] * len(texts)
+        scores = await self.scores(engine, query, _texts(texts, "documents"), body.instruction)
         rows = []
         for index in _ranked(scores)[: body.top_n or None]:
             result: dict[str, object] = {"index": index, "relevance_score": scores[index]}
@@ -130,8 +176,8 @@ class TEIRerank(PairsCall[TEIRerankBody]):
         """Return the answer; see `PoolingCall.answer`."""
         engine = await self.state.get_engine()
         texts = self.body.texts
-        query = [Input(self.body.query, "query")] * len(texts)
-        scores = await self.scores(engine, query, as_inputs(texts, "texts"))
+        query = [Text(self.body.query, "query")] * len(texts)
+        scores = await self.scores(engine, query, _texts(texts, "texts"))
         shows = bool(self.body.return_text)
         rows = [
             encode({"index": i, **({"text": texts[i]} if shows else {}), "score": scores[i]})
@@ -150,7 +196,8 @@ class Score(PairsCall[ScoreBody]):
         """Return the answer; see `PoolingCall.answer`."""
         engine = await self.state.get_engine()
         (first, left), (second, right) = self.body.sides()
-        scores = await self.scores(engine, as_inputs(left, first), as_inputs(right, second))
+        texts = _texts(left, first), _texts(right, second)
+        scores = await self.scores(engine, *texts, self.body.instruction)
         rows = [
             encode({"index": i, "object": "score", "score": score})
             for i, score in enumerate(scores)

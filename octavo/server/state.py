@@ -42,6 +42,7 @@ from octavo.server.stats_log import StatsLog
 from octavo.server.stories import Stories
 from octavo.server.view_hub import ViewHub
 from octavo.text.chat_template import ChatTemplate
+from octavo.text.pair_template import PairTemplate
 from octavo.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -117,6 +118,7 @@ class ServerState(HttpState):
         self._answer_format: asyncio.Task[Format | None] | None = None
         self._special_ids: list[int] | None = None
         self._template: asyncio.Task[ChatTemplate] | None = None
+        self._pair_template: asyncio.Task[PairTemplate | None] | None = None
 
     # Lifecycle of the engine
 
@@ -405,6 +407,18 @@ class ServerState(HttpState):
                 asyncio.to_thread(ChatTemplate.from_tokenizer, tokenizer, self.config.chat_template)
             )
         return await asyncio.shield(self._template)
+
+    async def pair_template(self, tokenizer: Tokenizer) -> PairTemplate | None:
+        """Return the template of --chat-template, or the model's, for pairs; None without one.
+
+        Raises:
+            ConfigError: the template of --chat-template cannot be used.
+        """
+        if self._pair_template is None:
+            self._pair_template = asyncio.create_task(
+                asyncio.to_thread(PairTemplate.find, tokenizer, self.config.chat_template)
+            )
+        return await asyncio.shield(self._pair_template)
 
 
 def state_of(request: Request) -> ServerState:

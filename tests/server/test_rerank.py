@@ -58,6 +58,55 @@ def test_a_reranker_reads_pairs():
     serve(scenario, RANKER)
 
 
+PAIRS = (
+    '{% for m in messages %}{{ m.role[0] }}={{ m.content }};{% endfor %}{# "query" "document" #}'
+)
+
+
+def test_a_reranker_with_a_template():
+    async def scenario(served):
+        await good(served, "/rerank", query="x", documents=["one", "two"])
+        await good(served, "/rerank", query="x", texts=["six"])
+        await good(served, "/v2/rerank", query="x", documents=["one"], instruction="find")
+        await good(served, "/score", text_1="x", text_2=["one"], instruction="match")
+        prompts = [bytes(r.prompt_token_ids[1:]).decode() for r in served.engine.requests]
+        assert prompts == [
+            "q=x;d=one;",
+            "q=x;d=two;",
+            "q=x;d=six;",
+            "s=find;q=x;d=one;",
+            "s=match;q=x;d=one;",
+        ]
+
+    serve(scenario, RANKER, template=PAIRS)
+    serve(scenario, RANKER, chat_template=PAIRS)
+
+
+@pytest.mark.parametrize(
+    ("pooler", "message"),
+    [(RANKER, "has no template with the roles"), (EMBED, "is a model of vectors")],
+)
+def test_an_instruction_needs_a_template(pooler, message):
+    async def scenario(served):
+        for path, body in [
+            ("/rerank", {"query": "q", "documents": ["d"]}),
+            ("/score", {"text_1": "q", "text_2": "d"}),
+        ]:
+            error = await refused(served, path, instruction="i", **body)
+            assert message in error["message"]
+            assert error["param"] == "instruction"
+
+    serve(scenario, pooler)
+
+
+def test_a_pair_that_the_template_rejects():
+    async def scenario(served):
+        error = await refused(served, "/rerank", query="q", documents=["d"])
+        assert "no documents" in error["message"]
+
+    serve(scenario, RANKER, template=PAIRS + "{{ raise_exception('no documents') }}")
+
+
 def test_the_best_ones_without_their_texts():
     async def scenario(served):
         order = ranked([cosine("q", text) for text in TEXTS])

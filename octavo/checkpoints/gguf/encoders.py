@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Set
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from octavo.checkpoints.gguf.header import Texts
-
-if TYPE_CHECKING:
-    from octavo.checkpoints.gguf.config import Description
+from octavo.errors import ModelError
 
 RANK = 4
 """Value of pooling_type for a model with a head."""
@@ -19,8 +17,29 @@ _YES_NO = ["yes", "no"]
 _WITH_TYPES = ("bert", "jina-bert-v2", "jina-bert-v3", "nomic-bert")
 
 
+class Described(Protocol):
+    """Part of `Description` that this module needs."""
+
+    @property
+    def kind(self) -> object:
+        """Architecture in GGUF."""
+
+    @property
+    def pooling_type(self) -> int:
+        """Way of pooling; 0: the file names none."""
+
+    def value(self, key: str) -> Any:
+        """Return the value of a key of the architecture, or None."""
+
+    def two_ropes(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the positions of layers without and with a window."""
+
+    def error(self, problem: str) -> ModelError:
+        """Return an error that names the file."""
+
+
 def encoder_fields(
-    described: Description,
+    described: Described,
     config: Mapping[str, Any],
     shapes: Mapping[str, tuple[int, ...]],
     in_layers: Set[str],
@@ -47,7 +66,7 @@ def encoder_fields(
 
 
 def _modern_bert(
-    described: Description, config: Mapping[str, Any], in_layers: Set[str]
+    described: Described, config: Mapping[str, Any], in_layers: Set[str]
 ) -> dict[str, Any]:
     """Return the fields of ModernBERT; each third layer, from the first one on, has no window."""
     pattern: Any = described.value("attention.sliding_window_pattern")
@@ -69,7 +88,7 @@ def _modern_bert(
 
 
 def classifier_fields(
-    described: Description, shapes: Mapping[str, tuple[int, ...]], *, causal: bool
+    described: Described, shapes: Mapping[str, tuple[int, ...]], *, causal: bool
 ) -> dict[str, Any]:
     """Return the fields of the head that scores classes; empty: the file has none.
 

@@ -643,8 +643,19 @@ def _chat_templates(metadata: Mapping[str, object]) -> dict[str, str]:
                 f"{key} has {len(value)} characters; at most {_MOST_TEMPLATE_CHARS} are supported. "
                 "Name another template with --chat-template."
             )
-        templates[key.removeprefix(_CHAT_TEMPLATE).removeprefix(".") or "default"] = value
+        name = key.removeprefix(_CHAT_TEMPLATE).removeprefix(".") or "default"
+        templates[name] = _pair_template(value) if name == "rerank" else value
     return templates
+
+
+def _pair_template(text: str) -> str:
+    """Return llama.cpp's template of a reranker, a text with {query} and {document}, as Jinja."""
+    if "{{" in text or "{%" in text:
+        return text
+    for role in ("query", "document"):
+        content = f'{{{{ (messages | selectattr("role", "eq", "{role}") | first).content }}}}'
+        text = text.replace(f"{{{role}}}", content)
+    return text
 
 
 _FIX = "download the file again, or convert the model again"

@@ -11,6 +11,7 @@ from octavo.checkpoints.gguf.pre_tokenizers import LINES_NAMES, PRE_TOKENIZERS
 from octavo.checkpoints.gguf.tokenizer import tokenizer_texts
 from octavo.errors import ModelError, RequestError
 from octavo.system.byte_chars import CHAR_OF_BYTE
+from octavo.text.pair_template import PairTemplate
 from octavo.text.tokenizer import Tokenizer
 
 
@@ -185,6 +186,16 @@ def test_templates_and_names(tmp_path):
     assert tokenizer.special_tokens == {"eos_token": "<|im_start|>"}
     metadata["tokenizer.chat_template.tool_use"] = "{{ 2 }}"
     assert load(metadata, tmp_path).chat_templates == {"default": "{{ 1 }}", "tool_use": "{{ 2 }}"}
+
+
+def test_the_template_of_a_reranker(tmp_path):
+    metadata = byte_level()
+    metadata["tokenizer.chat_template.rerank"] = "<Query>: {query}\n<Document>: {document}\n{x}"
+    template = PairTemplate.find(load(metadata, tmp_path))
+    text = template.submit("Is {document} a word?", "No, {query}").result()
+    assert text == "<Query>: Is {document} a word?\n<Document>: No, {query}\n{x}"
+    metadata["tokenizer.chat_template.rerank"] = "{{ messages[0].content }}"
+    assert load(metadata, tmp_path).chat_templates == {"rerank": "{{ messages[0].content }}"}
 
 
 @pytest.mark.parametrize(
