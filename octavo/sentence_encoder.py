@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
@@ -23,7 +25,8 @@ class SentenceEncoder:
     """Model that maps texts to vectors. Long texts are cut to its limit.
 
     It replaces `SentenceTransformer` in programs that encode and compare texts. It also has the
-    methods of LangChain's `Embeddings`, `embed_documents` and `embed_query`.
+    methods of LangChain's `Embeddings`, `embed_documents` and `embed_query`, and the asynchronous
+    ones. Several threads may use it; their calls run one after the other.
 
     Args:
         model_name_or_path: folder, or hub id.
@@ -54,6 +57,7 @@ class SentenceEncoder:
             can = ", ".join(pooler.task for pooler in spec.poolers) or "generate"
             raise ModelError(f"{model_name_or_path} makes no vectors of texts. It can: {can}.")
         self._size = pooler.size
+        self._lock = threading.Lock()
         self.prompts = dict(spec.sentences.prompts) | dict(prompts or {})
         self.default_prompt_name = default_prompt_name or spec.sentences.default_prompt_name
         self.similarity_fn_name = spec.sentences.similarity_fn_name
@@ -126,9 +130,10 @@ class SentenceEncoder:
         )
         if not texts:
             return np.zeros((0, params.dimensions or self._size), np.float32)
-        outputs = self.llm.encode(
-            [before + text for text in texts], params, use_tqdm=bool(show_progress_bar)
-        )
+        with self._lock:
+            outputs = self.llm.encode(
+                [before + text for text in texts], params, use_tqdm=bool(show_progress_bar)
+            )
         vectors = [output.outputs.data for output in outputs]
         if normalize_embeddings:
             vectors = [normalize(vector) for vector in vectors]
@@ -151,6 +156,14 @@ class SentenceEncoder:
         """Return the vectors of documents; LangChain's name."""
         vectors: list[list[float]] = self.encode_document(texts).tolist()
         return vectors
+
+    async def aembed_query(self, text: str) -> list[float]:
+        """Return the vector of a query while the event loop does other work; LangChain's name."""
+        return await asyncio.to_thread(self.embed_query, text)
+
+    async def aembed_documents(self, texts: list[str]) -> list[list[float]]:
+        """Return the vectors of documents while the event loop does other work."""
+        return await asyncio.to_thread(self.embed_documents, texts)
 
     def similarity(self, first: Floats, second: Floats) -> Floats:
         """Return the similarity of each vector of [a, n] with each of [b, n]: float32 [a, b]."""

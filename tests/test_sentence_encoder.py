@@ -1,5 +1,6 @@
 """`SentenceEncoder`: the interface of sentence-transformers on a small random model."""
 
+import asyncio
 import json
 from pathlib import Path
 
@@ -40,6 +41,17 @@ def test_prompts_of_queries_and_documents(encoder):
     assert encoder.embed_documents(["one"]) == encoder.encode(["d: one"]).tolist()
     with pytest.raises(RequestError, match="the prompts are query, document"):
         encoder.encode("one", prompt_name="other")
+
+
+def test_asynchronous_calls_and_threads(encoder):
+    texts = [f"{i} dogs" for i in range(8)]
+    expected = [encoder.embed_query(text) for text in texts]
+
+    async def at_once():
+        return await asyncio.gather(*map(encoder.aembed_query, texts))
+
+    assert asyncio.run(at_once()) == expected
+    assert asyncio.run(encoder.aembed_documents(texts)) == encoder.embed_documents(texts)
 
 
 def test_long_texts_are_cut(encoder):

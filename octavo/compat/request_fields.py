@@ -213,11 +213,10 @@ CLASSIFY: Unsupported = {
 RERANK: Unsupported = {
     **CLASSIFY,
     # Cohere
-    **_all(_NOTHING, "max_chunks_per_doc max_tokens_per_doc"),
+    "max_chunks_per_doc": _NOTHING,
     "rank_fields": (None, ["text"]),
 }
 POOLING_INSTEAD: Mapping[str, str] = {
-    "max_tokens_per_doc": "truncate_prompt_tokens, for query and document together",
     "chat_template": "--chat-template when the server starts",
 }
 

@@ -208,7 +208,18 @@ def _check_documents(value: object) -> object:
     return value
 
 
-class RerankBody(VLLMBody):
+class PairsBody(VLLMBody):
+    """Fields of the routes that score pairs of texts."""
+
+    max_tokens_per_query: Annotated[Int, Field(ge=0)] | None = None
+    """Tokens of a query, or first text, to read; default, and 0: all."""
+    max_tokens_per_doc: Annotated[Int, Field(ge=0)] | None = None
+    """Tokens of a document, or second text, to read; default, and 0: all."""
+    instruction: str | None = None
+    """Task of a reranker whose template has one, such as Qwen3-Reranker's."""
+
+
+class RerankBody(PairsBody):
     """Body of POST /rerank, /v1/rerank and /v2/rerank."""
 
     unsupported = known_fields.RERANK
@@ -226,11 +237,9 @@ class RerankBody(VLLMBody):
     """Number of results; default, and 0: all."""
     return_documents: bool | None = None
     """Return the documents with the results. Default true."""
-    instruction: str | None = None
-    """Task of a reranker whose template has one, such as Qwen3-Reranker's."""
 
 
-class ScoreBody(VLLMBody):
+class ScoreBody(PairsBody):
     """Body of POST /v1/score: a pair of texts, a text with several, or as many of both.
 
     The two sides have one of four pairs of names.
@@ -252,8 +261,6 @@ class ScoreBody(VLLMBody):
     """Other name of text_2, with queries."""
     items: Any = None
     """Other name of text_2, with queries."""
-    instruction: str | None = None
-    """Task of a reranker whose template has one, such as Qwen3-Reranker's."""
 
     def sides(self) -> tuple[tuple[str, list[str]], tuple[str, list[str]]]:
         """Return the name and the texts of the first and of the second side, of one length.

@@ -16,6 +16,7 @@ from octavo.server.abilities import cannot
 from octavo.server.body import read_model
 from octavo.server.pooling import Floats, Input, PoolingCall, encode
 from octavo.server.pooling_schema import (
+    PairsBody,
     PooledBody,
     RerankBody,
     ScoreBody,
@@ -23,12 +24,14 @@ from octavo.server.pooling_schema import (
     check_texts,
 )
 from octavo.server.state import state_of
+from octavo.system.offload import offload
 from octavo.text.pair_template import PairTemplate
 
 if TYPE_CHECKING:
     from octavo.frontend.async_llm import AsyncLLM
 
 B = TypeVar("B", bound=PooledBody)
+_NO_OPTIONS = PairsBody()
 
 
 async def create_rerank(request: Request) -> Response:
@@ -57,7 +60,7 @@ class PairsCall(PoolingCall[B]):
         engine: AsyncLLM,
         first: Sequence[Text],
         second: Sequence[Text],
-        instruction: str | None = None,
+        options: PairsBody = _NO_OPTIONS,
     ) -> list[float]:
         """Return the score of each pair.
 
@@ -68,12 +71,14 @@ class PairsCall(PoolingCall[B]):
             engine: the engine.
             first: first texts, such as the query.
             second: as many second texts.
-            instruction: task of the reranker, for its template; None: the template's own.
+            options: the instruction of a reranker, and the lengths to which texts are cut.
 
         Raises:
             RequestError: the model has no scores of pairs, or a text is wrong.
         """
-        spec = engine.spec
+        spec, instruction = engine.spec, options.instruction
+        first = await self._cut(engine, first, options.max_tokens_per_query)
+        second = await self._cut(engine, second, options.max_tokens_per_doc)
         scorer = spec.pooler("classify")
         if scorer is not None and scorer.size == 1:
             template = await self._template(engine, instruction)
@@ -101,6 +106,18 @@ class PairsCall(PoolingCall[B]):
         return [
             cosine(vectors[a.text], vectors[b.text]) for a, b in zip(first, second, strict=True)
         ]
+
+    async def _cut(
+        self, engine: AsyncLLM, texts: Sequence[Text], most: int | None
+    ) -> Sequence[Text]:
+        """Return texts that are cut to a number of tokens; None and 0: the whole texts."""
+        if not most:
+            return texts
+        tokenizer = self.state.tokenizer(engine, self.param)
+        found = {}
+        for text in dict.fromkeys(text for text, _ in texts):
+            found[text] = await offload(len(text), tokenizer.cut, text, most)
+        return [Text(found[text], where) for text, where in texts]
 
     async def _template(self, engine: AsyncLLM, instruction: str | None) -> PairTemplate | None:
         """Return the template of pairs; None: the tokenizer joins the two texts."""
@@ -152,7 +169,7 @@ class Rerank(PairsCall[RerankBody]):
         body = self.body
         texts = check_texts(body.documents, "documents")
         query = [Text(body.query, "query")] * len(texts)
-        scores = await self.scores(engine, query, _texts(texts, "documents"), body.instruction)
+        scores = await self.scores(engine, query, _texts(texts, "documents"), body)
         rows = []
         for index in _ranked(scores)[: body.top_n or None]:
             result: dict[str, object] = {"index": index, "relevance_score": scores[index]}
@@ -197,7 +214,7 @@ class Score(PairsCall[ScoreBody]):
         engine = await self.state.get_engine()
         (first, left), (second, right) = self.body.sides()
         texts = _texts(left, first), _texts(right, second)
-        scores = await self.scores(engine, *texts, self.body.instruction)
+        scores = await self.scores(engine, *texts, self.body)
         rows = [
             encode({"index": i, "object": "score", "score": score})
             for i, score in enumerate(scores)

@@ -419,6 +419,22 @@ class Tokenizer:
             types = [0] * len(self._prefix) + types
         return ids, types.index(1) if pair is not None and 1 in types else 0
 
+    def cut(self, text: str, max_tokens: int) -> str:
+        """Return the beginning of a text, as far as its first tokens without special ones reach.
+
+        Raises:
+            RequestError: the text is not valid Unicode.
+        """
+        if self._longest is not None:
+            return self.decode(self.encode(text, False)[:max_tokens])
+        try:
+            # Of the library's calls only those for batches release the lock.
+            (encoding,) = self._backend.encode_batch([text], add_special_tokens=False)
+        except (TypeError, UnicodeEncodeError):
+            raise _not_unicode() from None
+        offsets = encoding.offsets
+        return text if len(offsets) <= max_tokens else text[: offsets[max_tokens - 1][1]]
+
     def special_ends(self) -> tuple[list[int], list[int]]:
         """Return the special tokens that are added before a text and after it."""
         bare, whole = self.encode("a", False), self.encode("a")
@@ -447,11 +463,7 @@ class Tokenizer:
                 return backend.encode_batch_fast(inputs, **options)
             return [backend.encode(one, **options) for one in inputs]
         except (TypeError, UnicodeEncodeError):
-            raise RequestError(
-                "The text is not valid Unicode (it holds a lone surrogate); send valid UTF-8.",
-                "prompt",
-                "invalid_unicode",
-            ) from None
+            raise _not_unicode() from None
 
     def decode(self, ids: int | Sequence[int], skip_special_tokens: bool = False) -> str:
         """Convert one or several token ids to text; ids outside the vocabulary have none.
@@ -695,6 +707,14 @@ def _read_json(checkpoint: Checkpoint, name: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ModelError(f"{file} does not hold a JSON object.")
     return value
+
+
+def _not_unicode() -> RequestError:
+    return RequestError(
+        "The text is not valid Unicode (it holds a lone surrogate); send valid UTF-8.",
+        "prompt",
+        "invalid_unicode",
+    )
 
 
 def _read_chat_templates(checkpoint: Checkpoint, config: dict[str, Any]) -> dict[str, str]:

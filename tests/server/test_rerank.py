@@ -58,6 +58,20 @@ def test_a_reranker_reads_pairs():
     serve(scenario, RANKER)
 
 
+def test_texts_are_cut():
+    async def scenario(served):
+        lengths = {"max_tokens_per_doc": 3, "max_tokens_per_query": 2}
+        body = {"query": "what?", "documents": ["a cat", "ab", "a\u00e9\u00e9"]}
+        answer = await good(served, "/v2/rerank", **body, **lengths)
+        await good(served, "/score", text_1="what?", text_2="a cat", **lengths)
+        await good(served, "/rerank", query="what?", documents=["ab"], max_tokens_per_doc=0)
+        prompts = [bytes(r.prompt_token_ids[1:]).decode() for r in served.engine.requests]
+        assert prompts == ["wha c", "whab", "wha\u00e9", "wha c", "what?ab"]
+        assert {r["document"]["text"] for r in answer["results"]} == set(body["documents"])
+
+    serve(scenario, RANKER)
+
+
 PAIRS = (
     '{% for m in messages %}{{ m.role[0] }}={{ m.content }};{% endfor %}{# "query" "document" #}'
 )
@@ -151,7 +165,7 @@ def test_the_form_of_text_embeddings_inference():
         ({"query": "a", "documents": ["a"] * 5000}, "documents", f"at most {MAX_TEXTS}"),
         ({"query": "a", "documents": ["a", "x" * 900]}, "documents[1]", "context length"),
         ({"query": "a", "documents": ["a"], "top_n": -1}, "top_n", "greater than or equal"),
-        ({"query": "a", "documents": ["a"], "max_tokens_per_doc": 9}, "max_tokens_per_doc", "use"),
+        ({"query": "a", "documents": ["a"], "max_tokens_per_doc": -1}, "max_tokens_per_doc", "-1"),
         ({"query": "a", "texts": []}, "texts", "empty list"),
         ({"query": "a", "texts": [1]}, "texts", "texts[0]=1"),
     ],
