@@ -482,7 +482,7 @@ class AsyncLLM:
         """
         if params.windows:
             return await self._serve_windows(
-                prompt, params, request_id, options, add_special_tokens
+                prompt, params, request_id, options, add_special_tokens, stages
             )
         output, pooler = await self._pool(
             prompt, params, request_id, options, add_special_tokens, stages
@@ -496,6 +496,7 @@ class AsyncLLM:
         request_id: str,
         options: RequestOptions,
         add_special_tokens: bool,
+        stages: Stages | None,
     ) -> PoolingRequestOutput[PoolingOutput]:
         """Return the result of a text that is computed in parts, one after the other."""
         parts = await offload(
@@ -506,14 +507,13 @@ class AsyncLLM:
             add_special_tokens=add_special_tokens,
         )
         whole = msgspec.structs.replace(params, windows=False)
-        found = [
-            await self._pool(part, whole, f"{request_id}-{i}", options, add_special_tokens)
-            for i, (part, _) in enumerate(parts)
-        ]
+        found = []
+        for part, _ in parts:
+            output = await self._pool(part, whole, request_id, options, add_special_tokens, stages)
+            found.append(output)
+            stages = None
         outputs, weights = [output for output, _ in found], [weight for _, weight in parts]
-        result = windows_output(outputs, weights, found[0][1], params)
-        result.request_id = request_id
-        return result
+        return windows_output(outputs, weights, found[0][1], params)
 
     async def _pool(
         self,

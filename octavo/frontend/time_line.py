@@ -379,7 +379,7 @@ class _Sweep:
             record.computed,
             own.cause,
             steps=1,
-            tokens=part.num_tokens,
+            tokens=mine if self._marks.is_one else part.num_tokens,
             others=len(who),
             theirs=theirs,
             who=who,

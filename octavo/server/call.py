@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Protocol
 
 from starlette.requests import Request
 
+from octavo.errors import RequestError
 from octavo.messages import RequestOptions
+from octavo.server import answers
 from octavo.server.auth import flow_of, private_salt
+from octavo.server.explain import disabled, explain_story, names_for
 from octavo.server.middleware import context_of
 from octavo.server.state import state_of
+from octavo.server.stories import Counts, Story
 from octavo.system import clock
 
 if TYPE_CHECKING:
@@ -24,6 +29,7 @@ class CallFields(Protocol):
     request_id: str | None
     deadline_ms: int | None
     cache_salt: str | None
+    explain: bool | None
 
 
 class Call:
@@ -45,6 +51,9 @@ class Call:
             self.context.request_id = body.request_id
         self.id = f"{id_prefix}-{self.context.request_id}"
         self.model_name = body.model or self.state.model_names[0]
+        self.explains = bool(body.explain)
+        self._path = request.scope["path"]
+        self._parsed = time.monotonic()
         self.tenant = self.state.tenant(self.context.api_key)
         deadline_ms = body.deadline_ms or self.context.deadline_ms
         arrival = self.context.arrival
@@ -62,6 +71,55 @@ class Call:
         if self.context.background:
             return nullcontext()
         return self.state.admit(count, param, self.tenant)
+
+    def begin_story(
+        self, usage: Counts, num_prompts: int, started: float | None = None
+    ) -> Story | None:
+        """Record the request for `explain`; None: the server records none.
+
+        Args:
+            usage: its token counts, which change while it runs.
+            num_prompts: number of its prompts.
+            started: second of `time.monotonic` at which it was accepted; None: it is not yet.
+
+        Raises:
+            RequestError: the answer is to contain the explanation, and there is none.
+        """
+        state, context = self.state, self.context
+        if self.explains and context.background:
+            raise RequestError(
+                "explain=true is not available in a batch, whose answers do not depend on the time;"
+                " leave it out, and use /v1/requests/ID/explain.",
+                "explain",
+            )
+        if not state.stories.max_count:
+            if self.explains:
+                raise RequestError(disabled("explain=true"), "explain", "explain_disabled")
+            return None
+        times = [context.arrival, context.received or context.arrival, self._parsed]
+        if started is not None:
+            times.append(started)
+        context.story = story = Story(
+            context.request_id,
+            self.id,
+            self.tenant,
+            self._path,
+            self.model_name,
+            usage,
+            [clock.from_monotonic(time) for time in times],
+            num_prompts,
+            is_line=context.background,
+        )
+        state.stories.add(story)
+        return story
+
+    async def explanation(self) -> answers.Explained:
+        """Return the explanation of the request up to now, if its body asks for it."""
+        if not self.explains:
+            return {}
+        assert self.context.story is not None
+        names = names_for(self.state, self.context)
+        return {"explanation": await explain_story(self.state, self.context.story, names)}
 
     def note_priority(self, engine: AsyncLLM, priority: int) -> None:
         """Report a priority that has no effect."""

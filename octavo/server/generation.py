@@ -33,7 +33,6 @@ from octavo.server import answers
 from octavo.server.abilities import check_generates
 from octavo.server.call import Call
 from octavo.server.errors import ClientDisconnectError, error_event, log_unexpected
-from octavo.server.explain import disabled, explain_story, names_for
 from octavo.server.http_state import HttpState
 from octavo.server.load_report import add_load_report
 from octavo.server.parts import Delta
@@ -110,8 +109,6 @@ class Generation(Call, ABC, Generic[B]):
     def __init__(self, request: Request, body: B) -> None:
         super().__init__(request, body, self.id_prefix, body.max_ttft_ms)
         self.body = body
-        self._path = request.scope["path"]
-        self._parsed = time.monotonic()
         self.n = 1 if body.n is None else body.n
         self.usage = Usage(self.reports_cached_tokens)
         self._times: RequestMetrics | None = None
@@ -377,7 +374,7 @@ class Generation(Call, ABC, Generic[B]):
         """Yield the outputs of all prompts, as they arrive."""
         count = self.num_prompts * max(1, self.num_answers)
         blamed = "n" if self.num_answers > self.num_prompts else self.prompt_param
-        with self._with_story(self.tenant) as story, self.admit(count, blamed):
+        with self._with_story() as story, self.admit(count, blamed):
             engine = await self.state.get_engine()
             check_generates(engine.spec)
             if story is not None:
@@ -497,48 +494,19 @@ class Generation(Call, ABC, Generic[B]):
                 raise self._blamed(error) from None
 
     @contextmanager
-    def _with_story(self, owner: str | None) -> Iterator[Story | None]:
+    def _with_story(self) -> Iterator[Story | None]:
         """Record the request for `explain` while its outputs are made.
 
         Raises:
             RequestError: the answer is to contain the explanation, and there is none.
         """
-        state, context = self.state, self.context
-        if self.body.explain and context.background:
-            raise RequestError(
-                "explain=true is not available in a batch, whose answers do not depend on the time;"
-                " leave it out, and use /v1/requests/ID/explain.",
-                "explain",
-            )
-        if not state.stories.max_count:
-            if self.body.explain:
-                raise RequestError(disabled("explain=true"), "explain", "explain_disabled")
+        story = self.begin_story(self.usage, self.num_prompts)
+        if story is None:
             yield None
             return
-        times = (context.arrival, context.received or context.arrival, self._parsed)
-        context.story = story = Story(
-            context.request_id,
-            self.id,
-            owner,
-            self._path,
-            self.model_name,
-            self.usage,
-            [clock.from_monotonic(time) for time in times],
-            self.num_prompts,
-            is_line=context.background,
-        )
         story.is_one = bool(self.body.use_beam_search)
-        state.stories.add(story)
         with story.at_work():
             yield story
-
-    async def explanation(self) -> answers.Explained:
-        """Return the explanation of the request up to now, if its body asks for it."""
-        if not self.body.explain:
-            return {}
-        assert self.context.story is not None
-        names = names_for(self.state, self.context)
-        return {"explanation": await explain_story(self.state, self.context.story, names)}
 
     def _may_find_misses(self, prompt: Prompt, params: SamplingParams, engine: AsyncLLM) -> bool:
         """Return True if a prompt might find a prefix in the cache."""

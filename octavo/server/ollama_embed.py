@@ -64,7 +64,8 @@ class OllamaEmbed(PoolingCall[OllamaEmbedBody]):
         counts = {
             "total_duration": int((time.monotonic() - arrival) * 1e9),
             "load_duration": int((loaded - arrival) * 1e9),
-            "prompt_eval_count": self.prompt_tokens,
+            "prompt_eval_count": self.counts.prompt_tokens,
+            **await self.explanation(),
         }
         return await self.write(head, rows, b"]," + encode(counts)[1:])
 
@@ -82,4 +83,6 @@ class OllamaEmbeddings(PoolingCall[OllamaEmbeddingsBody]):
         inputs = [Input(self.body.prompt, "prompt")] if self.body.prompt else []
         params = self.body.pooling_params("embed")
         rows = await self.results(engine, inputs, params, lambda _, x: numbers_json(x))
-        return await self.write(b'{"embedding":', rows or [b"[]"], b"}")
+        told = await self.explanation()
+        tail = b"," + encode(told)[1:] if told else b"}"
+        return await self.write(b'{"embedding":', rows or [b"[]"], tail)

@@ -8,6 +8,8 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeVar
 
 import msgspec
@@ -18,6 +20,7 @@ from starlette.responses import Response
 
 from octavo.errors import RequestError
 from octavo.frontend.input_processor import Prompt
+from octavo.frontend.time_line import Stages
 from octavo.outputs import PoolingOutput, PoolingRequestOutput
 from octavo.pooling_params import PoolingParams
 from octavo.server import answers
@@ -79,6 +82,15 @@ class Input(NamedTuple):
     """Its place in the body, such as input[3]."""
 
 
+@dataclass(slots=True)
+class Counts:
+    """Token counts of a request."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+
+
 class PoolingCall(Call, ABC, Generic[B]):
     """HTTP request for vectors or scores, from its checked body to the bytes of the answer."""
 
@@ -90,8 +102,8 @@ class PoolingCall(Call, ABC, Generic[B]):
         super().__init__(request, body, self.id_prefix)
         self.body = body
         self._request = request
-        self.prompt_tokens = 0
-        self.cached_tokens = 0
+        self.counts = Counts()
+        self._started = self.context.arrival
 
     @classmethod
     async def read(cls, request: Request, kind: type[B]) -> Response:
@@ -108,10 +120,15 @@ class PoolingCall(Call, ABC, Generic[B]):
 
     async def respond(self) -> Response:
         """Answer the body while the client waits; its disconnection ends all texts."""
-        response = await self.state.run(self._request.receive, self.answer(), self.deadline)
+        response = await self.state.run(self._request.receive, self._answer(), self.deadline)
         engine = await self.state.get_engine()
         add_load_report(self._request, response, engine.metrics)
         return response
+
+    async def _answer(self) -> Response:
+        await self.state.get_engine()
+        self._started = time.monotonic()
+        return await self.answer()
 
     @abstractmethod
     async def answer(self) -> Response:
@@ -146,6 +163,11 @@ class PoolingCall(Call, ABC, Generic[B]):
             RequestError: a text is wrong; `param` has its place.
             NotFiniteError: a result is not finite.
         """
+        story = self.begin_story(self.counts, len(inputs), self._started)
+        if story is not None:
+            story.mark()
+            story.is_one = True
+        stages = None if story is None else Stages()
         priority = self.body.priority or 0
         self.note_priority(engine, priority)
         if self.state.config.enable_log_requests:
@@ -162,13 +184,17 @@ class PoolingCall(Call, ABC, Generic[B]):
                     self.options(index, trace_headers), priority=priority
                 )
                 try:
+                    number = self.state.next_id()
+                    if story is not None and stages is not None:
+                        story.prompts[number] = stages  # those of the first text
                     prompt = await text.prompt() if callable(text.prompt) else text.prompt
                     output = await engine.serve_pooling(
                         prompt,
                         params,
-                        f"{self.id}-{index}-{self.state.next_id()}",
+                        f"{self.id}-{index}-{number}",
                         options,
                         add_special_tokens=add_special_tokens,
+                        stages=stages if index == 0 else None,
                     )
                 except RequestError as error:
                     raise _blamed(error, text.where, self.body.truncating) from None
@@ -183,7 +209,11 @@ class PoolingCall(Call, ABC, Generic[B]):
 
         most = _STEPS_AHEAD * engine.num_engines * engine.config.scheduler.max_num_seqs
         places = self.state.places(min(len(inputs), most))
-        with self.admit(places, self.param), engine.request_memory.collect() as add:
+        with (
+            nullcontext() if story is None else story.at_work(),
+            self.admit(places, self.param),
+            engine.request_memory.collect() as add,
+        ):
             tasks: list[asyncio.Task[None]] = []
             try:
                 for i in range(places):
@@ -198,19 +228,19 @@ class PoolingCall(Call, ABC, Generic[B]):
         return [found[i] for i in range(len(inputs))]
 
     def _count(self, output: PoolingRequestOutput[PoolingOutput]) -> None:
-        self.prompt_tokens += len(output.prompt_token_ids)
-        self.cached_tokens += output.num_cached_tokens
-        self.context.prompt_tokens, self.context.completion_tokens = self.prompt_tokens, 0
+        self.counts.prompt_tokens += len(output.prompt_token_ids)
+        self.counts.cached_tokens += output.num_cached_tokens
+        self.context.prompt_tokens, self.context.completion_tokens = self.counts.prompt_tokens, 0
 
     def usage(self) -> answers.Usage:
         """Return OpenAI's `usage`."""
         details: answers.PromptTokensDetails | None = None
         if self.state.config.enable_prompt_tokens_details and not self.context.background:
-            details = {"cached_tokens": self.cached_tokens}
+            details = {"cached_tokens": self.counts.cached_tokens}
         return {
-            "prompt_tokens": self.prompt_tokens,
+            "prompt_tokens": self.counts.prompt_tokens,
             "completion_tokens": 0,
-            "total_tokens": self.prompt_tokens,
+            "total_tokens": self.counts.prompt_tokens,
             "prompt_tokens_details": details,
         }
 
@@ -235,7 +265,8 @@ class PoolingCall(Call, ABC, Generic[B]):
     async def write_list(self, rows: Sequence[bytes]) -> Response:
         """Return an answer in OpenAI's form, from the JSON of its `data`."""
         head = encode(self.envelope())[:-1] + b',"data":['
-        return await self.write(head, rows, b'],"usage":' + encode(self.usage()) + b"}")
+        tail = {"usage": self.usage(), **await self.explanation()}
+        return await self.write(head, rows, b"]," + encode(tail)[1:])
 
 
 class InputCall(PoolingCall[N]):

@@ -77,6 +77,8 @@ class PooledBody(Body):
     instead = known_fields.POOLING_INSTEAD
     truncating: ClassVar[str] = "truncate_prompt_tokens"
     """Field that truncates texts."""
+    answers_list: ClassVar[bool] = False
+    """True if the answer is a list."""
 
     model: str | None = None
     """Served model name; default: the first one."""
@@ -88,9 +90,18 @@ class PooledBody(Body):
     """Milliseconds after which the request fails with 408. Also as the header X-Deadline-Ms."""
     cache_salt: Annotated[str, StringConstraints(min_length=1)] | None = None
     """Scope of cached prefixes: requests with another one share none."""
+    explain: bool | None = None
+    """Explain the time of the request in its answer, as explanation; see docs/explain.md. Not in
+    answers that are lists."""
 
     def check(self) -> None:
-        """Raise RequestError if fields contradict each other."""
+        """Raise RequestError if fields contradict each other, or the answer."""
+        if self.explain and self.answers_list:
+            raise RequestError(
+                "explain=true: the answer of this route is a list and has no place for it; leave "
+                "it out, and use /v1/requests/ID/explain with the X-Request-Id of the answer.",
+                "explain",
+            )
 
     def pooling_params(self, task: str | None) -> PoolingParams:
         """Return the parameters of each text.
@@ -164,6 +175,7 @@ class InputBody(VLLMBody):
 
     def check(self) -> None:
         """Raise RequestError if fields contradict each other; see `PooledBody.check`."""
+        super().check()
         if (self.input is None) == (self.messages is None):
             raise RequestError(
                 "Give either input or messages.",
@@ -290,6 +302,7 @@ class ScoreBody(PairsBody):
 
     def check(self) -> None:
         """Raise RequestError if fields contradict each other; see `PooledBody.check`."""
+        super().check()
         self.sides()
 
 
@@ -308,6 +321,7 @@ _PAIRS = (
 class TEIBody(PooledBody):
     """Fields of the routes of text-embeddings-inference."""
 
+    answers_list = True
     truncating = "truncate"
 
     truncate: bool | None = None
@@ -438,6 +452,7 @@ class SimilarityBody(PooledBody):
         "parameters": TEIBody,
     }
     truncating = "parameters.truncate"
+    answers_list = True
 
     inputs: SimilarityInputs
     """Texts."""

@@ -177,9 +177,11 @@ class Rerank(PairsCall[RerankBody]):
                 result["document"] = {"text": texts[index]}
             rows.append(encode(result))
         head = encode({"id": self.id, "model": self.model_name})[:-1] + b',"results":['
-        usage = {"prompt_tokens": self.prompt_tokens, "total_tokens": self.prompt_tokens}
-        meta = {"billed_units": {"search_units": 1}, "tokens": {"input_tokens": self.prompt_tokens}}
-        tail = b"]," + encode({"usage": usage, "meta": meta})[1:]
+        count = self.counts.prompt_tokens
+        usage = {"prompt_tokens": count, "total_tokens": count}
+        meta = {"billed_units": {"search_units": 1}, "tokens": {"input_tokens": count}}
+        told = await self.explanation()
+        tail = b"]," + encode({"usage": usage, "meta": meta, **told})[1:]
         return await self.write(head, rows, tail)
 
 

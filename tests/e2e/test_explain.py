@@ -15,6 +15,8 @@ import openai
 import pytest
 
 from octavo.config import BUILTIN_MODEL
+from octavo.server.explain import TITLES
+from tests.bert_files import write_bert
 from tests.e2e.harness import serve
 
 NUM_REQUESTS = 200
@@ -241,3 +243,34 @@ def test_clients_of_all_routes_read_the_explanation(server):
     for explanation in found:
         assert {part["cause"] for part in explanation["timeline"]} >= {"prefill", "decode"}
         assert explanation.keys() == found[0].keys()
+
+
+def test_vectors_and_scores(tmp_path):
+    """The parts of a request for vectors sum to its time, and name all of its tokens."""
+    flags = ["--served-model-name", "m", "--device", "cpu", "--max-num-seqs", "4"]
+    model = str(write_bert(tmp_path / "bert"))
+    with serve(tmp_path, *flags, "--dtype", "float32", model=model) as server:
+        texts = [f"{i} dogs like the sun" for i in range(50)]
+        long = "a dog barks " * 60
+        bodies = [
+            ("/v1/embeddings", {"input": texts}),
+            ("/v1/embeddings", {"input": [long, "a cat"], "windows": True}),
+            ("/rerank", {"query": "a dog", "documents": texts}),
+            ("/api/embed", {"model": "m", "input": texts}),
+        ]
+        for path, body in bodies:
+            begin = time.monotonic()
+            answer = server.post(path, body | {"explain": True})
+            seconds = time.monotonic() - begin
+            assert answer.status_code == 200, answer.text
+            name = answer.headers["x-request-id"]
+            found = server.get(f"/v1/requests/{name}/explain").json()
+            for told in (answer.json()["explanation"], found):
+                spans = told["timeline"]
+                total = sum(span["ms"] for span in spans)
+                assert total == pytest.approx(told["wall_ms"], abs=0.01)
+                assert told["wall_ms"] <= seconds * 1000
+                tokens = sum(span["tokens"] for span in spans if "tokens" in span)
+                assert tokens == told["prompt_tokens"] > 0
+                assert {span["cause"] for span in spans} <= {*TITLES, "several"}
+            assert found["finished"]

@@ -174,6 +174,9 @@ class FakeAsyncLLM:
         request, pooler = self._input.process_pooling(
             request_id, prompt, params, options, add_special_tokens=add_special_tokens
         )
+        if stages is not None:
+            stages.end("tokenize")
+            stages.end("to_engine")
         async with aclosing(self._stream(request, params.as_sampling_params())) as stream:
             (output,) = [output async for output in stream]
         return pooling_output(output, pooler, params)

@@ -13,6 +13,7 @@ from octavo.observability.steps import StepEvent, StepPart, StepRecord, StepWait
 from octavo.server.explain import MAX_SPANS, TITLES, shortened
 from octavo.system import clock
 from tests.server.fake_engine import Call, FakeAsyncLLM, with_server
+from tests.server.pooled import EMBED, TOKENS
 
 
 class Logging(FakeAsyncLLM):
@@ -85,6 +86,92 @@ def test_the_time_line_of_a_request():
         assert answer["number"] == "1"
 
     with_server(scenario, engine=slow)
+
+
+class LoggingPool(FakeAsyncLLM):
+    """Fake engine of a model of vectors that logs a step for each two texts."""
+
+    def __init__(self):
+        super().__init__(poolers=(EMBED, TOKENS))
+        self.step_log.ready = 0.0
+        self.waiting = []
+
+    async def _stream(self, request, sampling_params, text=None):
+        begin = clock.now()
+        self.waiting.append((f"{request.request_id}#1", len(request.prompt_token_ids)))
+        async for output in super()._stream(request, sampling_params, text):
+            yield output
+        if len(self.waiting) > 1:
+            end = clock.now()
+            parts = [StepPart(name, count, 0, 0, count) for name, count in self.waiting]
+            self.waiting.clear()
+            record = StepRecord(1, begin, begin, begin, end, end, parts)
+            self.step_log.add(0, end, [msgspec.Raw(msgspec.msgpack.encode(record))])
+
+
+POOLED = [
+    ("/v1/embeddings", {"input": ["one", "two"]}, 8),
+    ("/pooling", {"input": ["one", "two"], "task": "token_embed"}, 8),
+    ("/rerank", {"query": "one", "documents": ["two"]}, 8),
+    ("/v1/score", {"text_1": "one", "text_2": ["two"]}, 8),
+    ("/api/embed", {"model": "fake", "input": ["one", "two"]}, 8),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "tokens"), POOLED)
+def test_the_time_line_of_vectors(path, body, tokens):
+    async def scenario(served):
+        answer = (await served.post(path, request_id="mine", explain=True, **body)).json()
+        told = answer["explanation"]
+        found = (await served.http.get("/v1/requests/mine/explain")).json()
+        assert (found["path"], found["status"], found["finished"]) == (path, 200, True)
+        for explanation in (told, found):
+            causes = [span["cause"] for span in explanation["timeline"]]
+            assert causes[:2] == ["receive", "parse"]
+            (step,) = [s for s in explanation["timeline"] if s["cause"] == "prefill"]
+            assert (step["tokens"], step["others"]) == (tokens, 0)
+            assert explanation["prompt_tokens"] == tokens
+            assert explanation["completion_tokens"] == 0
+            total = sum(span["ms"] for span in explanation["timeline"])
+            assert total == pytest.approx(explanation["wall_ms"])
+            assert [a["computed_tokens"] for a in explanation["answers"]] == [4, 4]
+        assert {s["cause"] for s in found["timeline"]} >= {"deliver"}
+        assert (await served.http.get("/v1/requests")).json()["data"][0]["request_id"] == "mine"
+
+    with_server(scenario, engine=LoggingPool)
+
+
+def test_answers_that_are_lists_have_no_explanation():
+    async def scenario(served):
+        bodies = {"/embed": {"inputs": "a"}, "/rerank": {"query": "a", "texts": ["b"]}}
+        bodies["/similarity"] = {"inputs": {"source_sentence": "a", "sentences": ["b"]}}
+        for path, body in bodies.items():
+            answer = await served.post(path, explain=True, **body)
+            assert answer.status_code == 400
+            assert "has no place for it" in answer.text
+        answer = await served.post("/embed", inputs="a")
+        name = answer.headers["x-request-id"]
+        found = (await served.http.get(f"/v1/requests/{name}/explain")).json()
+        assert found["path"] == "/embed"
+
+    with_server(scenario, engine=LoggingPool)
+
+
+def test_a_refused_text_is_explained_to_its_end():
+    async def scenario(served):
+        answer = await served.post("/v1/embeddings", input="x" * 9999, request_id="mine")
+        assert answer.status_code == 400
+        found = (await served.http.get("/v1/requests/mine/explain")).json()
+        assert (found["status"], found["finished"]) == (400, True)
+        assert sum(s["ms"] for s in found["timeline"]) == pytest.approx(found["wall_ms"])
+
+    with_server(scenario, engine=LoggingPool)
+    with_server(refused_explanation, engine=LoggingPool, explain_requests=0)
+
+
+async def refused_explanation(served):
+    answer = await served.post("/v1/embeddings", input="x", explain=True)
+    assert answer.json()["error"]["code"] == "explain_disabled"
 
 
 def test_the_list_has_the_newest_first():
