@@ -14,15 +14,16 @@ from octavo.errors import RequestError
 from octavo.frontend.input_processor import Prompt
 from octavo.frontend.llm_engine import LLMEngine
 from octavo.frontend.pooling import (
-    as_classification,
-    as_embedding,
     cosine,
     pooling_output,
     windows_output,
+    with_result,
 )
 from octavo.models.blocks.pooler import PoolerSpec
 from octavo.outputs import (
+    ClassificationOutput,
     ClassificationRequestOutput,
+    EmbeddingOutput,
     EmbeddingRequestOutput,
     PoolingOutput,
     PoolingRequestOutput,
@@ -150,7 +151,7 @@ class PoolingMethods(ABC):
             truncate_prompt_tokens=truncate_prompt_tokens,
             tokenization_kwargs=tokenization_kwargs,
         )
-        return [as_embedding(output) for output in outputs]
+        return [with_result(it, EmbeddingOutput(it.outputs.data.tolist())) for it in outputs]
 
     def classify(
         self,
@@ -170,7 +171,7 @@ class PoolingMethods(ABC):
             pooling_task="classify",
             tokenization_kwargs=tokenization_kwargs,
         )
-        return [as_classification(output) for output in outputs]
+        return [with_result(it, ClassificationOutput(it.outputs.data.tolist())) for it in outputs]
 
     def reward(
         self,
@@ -250,7 +251,7 @@ class PoolingMethods(ABC):
         if scorer is not None and scorer.size == 1:
             pairs = self._pairs(first, second, chat_template, instruction)
             outputs = self.encode(pairs, pooling_params, pooling_task="classify", **options)
-            return [_scored(o, float(o.outputs.data[0]), o.prompt_token_ids) for o in outputs]
+            return [with_result(it, ScoringOutput(float(it.outputs.data[0]))) for it in outputs]
         if spec.pooler("embed") is None:
             can = ", ".join(pooler.task for pooler in spec.poolers) or "generate"
             raise RequestError(
@@ -270,7 +271,8 @@ class PoolingMethods(ABC):
         for a, b in zip(first, second, strict=True):
             left, right = vectors[a], vectors[b]
             ids = left.prompt_token_ids + right.prompt_token_ids
-            results.append(_scored(right, cosine(left.outputs.data, right.outputs.data), ids))
+            score = ScoringOutput(cosine(left.outputs.data, right.outputs.data))
+            results.append(with_result(right, score, ids))
         return results
 
     def _pairs(
@@ -294,14 +296,6 @@ class PoolingMethods(ABC):
 
 def _without_template(why: str) -> RequestError:
     return RequestError(f"instruction: this model {why}; leave it out.", "instruction")
-
-
-def _scored(
-    output: PoolingRequestOutput[PoolingOutput], score: float, ids: list[int]
-) -> ScoringRequestOutput:
-    return PoolingRequestOutput(
-        output.request_id, ScoringOutput(score), ids, output.num_cached_tokens
-    )
 
 
 def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

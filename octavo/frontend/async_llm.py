@@ -37,13 +37,13 @@ from octavo.errors import (
     DeadlineError,
     EngineDeadError,
     FirstTokenError,
-    RequestError,
     ScalingBusyError,
     ScalingError,
 )
 from octavo.fleet.core_client import ElasticClient, WatchedClient
 from octavo.fleet.start import EngineProcesses, OnRecovery, Unfinished, start_engines
 from octavo.fleet.supervisor import Recovery
+from octavo.frontend.async_pooling import AsyncPooling
 from octavo.frontend.beam_search import (
     beam_search_nbytes,
     make_beam_search,
@@ -59,10 +59,8 @@ from octavo.frontend.output_processor import (
     OutputProcessor,
     RequestOutputCollector,
 )
-from octavo.frontend.pooling import pooling_output, windows_output
 from octavo.frontend.request_memory import (
     RequestMemory,
-    pooling_nbytes,
     request_nbytes,
     trim_when_idle,
 )
@@ -76,16 +74,14 @@ from octavo.messages import (
     PauseMode,
     RequestOptions,
 )
-from octavo.models.blocks.pooler import PoolerSpec
 from octavo.models.hub import resolve_folders
 from octavo.models.registry import read_spec
 from octavo.observability.metrics import EngineMetrics, join_pages
 from octavo.observability.recording import Died, Recorder, RecordSettings
 from octavo.observability.scheduler_stats import SchedulerStats
-from octavo.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
+from octavo.outputs import RequestOutput
 from octavo.plan.memory_plan import resolve_max_model_len, resolve_max_num_batched_tokens
 from octavo.platforms.registry import get_platform
-from octavo.pooling_params import PoolingParams
 from octavo.sampling_params import BeamSearchParams, SamplingParams
 from octavo.system import clock
 from octavo.system.offload import offload
@@ -111,7 +107,7 @@ class Health:
     reason: str
 
 
-class AsyncLLM:
+class AsyncLLM(AsyncPooling):
     """Asyncio interface to one model; each engine core runs in a separate process.
 
     All methods belong to one event loop: that of `start`. After `from_engine_args` outside of a
@@ -387,11 +383,15 @@ class AsyncLLM:
         refuse_unsupported(lora_request=lora_request, data_parallel_rank=data_parallel_rank)
         if priority:
             sampling_params = msgspec.structs.replace(sampling_params, priority=priority)
-        options = _make_options(cache_salt, deadline, first_token_deadline, tenant, flow, turn)
-        if trace_headers is not None and self._tracer is not None:
-            options = msgspec.structs.replace(
-                options, trace_headers=read_trace_headers(trace_headers)
-            )
+        options = self._envelope(
+            cache_salt=cache_salt,
+            deadline=deadline,
+            first_token_deadline=first_token_deadline,
+            tenant=tenant,
+            flow=flow,
+            turn=turn,
+            trace_headers=trace_headers,
+        )
         stream = self.serve(
             prompt, sampling_params, request_id, options, add_special_tokens=add_special_tokens
         )
@@ -422,132 +422,6 @@ class AsyncLLM:
                 async for output in outputs:
                     yield output
 
-    async def encode(
-        self,
-        prompt: Prompt,
-        pooling_params: PoolingParams,
-        request_id: str,
-        *,
-        deadline: float | None = None,
-        tenant: str | None = None,
-        flow: int | None = None,
-        add_special_tokens: bool = True,
-        turn: int = 0,
-        lora_request: None = None,
-        trace_headers: Mapping[str, str] | None = None,
-        priority: int = 0,
-    ) -> AsyncGenerator[PoolingRequestOutput[PoolingOutput], None]:
-        """Yield the result of a text: a vector or scores; closing the stream aborts the request.
-
-        Args:
-            prompt: text, token ids, or a dict with one of them.
-            pooling_params: parameters of the result; not changed.
-            request_id: an id that no live request has.
-            deadline: second of `time.monotonic` after which the request fails.
-            tenant: sender of the request, as for `generate`.
-            flow: class of the client's address, as for `generate`.
-            add_special_tokens: True if the tokenizer adds its special tokens to a text.
-            turn: number of texts before it in the same call: later ones let others pass.
-            lora_request: adapters are not supported.
-            trace_headers: as for `generate`.
-            priority: smaller is served earlier (with `scheduling_policy=priority`).
-
-        Raises:
-            As `generate`.
-        """
-        refuse_unsupported(lora_request=lora_request)
-        options = _make_options(None, deadline, None, tenant, flow, turn)
-        options = msgspec.structs.replace(options, priority=priority)
-        if trace_headers is not None and self._tracer is not None:
-            options = msgspec.structs.replace(
-                options, trace_headers=read_trace_headers(trace_headers)
-            )
-        yield await self.serve_pooling(
-            prompt, pooling_params, request_id, options, add_special_tokens=add_special_tokens
-        )
-
-    async def serve_pooling(
-        self,
-        prompt: Prompt,
-        params: PoolingParams,
-        request_id: str,
-        options: RequestOptions,
-        *,
-        add_special_tokens: bool = True,
-        stages: Stages | None = None,
-    ) -> PoolingRequestOutput[PoolingOutput]:
-        """Return the result of a text with an envelope; see `encode`. Cancelling it ends it.
-
-        `stages` gets the stages of the request before the engine.
-        """
-        if params.windows:
-            return await self._serve_windows(
-                prompt, params, request_id, options, add_special_tokens, stages
-            )
-        output, pooler = await self._pool(
-            prompt, params, request_id, options, add_special_tokens, stages
-        )
-        return pooling_output(output, pooler, params)
-
-    async def _serve_windows(
-        self,
-        prompt: Prompt,
-        params: PoolingParams,
-        request_id: str,
-        options: RequestOptions,
-        add_special_tokens: bool,
-        stages: Stages | None,
-    ) -> PoolingRequestOutput[PoolingOutput]:
-        """Return the result of a text that is computed in parts, one after the other."""
-        parts = await offload(
-            processing_time(prompt, params.as_sampling_params()),
-            self._input_processor.windows,
-            prompt,
-            params,
-            add_special_tokens=add_special_tokens,
-        )
-        whole = msgspec.structs.replace(params, windows=False)
-        found = []
-        for part, _ in parts:
-            output = await self._pool(part, whole, request_id, options, add_special_tokens, stages)
-            found.append(output)
-            stages = None
-        outputs, weights = [output for output, _ in found], [weight for _, weight in parts]
-        return windows_output(outputs, weights, found[0][1], params)
-
-    async def _pool(
-        self,
-        prompt: Prompt,
-        params: PoolingParams,
-        request_id: str,
-        options: RequestOptions,
-        add_special_tokens: bool,
-        stages: Stages | None = None,
-    ) -> tuple[RequestOutput, PoolerSpec]:
-        """Return the output of a request for a vector or scores, and its pooler."""
-        if self._dead is not None:
-            raise self._dead
-        self._attach()
-        passed = params.as_sampling_params()
-        request, pooler = await offload(
-            processing_time(prompt, passed),
-            self._input_processor.process_pooling,
-            request_id,
-            prompt,
-            params,
-            options,
-            add_special_tokens=add_special_tokens,
-        )
-        if stages is not None:
-            stages.end("tokenize")
-        nbytes = pooling_nbytes(request, pooler)
-        with self.request_memory.reserve(nbytes, options.tenant, background=options.background):
-            async with aclosing(self._stream(request, passed, None, stages)) as outputs:
-                async for output in outputs:
-                    if output.pooled is not None:
-                        return output, pooler
-        raise RequestError("The request was aborted before it had a result; send it again.")
-
     async def beam_search(
         self,
         prompt: Prompt,
@@ -571,7 +445,14 @@ class AsyncLLM:
         Returns:
             The beams as answers, the best first.
         """
-        options = _make_options(cache_salt, deadline, first_token_deadline, tenant, flow, turn)
+        options = self._envelope(
+            cache_salt=cache_salt,
+            deadline=deadline,
+            first_token_deadline=first_token_deadline,
+            tenant=tenant,
+            flow=flow,
+            turn=turn,
+        )
         return await self.serve_beams(
             prompt, params, request_id, options, add_special_tokens=add_special_tokens
         )
@@ -853,6 +734,40 @@ class AsyncLLM:
         if self._tracer is not None:
             self._tracer.close()
 
+    def _begin(self) -> None:
+        """Begin a call: raise the error that ended the engine, and attach it to the event loop."""
+        if self._dead is not None:
+            raise self._dead
+        self._attach()
+
+    def _envelope(
+        self,
+        *,
+        cache_salt: str | None = None,
+        deadline: float | None = None,
+        first_token_deadline: float | None = None,
+        tenant: str | None = None,
+        flow: int | None = None,
+        turn: int = 0,
+        trace_headers: Mapping[str, str] | None = None,
+    ) -> RequestOptions:
+        """Return the envelope of a new call; the arguments are those of `generate`."""
+        traced = None
+        if trace_headers is not None and self._tracer is not None:
+            traced = read_trace_headers(trace_headers)
+        return RequestOptions(
+            clock.now(),
+            tenant=tenant,
+            deadline=None if deadline is None else clock.from_monotonic(deadline),
+            first_token_deadline=None
+            if first_token_deadline is None
+            else clock.from_monotonic(first_token_deadline),
+            turn=turn,
+            cache_salt=cache_salt,
+            flow=flow,
+            trace_headers=traced,
+        )
+
     async def process(
         self,
         prompt: Prompt,
@@ -862,9 +777,7 @@ class AsyncLLM:
         add_special_tokens: bool,
     ) -> tuple[EngineCoreRequest, str | None]:
         """Return the core request of a prompt, and the prompt's text; see `generate`."""
-        if self._dead is not None:
-            raise self._dead
-        self._attach()
+        self._begin()
         request, text = await offload(
             processing_time(prompt, params),
             self._input_processor.process,
@@ -1021,28 +934,6 @@ class AsyncLLM:
         if self._loop is not None and not self._loop.is_closed():
             self._client.fail_calls(error)
         self._output_processor.propagate_error(error)
-
-
-def _make_options(
-    cache_salt: str | None,
-    deadline: float | None,
-    first_token_deadline: float | None,
-    tenant: str | None,
-    flow: int | None,
-    turn: int,
-) -> RequestOptions:
-    """Return the envelope of a new call; the given deadlines are seconds of `time.monotonic`."""
-    return RequestOptions(
-        clock.now(),
-        tenant=tenant,
-        deadline=None if deadline is None else clock.from_monotonic(deadline),
-        first_token_deadline=None
-        if first_token_deadline is None
-        else clock.from_monotonic(first_token_deadline),
-        turn=turn,
-        cache_salt=cache_salt,
-        flow=flow,
-    )
 
 
 class _Done:

@@ -8,13 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.models.blocks.pooler import PoolerSpec
-from octavo.outputs import (
-    ClassificationOutput,
-    EmbeddingOutput,
-    PoolingOutput,
-    PoolingRequestOutput,
-    RequestOutput,
-)
+from octavo.outputs import Pooled, PoolingOutput, PoolingRequestOutput, RequestOutput
 from octavo.pooling_params import PoolingParams
 
 Floats = NDArray[np.float32]
@@ -121,25 +115,15 @@ def windows_output(
     )
 
 
-def as_embedding(
-    output: PoolingRequestOutput[PoolingOutput],
-) -> PoolingRequestOutput[EmbeddingOutput]:
-    """Return a result as a vector."""
-    return PoolingRequestOutput(
-        output.request_id,
-        EmbeddingOutput(output.outputs.data.tolist()),
-        output.prompt_token_ids,
-        output.num_cached_tokens,
-    )
+def with_result(
+    output: PoolingRequestOutput[PoolingOutput], result: Pooled, token_ids: list[int] | None = None
+) -> PoolingRequestOutput[Pooled]:
+    """Return a request's output with a result in another form.
 
-
-def as_classification(
-    output: PoolingRequestOutput[PoolingOutput],
-) -> PoolingRequestOutput[ClassificationOutput]:
-    """Return a result as the scores of classes."""
-    return PoolingRequestOutput(
-        output.request_id,
-        ClassificationOutput(output.outputs.data.tolist()),
-        output.prompt_token_ids,
-        output.num_cached_tokens,
-    )
+    Args:
+        output: the request's output.
+        result: the result.
+        token_ids: tokens that were read; None: those of `output`.
+    """
+    ids = output.prompt_token_ids if token_ids is None else token_ids
+    return PoolingRequestOutput(output.request_id, result, ids, output.num_cached_tokens)

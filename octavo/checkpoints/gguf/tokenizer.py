@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -64,6 +64,10 @@ _INFILL_TEXTS = (
     "<fim-repo> <REPO> <reponame> <|file_sep|>"
 )
 """Tokens that fill gaps in code, which are control tokens, too."""
+
+
+_ROBERTAS = ("bert", "bert-moe", "bert-v2", "bert-v3")
+"""Ends of the architectures whose tokenizers, if they are not BERT's, are RoBERTa's."""
 
 
 class TokenType(IntEnum):
@@ -130,8 +134,10 @@ class _Steps:
     """Id of the token before each text."""
     end: int | None = None
     """Id of the token after each text."""
-    begins_second: bool = True
-    """True if `begin` is also before the second text of a pair."""
+    before_second: Literal["begin", "end", "none"] = "begin"
+    """Which of these tokens is before the second text of a pair, after the `end` of the first."""
+    second_type: int = 0
+    """Type of the tokens of the second text."""
 
 
 class _Vocabulary:
@@ -246,6 +252,17 @@ class _Vocabulary:
         if found is None:
             raise _wrong(key, f"is missing, but every text has this token ({flag})")
         return found
+
+    def before_second(self) -> Literal["begin", "end", "none"]:
+        """Return the token before the second text of a pair; see `_Steps.before_second`.
+
+        The file does not state it: RoBERTa repeats the end of the first text, ModernBERT has
+        nothing, and decoders have the beginning of a text.
+        """
+        architecture = str(self.metadata.get("general.architecture", ""))
+        if architecture == "modern-bert":
+            return "none"
+        return "end" if architecture.endswith(_ROBERTAS) else "begin"
 
     @cached_property
     def types(self) -> list[int]:
@@ -394,6 +411,7 @@ def _byte_level(vocabulary: _Vocabulary) -> _Steps:
         decoder=level | {"use_regex": True},
         begin=vocabulary.added_id("add_bos_token", "bos_token_id", rules.add_bos),
         end=vocabulary.added_id("add_eos_token", "eos_token_id", False),
+        before_second=vocabulary.before_second(),
     )
 
 
@@ -464,7 +482,8 @@ def _word_piece(vocabulary: _Vocabulary) -> _Steps:
         decoder={"type": "WordPiece", "prefix": "##", "cleanup": True},
         begin=vocabulary.special_id("bos_token_id", cls_id),
         end=vocabulary.special_id("seperator_token_id", 102),
-        begins_second=False,
+        before_second="none",
+        second_type=1,
     )
 
 
@@ -504,6 +523,7 @@ def _unigram(vocabulary: _Vocabulary) -> _Steps:
         decoder=_marks_to_spaces(prefix or remove),
         begin=vocabulary.added_id("add_bos_token", "bos_token_id", False),
         end=vocabulary.added_id("add_eos_token", "eos_token_id", True, 1),
+        before_second=vocabulary.before_second(),
     )
 
 
@@ -611,17 +631,19 @@ def _post_processor(tokens: Sequence[str], steps: _Steps) -> dict[str, Any] | No
     if begin is None and end is None:
         return None
 
-    def around(sequence: str, kind: int) -> Iterable[dict[str, Any]]:
-        if begin is not None and (kind == 0 or steps.begins_second):
-            yield {"SpecialToken": {"id": tokens[begin], "type_id": kind}}
+    def around(sequence: str, before: int | None, kind: int) -> Iterable[dict[str, Any]]:
+        if before is not None:
+            yield {"SpecialToken": {"id": tokens[before], "type_id": kind}}
         yield {"Sequence": {"id": sequence, "type_id": kind}}
         if end is not None:
             yield {"SpecialToken": {"id": tokens[end], "type_id": kind}}
 
+    first = [*around("A", begin, 0)]
+    before_second = {"begin": begin, "end": end, "none": None}[steps.before_second]
     return {
         "type": "TemplateProcessing",
-        "single": [*around("A", 0)],
-        "pair": [*around("A", 0), *around("B", 1)],
+        "single": first,
+        "pair": [*first, *around("B", before_second, steps.second_type)],
         "special_tokens": {
             tokens[i]: {"id": tokens[i], "ids": [i], "tokens": [tokens[i]]}
             for i in (begin, end)

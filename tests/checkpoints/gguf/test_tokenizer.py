@@ -178,6 +178,25 @@ def test_unigram(tmp_path):
     assert tokenizer.encode("  ab   a c ") == [7, 5, 3, 2, 1]
 
 
+@pytest.mark.parametrize(
+    ("architecture", "between"),
+    [
+        ("bert", [258, 258]),
+        ("jina-bert-v2", [258, 258]),
+        ("modern-bert", [258]),
+        ("llama", [258, 256]),
+    ],
+)
+def test_pairs_of_encoders(architecture, between, tmp_path):
+    metadata = byte_level(bos_token_id=256, eos_token_id=258, add_bos_token=True)
+    metadata |= {"general.architecture": architecture, "tokenizer.ggml.add_eos_token": True}
+    tokenizer = load(metadata, tmp_path)
+    a, b = (tokenizer.encode(text, False) for text in "ab")
+    ids, second = tokenizer.encode_text("a", "b", True, max_tokens=None)
+    assert ids == [256, *a, *between, *b, 258]
+    assert second == 0  # these models have one type of tokens
+
+
 def test_templates_and_names(tmp_path):
     metadata = byte_level(padding_token_id=2**32 - 1)
     metadata["tokenizer.chat_template"] = "{{ 1 }}"
