@@ -334,6 +334,13 @@ def test_qwen3_reranker(tmp_path: Path) -> None:
     for ours, theirs in zip(pool(file, "classify"), logits(model), strict=True):
         expected = torch.sigmoid(theirs[-1, yes] - theirs[-1, no])
         np.testing.assert_allclose(ours, [float(expected)], rtol=1e-4, atol=1e-6)
+    # The head's rows may be blocks, too.
+    rows = model.lm_head.weight.detach().numpy()[[yes, no]]
+    head = (TYPES["q8_0"], rows.shape, quantize(rows, "q8_0"))
+    blocks = tmp_path / "blocks.gguf"
+    convert(tmp_path, "qwen3", blocks, change=lambda it: it | {"cls.output.weight": head}, **fields)
+    for ours, theirs in zip(pool(blocks, "classify"), pool(file, "classify"), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=0.02)
     spec = spec_of(file)
     assert not spec.generates
     assert spec.poolers[0].labels == ("yes",)
