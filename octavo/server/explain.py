@@ -77,6 +77,8 @@ _QUEUED = {
 
 
 _Unit = Literal["ms", "tokens", "blocks"]
+MAX_ANSWERS = 100
+"""Number of the request's own answers that an explanation lists: those that ended last."""
 MAX_NAMED = 8
 """Number of other requests that a span names."""
 _UNITS: Mapping[str, _Unit] = {"BUDGET": "tokens", "BLOCKS": "blocks"}
@@ -274,6 +276,7 @@ def _explain(
     timeline = [_span(span, marks.begin, limits, names) for span in shortened(line.spans)]
     causes = _causes(line.spans, marks.begin)
     usage = story.usage
+    places: dict[int | None, int] = {number: i for i, number in enumerate(story.prompts)}
     explanation: answers.Explanation = {
         **_listed(story),
         "object": "request.explanation",
@@ -284,8 +287,8 @@ def _explain(
         "timeline": timeline,
         "causes": causes,
         "answers": [
-            _answer(answer, story, line, marks.begin)
-            for answer in sorted(line.answers.values(), key=lambda answer: answer.last)
+            _answer(answer, places, line, marks.begin)
+            for answer in sorted(line.answers.values(), key=lambda it: it.last)[-MAX_ANSWERS:]
         ],
         "cache": {
             "prompt_tokens": usage.prompt_tokens,
@@ -410,12 +413,13 @@ def _causes(spans: Sequence[Span], origin: float) -> list[answers.ExplainedCause
     ]
 
 
-def _answer(answer: Answer, story: Story, line: TimeLine, origin: float) -> answers.ExplainedAnswer:
-    number = number_of(answer.core_id)
+def _answer(
+    answer: Answer, places: Mapping[int | None, int], line: TimeLine, origin: float
+) -> answers.ExplainedAnswer:
     child = answer.core_id.partition("_")[0]
     return {
         "number": label_of(answer.core_id),
-        "prompt": list(story.prompts).index(number) if number in story.prompts else 0,
+        "prompt": places.get(number_of(answer.core_id), 0),
         "index": int(child) if child.isascii() and child.isdecimal() else 0,
         "followed": answer.core_id == line.followed,
         "begin_ms": _milliseconds(_micros(answer.first, origin)),

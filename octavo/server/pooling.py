@@ -52,6 +52,8 @@ _TEXTS_AT_ONCE = 4
 # Bytes of an answer that is written while it is sent, and of a piece of it.
 _LARGE = 2**20
 _PIECE = 2**18
+# Number of texts whose records have the size of a prompt's record.
+_TEXTS_OF_A_PROMPT = 4
 # Bytes of a result besides its JSON.
 _RESULT = 256
 
@@ -163,7 +165,8 @@ class PoolingCall(Call, ABC, Generic[B]):
             RequestError: a text is wrong; `param` has its place.
             NotFiniteError: a result is not finite.
         """
-        story = self.begin_story(self.counts, len(inputs), self._started)
+        # The stages of the first text alone are recorded.
+        story = self.begin_story(self.counts, 1 + len(inputs) // _TEXTS_OF_A_PROMPT, self._started)
         if story is not None:
             story.mark()
             story.is_one = True
@@ -186,7 +189,7 @@ class PoolingCall(Call, ABC, Generic[B]):
                 try:
                     number = self.state.next_id()
                     if story is not None and stages is not None:
-                        story.prompts[number] = stages  # those of the first text
+                        story.prompts[number] = stages
                     prompt = await text.prompt() if callable(text.prompt) else text.prompt
                     output = await engine.serve_pooling(
                         prompt,

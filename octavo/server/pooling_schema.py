@@ -357,9 +357,9 @@ class TEIInputsBody(TEIBody):
     """Prompt of the model that is put before each text, such as query."""
 
     def pooling_params(self, task: str | None) -> PoolingParams:
-        """Return the parameters of each text; vectors are not normalized."""
+        """Return the parameters of each text; vectors of tokens are not normalized."""
         params = super().pooling_params(task)
-        params.use_activation = False
+        params.use_activation = False if task == "token_embed" else None
         return params
 
 

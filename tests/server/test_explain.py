@@ -141,6 +141,19 @@ def test_the_time_line_of_vectors(path, body, tokens):
     with_server(scenario, engine=LoggingPool)
 
 
+def test_very_many_texts_are_explained_by_the_last_ones():
+    async def scenario(served):
+        await served.post("/v1/embeddings", input="a", request_id="before")
+        texts = [str(i) for i in range(4096)]
+        answer = await served.post("/v1/embeddings", input=texts, request_id="mine", explain=True)
+        told = answer.json()["explanation"]
+        assert [a["prompt"] for a in told["answers"]] == list(range(3996, 4096))
+        listed = (await served.http.get("/v1/requests")).json()["data"]
+        assert [entry["request_id"] for entry in listed] == ["mine", "before"]
+
+    with_server(scenario, engine=LoggingPool)
+
+
 def test_answers_that_are_lists_have_no_explanation():
     async def scenario(served):
         bodies = {"/embed": {"inputs": "a"}, "/rerank": {"query": "a", "texts": ["b"]}}
