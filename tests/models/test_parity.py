@@ -1095,7 +1095,7 @@ IN_CHUNKS += ("mimo-v2", "laguna", "llama4-chunks", *HYBRIDS, *LATENTS)
 
 
 @pytest.mark.parametrize(
-    ("case", "dtype"), zip(IN_CHUNKS, cycle(("float32", "bfloat16")), strict=False)
+    ("case", "dtype"), [*zip(IN_CHUNKS, cycle(("float32", "bfloat16")), strict=False)]
 )
 def test_chunked_prefill_changes_no_bit(case: str, dtype: str, tmp_path: Path) -> None:
     architecture, config = CASES[case]
