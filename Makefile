@@ -115,10 +115,13 @@ ALL_KERNELS := $(BUILD)=OFF --config-settings=cmake.define.OCTAVO_EMULATED_TILES
 
 # An environment with Octavo's own dependencies only, as a user has it, for tests/without_torch. It uses the
 # kernels and the sources of .venv.
-.venv/.light: .venv/.dev .venv/.packages
+.venv/.light-packages: .venv/.packages
 	rm -rf .venv/light
 	$(PYTHON) -m venv --without-pip .venv/light
 	$(BIN)/python -m pip --python .venv/light/bin/python install -qq --disable-pip-version-check -r .venv/requirements.txt
+	@touch $@
+
+.venv/.light: .venv/.dev .venv/.light-packages
 	cp -r $(BIN)/../lib/python3*/site-packages/*octavo* .venv/light/lib/python3*/site-packages/
 	@touch $@
 

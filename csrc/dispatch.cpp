@@ -53,7 +53,7 @@ namespace neon_bf16 {
 extern const KernelTable table;
 }
 namespace neon_dotprod {
-extern const KernelTable table;
+void linear_q(const LinearQArgs& a);
 }
 namespace neon {
 extern const KernelTable table;
@@ -90,7 +90,6 @@ static bool may_use_tiles() {
 }
 #endif
 
-#if defined(__x86_64__)
 // Makes a variant with its own products with quantized weights; all other kernels are `table`'s.
 static KernelTable with_products(KernelTable table, const char* isa,
                                  void (*linear_q)(const LinearQArgs&)) {
@@ -98,7 +97,6 @@ static KernelTable with_products(KernelTable table, const char* isa,
   table.linear_q = linear_q;
   return table;
 }
-#endif
 
 // Zen 5 reads 50 GB/s by any prefetch, and a decode step of smollm2-135m gains 3 % by this one. On
 // Intel this prefetch only uses the few line buffers of L1: 10 to 15 GB/s, while others read 28.
@@ -162,7 +160,9 @@ static std::vector<const KernelTable*> find_available() {
   const bool has_bf16 = (more & HWCAP2_BF16) && (more & HWCAP2_I8MM);
 #endif
   if (has_dotprod && has_bf16) found.push_back(&neon_bf16::table);
-  if (has_dotprod) found.push_back(&neon_dotprod::table);
+  static const KernelTable dotprod =
+      with_products(neon::table, "neon_dotprod", neon_dotprod::linear_q);
+  if (has_dotprod) found.push_back(&dotprod);
   found.push_back(&neon::table);
 #endif
 #if defined(OCTAVO_HAS_portable)

@@ -1,6 +1,7 @@
 """Imports: only downwards, as docs/architecture.md states; no torch in the control plane."""
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -61,14 +62,16 @@ def imported_modules(path: Path) -> set[str]:
     return found
 
 
-IMPORTS = {name: imported_modules(path) - {name} for name, path in MODULES.items()}
+@functools.cache  # not at the import: each process that runs tests imports this file
+def imports() -> dict[str, set[str]]:
+    return {name: imported_modules(path) - {name} for name, path in MODULES.items()}
 
 
 @pytest.mark.parametrize("module", MODULES)
 def test_imports_go_down_only(module):
     unit = unit_of(module)
     assert unit in RANK, f"{unit} has no place in docs/architecture.md's order"
-    for other in IMPORTS[module]:
+    for other in imports()[module]:
         if unit_of(other) != unit:
             assert RANK[unit_of(other)] > RANK[unit], f"{module} must not import {other}"
 
@@ -81,7 +84,7 @@ def test_no_module_imports_itself_by_way_of_others():
         circle = [*path[path.index(module) :], module] if module in path else []
         assert not circle, " -> ".join(circle)
         if module not in state:
-            for other in sorted(IMPORTS[module]):
+            for other in sorted(imports()[module]):
                 visit(other, [*path, module])
             state[module] = True
 

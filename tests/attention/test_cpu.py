@@ -29,6 +29,18 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 byte_caches = pytest.mark.parametrize("cache_dtype", BYTES, ids=str)
 isas = pytest.mark.usefixtures("isa")
+
+
+def taking_turns(name: str, first: list[int], other: str, turns: list[int]) -> pytest.MarkDecorator:
+    """Parametrize with each value and each dtype; the turns' values occur with all of both."""
+    given = [
+        (value, turns[(i + j) % len(turns)], dtype)
+        for i, value in enumerate(first)
+        for j, dtype in enumerate(DTYPES)
+    ]
+    return pytest.mark.parametrize((name, other, "dtype"), given, ids=str)
+
+
 MIXED = ((1, 1), (70, 1), (33, 33), (150, 7), (5, 0), (130, 130), (64, 64), (65, 1), (16, 2))
 
 
@@ -61,9 +73,7 @@ def test_groups_of_heads(heads: int, kv_heads: int) -> None:
 
 
 @isas
-@dtypes
-@pytest.mark.parametrize("window", [1, 16, 63, 64, 65, 1000])
-@pytest.mark.parametrize("block_size", [8, 128])
+@taking_turns("window", [1, 16, 63, 64, 65, 1000], "block_size", [8, 128])
 def test_sliding_window(window: int, block_size: int, dtype: torch.dtype) -> None:
     """Blocks before the window do not exist: reading one would end the process."""
     case = Case((*MIXED, (300, 1), (300, 90)), window=window, block_size=block_size, dtype=dtype)
@@ -71,9 +81,7 @@ def test_sliding_window(window: int, block_size: int, dtype: torch.dtype) -> Non
 
 
 @isas
-@dtypes
-@pytest.mark.parametrize("chunk", [1, 16, 63, 64, 90, 1000])
-@pytest.mark.parametrize("block_size", [8, 128])
+@taking_turns("chunk", [1, 16, 63, 64, 90, 1000], "block_size", [8, 128])
 def test_chunks(chunk: int, block_size: int, dtype: torch.dtype) -> None:
     """Blocks before the chunk of the step's first token do not exist."""
     requests = (*MIXED, (300, 1), (300, 90), (181, 1))
@@ -141,9 +149,7 @@ WHOLE = ((5, 5), (1, 1), (130, 130), (0, 0), (33, 33), (64, 64), (300, 300), (17
 
 
 @isas
-@dtypes
-@pytest.mark.parametrize("block_size", BLOCK_SIZES)
-@pytest.mark.parametrize("head_size", [15, 32, 64])
+@taking_turns("block_size", list(BLOCK_SIZES), "head_size", [15, 32, 64])
 def test_not_causal(head_size: int, block_size: int, dtype: torch.dtype) -> None:
     case = Case(WHOLE, causal=False, head_size=head_size, block_size=block_size, dtype=dtype)
     assert_near(case.run(backend), case.truth())
@@ -160,9 +166,7 @@ def test_windows_of_both_sides(window: int, dtype: torch.dtype) -> None:
 
 
 @isas
-@dtypes
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("distance", [0, 1, 7, 8, 63, 127, 1000])
+@taking_turns("distance", [0, 1, 7, 8, 63, 127, 1000], "causal", [True, False])
 def test_position_bias(distance: int, causal: bool, dtype: torch.dtype) -> None:
     requests = (*MIXED, (600, 3)) if causal else WHOLE
     case = Case(requests, causal=causal, bias_distance=distance, dtype=dtype)

@@ -98,14 +98,17 @@ FEATURES = [
 ]
 
 
-@pytest.mark.parametrize("batch_invariant", [False, True])
-@pytest.mark.parametrize("features", FEATURES, ids=str)
+@pytest.mark.parametrize(
+    ("features", "batch_invariant"),
+    [*((features, False) for features in FEATURES), (FEATURES[0], True), (FEATURES[4], True)],
+    ids=str,
+)
 def test_not_causal(features: dict[str, int], batch_invariant: bool) -> None:
     attention = backend(batch_invariant=batch_invariant)
     check(Case(WHOLE, causal=False, **features), attention)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("features", FEATURES, ids=str)
+@pytest.mark.parametrize("features", FEATURES[::2], ids=str)
 def test_a_whole_text_has_the_same_bits_in_a_batch(features: dict[str, int]) -> None:
     case = Case(WHOLE, causal=False, **features)  # type: ignore[arg-type]
     alone = [

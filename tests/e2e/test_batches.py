@@ -26,11 +26,11 @@ def lines() -> bytes:
 
 
 def client_of(server: Server) -> openai.OpenAI:
+    """Return a client, to be closed: garbage with open connections is a warning."""
     return openai.OpenAI(api_key="none", base_url=server.url + "/v1", max_retries=0)
 
 
-def finish(server: Server, batch_id: str) -> bytes:
-    client = client_of(server)
+def finish(client: openai.OpenAI, batch_id: str) -> bytes:
     end = time.monotonic() + 60
     while (batch := client.batches.retrieve(batch_id)).status != "completed":
         assert time.monotonic() < end, batch
@@ -44,8 +44,8 @@ def finish(server: Server, batch_id: str) -> bytes:
 
 def test_a_killed_server_continues_its_batch_with_the_same_bytes(tmp_path):
     state = tmp_path / "state"
-    with serve(tmp_path, *FLAGS, "--state-dir", str(state)) as server:
-        client = client_of(server)
+    flags = [*FLAGS, "--state-dir", str(state)]
+    with serve(tmp_path, *flags) as server, client_of(server) as client:
         file = client.files.create(file=lines(), purpose="batch")
         batch = client.batches.create(
             input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"
@@ -65,13 +65,14 @@ def test_a_killed_server_continues_its_batch_with_the_same_bytes(tmp_path):
     undisturbed = tmp_path / "undisturbed"
     shutil.copytree(state, undisturbed)
     (undisturbed / "batches" / journal.name).unlink()
-    with serve(tmp_path, *FLAGS, "--state-dir", str(state), spare=True) as server:
-        while client_of(server).batches.retrieve(batch.id).request_counts.completed <= answered:
+    with serve(tmp_path, *flags, spare=True) as server, client_of(server) as client:
+        while client.batches.retrieve(batch.id).request_counts.completed <= answered:
             time.sleep(0.01)
         server.engine_process().kill()  # its lines continue on the next engine
-        continued = finish(server, batch.id)
-    with serve(tmp_path, *FLAGS, "--state-dir", str(undisturbed)) as server:
-        whole = finish(server, batch.id)
+        continued = finish(client, batch.id)
+    flags = [*FLAGS, "--state-dir", str(undisturbed)]
+    with serve(tmp_path, *flags) as server, client_of(server) as client:
+        whole = finish(client, batch.id)
     assert continued == whole
     answers = [json.loads(line) for line in whole.splitlines()]
     assert [answer["custom_id"] for answer in answers] == [f"n{i}" for i in range(NUM_LINES)]

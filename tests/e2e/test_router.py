@@ -123,24 +123,24 @@ def test_a_server_dies_in_the_middle_of_streams(split, expected, role, number):
 
 
 def test_chats_go_on_elsewhere_too_and_what_is_refused_says_why(split):
-    client = openai.OpenAI(base_url=f"{split.url}/v1", api_key="-", max_retries=0)
     asked = {"messages": [{"role": "user", "content": TEXT}], "max_tokens": 60, "seed": 1}
-    whole = client.chat.completions.create(model=MODEL, **asked, extra_body=IGNORE)
     pieces, ids = [], set()
     victims = list(own_servers(split, "decode").values())
-    for event in client.chat.completions.create(
-        model=MODEL, stream=True, **asked, extra_body=IGNORE
-    ):
-        pieces.append(event.choices[0].delta.content or "")
-        ids.add(event.id)
-        if len(pieces) == 20:
-            for victim in victims:  # both: the answer waits for the first that has restarted
-                victim.kill()
-    assert "".join(pieces) == whole.choices[0].message.content
-    assert len(ids) == 1
-    wait_for_servers(split)
-    with pytest.raises(openai.NotFoundError, match="'other' does not exist"):
-        client.completions.create(model="other", prompt="a")
+    with openai.OpenAI(base_url=f"{split.url}/v1", api_key="-", max_retries=0) as client:
+        whole = client.chat.completions.create(model=MODEL, **asked, extra_body=IGNORE)
+        for event in client.chat.completions.create(
+            model=MODEL, stream=True, **asked, extra_body=IGNORE
+        ):
+            pieces.append(event.choices[0].delta.content or "")
+            ids.add(event.id)
+            if len(pieces) == 20:
+                for victim in victims:  # both: the answer waits for the first that has restarted
+                    victim.kill()
+        assert "".join(pieces) == whole.choices[0].message.content
+        assert len(ids) == 1
+        wait_for_servers(split)
+        with pytest.raises(openai.NotFoundError, match="'other' does not exist"):
+            client.completions.create(model="other", prompt="a")
     refused = split.post("/v1/completions", {"model": MODEL, "prompt": "a", "max_tokens": -1})
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "max_tokens")
     params = {"do_remote_prefill": True}

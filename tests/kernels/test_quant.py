@@ -77,6 +77,10 @@ def random_codes(n: int, k: int, format: QuantFormat, group: int) -> Codes:
     return Codes(codes, scales, zeros)
 
 
+def pack(n: int, k: int, format: QuantFormat, group: int) -> QuantizedWeight:
+    return ops.pack_quantized(n, k, format, group, [random_codes(n, k, format, group)])
+
+
 def both(n: int, k: int, format: QuantFormat, group: int) -> list[QuantizedWeight]:
     parts = [random_codes(n, k, format, group)]
     return [table.pack_quantized(n, k, format, group, parts) for table in (ops, reference)]
@@ -117,7 +121,7 @@ def expected(m: int, n: int, k: int, dtype: torch.dtype, format: QuantFormat, gr
 def test_linear(m: int, n: int, k: int, format: QuantFormat, group: int):
     """The types take turns, so that each occurs with each shape and each format."""
     dtype = DTYPES[(SHAPES.index((m, n, k)) + FORMATS.index((format, group))) % 3]
-    packed = ops.pack_quantized(n, k, format, group, [random_codes(n, k, format, group)])
+    packed = pack(n, k, format, group)
     x, wanted, size = expected(m, n, k, dtype, format, group)
     for b, out_dtype, want in wanted:
         got = ops.linear(x, packed, b, out_dtype)
@@ -177,7 +181,7 @@ def test_largest_products(format: QuantFormat, group: int, rows: int):
 
 @formats
 def test_rows_of_zeros_and_of_next_to_nothing(format: QuantFormat, group: int):
-    packed, _ = both(70, 100, format, group)
+    packed = pack(70, 100, format, group)
     x = random(4, 100)
     x[1] = 0
     x[2] = 1e-38
@@ -189,7 +193,7 @@ def test_rows_of_zeros_and_of_next_to_nothing(format: QuantFormat, group: int):
 @formats
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_shows_and_stays_in_its_row(format: QuantFormat, group: int, bad: float):
-    packed, _ = both(70, 100, format, group)
+    packed = pack(70, 100, format, group)
     x = random(8, 100)
     good = ops.linear(x, packed)
     x[3, 40] = bad
@@ -204,7 +208,7 @@ def test_what_is_not_finite_shows_and_stays_in_its_row(format: QuantFormat, grou
 def test_linear_is_batch_invariant(n: int, k: int, format: QuantFormat, group: int):
     dtype = DTYPES[(n + FORMATS.index((format, group))) % 3]
     x, bias = with_outliers(random(100, k, dtype=dtype)), random(n, dtype=dtype, seed=2)
-    packed, _ = both(n, k, format, group)
+    packed = pack(n, k, format, group)
     alone = torch.cat([ops.linear(x[i : i + 1], packed, bias) for i in range(100)])
     for m in (2, 3, 4, 5, 6, 7, 64, 100):
         for start in {0, (100 - m) // 2, 100 - m}:
@@ -214,7 +218,7 @@ def test_linear_is_batch_invariant(n: int, k: int, format: QuantFormat, group: i
 
 @formats
 def test_linear_of_more_rows_than_are_quantized_together(format: QuantFormat, group: int):
-    x, (packed, _) = random(400, 40), both(65, 40, format, group)
+    x, packed = random(400, 40), pack(65, 40, format, group)
     y = ops.linear(x, packed)
     assert torch.equal(y[390:], ops.linear(x[390:], packed))
     assert torch.equal(y[:10], ops.linear(x[:10], packed))
@@ -228,7 +232,7 @@ def test_linear_does_not_depend_on_threads(
     results = []
     for threads in one_and_two_threads:
         native.set_num_threads(threads)
-        packed, _ = both(300, 500, format, group)
+        packed = pack(300, 500, format, group)
         results.append(ops.linear(x, packed))
         if format in ("int8", "int4_levels"):
             results.append(ops.linear(x, ops.quantize_weight(weight, format, group)))
@@ -286,7 +290,7 @@ def test_pack_in_parts(format: QuantFormat, group: int):
 @formats
 @pytest.mark.parametrize(("n", "k"), [(1, 1), (64, 64), (65, 63), (1000, 576)])
 def test_nbytes(n: int, k: int, format: QuantFormat, group: int):
-    packed, _ = both(n, k, format, group)
+    packed = pack(n, k, format, group)
     assert packed.nbytes == quantized_nbytes(n, k, format, group)
 
 

@@ -60,23 +60,20 @@ SHAPES = [(70, 33), (130, 515), (64, 64), (192, 1000), (130, 2450)]
 ROWS = [2, 15, 16, 17, 31, 32, 33, 49, 65, 100, 257, 300]
 
 
-@pytest.mark.parametrize("threads", [1, 2, 7])
 @pytest.mark.parametrize(("n", "k"), SHAPES)
-def test_bfloat16_has_the_same_bits_in_any_company(
-    n: int, k: int, threads: int, tiles: str
-) -> None:
+def test_bfloat16_has_the_same_bits_in_any_company(n: int, k: int, tiles: str) -> None:
     """The number of threads affects how rows are divided."""
-    native.set_num_threads(threads)
     x, bias = random(300, k), random(n, seed=2)
     packed = ops.pack_weight(random(n, k, seed=1))
     alone = {i: ops.linear(x[i : i + 1], packed, bias) for i in (0, 1, 14, 16, 31, 64, 256, 299)}
-    for m in ROWS if k < 2000 else (2, 17, 65, 257):
-        y = ops.linear(x[300 - m :], packed, bias)
-        for i, want in alone.items():
-            if i >= 300 - m:
-                assert torch.equal(y[i - 300 + m], want[0]), (m, i)
-    y = ops.linear(x, packed, bias)
-    assert all(torch.equal(y[i], want[0]) for i, want in alone.items())
+    few = [m for m in ROWS if k < 2000 or m in (2, 17, 65, 257, 300)]
+    for threads, rows in ((1, few), (2, (17, 65, 257, 300)), (7, (2, 33, 100, 300))):
+        native.set_num_threads(threads)
+        for m in rows:
+            y = ops.linear(x[300 - m :], packed, bias)
+            for i, want in alone.items():
+                if i >= 300 - m:
+                    assert torch.equal(y[i - 300 + m], want[0]), (threads, m, i)
 
 
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -144,19 +141,19 @@ def test_groups_have_the_bits_of_vectors(
         assert torch.equal(y, on_vectors[first:last]), (first, last)
 
 
-@pytest.mark.parametrize("threads", [1, 2, 7])
 @pytest.mark.parametrize(("format", "group"), [("int4", 32), ("nf4", 64), ("q6_k", 0)])
-def test_groups_do_not_depend_on_the_partition(
-    format: str, group: int, threads: int, tiles: str
-) -> None:
+def test_groups_do_not_depend_on_the_partition(format: str, group: int, tiles: str) -> None:
     """With long sums, and with more rows than are quantized together."""
-    native.set_num_threads(threads)
     for n, k, rows in ((70, 4900, 150), (128, 256, 400)):
         weight = grouped_weight(format, group, n, k)
         x = with_outliers(random(rows, weight.k))
-        y = ops.linear(x, weight)
-        for at in (0, 16, 127, 149, rows - 1):
-            assert torch.equal(y[at], ops.linear(x[at : at + 1], weight)[0]), (k, at)
+        places = (0, 16, 127, 149, rows - 1)
+        alone = [ops.linear(x[at : at + 1], weight)[0] for at in places]
+        for threads in (1, 2, 7):
+            native.set_num_threads(threads)
+            y = ops.linear(x, weight)
+            for at, want in zip(places, alone, strict=True):
+                assert torch.equal(y[at], want), (threads, k, at)
     assert torch.equal(ops.linear_act_and_mul(x, weight, None, "silu"), ops.act_and_mul(y, "silu"))
 
 

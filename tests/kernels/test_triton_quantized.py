@@ -69,6 +69,10 @@ def random_codes(n: int, k: int, format: QuantFormat, group: int) -> Codes:
     return Codes(codes, scales, zeros)
 
 
+def pack(n: int, k: int, format: QuantFormat, group: int) -> QuantizedWeight:
+    return ops.pack_quantized(n, k, format, group, [random_codes(n, k, format, group)])
+
+
 def both(n: int, k: int, format: QuantFormat, group: int) -> list[QuantizedWeight]:
     parts = [random_codes(n, k, format, group)]
     return [table.pack_quantized(n, k, format, group, parts) for table in (ops, reference)]
@@ -118,7 +122,7 @@ def test_linear_in_float16(format: QuantFormat, group: int) -> None:
 
 @formats
 def test_linear_is_batch_invariant(format: QuantFormat, group: int) -> None:
-    x, (packed, _) = random(70, 150), both(40, 150, format, group)
+    x, packed = random(70, 150), pack(40, 150, format, group)
     whole = ops.linear(x, packed)
     for rows in (1, 3, 17, 64):
         assert torch.equal(ops.linear(x[:rows], packed), whole[:rows])
@@ -159,14 +163,14 @@ def test_order_of_inputs(format: QuantFormat, group: int) -> None:
     """A product with an order has the bits of the product with gathered columns."""
     part, order = random_codes(20, 70, format, group), torch.randperm(70, dtype=torch.int32)
     ordered = ops.pack_quantized(20, 70, format, group, [part], order=order.numpy())
-    packed, _ = both(20, 70, format, group)
+    packed = pack(20, 70, format, group)
     x = strided(random(3, 70))
     assert torch.equal(ops.linear(x, ordered), ops.linear(x[:, order].contiguous(), packed))
 
 
 @formats
 def test_no_rows_and_other_memory(format: QuantFormat, group: int) -> None:
-    packed, _ = both(20, 70, format, group)
+    packed = pack(20, 70, format, group)
     assert ops.linear(torch.empty(0, 70), packed).shape == (0, 20)
     out = torch.zeros(3, 25)
     assert ops.linear(random(3, 70), packed, out=out[:, :20]).data_ptr() == out.data_ptr()
@@ -183,12 +187,12 @@ def test_pack_in_parts(format: QuantFormat, group: int) -> None:
     ]
     x = random(3, 70)
     packed = ops.pack_quantized(50, 70, format, group, iter(parts))
-    assert torch.equal(ops.linear(x, packed), ops.linear(x, both(50, 70, format, group)[0]))
+    assert torch.equal(ops.linear(x, packed), ops.linear(x, pack(50, 70, format, group)))
 
 
 @formats
 def test_the_plan_s_size_is_close(format: QuantFormat, group: int) -> None:
-    packed, _ = both(64, 1024, format, group)
+    packed = pack(64, 1024, format, group)
     assert packed.nbytes <= 1.1 * quantized_nbytes(64, 1024, format, group)
 
 
@@ -225,7 +229,7 @@ def test_longest_sum() -> None:
 def test_what_is_not_finite_shows_and_stays_in_its_row(
     format: QuantFormat, group: int, bad: float
 ) -> None:
-    packed, _ = both(70, 100, format, group)
+    packed = pack(70, 100, format, group)
     x = random(4, 100)
     good = ops.linear(x, packed)
     x[2, 40] = bad

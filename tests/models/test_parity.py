@@ -3,6 +3,7 @@
 import copy
 import json
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -1088,23 +1089,14 @@ def test_hidden_states_behind_layers(case: str, tmp_path: Path) -> None:
         torch.testing.assert_close(as_torch(hidden), expected[layer + 1][0], atol=1e-3, rtol=1e-4)
 
 
+# The types take turns: the tests of the kernels have all of them.
+IN_CHUNKS = ("llama", "gemma2", "gemma3n", "gemma4", "bloom", "olmo2", "cohere2", "falcon-40b")
+IN_CHUNKS += ("mimo-v2", "laguna", "llama4-chunks", *HYBRIDS, *LATENTS)
+
+
 @pytest.mark.parametrize(
-    "case",
-    [
-        "llama",
-        "gemma2",
-        "gemma3n",
-        "gemma4",
-        "bloom",
-        "olmo2",
-        "cohere2",
-        "falcon-40b",
-        *("mimo-v2", "laguna", "llama4-chunks"),
-        *HYBRIDS,
-        *LATENTS,
-    ],
+    ("case", "dtype"), [*zip(IN_CHUNKS, cycle(("float32", "bfloat16")), strict=False)]
 )
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_chunked_prefill_changes_no_bit(case: str, dtype: str, tmp_path: Path) -> None:
     architecture, config = CASES[case]
     model = save_and_load(make_hf(architecture, **config), tmp_path, dtype)

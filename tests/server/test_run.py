@@ -27,6 +27,7 @@ from octavo.observability.recording import RecordSettings
 from octavo.server import listen, run, serve
 from octavo.server.state import ServerState
 from octavo.system.device import SWITCH_INTERVAL
+from tests.served import stand_in
 
 ROOT = Path(__file__).parents[2]
 
@@ -124,14 +125,26 @@ def test_listens_while_loading_and_stops_at_once_then():
 
 
 @pytest.mark.parametrize(
-    "words", [['["*"]'], ["*"], ["https://a.test", "https://b.test"], ['["https://b.test"]', "x"]]
+    ("words", "origins"),
+    [
+        (['["*"]'], ["*"]),
+        (["*"], ["*"]),
+        (["https://a.test", "https://b.test"], ["https://a.test", "https://b.test"]),
+        (['["https://b.test"]', "x"], ["https://b.test", "x"]),
+    ],
 )
-def test_origins_as_words_or_json(words):
-    with serving("ready", "--allowed-origins", *words) as server:
+def test_origins_as_words_or_json(words, origins, monkeypatch):
+    seen = {}
+    stand_in(monkeypatch, seen)
+    assert cli.main(["serve", "--allowed-origins", *words]) == 0
+    assert seen["server"].allowed_origins == origins
+
+
+def test_an_allowed_origin():
+    with serving("ready", "--allowed-origins", "https://a.test", "https://b.test") as server:
         headers = {"Origin": "https://b.test"}
         response = httpx.get(server.url + "/version", headers=headers, timeout=10)
-        allowed = response.headers["access-control-allow-origin"]
-        assert allowed == ("*" if "*" in words[0] else "https://b.test")
+        assert response.headers["access-control-allow-origin"] == "https://b.test"
 
 
 def test_a_failure_to_load_is_the_last_line():
@@ -436,8 +449,10 @@ def test_statistics_are_logged_unless_they_are_not_wanted(flags):
         assert len(found) <= 3  # with tokens, the first idle one, and no more
 
 
-@pytest.mark.parametrize(("key", "warned"), [(["--api-key", "k"], 0), ([], 1)])
-@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
+@pytest.mark.parametrize(
+    ("host", "key", "warned"),
+    [("0.0.0.0", ["--api-key", "k"], 0), ("0.0.0.0", [], 1), ("::", [], 1)],
+)
 def test_all_addresses_without_a_key_are_worth_one_warning(host, key, warned):
     if host == "::":
         try:

@@ -91,14 +91,14 @@ def answers_of_a_server(client: httpx.Client) -> list[object]:
     return answers
 
 
-LAYOUTS = {
+LAYOUTS = {  # the first has a warm spare engine, too
     "server": "serve",
-    "ranks and drafts": "serve --tensor-parallel-size 2 --speculative-config"
+    "ranks and drafts": "serve --no-warm-spare --tensor-parallel-size 2 --speculative-config"
     ' \'{"method": "ngram", "num_speculative_tokens": 3}\'',
-    "engines": "serve --data-parallel-size 2 --api-server-count 2",
-    "stages": "serve --pipeline-parallel-size 2 --quantization int8",
-    "connector": "serve --kv-offloading-size 0.1",
-    "router": "router --replicas 2",
+    "engines": "serve --no-warm-spare --data-parallel-size 2 --api-server-count 2",
+    "stages": "serve --no-warm-spare --pipeline-parallel-size 2 --quantization int8",
+    "connector": "serve --no-warm-spare --kv-offloading-size 0.1",
+    "router": "router --no-warm-spare --replicas 2",
 }
 
 
