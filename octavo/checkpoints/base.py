@@ -29,7 +29,8 @@ class Source:
     """One tensor of a checkpoint, and the part of it that a weight needs."""
 
     name: str
-    """Name of the tensor; FOLDER/NAME: that of a tensor in a folder of the checkpoint."""
+    """Name of the tensor; FOLDER/NAME: that of a tensor in a folder of the checkpoint;
+    FILE.pt/linear.NAME: that of a tensor in a file with one linear layer."""
     shape: tuple[int, ...]
     """Shape; -1: any size."""
     transform: Literal[
@@ -102,7 +103,7 @@ class Expected:
 
     @property
     def folders(self) -> list[str]:
-        """Folders of the checkpoint that have some of the tensors."""
+        """Folders, and files with one linear layer, of the checkpoint that have some tensors."""
         names = [source.name for source in self.sources]
         return sorted({name.rpartition("/")[0] for name in names if "/" in name})
 

@@ -34,10 +34,7 @@ def read_pooled(
     """
     x: Floats = np.frombuffer(data, np.float32)
     if pooler.pooling == ("all",):
-        x = x.reshape(len(token_ids), -1)
-        tag = pooler.step_tag_id if params.step_tag_id is None else params.step_tag_id
-        if tag is not None:
-            x = x[np.array(token_ids) == tag]
+        x = x.reshape(len(token_ids), -1)[_kept(pooler, params, token_ids)]
     cut = pooler.cut if params.dimensions is None else params.dimensions
     if cut is not None:
         x = x[..., :cut]
@@ -45,7 +42,46 @@ def read_pooled(
     if classes is not None:
         x = x[..., list(classes)]
     activates = pooler.activates if params.use_activation is None else params.use_activation
-    return _ACTIVATIONS[pooler.activation](x) if activates else x
+    x = _ACTIVATIONS[pooler.activation](x) if activates else x
+    return x.ravel() if pooler.sparse else x
+
+
+def _kept(pooler: PoolerSpec, params: PoolingParams, token_ids: Sequence[int]) -> NDArray[np.bool_]:
+    """Return True for each token of a text whose result is returned."""
+    ids = np.array(token_ids)
+    tag = pooler.step_tag_id if params.step_tag_id is None else params.step_tag_id
+    kept = np.ones(len(ids), np.bool_) if tag is None else ids == tag
+    first, last = pooler.edges
+    kept[0] &= ids[0] != first
+    kept[-1] &= ids[-1] != last
+    return kept
+
+
+def sparse_vector(
+    output: PoolingRequestOutput[PoolingOutput], pooler: PoolerSpec, params: PoolingParams
+) -> tuple[NDArray[np.int64], Floats]:
+    """Return the entries of the vocabulary that have a weight, in ascending order, and the weights.
+
+    The weight of an entry is the greatest one of its tokens (Chen et al., "BGE M3-Embedding",
+    arXiv 2402.03216, section 3.2).
+
+    Args:
+        output: result of a sparse pooler.
+        pooler: the pooler.
+        params: the request's parameters.
+    """
+    weights = output.outputs.data
+    entries = np.arange(len(weights))
+    if pooler.pooling == ("all",):
+        ids = np.array(output.prompt_token_ids, np.int64)[
+            _kept(pooler, params, output.prompt_token_ids)
+        ]
+        entries, places = np.unique(ids, return_inverse=True)
+        most = np.zeros(len(entries), np.float32)
+        np.maximum.at(most, places, weights)
+        weights = most
+    found = (weights > 0) & ~np.isin(entries, pooler.weightless)
+    return entries[found], weights[found]
 
 
 def normalize(x: Floats) -> Floats:
@@ -77,6 +113,7 @@ _ACTIVATIONS: dict[str, Callable[[Floats], Floats]] = {
     "normalize": normalize,
     "softmax": _softmax,
     "sigmoid": _sigmoid,
+    "relu": lambda x: np.maximum(x, np.float32(0)),
 }
 
 

@@ -387,6 +387,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "BertSpladeSparseEmbeddingModel": {"model_type": "bert"} | _BERT,
     **_encoder("Bert", "bert", _BERT),
     **_encoder("Roberta", "roberta", _BERT),
+    "BgeM3EmbeddingModel": {"model_type": "xlm-roberta"} | _BERT,
     **_encoder("XLMRoberta", "xlm-roberta", _BERT),
     **_encoder("Camembert", "camembert", _BERT),
     **_encoder(

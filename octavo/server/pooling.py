@@ -124,6 +124,35 @@ class PoolingCall(Call, ABC, Generic[B]):
     ) -> list[T]:
         """Run all texts; return their results in the order of the texts.
 
+        Args:
+            engine: the engine.
+            inputs: the texts.
+            params: parameters of each.
+            convert: makes the result of a text from its number and its numbers.
+            add_special_tokens: True if the tokenizer adds its special tokens.
+
+        Raises:
+            RequestError, NotFiniteError: as for `made`.
+        """
+        return await self.made(
+            engine,
+            inputs,
+            params,
+            lambda index, output: convert(index, output.outputs.data),
+            add_special_tokens=add_special_tokens,
+        )
+
+    async def made(
+        self,
+        engine: AsyncLLM,
+        inputs: Sequence[Input],
+        params: PoolingParams,
+        make: Callable[[int, PoolingRequestOutput[PoolingOutput]], T],
+        *,
+        add_special_tokens: bool = True,
+    ) -> list[T]:
+        """Run all texts; return what is made of their outputs, in the order of the texts.
+
         The first error ends all of them, and so does a cancellation. The engine has a limited
         number of them at a time.
 
@@ -131,7 +160,7 @@ class PoolingCall(Call, ABC, Generic[B]):
             engine: the engine.
             inputs: the texts.
             params: parameters of each.
-            convert: makes the result of a text from its number and its numbers.
+            make: makes the result of a text from its number and its output.
             add_special_tokens: True if the tokenizer adds its special tokens.
 
         Raises:
@@ -167,7 +196,7 @@ class PoolingCall(Call, ABC, Generic[B]):
                 add(_RESULT + x.nbytes)
                 if not np.isfinite(x).all():
                     raise NotFiniteError(text.where)
-                found[index] = result = await offload(x.size // 10, convert, index, x)
+                found[index] = result = await offload(x.size // 10, make, index, output)
                 if isinstance(result, bytes):
                     add(max(0, len(result) - x.nbytes))
                 self._count(output)

@@ -1,5 +1,7 @@
 """Fake engines of models with vectors and scores."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from octavo.config import EngineConfig
@@ -12,6 +14,12 @@ PLAIN = PoolerSpec("embed", ("mean",), 4, activation="normalize", activates=Fals
 TOKENS = PoolerSpec("token_embed", ("all",), 4, activation="normalize")
 CLASSES = PoolerSpec("classify", ("cls",), 3, activation="softmax", labels=("bad", "so", "good"))
 RANKER = PoolerSpec("classify", ("cls",), 1, activation="sigmoid", labels=("relevant",))
+
+WEIGHTS = PoolerSpec("embed", ("max",), 9, sparse=True)
+TOKEN_WEIGHTS = PoolerSpec(
+    "token_classify", ("all",), 1, activation="relu", edges=(BOS, None), sparse=True
+)
+TOKEN_WEIGHTS = replace(TOKEN_WEIGHTS, weightless=(BOS, ord("n")))
 
 
 def serve(scenario, *poolers, engine=None, template=None, headers=None, **settings):

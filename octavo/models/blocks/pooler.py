@@ -24,7 +24,7 @@ pooling, each token has a result."""
 DenseActivation = Literal["none", "tanh", "relu", "gelu", "sigmoid", "silu", "margin", "log1p_relu"]
 """Function of a layer's result. margin: of two numbers, the second minus the first. log1p_relu:
 log(1 + max(x, 0)) (SPLADE)."""
-FinalActivation = Literal["none", "normalize", "softmax", "sigmoid"]
+FinalActivation = Literal["none", "normalize", "softmax", "sigmoid", "relu"]
 Similarity = Literal["cosine", "dot", "euclidean", "manhattan"]
 
 
@@ -67,6 +67,14 @@ class PoolerSpec:
     """Token whose results are returned where a request names none; None: those of all tokens."""
     returned_token_ids: tuple[int, ...] | None = None
     """Classes that are returned where a request names none; None: all."""
+    edges: tuple[int | None, int | None] = (None, None)
+    """Tokens that have no result where a text begins with the first one, or ends with the second
+    one (BGE-M3); None: the token at this end has one."""
+    sparse: bool = False
+    """True if the numbers are weights of the vocabulary, most of them 0: one for each entry of it
+    (SPLADE), or one for each token of the text (BGE-M3)."""
+    weightless: tuple[int, ...] = ()
+    """Tokens that have no weight in a sparse vector, wherever they are."""
 
     @property
     def reads_all(self) -> bool:

@@ -35,7 +35,7 @@ def read(config: ConfigJson) -> ModelSpec:
         dense(spec, f"{head}.transform.dense", activation, norm=norm),
         DenseSpec(LinearSpec(((f"{head}.decoder", size),), hidden, bias=True), "log1p_relu"),
     )
-    pooler = PoolerSpec("embed", ("max",), size, token_dense=layers)
+    pooler = PoolerSpec("embed", ("max",), size, token_dense=layers, sparse=True)
     return replace(spec, poolers=(pooler,), prefixes=_OTHER_NAMES)
 
 
