@@ -15,7 +15,7 @@ from octavo.frontend.llm_engine import LLMEngine
 from octavo.frontend.pooling import (
     as_classification,
     as_embedding,
-    cosine,
+    find_comparison,
     pooling_output,
     windows_output,
 )
@@ -202,8 +202,9 @@ class PoolingMethods:
     ) -> list[ScoringRequestOutput]:
         """Return the score of each pair of texts.
 
-        A reranker reads both texts together. The score of a model of vectors is the cosine of the
-        two vectors.
+        A reranker reads both texts together. The score of a model of vectors is the similarity of
+        the two vectors that its files name, the cosine by default; that of a late-interaction model
+        is MaxSim of their tokens' vectors.
 
         Args:
             data_1: one text for all of `data_2`, or as many texts.
@@ -239,24 +240,27 @@ class PoolingMethods:
             ]
             outputs = self.encode(pairs, pooling_params, pooling_task="classify", **options)
             return [_scored(o, float(o.outputs.data[0]), o.prompt_token_ids) for o in outputs]
-        if spec.pooler("embed") is None:
+        comparison = find_comparison(spec.poolers, spec.sentences)
+        if comparison is None:
             can = ", ".join(pooler.task for pooler in spec.poolers) or "generate"
             raise RequestError(
                 f"This model ({spec.architecture}) has no scores of pairs. It can: {can}."
             )
-        texts = list(dict.fromkeys(first + second))
-        vectors = dict(
-            zip(
-                texts,
-                self.encode(texts, pooling_params, pooling_task="embed", **options),
-                strict=True,
-            )
-        )
+        task, compare, roles = comparison
+        params = pooling_params or PoolingParams()
+        named = [params.prompt_name or role for role in roles]
+        pairs_of_texts = [
+            ((a, named[0]), (b, named[1])) for a, b in zip(first, second, strict=True)
+        ]
+        texts = list(dict.fromkeys(text for pair in pairs_of_texts for text in pair))
+        each = [msgspec.structs.replace(params, prompt_name=name) for _, name in texts]
+        outputs = self.encode([text for text, _ in texts], each, pooling_task=task, **options)
+        vectors = dict(zip(texts, outputs, strict=True))
         results = []
-        for a, b in zip(first, second, strict=True):
+        for a, b in pairs_of_texts:
             left, right = vectors[a], vectors[b]
             ids = left.prompt_token_ids + right.prompt_token_ids
-            results.append(_scored(right, cosine(left.outputs.data, right.outputs.data), ids))
+            results.append(_scored(right, compare(left.outputs.data, right.outputs.data), ids))
         return results
 
 

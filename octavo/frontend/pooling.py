@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.models.blocks.pooler import PoolerSpec
+from octavo.models.blocks.pooler import PoolerSpec, SentencesSpec, Similarity
 from octavo.outputs import (
     ClassificationOutput,
     EmbeddingOutput,
@@ -54,6 +55,9 @@ def _kept(pooler: PoolerSpec, params: PoolingParams, token_ids: Sequence[int]) -
     first, last = pooler.edges
     kept[0] &= ids[0] != first
     kept[-1] &= ids[-1] != last
+    role = pooler.role(params.prompt_name)
+    if role is not None:
+        kept &= ~np.isin(ids, role.skipped)
     return kept
 
 
@@ -95,6 +99,57 @@ def cosine(a: Floats, b: Floats) -> float:
     """Return the cosine of two vectors; 0 if one of them is zero."""
     lengths = float(np.linalg.norm(a)) * float(np.linalg.norm(b))
     return float(np.dot(a, b)) / lengths if lengths else 0.0
+
+
+def max_sim(a: Floats, b: Floats) -> float:
+    """Return the sum over the vectors of `a` of the greatest product with one of `b`.
+
+    Khattab and Zaharia, "ColBERT", arXiv 2004.12832, section 3.3.
+
+    Args:
+        a: vectors of the query's tokens, float32 [tokens, n].
+        b: vectors of the document's tokens, float32 [tokens, n].
+    """
+    if not len(a) or not len(b):
+        return 0.0
+    return float(np.max(a @ b.T, axis=1).sum(dtype=np.float32))
+
+
+def _compare(name: Similarity) -> Callable[[Floats, Floats], float]:
+    """Return a function that compares two vectors as sentence-transformers does."""
+    if name == "dot":
+        return lambda a, b: float(np.dot(a, b))
+    if name in ("euclidean", "manhattan"):
+        order = 2 if name == "euclidean" else 1
+        return lambda a, b: -float(np.linalg.norm(a - b, ord=order))
+    return cosine
+
+
+class Comparison(NamedTuple):
+    """Score of two texts from their own results, of a model that does not read both together."""
+
+    task: str
+    """Task whose results are compared."""
+    function: Callable[[Floats, Floats], float]
+    roles: tuple[str | None, str | None]
+    """`prompt_name` of the first text and of the second one; None: as the request says."""
+
+
+def find_comparison(poolers: Sequence[PoolerSpec], sentences: SentencesSpec) -> Comparison | None:
+    """Return the comparison of a model; None: it has no vectors.
+
+    Args:
+        poolers: the results that the model has.
+        sentences: its prompts and similarity.
+    """
+    tasks = {pooler.task: pooler for pooler in poolers}
+    if "embed" in tasks:
+        return Comparison("embed", _compare(sentences.similarity_fn_name), (None, None))
+    if "token_embed" in tasks:
+        roles = [role.name for role in tasks["token_embed"].roles]
+        first, second = roles or (None, None)
+        return Comparison("token_embed", max_sim, (first, second))
+    return None
 
 
 def _softmax(x: Floats) -> Floats:

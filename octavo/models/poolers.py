@@ -9,6 +9,7 @@ from octavo.checkpoints.config_json import ConfigJson
 from octavo.config import ModelConfig, PoolerConfig
 from octavo.errors import ConfigError, ModelError
 from octavo.models.blocks.pooler import PoolerSpec, Pooling
+from octavo.models.late_interaction import is_late, late_pooler
 from octavo.models.sentence_modules import (
     SentenceModules,
     read_max_len,
@@ -46,6 +47,12 @@ def add_poolers(
     if not _generates(spec, settings, published=modules is not None):
         spec = without_lm_head(spec)
     poolers = {pooler.task: pooler for pooler in spec.poolers}
+    if is_late(spec, modules):
+        pooler = late_pooler(spec, config, checkpoint, modules)
+        sentences, cut = read_sentences(checkpoint, late=True)
+        spec = replace(spec, sentences=sentences)
+        poolers = {"token_embed": replace(pooler, cut=cut, dimensions=_read_dimensions(config))}
+        modules = None
     scores = any("classify" in task for task in poolers)
     if modules is not None and (modules.pooling or not scores):
         spec, embed = _of_sentences(spec, config, checkpoint, modules)
@@ -57,8 +64,7 @@ def add_poolers(
         )
         poolers["embed"] = replace(embed, dimensions=_read_dimensions(config))
     if "embed" in poolers:
-        tokens = PoolerSpec("token_embed", ("all",), spec.hidden_size, activation="normalize")
-        poolers.setdefault("token_embed", tokens)
+        poolers.setdefault("token_embed", _of_tokens(spec, modules))
     wanted = settings.convert
     if wanted in ("embed", "classify") and wanted not in poolers:
         raise ConfigError(
@@ -134,6 +140,14 @@ def _of_sentences(
     )
     length = read_max_len(checkpoint, spec.max_model_len)
     return replace(spec, max_model_len=length, sentences=sentences), embed
+
+
+def _of_tokens(spec: ModelSpec, modules: SentenceModules | None) -> PoolerSpec:
+    """Return the pooler of a vector for each token: after the Dense modules, as in vLLM."""
+    pooler = PoolerSpec("token_embed", ("all",), spec.hidden_size, activation="normalize")
+    if modules is None or len(modules.pooling) != 1:
+        return pooler
+    return replace(pooler, size=modules.size, dense=modules.dense)
 
 
 def _read_dimensions(config: ConfigJson) -> tuple[int, ...] | None:

@@ -22,8 +22,8 @@ from octavo.models.blocks.pooler import (
 )
 
 _OWN: tuple[str, ...] = ("sentence_transformers.models.", "sentence_transformers.base.modules.")
-_OWN += ("sentence_transformers.sentence_transformer.modules.",)
-"""Beginnings of the names of sentence-transformers' own modules, old and new."""
+_OWN += ("sentence_transformers.sentence_transformer.modules.", "pylate.models.")
+"""Beginnings of the names of the own modules of sentence-transformers, old and new, and PyLate."""
 _MODES: dict[str, Pooling] = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
@@ -65,6 +65,8 @@ class SentenceModules:
     size: int
     """Number of numbers of a vector."""
     normalizes: bool
+    tokens: tuple[DenseSpec, ...] = ()
+    """Layers of each token, of a folder without a Pooling module (PyLate)."""
 
 
 def read_modules(checkpoint: Checkpoint, hidden_size: int) -> SentenceModules | None:
@@ -96,24 +98,33 @@ def read_modules(checkpoint: Checkpoint, hidden_size: int) -> SentenceModules | 
             )
         if name == "Transformer":
             continue
-        if name == "Pooling" and not pooling:
+        if name == "Pooling" and not (pooling or dense):
             pooling = _read_pooling(checkpoint, path)
             size *= len(pooling)
-        elif name == "Normalize" and pooling:
+        elif name == "Normalize" and (pooling or dense):
             normalizes = True
-        elif name in ("Dense", "LayerNorm") and pooling and not normalizes:
+        elif name in ("Dense", "LayerNorm") and not normalizes:
             layer, size = (_read_dense if name == "Dense" else _read_norm)(checkpoint, path, size)
             dense.append(layer)
         else:
             raise ModelError(
                 f"{where} names the module {name} at a place where Octavo does not have it; it has "
-                "Transformer, then Pooling, then Dense and LayerNorm, then Normalize."
+                "Transformer, then Pooling except for vectors of tokens, then Dense and LayerNorm, "
+                "then Normalize."
             )
+    if not pooling:
+        return SentenceModules((), (), size, normalizes, tuple(dense))
     return SentenceModules(pooling, tuple(dense), size, normalizes)
 
 
-def read_sentences(checkpoint: Checkpoint) -> tuple[SentencesSpec, int | None]:
+def read_sentences(
+    checkpoint: Checkpoint, *, late: bool = False
+) -> tuple[SentencesSpec, int | None]:
     """Return config_sentence_transformers.json: the use of vectors, and truncate_dim if it is set.
+
+    Args:
+        checkpoint: the checkpoint.
+        late: True for a late-interaction model, whose texts are compared by MaxSim.
 
     Raises:
         ModelError: the file is damaged.
@@ -126,8 +137,11 @@ def read_sentences(checkpoint: Checkpoint) -> tuple[SentencesSpec, int | None]:
     if default is not None and default not in prompts:
         raise config.error("default_prompt_name", f"prompts has {', '.join(prompts) or 'none'}")
     known: dict[str, Similarity] = {name: name for name in get_args(Similarity)}
+    del known["max_sim"]
     known |= {"dot_product": "dot"}
-    similarity = config.choice("similarity_fn_name", known, "cosine")
+    similarity: Similarity = "max_sim"
+    if not late:
+        similarity = config.choice("similarity_fn_name", known, "cosine")
     cut = config.integer("truncate_dim") if config.has("truncate_dim") else None
     return SentencesSpec(tuple(prompts.items()), default, similarity), cut
 
@@ -158,6 +172,7 @@ def _read_pooling(checkpoint: Checkpoint, path: str) -> tuple[Pooling, ...]:
 def _read_dense(checkpoint: Checkpoint, path: str, size: int) -> tuple[DenseSpec, int]:
     """Return the layer of a Dense module with `size` inputs, and its number of outputs."""
     config = _read_config(checkpoint, f"{path}/config.json")
+    config.refuse("use_residual", False, "a sum with the layer's input is not supported")
     inputs, outputs = config.integer("in_features"), config.integer("out_features")
     if inputs != size:
         raise config.error("in_features", f"the vectors before it have {size} numbers; {_AGAIN}")

@@ -75,6 +75,8 @@ class Input(NamedTuple):
     prompt: Prompt
     where: str
     """Its place in the body, such as input[3]."""
+    prompt_name: str | None = None
+    """Prompt, or role, of this text; None: the request's."""
 
 
 class PoolingCall(Call, ABC, Generic[B]):
@@ -182,10 +184,13 @@ class PoolingCall(Call, ABC, Generic[B]):
                 options = msgspec.structs.replace(
                     self.options(index, trace_headers), priority=priority
                 )
+                its = params
+                if text.prompt_name is not None:
+                    its = msgspec.structs.replace(params, prompt_name=text.prompt_name)
                 try:
                     output = await engine.serve_pooling(
                         text.prompt,
-                        params,
+                        its,
                         f"{self.id}-{index}-{self.state.next_id()}",
                         options,
                         add_special_tokens=add_special_tokens,

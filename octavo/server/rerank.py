@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from starlette.requests import Request
 from starlette.responses import Response
 
-from octavo.frontend.pooling import cosine
+from octavo.frontend.pooling import find_comparison
 from octavo.server.abilities import cannot
 from octavo.server.body import read_model
 from octavo.server.pooling import Floats, Input, PoolingCall, encode
@@ -20,6 +20,7 @@ from octavo.server.pooling_schema import (
     check_texts,
 )
 from octavo.server.state import state_of
+from octavo.system.offload import offload
 
 if TYPE_CHECKING:
     from octavo.frontend.async_llm import AsyncLLM
@@ -54,8 +55,9 @@ class PairsCall(PoolingCall[B]):
     ) -> list[float]:
         """Return the score of each pair.
 
-        A reranker reads both texts together. The score of a model of vectors is the cosine of the
-        two vectors; each text is computed once.
+        A reranker reads both texts together. The score of a model of vectors is the similarity of
+        the two vectors that its files name, the cosine by default; that of a late-interaction model
+        is MaxSim of their tokens' vectors. Each text is computed once.
 
         Args:
             engine: the engine.
@@ -74,10 +76,16 @@ class PairsCall(PoolingCall[B]):
             ]
             params = self.body.pooling_params("classify")
             return await self.results(engine, pairs, params, lambda _, x: float(x[0]))
-        if spec.pooler("embed") is None:
+        comparison = find_comparison(spec.poolers, spec.sentences)
+        if comparison is None:
             raise cannot(spec, "has no scores of pairs")
-        texts = {text.prompt: text for text in (*first, *second)}
-        params = self.body.pooling_params("embed")
+        task, compare, roles = comparison
+        first, second = (
+            [text._replace(prompt_name=role) for text in side]
+            for side, role in zip((first, second), roles, strict=True)
+        )
+        texts = {(text.prompt, text.prompt_name): text for text in (*first, *second)}
+        params = self.body.pooling_params(task)
 
         def keep(_: int, x: Floats) -> Floats:
             return x
@@ -85,9 +93,13 @@ class PairsCall(PoolingCall[B]):
         vectors = dict(
             zip(texts, await self.results(engine, [*texts.values()], params, keep), strict=True)
         )
-        return [
-            cosine(vectors[a.prompt], vectors[b.prompt]) for a, b in zip(first, second, strict=True)
+        pairs_of_vectors = [
+            (vectors[a.prompt, a.prompt_name], vectors[b.prompt, b.prompt_name])
+            for a, b in zip(first, second, strict=True)
         ]
+        # A product of two matrices takes longer than the cosine of two vectors.
+        work = sum(a.size * len(b) if b.ndim > 1 else a.size for a, b in pairs_of_vectors)
+        return await offload(work // 1000, lambda: [compare(a, b) for a, b in pairs_of_vectors])
 
 
 def as_inputs(texts: Sequence[str], param: str) -> list[Input]:

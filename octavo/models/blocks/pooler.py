@@ -25,7 +25,8 @@ DenseActivation = Literal["none", "tanh", "relu", "gelu", "sigmoid", "silu", "ma
 """Function of a layer's result. margin: of two numbers, the second minus the first. log1p_relu:
 log(1 + max(x, 0)) (SPLADE)."""
 FinalActivation = Literal["none", "normalize", "softmax", "sigmoid", "relu"]
-Similarity = Literal["cosine", "dot", "euclidean", "manhattan"]
+Similarity = Literal["cosine", "dot", "euclidean", "manhattan", "max_sim"]
+"""Function that compares two texts. max_sim: of the vectors of their tokens (ColBERT)."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,22 @@ class DenseSpec:
     """None: the input as it is."""
     activation: DenseActivation = "none"
     norm: NormSpec | None = None
+
+
+@dataclass(frozen=True)
+class RoleSpec:
+    """Way to read the texts of one side of a pair, for late interaction (ColBERT)."""
+
+    name: str
+    """query or document; a request names it as `prompt_name`."""
+    marker: int | None
+    """Token that is put after a text's first one; None: none is."""
+    max_tokens: int
+    """Number of tokens to which a text is cut, with the special ones and the marker."""
+    mask: int | None = None
+    """Token with which shorter texts are filled; None: they are not."""
+    skipped: tuple[int, ...] = ()
+    """Tokens that have no vector."""
 
 
 @dataclass(frozen=True)
@@ -75,11 +92,17 @@ class PoolerSpec:
     (SPLADE), or one for each token of the text (BGE-M3)."""
     weightless: tuple[int, ...] = ()
     """Tokens that have no weight in a sparse vector, wherever they are."""
+    roles: tuple[RoleSpec, ...] = ()
+    """Roles of texts, of a late-interaction model whose files describe them."""
 
     @property
     def reads_all(self) -> bool:
         """True if the pooling reads more tokens than the last one."""
         return self.pooling != ("last",)
+
+    def role(self, name: str | None) -> RoleSpec | None:
+        """Return the role of a name; None: there is none of this name."""
+        return next((role for role in self.roles if role.name == name), None)
 
     def refusal(self, dimensions: int) -> str | None:
         """Return the reason why a vector cannot be cut to a number of numbers; None: it can."""

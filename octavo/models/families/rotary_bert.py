@@ -108,6 +108,14 @@ def _jina_v3(config: ConfigJson) -> ModelSpec:
     ).read(config, _rope(config, 20000.0))
 
 
+def read_flash(config: ConfigJson) -> ModelSpec:
+    """Read XLM-RoBERTa with rotary positions as Jina publishes it, without adapters."""
+    config.refuse("position_embedding_type", "rotary", "only rotary ones are supported")
+    config.refuse("lora_adaptations", None, "the adapters of jina-embeddings-v3 are not supported")
+    config = config.replaced("position_embedding_type", "rope")
+    return _jina_v3(config.replaced("rope_theta", config.get("rotary_emb_base") or 10000.0))
+
+
 def _jina_v2(config: ConfigJson) -> ModelSpec:
     """Read jina-embeddings-v2, whose MLP has a gate with GELU."""
     config.refuse("position_embedding_type", "alibi", "only ALiBi is supported")
