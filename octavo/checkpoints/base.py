@@ -57,7 +57,8 @@ class Source:
     """Rows to read, in this order and some of them several times, before any other change (MPNet).
     None: all rows."""
     index: int | None = None
-    """Index in the first dimension of the part that is one tensor; None: the whole is one."""
+    """Index in the first dimension of the part that is one tensor; None: the whole is one. The
+    stored tensor may have the parts one after the other, without that dimension."""
     columns: tuple[int, int] | None = None
     """Inputs [begin, end) that are needed; None: all."""
     parts: tuple[tuple[int, int], ...] | None = None
