@@ -12,6 +12,7 @@ from octavo.models.blocks.pooler import PoolerSpec, Pooling
 from octavo.models.late_interaction import is_late, late_pooler
 from octavo.models.sentence_modules import (
     SentenceModules,
+    SparsePooling,
     read_max_len,
     read_modules,
     read_sentences,
@@ -49,9 +50,12 @@ def add_poolers(
     poolers = {pooler.task: pooler for pooler in spec.poolers}
     if is_late(spec, modules):
         pooler = late_pooler(spec, config, checkpoint, modules)
-        sentences, cut = read_sentences(checkpoint, late=True)
+        sentences, cut = read_sentences(checkpoint, "max_sim")
         spec = replace(spec, sentences=sentences)
         poolers = {"token_embed": replace(pooler, cut=cut, dimensions=_read_dimensions(config))}
+        modules = None
+    elif modules is not None and modules.sparse is not None:
+        spec, poolers = _of_sparse(spec, checkpoint, modules.sparse)
         modules = None
     scores = any("classify" in task for task in poolers)
     if modules is not None and (modules.pooling or not scores):
@@ -140,6 +144,19 @@ def _of_sentences(
     )
     length = read_max_len(checkpoint, spec.max_model_len)
     return replace(spec, max_model_len=length, sentences=sentences), embed
+
+
+def _of_sparse(
+    spec: ModelSpec, checkpoint: Checkpoint, sparse: SparsePooling
+) -> tuple[ModelSpec, dict[str, PoolerSpec]]:
+    """Return the model and the pooler that a folder of a sparse encoder describes."""
+    sentences, _ = read_sentences(checkpoint, "dot")
+    length = read_max_len(checkpoint, spec.max_model_len)
+    (pooler,) = spec.poolers
+    *layers, last = pooler.token_dense
+    last = replace(last, activation=sparse.activation)
+    pooler = replace(pooler, pooling=(sparse.pooling,), token_dense=(*layers, last))
+    return replace(spec, max_model_len=length, sentences=sentences), {"embed": pooler}
 
 
 def _of_tokens(spec: ModelSpec, modules: SentenceModules | None) -> PoolerSpec:

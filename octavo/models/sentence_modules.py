@@ -19,10 +19,13 @@ from octavo.models.blocks.pooler import (
     Pooling,
     SentencesSpec,
     Similarity,
+    SparseActivation,
 )
 
 _OWN: tuple[str, ...] = ("sentence_transformers.models.", "sentence_transformers.base.modules.")
 _OWN += ("sentence_transformers.sentence_transformer.modules.", "pylate.models.")
+_OWN += ("sentence_transformers.sparse_encoder.models.",)
+_OWN += ("sentence_transformers.sparse_encoder.modules.",)
 """Beginnings of the names of the own modules of sentence-transformers, old and new, and PyLate."""
 _MODES: dict[str, Pooling] = {
     "pooling_mode_cls_token": "cls",
@@ -51,8 +54,30 @@ _ACTIVATIONS: dict[str, DenseActivation] = {
     "SiLU": "silu",
 }
 """Classes of torch.nn that a Dense module may name."""
+_OTHERS = {
+    "Router": "different modules for queries and for documents",
+    "Asym": "different modules for queries and for documents",
+    "SparseStaticEmbedding": "a fixed weight of each token",
+    "SparseAutoEncoder": "a sparse vector from a dense one",
+    "StaticEmbedding": "a fixed vector of each token",
+    "WordEmbeddings": "a fixed vector of each token",
+}
+"""Modules that Octavo does not have, and what they do."""
+_SPARSE_ACTIVATIONS: dict[str, SparseActivation] = {
+    "relu": "log1p_relu",
+    "log1p_relu": "log1p_log1p_relu",
+}
+"""Values of the field activation_function of SpladePooling; a logarithm comes after them."""
 _LAYER_NORM_EPS = 1e-5  # of torch.nn.LayerNorm
 _AGAIN = "download the folder again"
+
+
+@dataclass(frozen=True)
+class SparsePooling:
+    """Module SpladePooling: from the logits of all tokens to the weights of a text."""
+
+    pooling: Pooling
+    activation: SparseActivation
 
 
 @dataclass(frozen=True)
@@ -67,6 +92,8 @@ class SentenceModules:
     normalizes: bool
     tokens: tuple[DenseSpec, ...] = ()
     """Layers of each token, of a folder without a Pooling module (PyLate)."""
+    sparse: SparsePooling | None = None
+    """Pooling of a sparse encoder; the other fields then do not matter."""
 
 
 def read_modules(checkpoint: Checkpoint, hidden_size: int) -> SentenceModules | None:
@@ -96,7 +123,14 @@ def read_modules(checkpoint: Checkpoint, hidden_size: int) -> SentenceModules | 
                 f"{where} names the module {full!r}, which is code of the model; Octavo never runs "
                 "such code. Use a model with sentence-transformers' own modules."
             )
-        if name == "Transformer":
+        if name in _OTHERS:
+            raise ModelError(
+                f"{where} names the module {name} ({_OTHERS[name]}), which Octavo does not have; "
+                "use a model without it."
+            )
+        if name == "SpladePooling":
+            return SentenceModules((), (), size, False, sparse=_read_splade(checkpoint, path))
+        if name in ("Transformer", "MLMTransformer"):
             continue
         if name == "Pooling" and not (pooling or dense):
             pooling = _read_pooling(checkpoint, path)
@@ -118,13 +152,13 @@ def read_modules(checkpoint: Checkpoint, hidden_size: int) -> SentenceModules | 
 
 
 def read_sentences(
-    checkpoint: Checkpoint, *, late: bool = False
+    checkpoint: Checkpoint, similarity: Similarity = "cosine"
 ) -> tuple[SentencesSpec, int | None]:
     """Return config_sentence_transformers.json: the use of vectors, and truncate_dim if it is set.
 
     Args:
         checkpoint: the checkpoint.
-        late: True for a late-interaction model, whose texts are compared by MaxSim.
+        similarity: similarity of a file that names none; MaxSim, whatever the file names.
 
     Raises:
         ModelError: the file is damaged.
@@ -139,9 +173,8 @@ def read_sentences(
     known: dict[str, Similarity] = {name: name for name in get_args(Similarity)}
     del known["max_sim"]
     known |= {"dot_product": "dot"}
-    similarity: Similarity = "max_sim"
-    if not late:
-        similarity = config.choice("similarity_fn_name", known, "cosine")
+    if similarity != "max_sim":
+        similarity = config.choice("similarity_fn_name", known, similarity)
     cut = config.integer("truncate_dim") if config.has("truncate_dim") else None
     return SentencesSpec(tuple(prompts.items()), default, similarity), cut
 
@@ -167,6 +200,25 @@ def _read_pooling(checkpoint: Checkpoint, path: str) -> tuple[Pooling, ...]:
     if not found:
         raise ModelError(f"{config.where} names no way of pooling; {_AGAIN}.")
     return found
+
+
+def is_sparse(checkpoint: Checkpoint) -> bool:
+    """Return True if modules.json describes a sparse encoder."""
+    modules = _read_json(checkpoint, "modules.json")
+    listed = modules if isinstance(modules, list) else []
+    return any(
+        isinstance(it, dict) and str(it.get("type")).endswith(".SpladePooling") for it in listed
+    )
+
+
+def _read_splade(checkpoint: Checkpoint, path: str) -> SparsePooling:
+    """Return the pooling of a SpladePooling module in a folder of the checkpoint."""
+    config = _read_config(checkpoint, f"{path}/config.json")
+    ways: dict[str, Pooling] = {"max": "max", "sum": "sum"}
+    return SparsePooling(
+        config.choice("pooling_strategy", ways, "max"),
+        config.choice("activation_function", _SPARSE_ACTIVATIONS, "relu"),
+    )
 
 
 def _read_dense(checkpoint: Checkpoint, path: str, size: int) -> tuple[DenseSpec, int]:

@@ -20,7 +20,7 @@ from octavo.outputs import PoolingOutput, PoolingRequestOutput
 from octavo.pooling_params import PoolingParams
 from tests.encoders import write_encoder
 from tests.models.harness import make_hf, make_prompts, spec_of
-from tests.models.test_encoders import MODERN, ODD, ONE_TYPE, SIZES, VOCAB, WIDE
+from tests.models.test_encoders import DISTIL, MODERN, ODD, ONE_TYPE, SIZES, VOCAB, WIDE
 from tests.pooling import (
     change_config,
     dense_config,
@@ -314,4 +314,79 @@ def test_a_dense_module_with_a_sum(tmp_path: Path) -> None:
     write_json(tmp_path / "artifact.metadata", [])
     write_json(tmp_path / "1_Dense" / "config.json", config | {"use_residual": False})
     with pytest.raises(ModelError, match=r"artifact.metadata is damaged"):
+        spec_of(tmp_path)
+
+
+SPARSE_SIZES: dict[str, dict[str, Any]] = {
+    "BertForMaskedLM": ODD | {"hidden_act": "relu"},
+    "RobertaForMaskedLM": SIZES,
+    "XLMRobertaForMaskedLM": WIDE,
+    "CamembertForMaskedLM": SIZES,
+    "DistilBertForMaskedLM": DISTIL,
+    "ModernBertForMaskedLM": MODERN | {"classifier_bias": True, "norm_bias": True},
+}
+
+
+def write_sparse(folder: Path, architecture: str, **config: str) -> Any:
+    """Write a folder of a SparseEncoder; return the model of transformers."""
+    hf = make_hf(architecture, **SPARSE_SIZES[architecture])
+    hf.save_pretrained(folder)
+    write_modules(folder, ("SpladePooling", config))
+    modules = json.loads((folder / "modules.json").read_text())
+    for module, name in zip(modules, ("MLMTransformer", "SpladePooling"), strict=True):
+        module["type"] = f"sentence_transformers.sparse_encoder.models.{name}"
+    write_json(folder / "modules.json", modules)
+    return hf
+
+
+@pytest.mark.parametrize("architecture", SPARSE_SIZES)
+@pytest.mark.parametrize(
+    "config",
+    [{}, {"pooling_strategy": "sum"}, {"activation_function": "log1p_relu"}],
+    ids=["max", "sum", "twice"],
+)
+def test_sparse_encoder(architecture: str, config: dict[str, str], tmp_path: Path) -> None:
+    hf = write_sparse(tmp_path, architecture, **config)
+    prompts = [[max(i, 4) for i in ids] for ids in texts()]
+    expected = []
+    for ids in prompts:
+        with torch.no_grad():
+            x = hf(torch.tensor([ids])).logits[0].relu().log1p()
+        x = x.log1p() if "activation_function" in config else x
+        expected.append(x.sum(0) if "pooling_strategy" in config else x.amax(0))
+    with open_llm(tmp_path, max_model_len=78) as llm:
+        assert_near(results(llm, "embed", prompts), expected)
+        spec = llm.llm_engine.spec
+        assert spec.sentences.similarity_fn_name == "dot"
+        assert spec.poolers[0].sparse
+
+
+@pytest.mark.parametrize("strategy", ["max", "sum"])
+def test_sparse_encoder_in_a_batch(strategy: str, tmp_path: Path) -> None:
+    write_sparse(tmp_path, "DistilBertForMaskedLM", pooling_strategy=strategy)
+    assert_alone_as_in_a_batch(tmp_path, "embed", texts())
+
+
+def test_files_of_a_sparse_encoder(tmp_path: Path) -> None:
+    write_sparse(tmp_path, "BertForMaskedLM")
+    write_json(tmp_path / "sentence_bert_config.json", {"max_seq_length": 12})
+    config = {"prompts": {"query": "q: "}, "similarity_fn_name": "cosine"}
+    write_json(tmp_path / "config_sentence_transformers.json", config)
+    spec = spec_of(tmp_path)
+    assert (spec.max_model_len, spec.sentences.similarity_fn_name) == (12, "cosine")
+    assert dict(spec.sentences.prompts) == {"query": "q: "}
+    write_json(tmp_path / "1_SpladePooling" / "config.json", {"pooling_strategy": "mean"})
+    with pytest.raises(ModelError, match=r"pooling_strategy='mean'.*supported: max, sum"):
+        spec_of(tmp_path)
+    change_config(tmp_path, architectures=["BertModel"])
+    with pytest.raises(ModelError, match=r"architectures=.*sparse encoders that are supported"):
+        spec_of(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["Router", "Asym", "SparseStaticEmbedding", "SparseAutoEncoder"])
+def test_modules_that_octavo_does_not_have(name: str, tmp_path: Path) -> None:
+    make_hf("BertForMaskedLM", **SIZES).save_pretrained(tmp_path)
+    module = {"idx": 0, "path": "", "type": f"sentence_transformers.sparse_encoder.models.{name}"}
+    write_json(tmp_path / "modules.json", [module])
+    with pytest.raises(ModelError, match=rf"names the module {name} \(.*Octavo does not have"):
         spec_of(tmp_path)

@@ -14,16 +14,18 @@ if TYPE_CHECKING:
     from octavo.layers.pooler import Pooler
     from octavo.models.blocks.base import Parts
 
-Pooling = Literal["cls", "last", "mean", "max", "weighted_mean", "mean_sqrt_len", "all"]
+Pooling = Literal["cls", "last", "mean", "max", "sum", "weighted_mean", "mean_sqrt_len", "all"]
 """Way from the hidden states of a text to one vector, as sentence-transformers names it.
 
-cls: the first token's. last: the last token's. mean, max: over all tokens, for each number.
+cls: the first token's. last: the last token's. mean, max, sum: over all tokens, for each number.
 weighted_mean: the mean with the weight p + 1 at position p (Muennighoff, "SGPT", arXiv
 2202.08904). mean_sqrt_len: the sum, divided by the square root of the number of tokens. all: no
 pooling, each token has a result."""
-DenseActivation = Literal["none", "tanh", "relu", "gelu", "sigmoid", "silu", "margin", "log1p_relu"]
-"""Function of a layer's result. margin: of two numbers, the second minus the first. log1p_relu:
-log(1 + max(x, 0)) (SPLADE)."""
+SparseActivation = Literal["log1p_relu", "log1p_log1p_relu"]
+"""Function of the logits of a sparse encoder. log1p_relu: log(1 + max(x, 0)) (SPLADE).
+log1p_log1p_relu: log(1 + log(1 + max(x, 0)))."""
+DenseActivation = Literal["none", "tanh", "relu", "gelu", "sigmoid", "silu", "margin"]
+"""Function of a layer's result. margin: of two numbers, the second minus the first."""
 FinalActivation = Literal["none", "normalize", "softmax", "sigmoid", "relu"]
 Similarity = Literal["cosine", "dot", "euclidean", "manhattan", "max_sim"]
 """Function that compares two texts. max_sim: of the vectors of their tokens (ColBERT)."""
@@ -35,7 +37,7 @@ class DenseSpec:
 
     linear: LinearSpec | None
     """None: the input as it is."""
-    activation: DenseActivation = "none"
+    activation: DenseActivation | SparseActivation = "none"
     norm: NormSpec | None = None
 
 
