@@ -18,6 +18,11 @@ from octavo.models.families.gpt import GPTLike
 from octavo.models.spec import ModelSpec
 
 _ACTIVATIONS = base.PLAIN | {"gelu_python": "gelu"}
+ADAPTERS = (
+    "the adapters of jina-embeddings-v3 are not supported; without them, checkpoints of "
+    "JinaEmbeddingsV3Model run"
+)
+"""Reason to refuse the field lora_adaptations."""
 _XLM_UNKNOWN = 3
 """Id of the unknown token in the vocabulary of XLM-RoBERTa, which config.json does not have."""
 _HEADS = r"(cls|lm_head|predictions|sop_classifier|(vocab|generator|discriminator)_\w+)\..*"
@@ -132,7 +137,7 @@ class BertLike:
 
 def _roberta(config: ConfigJson) -> ModelSpec:
     """Read RoBERTa, XLM-RoBERTa or CamemBERT."""
-    config.refuse("lora_adaptations", None, "the adapters of jina-embeddings-v3 are not supported")
+    config.refuse("lora_adaptations", None, ADAPTERS)
     return BertLike(prefix="roberta.", skips=True).read(config)
 
 

@@ -10,7 +10,7 @@ from octavo.kernels.routing import ExpertActivation, Routing
 from octavo.layers.rope_spec import RopeSpec
 from octavo.models.blocks.attention import Alibi
 from octavo.models.families import base
-from octavo.models.families.bert import BertLike
+from octavo.models.families.bert import ADAPTERS, BertLike
 from octavo.models.families.classifiers import families
 from octavo.models.families.experts import ExpertNames, experts, read_num_experts, read_top_k
 from octavo.models.positions import alibi_slopes_bloom, read_rope
@@ -171,7 +171,7 @@ def _jina_v3(config: ConfigJson) -> ModelSpec:
 def read_flash(config: ConfigJson) -> ModelSpec:
     """Read XLM-RoBERTa with rotary positions as Jina publishes it, without adapters."""
     config.refuse("position_embedding_type", "rotary", "only rotary ones are supported")
-    config.refuse("lora_adaptations", None, "the adapters of jina-embeddings-v3 are not supported")
+    config.refuse("lora_adaptations", None, ADAPTERS)
     config = config.replaced("position_embedding_type", "rope")
     return _jina_v3(config.replaced("rope_theta", config.get("rotary_emb_base") or 10000.0))
 
