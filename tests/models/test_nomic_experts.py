@@ -14,7 +14,7 @@ from octavo.errors import ModelError
 from tests.models.harness import load, spec_of
 from tests.models.test_encoder_heads import assert_alone_as_in_a_batch
 from tests.models.test_encoders import VOCAB, compute, texts
-from tests.pooling import pooling, write_modules
+from tests.pooling import NORMALIZE, open_llm, pooling, results, write_modules
 
 CONFIG: dict[str, Any] = {
     "architectures": ["NomicBertModel"],
@@ -160,12 +160,22 @@ def test_same_as_the_reference(shape: str, tmp_path: Path) -> None:
         torch.testing.assert_close(found, forward(config, state, text), atol=3e-5, rtol=3e-5)
 
 
-@pytest.mark.parametrize("ranks", ["tensor_parallel_size", "pipeline_parallel_size", ""])
-def test_in_a_batch(ranks: str, tmp_path: Path) -> None:
+def test_in_a_batch(tmp_path: Path) -> None:
     write(tmp_path)
-    write_modules(tmp_path, pooling("mean_tokens"), ("Normalize", None))
-    settings = {ranks: 2, "num_threads": 1} if ranks else {}
-    assert_alone_as_in_a_batch(tmp_path, "embed", texts()[0], **settings)
+    write_modules(tmp_path, pooling("mean_tokens"), NORMALIZE)
+    assert_alone_as_in_a_batch(tmp_path, "embed", texts()[0])
+
+
+@pytest.mark.parametrize("ranks", ["tensor_parallel_size", "pipeline_parallel_size"])
+def test_the_same_bits_on_several_ranks(ranks: str, tmp_path: Path) -> None:
+    write(tmp_path)
+    write_modules(tmp_path, pooling("mean_tokens"), NORMALIZE)
+    settings: dict[str, Any] = {"max_model_len": 78, "dtype": "bfloat16"}
+    with open_llm(tmp_path, **settings) as llm:
+        expected = results(llm, "embed", texts()[0])
+    with open_llm(tmp_path, **settings, **{ranks: 2}, num_threads=1) as llm:
+        found = results(llm, "embed", texts()[0])
+    assert [x.tobytes() for x in found] == [x.tobytes() for x in expected]
 
 
 @pytest.mark.parametrize(
