@@ -14,7 +14,7 @@ from octavo.errors import RequestError
 from octavo.frontend.input_processor import Prompt
 from octavo.frontend.llm_engine import LLMEngine
 from octavo.frontend.pooling import (
-    cosine,
+    find_comparison,
     pooling_output,
     windows_output,
     with_result,
@@ -214,7 +214,8 @@ class PoolingMethods(ABC):
         """Return the score of each pair of texts.
 
         A reranker reads both texts together, in its template if it has one. The score of a model of
-        vectors is the cosine of the two vectors.
+        vectors is the similarity of the two vectors that its files name, the cosine by default;
+        that of a late-interaction model is MaxSim of their tokens' vectors.
 
         Args:
             data_1: one text for all of `data_2`, or as many texts.
@@ -252,26 +253,29 @@ class PoolingMethods(ABC):
             pairs = self._pairs(first, second, chat_template, instruction)
             outputs = self.encode(pairs, pooling_params, pooling_task="classify", **options)
             return [with_result(it, ScoringOutput(float(it.outputs.data[0]))) for it in outputs]
-        if spec.pooler("embed") is None:
+        comparison = find_comparison(spec.poolers, spec.sentences)
+        if comparison is None:
             can = ", ".join(pooler.task for pooler in spec.poolers) or "generate"
             raise RequestError(
                 f"This model ({spec.architecture}) has no scores of pairs. It can: {can}."
             )
         if instruction is not None:
             raise _without_template("is a model of vectors")
-        texts = list(dict.fromkeys(first + second))
-        vectors = dict(
-            zip(
-                texts,
-                self.encode(texts, pooling_params, pooling_task="embed", **options),
-                strict=True,
-            )
-        )
+        task, compare, roles = comparison
+        params = pooling_params or PoolingParams()
+        named = [params.prompt_name or role for role in roles]
+        pairs_of_texts = [
+            ((a, named[0]), (b, named[1])) for a, b in zip(first, second, strict=True)
+        ]
+        texts = list(dict.fromkeys(text for pair in pairs_of_texts for text in pair))
+        each = [msgspec.structs.replace(params, prompt_name=name) for _, name in texts]
+        outputs = self.encode([text for text, _ in texts], each, pooling_task=task, **options)
+        vectors = dict(zip(texts, outputs, strict=True))
         results = []
-        for a, b in zip(first, second, strict=True):
+        for a, b in pairs_of_texts:
             left, right = vectors[a], vectors[b]
             ids = left.prompt_token_ids + right.prompt_token_ids
-            score = ScoringOutput(cosine(left.outputs.data, right.outputs.data))
+            score = ScoringOutput(compare(left.outputs.data, right.outputs.data))
             results.append(with_result(right, score, ids))
         return results
 

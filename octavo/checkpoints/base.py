@@ -29,7 +29,8 @@ class Source:
     """One tensor of a checkpoint, and the part of it that a weight needs."""
 
     name: str
-    """Name of the tensor; FOLDER/NAME: that of a tensor in a folder of the checkpoint."""
+    """Name of the tensor; FOLDER/NAME: that of a tensor in a folder of the checkpoint;
+    FILE.pt/linear.NAME: that of a tensor in a file with one linear layer."""
     shape: tuple[int, ...]
     """Shape; -1: any size."""
     transform: Literal[
@@ -56,7 +57,8 @@ class Source:
     """Rows to read, in this order and some of them several times, before any other change (MPNet).
     None: all rows."""
     index: int | None = None
-    """Index in the first dimension of the part that is one tensor; None: the whole is one."""
+    """Index in the first dimension of the part that is one tensor; None: the whole is one. The
+    stored tensor may have the parts one after the other, without that dimension."""
     columns: tuple[int, int] | None = None
     """Inputs [begin, end) that are needed; None: all."""
     parts: tuple[tuple[int, int], ...] | None = None
@@ -102,7 +104,7 @@ class Expected:
 
     @property
     def folders(self) -> list[str]:
-        """Folders of the checkpoint that have some of the tensors."""
+        """Folders, and files with one linear layer, of the checkpoint that have some tensors."""
         names = [source.name for source in self.sources]
         return sorted({name.rpartition("/")[0] for name in names if "/" in name})
 

@@ -105,7 +105,8 @@ class MappedFolder(Folder, ABC):
         for folder in expected.folders:
             file = module_file(self.path / folder)
             read = read_header if file.suffix == ".safetensors" else read_torch_header
-            stored |= {f"{folder}/{name}": tensor for name, tensor in read(file).items()}
+            prefix = f"{folder}/linear." if file.suffix == ".pt" else f"{folder}/"
+            stored |= {prefix + name: tensor for name, tensor in read(file).items()}
         return MappedTensors(stored, match_names(self.path, stored, expected))
 
     def read_tensor(self, name: str) -> HostTensor:
@@ -123,9 +124,15 @@ class MappedFolder(Folder, ABC):
 def module_file(folder: Path) -> Path:
     """Return the file with the weights of a module in a folder of its own.
 
+    A path that ends with .pt is itself the file, of a module with one linear layer.
+
     Raises:
-        ModelError: the folder has no such file.
+        ModelError: there is no such file.
     """
+    if folder.suffix == ".pt":
+        if not folder.is_file():
+            raise ModelError(f"{folder} is missing; download the model again.")
+        return folder
     for name in ("model.safetensors", "pytorch_model.bin"):
         if (folder / name).is_file():
             return folder / name

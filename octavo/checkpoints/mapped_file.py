@@ -66,7 +66,12 @@ class MappedTensors:
             return empty(0, dtype=source.dtypes[0])
         stored = self._stored[self._names[source.name]]
         tensor = self._open[stored.file].tensor(stored)
-        return tensor if source.index is None else tensor[source.index]
+        if source.index is None:
+            return tensor
+        if tensor.dim() < len(source.shape):
+            size = tensor.shape[0] // source.shape[0]
+            return tensor[source.index * size : (source.index + 1) * size]
+        return tensor[source.index]
 
     def done(self, tensor: HostTensor) -> None:
         """Let the system drop the tensor's pages of the mapped file."""

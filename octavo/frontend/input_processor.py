@@ -25,7 +25,7 @@ from octavo.messages import (
     PromptEmbeds,
     RequestOptions,
 )
-from octavo.models.blocks.pooler import PoolerSpec, SentencesSpec
+from octavo.models.blocks.pooler import PoolerSpec, RoleSpec, SentencesSpec
 from octavo.pooling_params import PoolingParams
 from octavo.sampling_params import MAX_CACHE_SALT_LENGTH, SamplingParams
 from octavo.system.offload import pieces
@@ -256,7 +256,11 @@ class InputProcessor:
         second = 0
         if ids is None:
             assert text is not None
-            ids, second = self._encode_text(text, pair, params, add_special_tokens)
+            role = pooler.role(params.prompt_name)
+            if role is None:
+                ids, second = self._encode_text(text, pair, params, add_special_tokens)
+            else:
+                ids = self._encode_role(text, pair, role, params, add_special_tokens)
         elif (keep := params.truncate_prompt_tokens) is not None:
             passed = msgspec.structs.replace(
                 passed, truncate_prompt_tokens=limit if keep == -1 else keep
@@ -322,13 +326,15 @@ class InputProcessor:
     ) -> str | None:
         """Return a text after the prompt that the request, or the model, names."""
         sentences, name = self._spec.sentences, params.prompt_name
+        if text is not None and pooler.role(name) is not None:
+            return text
         if name is None and text is not None and "embed" in pooler.task:
             name = sentences.default_prompt_name
         if not name:
             return text
         prompts = dict(sentences.prompts)
         if name not in prompts or text is None or "embed" not in pooler.task:
-            known = ", ".join(prompts) or "no prompts"
+            known = ", ".join([*prompts, *(role.name for role in pooler.roles)]) or "no prompts"
             raise RequestError(
                 f"prompt_name={name!r}: prompts are for the vectors of texts, and this model has "
                 f"{known}; leave it out.",
@@ -376,6 +382,29 @@ class InputProcessor:
                 "returned_token_ids",
             )
         return pooler
+
+    def _encode_role(
+        self,
+        text: str,
+        pair: object,
+        role: RoleSpec,
+        params: PoolingParams,
+        add_special_tokens: bool,
+    ) -> list[int]:
+        """Return the tokens of a text of a role, cut to the role's length."""
+        if pair is not None:
+            raise RequestError(
+                f"prompt_name={role.name!r} is for single texts; leave out 'text_pair'.",
+                "prompt_name",
+            )
+        marker = [] if role.marker is None else [role.marker]
+        size = min(role.max_tokens, self._max_model_len)
+        most, keep = size - len(marker), params.truncate_prompt_tokens
+        keep = most if keep is None or keep == -1 else min(keep, most)
+        params = msgspec.structs.replace(params, truncate_prompt_tokens=keep)
+        ids, _ = self._encode_text(text, None, params, add_special_tokens)
+        ids[1:1] = marker
+        return ids if role.mask is None else ids + [role.mask] * (size - len(ids))
 
     def _encode_text(
         self, text: str, pair: object, params: PoolingParams, add_special_tokens: bool

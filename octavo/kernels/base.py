@@ -582,7 +582,7 @@ class Ops(Protocol):
         ...
 
     def add(self, x: Tensor, y: Tensor, out: Tensor | None = None) -> Tensor:
-        """Return x + y, both [T, D]; `out` as in `linear`."""
+        """Return x + y, both [T, D], or y [D] for all tokens; `out` as in `linear`."""
         ...
 
     def multiply(

@@ -648,16 +648,17 @@ class NativeOps(NativeStateOps, NativeExpertOps):
 
     def add(self, x: Tensor, y: Tensor, out: Tensor | None = None) -> Tensor:
         check_rows(x)
-        check_rows(y)
         rows, dim = x.shape
-        assert x.shape == y.shape
+        of_all = y.dim() == 1
+        assert y.shape == ((dim,) if of_all else x.shape)
+        assert y.stride(-1) == 1
         assert x.dtype == y.dtype
         out = self._result(out, rows, dim, dtype=x.dtype)
         kernels.add(
             x=x.data_ptr(),
             x_stride=x.stride(0),
             y=y.data_ptr(),
-            y_stride=y.stride(0),
+            y_stride=0 if of_all else y.stride(0),
             out=out.data_ptr(),
             out_stride=out.stride(0),
             rows=rows,

@@ -23,11 +23,11 @@ from octavo.kernels.native_base import (
     check_logits,
     check_rows,
 )
-from octavo.kernels.routing import ExpertActivation, Routing, Score
+from octavo.kernels.routing import ExpertActivation, Gate, Routing, Score
 from octavo.system.tensor import Tensor, from_numpy
 
-_RELU2 = 10
-"""Code of Unary::relu2 in csrc/kernels.h."""
+_UNGATED: dict[Gate, int] = {"gelu": 4, "relu2": 10}
+"""Codes of Unary in csrc/kernels.h, for experts without a gate."""
 
 _SCORES: dict[Score, int] = {"softmax": 0, "sigmoid": 1, "sqrt_softplus": 2, "none": 3}
 
@@ -105,7 +105,7 @@ class NativeExpertOps(NativeMemory):
         assert ids.dtype == "int32"
         assert ids.is_contiguous()
         assert factors is None or (factors.shape == ids.shape and factors.is_contiguous())
-        assert activation.gated or activation.name == "relu2"
+        assert activation.gated or activation.name in _UNGATED
         assert counts is None or (
             counts.dtype == "int64" and counts.shape == (len(stacked.weights),)
         )
@@ -136,7 +136,7 @@ class NativeExpertOps(NativeMemory):
             down_inputs=inner.shape[1],
             down_outputs=0 if down is None else down.first.n,
             gated=GATES[activation.name if activation.gated else None],
-            activation=_RELU2,
+            activation=0 if activation.gated else _UNGATED[activation.name],
             limit=activation.limit,
             dtype=DTYPE_CODES[x.dtype],
             counts=0 if counts is None else counts.data_ptr(),

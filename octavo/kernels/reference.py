@@ -770,7 +770,8 @@ class ReferenceOps:
                     factor = factors.flatten()[order[own], None]
                     taken = (taken.float() * factor).to(x.dtype)
                 middle = self._expert(taken, up, expert)
-                middle = _gated(middle, activation) if activation.gated else torch.relu(middle) ** 2
+                act = _GATES[activation.name]
+                middle = _gated(middle, activation) if activation.gated else act(middle)
             else:
                 assert inner is not None
                 middle = inner[own]

@@ -51,7 +51,7 @@ class ExpertActivation:
     """Activation between the two products of an expert.
 
     Attributes:
-        name: the function, as for gates; without a gate it is relu2.
+        name: the function, as for gates; without a gate it is relu2 or gelu.
         gated: True if the result is act(gate) * up.
         limit: bound of gates from above, and of the magnitude of up; 0: none.
     """

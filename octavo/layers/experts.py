@@ -80,6 +80,8 @@ class Experts:
     """Sums over all steps of the tokens that chose each expert: int64 [experts]; None: unknown."""
     placed: PlacedExperts | None = None
     """Processes that have each expert, if experts move; None: they stay where they are."""
+    bias: Tensor | None = None
+    """Numbers that are added to the sum of the experts' results: [hidden_size]."""
     following: Experts | None = None
     """The model's next mixture, if an expert cache fetches its experts ahead; None: it does not."""
 
@@ -95,6 +97,8 @@ class Experts:
         else:
             to_latent, from_latent = self.latent
             result = from_latent(self._mix(to_latent(x), ids, weights))
+        if self.bias is not None:
+            result = self.ops.add(result, self.bias)
         if self.shared is None:
             return result
         shared = self.shared(x, step)

@@ -76,6 +76,7 @@ _ACTIVATIONS: dict[str, Callable[[Floats], Floats]] = {
     "tanh": np.tanh,
     "relu": lambda x: np.maximum(x, np.float32(0)),
     "log1p_relu": lambda x: np.log1p(np.maximum(x, np.float32(0))),
+    "log1p_log1p_relu": lambda x: np.log1p(np.log1p(np.maximum(x, np.float32(0)))),
     "sigmoid": lambda x: np.float32(1) / (np.float32(1) + np.exp(-x)),
     "silu": lambda x: (x / (np.float32(1) + np.exp(-x))).astype(np.float32),
 }

@@ -89,6 +89,10 @@ _DEEPSEEK_V3 |= {"num_experts_per_tok": 8, "routed_scaling_factor": 2.5}
 _BERT: dict[str, Any] = {"hidden_act": "gelu", "layer_norm_eps": 1e-12, "type_vocab_size": 2}
 _BERT |= {"max_position_embeddings": 512}
 _GTE = _BERT | {"type_vocab_size": 1, "max_position_embeddings": 8192}
+_FLASH = _GTE | {"layer_norm_eps": 1e-5, "max_position_embeddings": 8194}
+_MODERNBERT = {"hidden_activation": "gelu", "norm_eps": 1e-5, "max_position_embeddings": 8192}
+_MODERNBERT |= {"local_attention": 128, "classifier_pooling": "cls"}
+_MODERNBERT |= {"classifier_activation": "gelu"}
 
 
 def _encoder(name: str, model_type: str, defaults: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -385,8 +389,12 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         _BERT | {"feed_forward_type": "original", "position_embedding_type": "absolute"},
     ),
     "BertSpladeSparseEmbeddingModel": {"model_type": "bert"} | _BERT,
+    "HF_ColBERT": {"model_type": "bert"} | _BERT,
+    "ColBERTModernBertModel": {"model_type": "modernbert"} | _MODERNBERT,
+    "ColBERTJinaRobertaModel": {"model_type": "xlm-roberta"} | _FLASH,
     **_encoder("Bert", "bert", _BERT),
     **_encoder("Roberta", "roberta", _BERT),
+    "BgeM3EmbeddingModel": {"model_type": "xlm-roberta"} | _BERT,
     **_encoder("XLMRoberta", "xlm-roberta", _BERT),
     **_encoder("Camembert", "camembert", _BERT),
     **_encoder(
@@ -401,12 +409,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "albert",
         _BERT | {"hidden_act": "gelu_new", "embedding_size": 128, "num_hidden_groups": 1},
     ),
-    **_encoder(
-        "ModernBert",
-        "modernbert",
-        {"hidden_activation": "gelu", "norm_eps": 1e-5, "max_position_embeddings": 8192}
-        | {"local_attention": 128, "classifier_pooling": "cls", "classifier_activation": "gelu"},
-    ),
+    **_encoder("ModernBert", "modernbert", _MODERNBERT),
     **_encoder(
         "EuroBert",
         "eurobert",
@@ -418,11 +421,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     **_encoder(
         "NomicBert", "nomic_bert", _BERT | {"hidden_act": "silu", "max_position_embeddings": 2048}
     ),
-    **_encoder(
-        "JinaEmbeddingsV3",
-        "jina_embeddings_v3",
-        _GTE | {"layer_norm_eps": 1e-5, "max_position_embeddings": 8194},
-    ),
+    **_encoder("JinaEmbeddingsV3", "jina_embeddings_v3", _FLASH),
 }
 """Defaults by the name of the architecture."""
 

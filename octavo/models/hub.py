@@ -28,8 +28,9 @@ _BUILTIN = {
     name: Path(__file__).parent.parent / "builtin" / name.split("/")[1]
     for name in (BUILTIN_MODEL, BUILTIN_DRAFT_MODEL, BUILTIN_EAGLE_HEAD, BUILTIN_MEDUSA_HEADS)
 }
-# Configuration, tokenizer and chat template; weights are added by load format.
+# Configuration, tokenizer, chat template, and some heads; weights are added by load format.
 _FILES = ["*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt", "*.tiktoken"]
+_FILES += ["artifact.metadata", "sparse_linear.pt", "colbert_linear.pt"]
 _WEIGHTS = {
     "auto": ["*.safetensors"],
     "safetensors": ["*.safetensors"],

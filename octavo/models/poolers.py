@@ -9,8 +9,10 @@ from octavo.checkpoints.config_json import ConfigJson
 from octavo.config import ModelConfig, PoolerConfig
 from octavo.errors import ConfigError, ModelError
 from octavo.models.blocks.pooler import PoolerSpec, Pooling
+from octavo.models.late_interaction import is_late, late_pooler
 from octavo.models.sentence_modules import (
     SentenceModules,
+    SparsePooling,
     read_max_len,
     read_modules,
     read_sentences,
@@ -46,6 +48,15 @@ def add_poolers(
     if not _generates(spec, settings, published=modules is not None):
         spec = without_lm_head(spec)
     poolers = {pooler.task: pooler for pooler in spec.poolers}
+    if is_late(spec, modules):
+        pooler = late_pooler(spec, config, checkpoint, modules)
+        sentences, cut = read_sentences(checkpoint, "max_sim")
+        spec = replace(spec, sentences=sentences)
+        poolers = {"token_embed": replace(pooler, cut=cut, dimensions=_read_dimensions(config))}
+        modules = None
+    elif modules is not None and modules.sparse is not None:
+        spec, poolers = _of_sparse(spec, checkpoint, modules.sparse)
+        modules = None
     scores = any("classify" in task for task in poolers)
     if modules is not None and (modules.pooling or not scores):
         spec, embed = _of_sentences(spec, config, checkpoint, modules)
@@ -57,8 +68,7 @@ def add_poolers(
         )
         poolers["embed"] = replace(embed, dimensions=_read_dimensions(config))
     if "embed" in poolers:
-        tokens = PoolerSpec("token_embed", ("all",), spec.hidden_size, activation="normalize")
-        poolers.setdefault("token_embed", tokens)
+        poolers.setdefault("token_embed", _of_tokens(spec, modules))
     wanted = settings.convert
     if wanted in ("embed", "classify") and wanted not in poolers:
         raise ConfigError(
@@ -134,6 +144,27 @@ def _of_sentences(
     )
     length = read_max_len(checkpoint, spec.max_model_len)
     return replace(spec, max_model_len=length, sentences=sentences), embed
+
+
+def _of_sparse(
+    spec: ModelSpec, checkpoint: Checkpoint, sparse: SparsePooling
+) -> tuple[ModelSpec, dict[str, PoolerSpec]]:
+    """Return the model and the pooler that a folder of a sparse encoder describes."""
+    sentences, _ = read_sentences(checkpoint, "dot")
+    length = read_max_len(checkpoint, spec.max_model_len)
+    (pooler,) = spec.poolers
+    *layers, last = pooler.token_dense
+    last = replace(last, activation=sparse.activation)
+    pooler = replace(pooler, pooling=(sparse.pooling,), token_dense=(*layers, last))
+    return replace(spec, max_model_len=length, sentences=sentences), {"embed": pooler}
+
+
+def _of_tokens(spec: ModelSpec, modules: SentenceModules | None) -> PoolerSpec:
+    """Return the pooler of a vector for each token: after the Dense modules, as in vLLM."""
+    pooler = PoolerSpec("token_embed", ("all",), spec.hidden_size, activation="normalize")
+    if modules is None or len(modules.pooling) != 1:
+        return pooler
+    return replace(pooler, size=modules.size, dense=modules.dense)
 
 
 def _read_dimensions(config: ConfigJson) -> tuple[int, ...] | None:

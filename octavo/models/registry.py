@@ -20,9 +20,11 @@ from octavo.models import families
 from octavo.models.config_defaults import ARCHITECTURES, DEFAULTS
 from octavo.models.families.base import OUTER_FIELDS, Family
 from octavo.models.families.classifiers import stored_classifier
+from octavo.models.families.splade import SPARSE
 from octavo.models.forms import assign
 from octavo.models.heads import MTPSpec
 from octavo.models.poolers import add_poolers
+from octavo.models.sentence_modules import is_sparse
 from octavo.models.spec import ModelSpec
 from octavo.models.variants import Variant, find_variant, read_variant, see_all
 
@@ -75,6 +77,10 @@ _EXPERTS = (
     "Mistral4ForCausalLM",
     "MixtralForCausalLM",
     "NemotronHForCausalLM",
+    "NomicBertForMaskedLM",
+    "NomicBertForSequenceClassification",
+    "NomicBertForTokenClassification",
+    "NomicBertModel",
     "OlmoeForCausalLM",
     "PhiMoEForCausalLM",
     "PhimoeForCausalLM",
@@ -109,6 +115,11 @@ def read_spec(checkpoint: Checkpoint, settings: ModelConfig = _DEFAULTS) -> Mode
     """
     architecture, config = _read_architecture(checkpoint, settings)
     read = FAMILIES.get(architecture) or _installed(architecture)
+    if is_sparse(checkpoint):
+        read = SPARSE.get(architecture)
+        if read is None:
+            known = ", ".join(SPARSE)
+            raise config.error("architectures", f"sparse encoders that are supported: {known}")
     variant = find_variant(architecture, FAMILIES) if read is None else None
     if read is not None and settings.convert == "classify" and architecture.endswith(_DECODERS):
         variant = Variant(architecture, "ForSequenceClassification")

@@ -19,11 +19,14 @@ from octavo.models.blocks.pooler import (
     Pooling,
     SentencesSpec,
     Similarity,
+    SparseActivation,
 )
 
 _OWN: tuple[str, ...] = ("sentence_transformers.models.", "sentence_transformers.base.modules.")
-_OWN += ("sentence_transformers.sentence_transformer.modules.",)
-"""Beginnings of the names of sentence-transformers' own modules, old and new."""
+_OWN += ("sentence_transformers.sentence_transformer.modules.", "pylate.models.")
+_OWN += ("sentence_transformers.sparse_encoder.models.",)
+_OWN += ("sentence_transformers.sparse_encoder.modules.",)
+"""Beginnings of the names of the own modules of sentence-transformers, old and new, and PyLate."""
 _MODES: dict[str, Pooling] = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
@@ -51,8 +54,30 @@ _ACTIVATIONS: dict[str, DenseActivation] = {
     "SiLU": "silu",
 }
 """Classes of torch.nn that a Dense module may name."""
+_OTHERS = {
+    "Router": "different modules for queries and for documents",
+    "Asym": "different modules for queries and for documents",
+    "SparseStaticEmbedding": "a fixed weight of each token",
+    "SparseAutoEncoder": "a sparse vector from a dense one",
+    "StaticEmbedding": "a fixed vector of each token",
+    "WordEmbeddings": "a fixed vector of each token",
+}
+"""Modules that Octavo does not have, and what they do."""
+_SPARSE_ACTIVATIONS: dict[str, SparseActivation] = {
+    "relu": "log1p_relu",
+    "log1p_relu": "log1p_log1p_relu",
+}
+"""Values of the field activation_function of SpladePooling; a logarithm comes after them."""
 _LAYER_NORM_EPS = 1e-5  # of torch.nn.LayerNorm
 _AGAIN = "download the folder again"
+
+
+@dataclass(frozen=True)
+class SparsePooling:
+    """Module SpladePooling: from the logits of all tokens to the weights of a text."""
+
+    pooling: Pooling
+    activation: SparseActivation
 
 
 @dataclass(frozen=True)
@@ -65,6 +90,10 @@ class SentenceModules:
     size: int
     """Number of numbers of a vector."""
     normalizes: bool
+    tokens: tuple[DenseSpec, ...] = ()
+    """Layers of each token, of a folder without a Pooling module (PyLate)."""
+    sparse: SparsePooling | None = None
+    """Pooling of a sparse encoder; the other fields then do not matter."""
 
 
 def read_modules(checkpoint: Checkpoint, hidden_size: int) -> SentenceModules | None:
@@ -94,26 +123,42 @@ def read_modules(checkpoint: Checkpoint, hidden_size: int) -> SentenceModules | 
                 f"{where} names the module {full!r}, which is code of the model; Octavo never runs "
                 "such code. Use a model with sentence-transformers' own modules."
             )
-        if name == "Transformer":
+        if name in _OTHERS:
+            raise ModelError(
+                f"{where} names the module {name} ({_OTHERS[name]}), which Octavo does not have; "
+                "use a model without it."
+            )
+        if name == "SpladePooling":
+            return SentenceModules((), (), size, False, sparse=_read_splade(checkpoint, path))
+        if name in ("Transformer", "MLMTransformer"):
             continue
-        if name == "Pooling" and not pooling:
+        if name == "Pooling" and not (pooling or dense):
             pooling = _read_pooling(checkpoint, path)
             size *= len(pooling)
-        elif name == "Normalize" and pooling:
+        elif name == "Normalize" and (pooling or dense):
             normalizes = True
-        elif name in ("Dense", "LayerNorm") and pooling and not normalizes:
+        elif name in ("Dense", "LayerNorm") and not normalizes:
             layer, size = (_read_dense if name == "Dense" else _read_norm)(checkpoint, path, size)
             dense.append(layer)
         else:
             raise ModelError(
                 f"{where} names the module {name} at a place where Octavo does not have it; it has "
-                "Transformer, then Pooling, then Dense and LayerNorm, then Normalize."
+                "Transformer, then Pooling except for vectors of tokens, then Dense and LayerNorm, "
+                "then Normalize."
             )
+    if not pooling:
+        return SentenceModules((), (), size, normalizes, tuple(dense))
     return SentenceModules(pooling, tuple(dense), size, normalizes)
 
 
-def read_sentences(checkpoint: Checkpoint) -> tuple[SentencesSpec, int | None]:
+def read_sentences(
+    checkpoint: Checkpoint, similarity: Similarity = "cosine"
+) -> tuple[SentencesSpec, int | None]:
     """Return config_sentence_transformers.json: the use of vectors, and truncate_dim if it is set.
+
+    Args:
+        checkpoint: the checkpoint.
+        similarity: similarity of a file that names none; MaxSim, whatever the file names.
 
     Raises:
         ModelError: the file is damaged.
@@ -126,8 +171,10 @@ def read_sentences(checkpoint: Checkpoint) -> tuple[SentencesSpec, int | None]:
     if default is not None and default not in prompts:
         raise config.error("default_prompt_name", f"prompts has {', '.join(prompts) or 'none'}")
     known: dict[str, Similarity] = {name: name for name in get_args(Similarity)}
+    del known["max_sim"]
     known |= {"dot_product": "dot"}
-    similarity = config.choice("similarity_fn_name", known, "cosine")
+    if similarity != "max_sim":
+        similarity = config.choice("similarity_fn_name", known, similarity)
     cut = config.integer("truncate_dim") if config.has("truncate_dim") else None
     return SentencesSpec(tuple(prompts.items()), default, similarity), cut
 
@@ -155,9 +202,29 @@ def _read_pooling(checkpoint: Checkpoint, path: str) -> tuple[Pooling, ...]:
     return found
 
 
+def is_sparse(checkpoint: Checkpoint) -> bool:
+    """Return True if modules.json describes a sparse encoder."""
+    modules = _read_json(checkpoint, "modules.json")
+    listed = modules if isinstance(modules, list) else []
+    return any(
+        isinstance(it, dict) and str(it.get("type")).endswith(".SpladePooling") for it in listed
+    )
+
+
+def _read_splade(checkpoint: Checkpoint, path: str) -> SparsePooling:
+    """Return the pooling of a SpladePooling module in a folder of the checkpoint."""
+    config = _read_config(checkpoint, f"{path}/config.json")
+    ways: dict[str, Pooling] = {"max": "max", "sum": "sum"}
+    return SparsePooling(
+        config.choice("pooling_strategy", ways, "max"),
+        config.choice("activation_function", _SPARSE_ACTIVATIONS, "relu"),
+    )
+
+
 def _read_dense(checkpoint: Checkpoint, path: str, size: int) -> tuple[DenseSpec, int]:
     """Return the layer of a Dense module with `size` inputs, and its number of outputs."""
     config = _read_config(checkpoint, f"{path}/config.json")
+    config.refuse("use_residual", False, "a sum with the layer's input is not supported")
     inputs, outputs = config.integer("in_features"), config.integer("out_features")
     if inputs != size:
         raise config.error("in_features", f"the vectors before it have {size} numbers; {_AGAIN}")

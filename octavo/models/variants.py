@@ -6,7 +6,6 @@ Names are those of transformers (`LlamaForSequenceClassification`, `Qwen3Model` 
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Collection
 from dataclasses import dataclass, replace
@@ -22,6 +21,7 @@ from octavo.models.blocks.pooler import DenseSpec, PoolerSpec, Pooling
 from octavo.models.families.base import Family
 from octavo.models.families.classifiers import final_activation, read_labels
 from octavo.models.spec import ModelSpec
+from octavo.models.vocabulary import read_vocabulary
 
 Kind: TypeAlias = Literal[
     "ForSequenceClassification",
@@ -210,22 +210,12 @@ def _token_pooler(decoder: ModelSpec, config: ConfigJson, checkpoint: Checkpoint
 
 def _token_id(token: str, decoder: ModelSpec, config: ConfigJson, checkpoint: Checkpoint) -> int:
     """Return the id of a token of the vocabulary, as the tokenizer's file spells it."""
-    text = checkpoint.read_text("tokenizer.json")
-    if text is None:
+    vocabulary = read_vocabulary(checkpoint)
+    if vocabulary is None:
         raise config.error(
             "classifier_from_token", f"{checkpoint.path} has no tokenizer.json to find them in"
         )
-    try:
-        read = json.loads(text)
-        vocabulary = read["model"]["vocab"]
-        if isinstance(vocabulary, list):
-            vocabulary = {piece: i for i, (piece, _) in enumerate(vocabulary)}
-        added = {it["content"]: it["id"] for it in read.get("added_tokens") or ()}
-        found = added.get(token, vocabulary.get(token))
-    except (ValueError, LookupError, TypeError, AttributeError):
-        raise ModelError(
-            f"{checkpoint.path / 'tokenizer.json'} is damaged; download it again."
-        ) from None
+    found = vocabulary.get(token)
     if not isinstance(found, int) or not 0 <= found < decoder.vocab_size:
         raise config.error("classifier_from_token", f"the vocabulary has no token {token!r}")
     return found

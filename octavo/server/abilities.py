@@ -23,6 +23,8 @@ def abilities(spec: ModelSpec) -> str:
     """Return the tasks of a model, each with a route."""
     can = ["generate (POST /v1/completions)"] if spec.generates else []
     can += [f"{pooler.task} ({_ROUTES[pooler.task]})" for pooler in spec.poolers]
+    if any(pooler.sparse for pooler in spec.poolers):
+        can.append("sparse vectors (POST /embed_sparse)")
     return ", ".join(can)
 
 

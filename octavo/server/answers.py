@@ -978,6 +978,13 @@ class TEIRank(Answer):
     score: float
 
 
+class TEISparseEntry(Answer):
+    """Entry of the vocabulary that has a weight in a text."""
+
+    index: int
+    value: float
+
+
 class TEIPrediction(Answer):
     """Class of a text."""
 

@@ -100,6 +100,10 @@ class TokenVectors(RootModel[list[list[list[float]]]]):
     """POST /embed_all."""
 
 
+class SparseVectors(RootModel[list[list[answers.TEISparseEntry]]]):
+    """POST /embed_sparse."""
+
+
 class Predictions(RootModel[list[answers.TEIPrediction] | list[list[answers.TEIPrediction]]]):
     """POST /predict; a list of lists for a list of lists."""
 
@@ -224,7 +228,7 @@ OPERATIONS: dict[str, Operation] = {
     "/v2/rerank": Operation(RerankOutput, _WITH_BODY, RerankInput),
     "/embed": Operation(Vectors, _WITH_BODY, TEIEmbedBody, error=answers.TEIError),
     "/embed_all": Operation(TokenVectors, _WITH_BODY, TEIInputsBody, error=answers.TEIError),
-    "/embed_sparse": Operation(answers.TEIError, _WITH_BODY, TEIInputsBody, error=answers.TEIError),
+    "/embed_sparse": Operation(SparseVectors, _WITH_BODY, TEIInputsBody, error=answers.TEIError),
     "/predict": Operation(Predictions, _WITH_BODY, TEIPredictBody, error=answers.TEIError),
     "/similarity": Operation(Similarities, _WITH_BODY, SimilarityBody, error=answers.TEIError),
     "/info": Operation(answers.TEIInfo, _GUARDED),

@@ -82,6 +82,8 @@ class Input(NamedTuple):
     """The text, or a function that makes it when the engine has room for it."""
     where: str
     """Its place in the body, such as input[3]."""
+    prompt_name: str | None = None
+    """Prompt, or role, of this text; None: the request's."""
 
 
 @dataclass(slots=True)
@@ -151,6 +153,35 @@ class PoolingCall(Call, ABC, Generic[B]):
     ) -> list[T]:
         """Run all texts; return their results in the order of the texts.
 
+        Args:
+            engine: the engine.
+            inputs: the texts.
+            params: parameters of each.
+            convert: makes the result of a text from its number and its numbers.
+            add_special_tokens: True if the tokenizer adds its special tokens.
+
+        Raises:
+            RequestError, NotFiniteError: as for `made`.
+        """
+        return await self.made(
+            engine,
+            inputs,
+            params,
+            lambda index, output: convert(index, output.outputs.data),
+            add_special_tokens=add_special_tokens,
+        )
+
+    async def made(
+        self,
+        engine: AsyncLLM,
+        inputs: Sequence[Input],
+        params: PoolingParams,
+        make: Callable[[int, PoolingRequestOutput[PoolingOutput]], T],
+        *,
+        add_special_tokens: bool = True,
+    ) -> list[T]:
+        """Run all texts; return what is made of their outputs, in the order of the texts.
+
         The first error ends all of them, and so does a cancellation. The engine has a limited
         number of them at a time.
 
@@ -158,7 +189,7 @@ class PoolingCall(Call, ABC, Generic[B]):
             engine: the engine.
             inputs: the texts.
             params: parameters of each.
-            convert: makes the result of a text from its number and its numbers.
+            make: makes the result of a text from its number and its output.
             add_special_tokens: True if the tokenizer adds its special tokens.
 
         Raises:
@@ -186,6 +217,9 @@ class PoolingCall(Call, ABC, Generic[B]):
                 options = msgspec.structs.replace(
                     self.options(index, trace_headers), priority=priority
                 )
+                its = params
+                if text.prompt_name is not None:
+                    its = msgspec.structs.replace(params, prompt_name=text.prompt_name)
                 try:
                     number = self.state.next_id()
                     if story is not None and stages is not None:
@@ -193,7 +227,7 @@ class PoolingCall(Call, ABC, Generic[B]):
                     prompt = await text.prompt() if callable(text.prompt) else text.prompt
                     output = await engine.serve_pooling(
                         prompt,
-                        params,
+                        its,
                         f"{self.id}-{index}-{number}",
                         options,
                         add_special_tokens=add_special_tokens,
@@ -205,7 +239,7 @@ class PoolingCall(Call, ABC, Generic[B]):
                 add(_RESULT + x.nbytes)
                 if not np.isfinite(x).all():
                     raise NotFiniteError(text.where)
-                found[index] = result = await offload(x.size // 10, convert, index, x)
+                found[index] = result = await offload(x.size // 10, make, index, output)
                 if isinstance(result, bytes):
                     add(max(0, len(result) - x.nbytes))
                 self._count(output)

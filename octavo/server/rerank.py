@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.errors import RequestError
-from octavo.frontend.pooling import cosine
+from octavo.frontend.pooling import find_comparison
 from octavo.server.abilities import cannot
 from octavo.server.body import read_model
 from octavo.server.pooling import Floats, Input, PoolingCall, encode
@@ -65,7 +65,9 @@ class PairsCall(PoolingCall[B]):
         """Return the score of each pair.
 
         A reranker reads both texts together, in its template if it has one. The score of a model of
-        vectors is the cosine of the two vectors; each text is computed once.
+        vectors is the similarity of the two vectors that its files name, the cosine by default;
+        that of a late-interaction model is MaxSim of their tokens' vectors. Each text is computed
+        once.
 
         Args:
             engine: the engine.
@@ -90,12 +92,18 @@ class PairsCall(PoolingCall[B]):
             ]
             params = self.body.pooling_params("classify")
             return await self.results(engine, pairs, params, lambda _, x: float(x[0]))
-        if spec.pooler("embed") is None:
+        comparison = find_comparison(spec.poolers, spec.sentences)
+        if comparison is None:
             raise cannot(spec, "has no scores of pairs")
         if instruction is not None:
             raise _without_template("is a model of vectors")
-        texts = {text: Input(text, where) for text, where in (*first, *second)}
-        params = self.body.pooling_params("embed")
+        task, compare, roles = comparison
+        left, right = (
+            [(text.text, role, text.where) for text in side]
+            for side, role in zip((first, second), roles, strict=True)
+        )
+        texts = {(t, role): Input(t, where, role) for t, role, where in (*left, *right)}
+        params = self.body.pooling_params(task)
 
         def keep(_: int, x: Floats) -> Floats:
             return x
@@ -103,9 +111,12 @@ class PairsCall(PoolingCall[B]):
         vectors = dict(
             zip(texts, await self.results(engine, [*texts.values()], params, keep), strict=True)
         )
-        return [
-            cosine(vectors[a.text], vectors[b.text]) for a, b in zip(first, second, strict=True)
+        pairs_of_vectors = [
+            (vectors[a[:2]], vectors[b[:2]]) for a, b in zip(left, right, strict=True)
         ]
+        # A product of two matrices takes longer than the cosine of two vectors.
+        work = sum(a.size * len(b) if b.ndim > 1 else a.size for a, b in pairs_of_vectors)
+        return await offload(work // 1000, lambda: [compare(a, b) for a, b in pairs_of_vectors])
 
     async def _cut(
         self, engine: AsyncLLM, texts: Sequence[Text], most: int | None

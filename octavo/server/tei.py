@@ -9,14 +9,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo import __version__
-from octavo.errors import UnsupportedError
 from octavo.frontend.input_processor import Prompt
-from octavo.frontend.pooling import cosine
+from octavo.frontend.pooling import cosine, sparse_vector
+from octavo.outputs import PoolingOutput, PoolingRequestOutput
 from octavo.plan.memory_plan import resolve_dtype
 from octavo.pooling_params import PoolingTask
 from octavo.server import answers
-from octavo.server.abilities import abilities, find_pooler
-from octavo.server.body import read_model
+from octavo.server.abilities import cannot, find_pooler
 from octavo.server.pooling import Floats, Input, PoolingCall, encode, numbers_json, text_inputs
 from octavo.server.pooling_schema import (
     MAX_TEXTS,
@@ -40,15 +39,8 @@ async def embed_all(request: Request) -> Response:
 
 
 async def embed_sparse(request: Request) -> Response:
-    """Reject the request: this route is not supported yet."""
-    state = state_of(request)
-    await read_model(request, TEIInputsBody, state.config.max_request_bytes)
-    spec = (await state.get_engine()).spec
-    raise UnsupportedError(
-        "/embed_sparse is not supported yet; /v1/embeddings returns all numbers of a SPLADE "
-        f"model's vector. This model ({spec.architecture}) can: {abilities(spec)}.",
-        "model",
-    )
+    """Return the entries of the vocabulary that have a weight in each text."""
+    return await EmbedSparse.read(request, TEIInputsBody)
 
 
 async def predict(request: Request) -> Response:
@@ -89,13 +81,15 @@ async def info(request: Request) -> Response:
 
 def _model_type(spec: Any) -> dict[str, dict[str, Any]]:
     """Return the kind of a model by text-embeddings-inference's names."""
+    pooler = spec.pooler("embed")
     scorer = spec.pooler("classify") or spec.pooler("token_classify")
-    if scorer is not None:
+    if scorer is not None and pooler is None:
         labels = {str(i): label for i, label in enumerate(scorer.labels)}
         kind = "reranker" if scorer.size == 1 else "classifier"
         return {kind: {"id2label": labels, "label2id": {v: int(k) for k, v in labels.items()}}}
-    pooler = spec.pooler("embed")
-    return {} if pooler is None else {"embedding": {"pooling": "+".join(pooler.pooling)}}
+    if pooler is None:
+        return {}
+    return {"embedding": {"pooling": "splade" if pooler.sparse else "+".join(pooler.pooling)}}
 
 
 class Embed(PoolingCall[TEIInputsBody]):
@@ -119,6 +113,29 @@ class EmbedAll(Embed):
     """Request for the vectors of tokens."""
 
     task = "token_embed"
+
+
+class EmbedSparse(PoolingCall[TEIInputsBody]):
+    """Request for sparse vectors."""
+
+    id_prefix = "embed"
+    param = "inputs"
+
+    async def answer(self) -> Response:
+        """Return the answer; see `PoolingCall.answer`."""
+        engine = await self.state.get_engine()
+        pooler = next((pooler for pooler in engine.spec.poolers if pooler.sparse), None)
+        if pooler is None:
+            raise cannot(engine.spec, "has no sparse vectors")
+        params = self.body.pooling_params(pooler.task)
+
+        def write(_: int, output: PoolingRequestOutput[PoolingOutput]) -> bytes:
+            entries, weights = sparse_vector(output, pooler, params)
+            pairs = zip(entries.tolist(), weights.tolist(), strict=True)
+            return encode([{"index": entry, "value": weight} for entry, weight in pairs])
+
+        rows = await self.made(engine, text_inputs(self.body.inputs, "inputs"), params, write)
+        return await self.write(b"[", rows, b"]")
 
 
 class Predict(PoolingCall[TEIPredictBody]):

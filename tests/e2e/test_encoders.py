@@ -15,6 +15,7 @@ from octavo.errors import RequestError
 from octavo.pooling_params import PoolingParams
 from tests.models.harness import make_hf
 from tests.models.test_encoders import CLASSES, SIZES, TOKENS
+from tests.pooling import write_modules
 
 WORDS = ["a", "cat", "sat", "on", "the", "mat", "dog", "ran", "under", "bed", "?", "."]
 TEXTS = ["the cat sat on the mat .", "a dog ran", "?", "under the bed the dog sat on a mat " * 4]
@@ -94,11 +95,17 @@ SPLADE = Path(os.environ.get("OCTAVO_REAL_MODELS", ""), "splade-tiny")
 
 
 @pytest.mark.skipif(not SPLADE.is_dir(), reason="set OCTAVO_REAL_MODELS to a folder with it")
-def test_a_published_sparse_encoder():
+@pytest.mark.parametrize("by_modules", [False, True])
+def test_a_published_sparse_encoder(by_modules, tmp_path):
     """Names of norms as in TensorFlow, and the weights that sentence-transformers computes."""
     expected = json.loads((SPLADE / "expected_sparse.json").read_text())
-    architecture = {"architectures": ["BertSpladeSparseEmbeddingModel"]}
-    with LLM(str(SPLADE), dtype="float32", hf_overrides=architecture) as llm:
+    folder, architecture = SPLADE, {"architectures": ["BertSpladeSparseEmbeddingModel"]}
+    if by_modules:
+        folder, architecture = tmp_path, {}
+        for file in SPLADE.iterdir():
+            (tmp_path / file.name).symlink_to(file)
+        write_modules(tmp_path, ("SpladePooling", {"pooling_strategy": "max"}))
+    with LLM(str(folder), dtype="float32", hf_overrides=architecture) as llm:
         outputs = llm.embed(expected["sentences"], use_tqdm=False)
     for output, weights in zip(outputs, expected["weights"], strict=True):
         vector = np.array(output.outputs.embedding)

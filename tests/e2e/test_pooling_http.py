@@ -17,8 +17,11 @@ import ollama
 import openai
 import pytest
 
+from octavo import LLM
 from tests.bert_files import write_bert
 from tests.e2e import harness
+from tests.models.test_encoder_heads import DOCUMENTS, QUERY, write_pylate
+from tests.pooling import write_modules
 
 FLAGS = ["--dtype", "float32", "--num-threads", "1", "--served-model-name", "m", "--device", "cpu"]
 TEXTS = ["a dog barks", "the sun shines", "which animal", "a cat"]
@@ -229,6 +232,40 @@ def test_a_reranker(folders, tmp_path):
         np.testing.assert_allclose([row[0]["score"] for row in found], alone, atol=1e-4)
         error = http.post("/v1/embeddings", json={"input": "a"}).json()["error"]
         assert "It can: classify" in error["message"]
+
+
+def test_late_interaction_and_sparse_vectors(tmp_path):
+    """Over HTTP as in Python: ColBERT in a folder of PyLate, and SPLADE."""
+    late, sparse = tmp_path / "late", tmp_path / "sparse"
+    write_pylate(late, attend_to_expansion_tokens=True)
+    write_bert(sparse, "ForMaskedLM")
+    write_modules(sparse, ("SpladePooling", {}))
+    settings = {"dtype": "float32", "num_threads": 1}
+    with LLM(str(late), **settings) as llm:
+        expected = [o.outputs.score for o in llm.score(QUERY, DOCUMENTS, use_tqdm=False)]
+    with LLM(str(sparse), **settings) as llm:
+        vectors = [o.outputs.embedding for o in llm.embed(TEXTS, use_tqdm=False)]
+    with (
+        harness.serve(tmp_path, *FLAGS, model=str(late)) as server,
+        httpx.Client(base_url=server.url, timeout=60) as http,
+    ):
+        rows = post(http, "/score", text_1=QUERY, text_2=DOCUMENTS)["data"]
+        assert [row["score"] for row in rows] == expected
+        ranks = post(http, "/v1/rerank", query=QUERY, documents=DOCUMENTS)["results"]
+        assert {rank["index"]: rank["relevance_score"] for rank in ranks} == dict(
+            enumerate(expected)
+        )
+        body = {"input": QUERY, "task": "token_embed", "prompt_name": "query"}
+        assert np.array(post(http, "/pooling", **body)["data"][0]["data"]).shape == (12, 16)
+        assert "has no sparse vectors" in http.post("/embed_sparse", json={"inputs": "a"}).text
+    with (
+        harness.serve(tmp_path, *FLAGS, model=str(sparse)) as server,
+        httpx.Client(base_url=server.url, timeout=60) as http,
+    ):
+        found = post(http, "/embed_sparse", inputs=TEXTS)
+        for entries, vector in zip(found, vectors, strict=True):
+            weights = {i: weight for i, weight in enumerate(vector) if weight}
+            assert {entry["index"]: entry["value"] for entry in entries} == weights
 
 
 def test_the_lines_of_the_page(embedder, http):

@@ -29,6 +29,7 @@ ROUTINGS = [
 ]
 SILU, CLAMPED = ExpertActivation("silu"), ExpertActivation("swigluoai", limit=0.7)
 PLAIN = ExpertActivation("relu2", gated=False)
+GELU = ExpertActivation("gelu", gated=False)
 Form = Callable[[HostTensor], Any]
 
 
@@ -112,7 +113,9 @@ def mix(
     return as_torch(ops.sum_experts(rows, places, from_torch(weights)))
 
 
-@pytest.mark.parametrize("activation", [SILU, CLAMPED, PLAIN], ids=["silu", "clamped", "relu2"])
+@pytest.mark.parametrize(
+    "activation", [SILU, CLAMPED, PLAIN, GELU], ids=["silu", "clamped", "relu2", "gelu"]
+)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("sizes", [(5, 96, 40), (4, 64, 128)], ids=str)
 def test_experts(isa: str, sizes: tuple[int, ...], dtype: str, activation: Any) -> None:

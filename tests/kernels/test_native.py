@@ -729,6 +729,14 @@ def test_every_other_row() -> None:
     assert (out[others] == 7).all()
 
 
+@dtypes
+@pytest.mark.parametrize(("rows", "dim"), [(1, 7), (5, 64), (33, 2100)])
+def test_add_of_one_vector_to_all_rows(rows: int, dim: int, dtype: torch.dtype) -> None:
+    x, y = random(rows, dim, dtype=dtype), random(dim, dtype=dtype, seed=1)
+    assert_same(ops.add(x, y), x + y)
+    assert_same(ops.add(x, y), ops.add(x, y.expand(rows, dim).contiguous()))
+
+
 # ---- sums over ranks ----
 
 

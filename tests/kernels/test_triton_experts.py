@@ -72,8 +72,9 @@ def test_route(routing: Routing) -> None:
         (SILU, "float32", (5, 40, 24), 2),
         (CLAMPED, "bfloat16", (3, 130, 70), 1),
         (PLAIN, "float16", (7, 33, 65), 3),
+        (ExpertActivation("gelu", gated=False), "float32", (4, 24, 40), 2),
     ],
-    ids=["silu", "clamped", "relu2"],
+    ids=["silu", "clamped", "relu2", "gelu"],
 )
 def test_experts(
     activation: ExpertActivation, dtype: str, sizes: tuple[int, int, int], top_k: int

@@ -8,11 +8,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from octavo import LLM
 from octavo.checkpoints.registry import open_checkpoint
 from octavo.config import PoolerConfig
 from octavo.errors import ConfigError, ModelError, RequestError
 from octavo.models.weight_cache import weights_key
 from octavo.pooling_params import PoolingParams
+from tests.encoders import write_encoder
 from tests.models.harness import make_hf, save_config, spec_of
 from tests.models.test_parity import SIZES, WIDE_HEADS
 from tests.pooling import (
@@ -116,6 +118,38 @@ def test_dense(activation: str, function: Any, tmp_path: Path) -> None:
         found = results(llm, None)
         assert [len(x) for x in found] == [32] * len(PROMPTS)
         assert_near(found, expected)
+
+
+def test_dense_of_each_token(tmp_path: Path) -> None:
+    """As in vLLM; not after several ways of pooling, whose vectors are longer than a token's."""
+    hf_model = save_qwen3(tmp_path)
+    write_modules(tmp_path, pooling("mean_tokens"), ("Dense", dense_config(48, 64, "Tanh")))
+    linear = write_dense(tmp_path, 2, 48, 64, "Tanh")
+    with torch.no_grad():
+        expected = [unit(torch.tanh(linear(x))) for x in states(hf_model)]
+    assert_near(pool(tmp_path, "token_embed"), expected)
+    ways = pooling("mean_tokens", "max_tokens")
+    write_modules(tmp_path, ways, ("Dense", dense_config(96, 64, "Tanh")))
+    write_dense(tmp_path, 2, 96, 64, "Tanh")
+    assert_near(pool(tmp_path, "token_embed"), [unit(x) for x in states(hf_model)])
+
+
+@pytest.mark.parametrize("name", ["dot", "euclidean", "manhattan", "cosine"])
+def test_scores_by_the_similarity_that_a_folder_names(name: str, tmp_path: Path) -> None:
+    folder = write_encoder(tmp_path)
+    write_modules(tmp_path, pooling("mean_tokens"))
+    write_json(tmp_path / "config_sentence_transformers.json", {"similarity_fn_name": name})
+    with LLM(folder, load_format="dummy") as llm:
+        x, *others = (o.outputs.embedding for o in llm.embed(["a", "b", "cd"], use_tqdm=False))
+        found = [o.outputs.score for o in llm.score("a", ["b", "cd"], use_tqdm=False)]
+    x, y = torch.tensor([x]), torch.tensor(others)
+    expected = {
+        "dot": (x @ y.T)[0],
+        "cosine": (unit(x) @ unit(y).T)[0],
+        "euclidean": -torch.cdist(x, y)[0],
+        "manhattan": -torch.cdist(x, y, p=1)[0],
+    }
+    assert found == pytest.approx(expected[name].tolist(), rel=1e-3)
 
 
 def test_dense_in_a_torch_file_and_a_norm(tmp_path: Path) -> None:

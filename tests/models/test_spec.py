@@ -644,7 +644,8 @@ def test_the_architecture_by_the_kind_of_model(tmp_path: Path) -> None:
     for name, defaults in DEFAULTS.items():
         missing = *STAND_INS, *OWN, "MptForCausalLM", "InternVLChatModel"
         missing += ("Mistral4ForCausalLM", "PhiMoEForCausalLM", "NewModel", "JinaBertModel")
-        missing += ("BertSpladeSparseEmbeddingModel",)
+        missing += ("BertSpladeSparseEmbeddingModel", "BgeM3EmbeddingModel")
+        missing += ("ColBERTModernBertModel", "ColBERTJinaRobertaModel")
         if name in missing or "Conditional" in name:
             continue  # transformers has no class for it, or another name, or another mapping
         if name.endswith("Model") and "LMHead" not in name:
@@ -814,7 +815,8 @@ def test_every_family_has_a_parity_case() -> None:
     bare = [name for name, _ in ENCODERS.values() if name.endswith("Model")]
     tested |= {f"{name.removesuffix('Model')}ForMaskedLM" for name in bare}
     elsewhere |= {name for name in FAMILIES if name.startswith(("New", "JinaBert"))}
-    elsewhere |= {"BertSpladeSparseEmbeddingModel"}
+    elsewhere |= {"BertSpladeSparseEmbeddingModel", "BgeM3EmbeddingModel", "HF_ColBERT"}
+    elsewhere |= {"ColBERTModernBertModel", "ColBERTJinaRobertaModel"}
     tested |= {f"{name}ForConditionalGeneration" for name in WRAPPERS}
     assert tested | elsewhere == set(FAMILIES)
 

@@ -1,10 +1,12 @@
 """Fake engines of models with vectors and scores."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from octavo.config import EngineConfig
 from octavo.frontend.pooling import normalize
-from octavo.models.blocks.pooler import PoolerSpec
+from octavo.models.blocks.pooler import PoolerSpec, RoleSpec
 from tests.server.fake_engine import BOS, FakeAsyncLLM, fake_pool, make_tokenizer, with_server
 
 EMBED = PoolerSpec("embed", ("mean",), 4, activation="normalize", dimensions=(2,))
@@ -12,6 +14,16 @@ PLAIN = PoolerSpec("embed", ("mean",), 4, activation="normalize", activates=Fals
 TOKENS = PoolerSpec("token_embed", ("all",), 4, activation="normalize")
 CLASSES = PoolerSpec("classify", ("cls",), 3, activation="softmax", labels=("bad", "so", "good"))
 RANKER = PoolerSpec("classify", ("cls",), 1, activation="sigmoid", labels=("relevant",))
+
+WEIGHTS = PoolerSpec("embed", ("max",), 9, sparse=True)
+TOKEN_WEIGHTS = PoolerSpec(
+    "token_classify", ("all",), 1, activation="relu", edges=(BOS, None), sparse=True
+)
+TOKEN_WEIGHTS = replace(TOKEN_WEIGHTS, weightless=(BOS, ord("n")))
+
+QUERIES = RoleSpec("query", ord("Q"), 8, mask=ord("M"))
+DOCUMENTS = RoleSpec("document", ord("D"), 9, skipped=(ord("."),))
+LATE = replace(TOKENS, roles=(QUERIES, DOCUMENTS))
 
 
 def serve(scenario, *poolers, engine=None, template=None, headers=None, **settings):

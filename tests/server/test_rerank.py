@@ -2,15 +2,18 @@
 
 import asyncio
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from pydantic import TypeAdapter
 
+from octavo.frontend.pooling import normalize
+from octavo.models.blocks.pooler import SentencesSpec
 from octavo.server import answers
 from octavo.server.pooling_schema import MAX_TEXTS
 from tests.server.fake_engine import Call, fake_pool
-from tests.server.pooled import CLASSES, EMBED, RANKER, cosine, good, refused, serve
+from tests.server.pooled import CLASSES, EMBED, LATE, RANKER, TOKENS, cosine, good, refused, serve
 
 DOCUMENTS = ["a cat", {"text": "Paris", "title": "x"}, "dogs", "a cat"]
 TEXTS = ["a cat", "Paris", "dogs", "a cat"]
@@ -20,6 +23,62 @@ SCORES = TypeAdapter(answers.ScoreAnswer)
 
 def ranked(scores):
     return sorted(range(len(scores)), key=lambda i: -scores[i])
+
+
+def max_sim(a, b, skipped=()):
+    """Return MaxSim of two texts' tokens."""
+    x, y = (normalize(fake_pool(ids, TOKENS).astype(np.float32)) for ids in (a, b))
+    y = y[[i not in skipped for i in b]]
+    return float((x @ y.T).max(1).sum())
+
+
+@pytest.mark.parametrize("path", ["/score", "/rerank", "tei"])
+@pytest.mark.parametrize("pooler", [TOKENS, LATE])
+def test_late_interaction(path, pooler):
+    """The query is filled up, documents are cut and lose the vectors of some tokens."""
+
+    async def scenario(served):
+        texts = ["a. b", "a cat and a dog", "a. b"]
+        if pooler is LATE:
+            query = [256, *b"Q" + b"dog" + b"MMM"]
+            documents = [[256, *b"D" + text.encode()][:9] for text in texts]
+            expected = [max_sim(query, ids, [*b"."]) for ids in documents]
+        else:
+            ids = [[256, *text.encode()] for text in ["dog", *texts]]
+            expected = [max_sim(ids[0], document) for document in ids[1:]]
+        if path == "/score":
+            rows = (await good(served, path, text_1="dog", text_2=texts))["data"]
+            found = {row["index"]: row["score"] for row in rows}
+        elif path == "/rerank":
+            rows = (await good(served, path, query="dog", documents=texts))["results"]
+            found = {row["index"]: row["relevance_score"] for row in rows}
+        else:
+            rows = await good(served, "/rerank", query="dog", texts=texts)
+            found = {row["index"]: row["score"] for row in rows}
+        assert [found[i] for i in range(3)] == pytest.approx(expected, rel=1e-5)
+        assert len(served.engine.requests) == 3
+        error = await refused(served, "/v1/embeddings", input="a")
+        assert "It can: token_embed" in error["message"]
+
+    serve(scenario, pooler)
+
+
+@pytest.mark.parametrize("name", ["cosine", "dot", "euclidean", "manhattan"])
+def test_the_similarity_that_a_model_names(name):
+    async def scenario(served):
+        served.engine.spec.sentences = SentencesSpec(similarity_fn_name=name)
+        rows = (await good(served, "/score", text_1="dog", text_2=["cat", "dogs"]))["data"]
+        x, *others = (fake_pool([256, *it], EMBED) for it in (b"dog", b"cat", b"dogs"))
+        for row, y in zip(rows, others, strict=True):
+            expected = {
+                "cosine": x @ y / np.linalg.norm(x) / np.linalg.norm(y),
+                "dot": x @ y,
+                "euclidean": -np.sqrt(((x - y) ** 2).sum()),
+                "manhattan": -np.abs(x - y).sum(),
+            }
+            assert row["score"] == pytest.approx(expected[name], rel=1e-5)
+
+    serve(scenario, replace(EMBED, activates=False))
 
 
 @pytest.mark.parametrize("path", ["/rerank", "/v1/rerank", "/v2/rerank"])

@@ -12,7 +12,9 @@ from tests.server.pooled import (
     EMBED,
     PLAIN,
     RANKER,
+    TOKEN_WEIGHTS,
     TOKENS,
+    WEIGHTS,
     cosine,
     good,
     ids_of,
@@ -73,13 +75,54 @@ def test_vectors_of_tokens():
     serve(scenario)
 
 
-def test_sparse_vectors_are_refused():
+def test_sparse_vectors_of_a_model_without():
     async def scenario(served):
         said = await failed(served, "/embed_sparse", inputs="a")
-        assert "/embed_sparse is not supported yet" in said
-        assert "embed (POST /v1/embeddings)" in said
+        assert "has no sparse vectors. It can: embed (POST /v1/embeddings)" in said
 
     serve(scenario)
+
+
+def test_sparse_vectors_of_the_vocabulary():
+    """SPLADE: one number for each entry."""
+
+    async def scenario(served):
+        found = await good(served, "/embed_sparse", inputs=["one", "three"])
+        TypeAdapter(list[list[answers.TEISparseEntry]]).validate_python(found)
+        for text, entries in zip(("one", "three"), found, strict=True):
+            x = fake_pool(ids_of(text), WEIGHTS)
+            expected = {i: float(w) for i, w in enumerate(x.astype(np.float32)) if w > 0}
+            assert {entry["index"]: entry["value"] for entry in entries} == expected
+        assert (await served.http.get("/info")).json()["model_type"] == {
+            "embedding": {"pooling": "splade"}
+        }
+
+    serve(scenario, WEIGHTS)
+
+
+def test_sparse_vectors_of_tokens():
+    """BGE-M3: the greatest weight of an entry's tokens, without the special ones."""
+
+    async def scenario(served):
+        (entries,) = await good(served, "/embed_sparse", inputs="banana")
+        weights = fake_pool(ids_of("banana"), TOKEN_WEIGHTS)[:, 0]
+        expected: dict[int, float] = {}
+        for token, weight in zip(b"banana", weights[1:], strict=True):
+            if weight > 0 and token != ord("n"):
+                expected[token] = max(expected.get(token, 0.0), float(np.float32(weight)))
+        assert expected
+        assert {entry["index"]: entry["value"] for entry in entries} == expected
+        assert [entry["index"] for entry in entries] == sorted(expected)
+        body = {"input": "banana", "task": "token_classify"}
+        (row,) = (await good(served, "/pooling", **body))["data"]
+        np.testing.assert_allclose(row["data"], np.maximum(weights[1:], 0), rtol=1e-6)
+        assert (await served.http.get("/info")).json()["model_type"] == {
+            "embedding": {"pooling": "mean"}
+        }
+        said = await failed(served, "/predict", inputs="a")
+        assert "sparse vectors (POST /embed_sparse)" in said
+
+    serve(scenario, EMBED, TOKEN_WEIGHTS)
 
 
 def test_predictions():

@@ -92,6 +92,8 @@ class ExpertsSpec(BlockSpec):
     latent: tuple[LinearSpec, LinearSpec] | None = None
     """Projections to the experts' input and from the sum of their results (Nemotron-H); the router
     and the shared block read the hidden state. Each rank computes both projections as a whole."""
+    bias: str | None = None
+    """Tensor of the checkpoint that is added to the sum of the results: [hidden size] (Nomic)."""
     own: tuple[int, ...] | None = None
     """Experts that a rank has, in ascending order, if ranks divide the experts; None: all."""
     exchanged: bool = False
@@ -150,6 +152,9 @@ class ExpertsSpec(BlockSpec):
                 shape = (len(stack) * biases[0].shape[0],)
                 whole = biases[0].whole_rows  # rows of one source, which is one expert's bias
                 yield Weight(f"{names.own}{name}", "vector", shape, sources, whole)
+        if self.bias is not None:
+            source = Source(f"{names.checkpoint}{self.bias}", (self.hidden,))
+            yield Weight(f"{names.own}bias", "vector", (self.hidden,), (source,))
         if self.shared is not None:
             yield from self.shared.weights(names.of("shared"))
         if self.shared_gate is not None:
@@ -264,6 +269,7 @@ class ExpertsSpec(BlockSpec):
             None if self.norm is None else self.norm.build(parts.of("norm")),
             latent,
             exchange,
+            bias=None if self.bias is None else parts.tensor("bias"),
         )
         parts.mixtures.append(live)
         return live

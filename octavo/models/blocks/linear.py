@@ -177,11 +177,13 @@ class LinearSpec:
                     stacked = source.name.replace(".weight.weight", ".weight")
                     if stacked == source.name:
                         stacked = stacked.removesuffix(".weight").replace(".bias", "_bias")
+                    first, *others = source.shape
+                    shapes = tuple((count, *shape) for shape in source.other_shapes)
                     source = replace(
                         source,
                         name=stacked,
                         shape=(count, *source.shape),
-                        other_shapes=tuple((count, *shape) for shape in source.other_shapes),
+                        other_shapes=(*shapes, (count * first, *others)),
                         index=index,
                     )
                 sources.append(source if parts is None else replace(source, parts=parts))

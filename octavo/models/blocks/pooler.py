@@ -14,18 +14,21 @@ if TYPE_CHECKING:
     from octavo.layers.pooler import Pooler
     from octavo.models.blocks.base import Parts
 
-Pooling = Literal["cls", "last", "mean", "max", "weighted_mean", "mean_sqrt_len", "all"]
+Pooling = Literal["cls", "last", "mean", "max", "sum", "weighted_mean", "mean_sqrt_len", "all"]
 """Way from the hidden states of a text to one vector, as sentence-transformers names it.
 
-cls: the first token's. last: the last token's. mean, max: over all tokens, for each number.
+cls: the first token's. last: the last token's. mean, max, sum: over all tokens, for each number.
 weighted_mean: the mean with the weight p + 1 at position p (Muennighoff, "SGPT", arXiv
 2202.08904). mean_sqrt_len: the sum, divided by the square root of the number of tokens. all: no
 pooling, each token has a result."""
-DenseActivation = Literal["none", "tanh", "relu", "gelu", "sigmoid", "silu", "margin", "log1p_relu"]
-"""Function of a layer's result. margin: of two numbers, the second minus the first. log1p_relu:
-log(1 + max(x, 0)) (SPLADE)."""
-FinalActivation = Literal["none", "normalize", "softmax", "sigmoid"]
-Similarity = Literal["cosine", "dot", "euclidean", "manhattan"]
+SparseActivation = Literal["log1p_relu", "log1p_log1p_relu"]
+"""Function of the logits of a sparse encoder. log1p_relu: log(1 + max(x, 0)) (SPLADE).
+log1p_log1p_relu: log(1 + log(1 + max(x, 0)))."""
+DenseActivation = Literal["none", "tanh", "relu", "gelu", "sigmoid", "silu", "margin"]
+"""Function of a layer's result. margin: of two numbers, the second minus the first."""
+FinalActivation = Literal["none", "normalize", "softmax", "sigmoid", "relu"]
+Similarity = Literal["cosine", "dot", "euclidean", "manhattan", "max_sim"]
+"""Function that compares two texts. max_sim: of the vectors of their tokens (ColBERT)."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +37,24 @@ class DenseSpec:
 
     linear: LinearSpec | None
     """None: the input as it is."""
-    activation: DenseActivation = "none"
+    activation: DenseActivation | SparseActivation = "none"
     norm: NormSpec | None = None
+
+
+@dataclass(frozen=True)
+class RoleSpec:
+    """Way to read the texts of one side of a pair, for late interaction (ColBERT)."""
+
+    name: str
+    """query or document; a request names it as `prompt_name`."""
+    marker: int | None
+    """Token that is put after a text's first one; None: none is."""
+    max_tokens: int
+    """Number of tokens to which a text is cut, with the special ones and the marker."""
+    mask: int | None = None
+    """Token with which shorter texts are filled; None: they are not."""
+    skipped: tuple[int, ...] = ()
+    """Tokens that have no vector."""
 
 
 @dataclass(frozen=True)
@@ -67,11 +86,25 @@ class PoolerSpec:
     """Token whose results are returned where a request names none; None: those of all tokens."""
     returned_token_ids: tuple[int, ...] | None = None
     """Classes that are returned where a request names none; None: all."""
+    edges: tuple[int | None, int | None] = (None, None)
+    """Tokens that have no result where a text begins with the first one, or ends with the second
+    one (BGE-M3); None: the token at this end has one."""
+    sparse: bool = False
+    """True if the numbers are weights of the vocabulary, most of them 0: one for each entry of it
+    (SPLADE), or one for each token of the text (BGE-M3)."""
+    weightless: tuple[int, ...] = ()
+    """Tokens that have no weight in a sparse vector, wherever they are."""
+    roles: tuple[RoleSpec, ...] = ()
+    """Roles of texts, of a late-interaction model whose files describe them."""
 
     @property
     def reads_all(self) -> bool:
         """True if the pooling reads more tokens than the last one."""
         return self.pooling != ("last",)
+
+    def role(self, name: str | None) -> RoleSpec | None:
+        """Return the role of a name; None: there is none of this name."""
+        return next((role for role in self.roles if role.name == name), None)
 
     def refusal(self, dimensions: int) -> str | None:
         """Return the reason why a vector cannot be cut to a number of numbers; None: it can."""

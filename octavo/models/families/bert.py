@@ -11,12 +11,20 @@ from octavo.models.blocks.attention import Alibi, RelativeBias
 from octavo.models.blocks.embedding import EmbedSpec, PositionsSpec, TokenTypesSpec
 from octavo.models.blocks.linear import LinearSpec
 from octavo.models.blocks.norm import LayerNormSpec
+from octavo.models.blocks.pooler import DenseSpec, PoolerSpec
 from octavo.models.families import base
 from octavo.models.families.classifiers import Layer, families
 from octavo.models.families.gpt import GPTLike
 from octavo.models.spec import ModelSpec
 
 _ACTIVATIONS = base.PLAIN | {"gelu_python": "gelu"}
+ADAPTERS = (
+    "the adapters of jina-embeddings-v3 are not supported; without them, checkpoints of "
+    "JinaEmbeddingsV3Model run"
+)
+"""Reason to refuse the field lora_adaptations."""
+_XLM_UNKNOWN = 3
+"""Id of the unknown token in the vocabulary of XLM-RoBERTa, which config.json does not have."""
 _HEADS = r"(cls|lm_head|predictions|sop_classifier|(vocab|generator|discriminator)_\w+)\..*"
 """Pattern of the names of heads that were trained with the encoder, and are not computed."""
 
@@ -129,8 +137,43 @@ class BertLike:
 
 def _roberta(config: ConfigJson) -> ModelSpec:
     """Read RoBERTa, XLM-RoBERTa or CamemBERT."""
-    config.refuse("lora_adaptations", None, "the adapters of jina-embeddings-v3 are not supported")
+    config.refuse("lora_adaptations", None, ADAPTERS)
     return BertLike(prefix="roberta.", skips=True).read(config)
+
+
+def _bge_m3(config: ConfigJson) -> ModelSpec:
+    """Read BGE-M3 with its heads for weights of tokens and for vectors of tokens.
+
+    Chen et al., "BGE M3-Embedding", arXiv 2402.03216. The architecture's name is vLLM's, for
+    `hf_overrides`: the checkpoint names XLMRobertaModel.
+    """
+    spec = _roberta(config)
+    size, begin = spec.hidden_size, config.integer("bos_token_id", default=0, least=0)
+    end, pad = (
+        config.integer(f"{name}_token_id", default=default, least=0)
+        for name, default in (("eos", 2), ("pad", 1))
+    )
+    weights, vectors = (
+        DenseSpec(LinearSpec(((f"{file}.pt/linear", outputs),), size, bias=True, exact=True))
+        for file, outputs in (("sparse_linear", 1), ("colbert_linear", size))
+    )
+    poolers = (
+        PoolerSpec("embed", ("cls",), size, activation="normalize"),
+        PoolerSpec(
+            "token_embed", ("all",), size, (vectors,), activation="normalize", edges=(begin, None)
+        ),
+        PoolerSpec(
+            "token_classify",
+            ("all",),
+            1,
+            (weights,),
+            activation="relu",
+            edges=(begin, end),
+            sparse=True,
+            weightless=(begin, pad, end, _XLM_UNKNOWN),
+        ),
+    )
+    return replace(spec, poolers=poolers)
 
 
 def _distilbert(config: ConfigJson) -> ModelSpec:
@@ -189,6 +232,7 @@ ARCHITECTURES = {
     **families("Bert", BertLike().read, (("bert.pooler.dense", "tanh"),)),
     **families("Roberta", _roberta, _DENSE, "classifier.out_proj"),
     **families("XLMRoberta", _roberta, _DENSE, "classifier.out_proj"),
+    "BgeM3EmbeddingModel": _bge_m3,
     **families("Camembert", _roberta, _DENSE, "classifier.out_proj"),
     **families("DistilBert", _distilbert, (("pre_classifier", "relu"),)),
     **families("Electra", _electra, (("classifier.dense", "gelu"),), "classifier.out_proj"),

@@ -6,11 +6,13 @@ from dataclasses import replace
 from functools import partial
 
 from octavo.checkpoints.config_json import ConfigJson
+from octavo.kernels.routing import ExpertActivation, Routing
 from octavo.layers.rope_spec import RopeSpec
 from octavo.models.blocks.attention import Alibi
 from octavo.models.families import base
-from octavo.models.families.bert import BertLike
+from octavo.models.families.bert import ADAPTERS, BertLike
 from octavo.models.families.classifiers import families
+from octavo.models.families.experts import ExpertNames, experts, read_num_experts, read_top_k
 from octavo.models.positions import alibi_slopes_bloom, read_rope
 from octavo.models.spec import ModelSpec
 
@@ -50,37 +52,95 @@ def _gte(config: ConfigJson, prefix: str, theta: float) -> ModelSpec:
 
 
 def _nomic(config: ConfigJson) -> ModelSpec:
-    """Read Nomic BERT, with the fields of transformers or of Nomic's code."""
-    if config.has("n_embd"):
-        for name in _NOMIC_OFF:
-            config.refuse(name, False, "only models without it are supported")
-        config.refuse("activation_function", "swiglu", "only SwiGLU is supported")
-        config.refuse("rotary_emb_fraction", 1.0, "only rotation of whole heads is supported")
-        for new, old in _NOMIC.items():
-            config = config.replaced(new, config.get(*old))
+    """Read Nomic BERT, with the fields of transformers or of Nomic's code, also with experts."""
+    if not config.has("n_embd"):
+        config.refuse("num_experts", 0, "mixtures of experts need the fields of Nomic's code")
+        return _nomic_like().read(config, _rope(config, 1000.0))
+    for name in _NOMIC_OFF:
+        config.refuse(name, False, "only models without it are supported")
+    config.refuse("rotary_emb_fraction", 1.0, "only rotation of whole heads is supported")
+    for new, old in _NOMIC.items():
+        config = config.replaced(new, config.get(*old))
+    activation = config.choice("activation_function", {"swiglu": "silu", "gelu": "gelu"})
+    gated = activation == "silu"
+    bias = config.flag("mlp_fc1_bias", True)
+    config.refuse("mlp_fc2_bias", bias, "both projections have a bias, or none has")
+    like = replace(
+        _nomic_like(),
+        attention_bias=config.flag("qkv_proj_bias", True),
+        mlp_modules=_NOMIC_MLP if gated else ("mlp.fc1", "mlp.fc2"),
+        gated=gated,
+        gated_bias=bias,
+        mlp_bias=bias,
+    )
+    config = config.replaced("hidden_act", activation)
+    return _with_experts(like.read(config, _rope(config, 1000.0)), config)
+
+
+_NOMIC_MLP = ("mlp.fc12", "mlp.fc11", "mlp.fc2")
+
+
+def _nomic_like() -> BertLike:
     return BertLike(
         prefix="nomic_bert.",
         embed_norm="emb_ln",
         qkv_modules=("attn.Wqkv",),
         o_module="attn.out_proj",
-        mlp_modules=("mlp.fc12", "mlp.fc11", "mlp.fc2"),
+        mlp_modules=_NOMIC_MLP,
         norm_modules=("norm1", "norm2"),
         layer_names="encoder.layers.{}.",
         attention_bias=False,
         mlp_bias=False,
         gated=True,
-    ).read(config, _rope(config, 1000.0))
+    )
+
+
+def _with_experts(spec: ModelSpec, config: ConfigJson) -> ModelSpec:
+    """Return the model with mixtures of experts in every n-th layer (Nomic Embed v2).
+
+    Nussbaum and Duderstadt, "Training Sparse Mixture Of Experts Text Embedding Models", arXiv
+    2502.07972, section 3.
+    """
+    every = config.integer("moe_every_n_layers", default=0, least=0)
+    if not config.get("num_experts") or not every:
+        return spec
+    config.refuse("activation_function", "gelu", "only experts with GELU are supported")
+    config.refuse("num_shared_experts", 0, "experts that all tokens use are not supported")
+    config.refuse("expert_choice_router", False, "only tokens that choose experts are supported")
+    config.refuse("ffn_div", 1, "only experts with the inner size n_inner are supported")
+    known = {"False": False, "None": False, "0": False, "True": True, "1": True}
+    asked = str(config.get("moe_normalize_expert_weights"))
+    if asked not in known:
+        raise config.error("moe_normalize_expert_weights", "supported: false, true")
+    num_experts = read_num_experts(config, "num_experts")
+    mixture = experts(
+        config,
+        Routing(read_top_k(config, num_experts, "moe_top_k"), "softmax", renormalize=known[asked]),
+        num_experts=num_experts,
+        inner=config.integer("intermediate_size"),
+        names=ExpertNames(
+            router="mlp.router.layer", experts="mlp.experts.mlp.", up=("w1",), down="w2"
+        ),
+        activation=ExpertActivation("gelu", gated=False),
+        stacked="rows",
+    )
+    # An expert's second matrix is stored like its first one: [inner, hidden size].
+    down = tuple(replace(linear, layout="conv1d") for linear in mixture.down)
+    mixture = replace(mixture, down=down, bias="mlp.experts.bias")
+    plain = spec.layers[0]
+    layer = plain.with_blocks([plain.blocks[0], mixture])
+    layers = [layer if i % every == 1 else plain for i in range(len(spec.layers))]
+    return replace(spec, layers=tuple(layers))
 
 
 _NOMIC_OFF: tuple[str, ...] = (
     "prenorm",
     "parallel_block",
-    "qkv_proj_bias",
-    "mlp_fc1_bias",
-    "mlp_fc2_bias",
+    "use_rms_norm",
+    "rotary_emb_interleaved",
+    "causal",
+    "rotary_emb_scale_base",
 )
-_NOMIC_OFF += ("mlp_fc2_bias", "use_rms_norm", "rotary_emb_interleaved", "causal")
-_NOMIC_OFF += ("rotary_emb_scale_base",)
 """Features of Nomic's code that its models do not use."""
 _NOMIC = {
     "hidden_size": ("n_embd",),
@@ -106,6 +166,14 @@ def _jina_v3(config: ConfigJson) -> ModelSpec:
         norm_modules=("norm1", "norm2"),
         layer_names="encoder.layers.{}.",
     ).read(config, _rope(config, 20000.0))
+
+
+def read_flash(config: ConfigJson) -> ModelSpec:
+    """Read XLM-RoBERTa with rotary positions as Jina publishes it, without adapters."""
+    config.refuse("position_embedding_type", "rotary", "only rotary ones are supported")
+    config.refuse("lora_adaptations", None, ADAPTERS)
+    config = config.replaced("position_embedding_type", "rope")
+    return _jina_v3(config.replaced("rope_theta", config.get("rotary_emb_base") or 10000.0))
 
 
 def _jina_v2(config: ConfigJson) -> ModelSpec:
