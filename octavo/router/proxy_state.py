@@ -1,4 +1,4 @@
-"""State of a process that passes requests on to servers: a router, or the front of several models."""
+"""State of a process that passes requests on: a router, or the front of several models."""
 
 from __future__ import annotations
 
@@ -53,6 +53,10 @@ class ProxyState(HttpState):
         """True if servers cannot tell the clients' keys apart, because all requests have one."""
         return self.router.server_api_key is not None and bool(self.config.api_key)
 
+    async def close(self) -> None:
+        """End its servers and its tasks."""
+        raise NotImplementedError
+
     @property
     def num_restarts(self) -> int:
         """Number of restarts of the servers that it started."""
@@ -68,7 +72,7 @@ class ProxyState(HttpState):
         limit = self.config.max_num_queued_reqs
         if limit and self._num_admitted >= limit:
             raise QueueFullError(
-                f"The router already has {limit} unfinished requests, its limit "
+                f"The server already has {limit} unfinished requests, its limit "
                 "(--max-num-queued-reqs); try again later.",
                 1,
             )
