@@ -289,7 +289,10 @@ class ModelSet:
         model._waiting.clear()
 
     def _begin(self, model: Model, state: Literal["loading", "unloading"]) -> None:
-        old, model.state = model._task, state
+        old = model._task
+        if model.state == "loading" and old is not None:
+            old.cancel()  # now: it must not complete before the other work begins
+        model.state = state
         model.closed = model._unload_asked = False
         model.stop_timer()
         work = self._load(model) if state == "loading" else self._unload(model, old)
@@ -314,7 +317,6 @@ class ModelSet:
 
     async def _unload(self, model: Model, loading: asyncio.Task[None] | None) -> None:
         if loading is not None:
-            loading.cancel()
             await asyncio.gather(loading, return_exceptions=True)
         with self._unexpected(model):
             await model.backend.unload()
