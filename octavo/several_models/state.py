@@ -146,7 +146,8 @@ class ModelsState(ProxyState):
     @property
     def ready(self) -> bool:
         """True if the first models are loaded, or have failed, and requests would be answered."""
-        return self._starting is not None and self._starting.done() and self.usable
+        begun = self._starting is not None and self._starting.done()
+        return begun and self.failure is None and self.usable
 
     @property
     def num_restarts(self) -> int:
