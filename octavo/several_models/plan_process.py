@@ -13,7 +13,7 @@ import sys
 import msgspec
 
 from octavo.engine.assemble import plan_memory, set_up_worker
-from octavo.errors import OctavoError
+from octavo.errors import ConfigError, OctavoError
 from octavo.model_tools.opened import OpenedModel
 from octavo.plan.memory_plan import SPARE_NBYTES, MemoryPlan
 from octavo.platforms.registry import get_platform
@@ -32,7 +32,7 @@ def main() -> None:
     try:
         result = PlanResult(plan(request))
     except OctavoError as error:
-        result = PlanResult(error=str(error))
+        result = PlanResult(error=str(error), is_setting=isinstance(error, ConfigError))
     sys.stdout.buffer.write(msgspec.json.encode(result))
 
 

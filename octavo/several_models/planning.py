@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from octavo.config import environment_without_keys
-from octavo.errors import OctavoError
+from octavo.errors import ConfigError, OctavoError
 from octavo.several_models.shares import Needs
 
 _SECONDS = 600.0
@@ -57,6 +57,8 @@ class PlanResult(msgspec.Struct, frozen=True):
 
     planned: PlannedModel | None = None
     error: str | None = None
+    is_setting: bool = False
+    """True if a setting is wrong."""
 
 
 async def plan_model(request: PlanRequest) -> PlannedModel:
@@ -88,5 +90,5 @@ async def plan_model(request: PlanRequest) -> PlannedModel:
             "above why."
         ) from None
     if result.planned is None:
-        raise OctavoError(str(result.error))
+        raise (ConfigError if result.is_setting else OctavoError)(str(result.error))
     return result.planned

@@ -13,6 +13,7 @@ import openai
 import psutil
 import pytest
 
+from octavo.system.device import cpu_memory
 from tests.e2e import harness
 from tests.e2e.watching import until, watching
 from tests.encoders import write_encoder
@@ -107,9 +108,9 @@ def expected(folder, encoder):
 
 
 @pytest.fixture(scope="module")
-def server(folder, encoder):
+def server(tmp_path_factory, encoder):
     flags = ["--model", MODEL, "--model", encoder, *FLAGS]
-    with harness.serve(folder, *flags) as server:
+    with harness.serve(tmp_path_factory.mktemp("server"), *flags) as server:
         yield server
 
 
@@ -239,18 +240,17 @@ def test_one_model_at_a_time(folder, encoder, expected):
         assert server.process.wait(20) == 0
 
 
-def test_no_process_outlives_a_killed_front(folder, encoder):
-    flags = ["--model", MODEL, "--model", encoder, *FLAGS]
-    with harness.serve(folder, *flags) as server:
-        family = psutil.Process(server.process.pid).children(recursive=True)
-        assert len(family) >= 4
-        server.process.kill()
-        _, alive = psutil.wait_procs(family, timeout=20)
-        assert not alive
-
-
 def test_models_that_do_not_fit(folder, encoder):
-    flags = ["--model", MODEL, "--model", encoder, *FLAGS, "--gpu-memory-utilization", "0.01"]
+    half = str(int(0.6 * cpu_memory()[1]))  # of each model
+    flags = ["--model", MODEL, "--model", encoder, *FLAGS, "--kv-cache-memory-bytes", half]
     with harness.serve(folder, *flags, wait="") as server:
         assert server.process.wait(60) == 2
-        assert "The models need" in server.log.read_text() or "MiB" in server.log.read_text()
+        assert "octavo: error: The models need" in server.log.read_text()
+
+
+def test_no_process_outlives_a_killed_front(server):
+    family = psutil.Process(server.process.pid).children(recursive=True)
+    assert len(family) >= 4
+    server.process.kill()
+    _, alive = psutil.wait_procs(family, timeout=20)
+    assert not alive
