@@ -92,9 +92,7 @@ class LocalServer(subprocess.Popen[bytes]):
         return is_stopped(self.pid)
 
 
-def start_local(
-    flags: list[str], upstream: Upstream, kind: type[P] = LocalServer, **more: Any
-) -> P:
+def start_local(flags: list[str], upstream: Upstream, kind: type[P], **more: Any) -> P:
     """Start a server on this machine, at its Unix socket.
 
     Args:
@@ -137,7 +135,7 @@ class LocalStarter:
 
     def start(self, upstream: Upstream) -> ServerProcess:
         """Implement `Starter`."""
-        return start_local(self._flags, upstream)
+        return start_local(self._flags, upstream, LocalServer)
 
 
 class ManagedServers:
