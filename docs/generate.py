@@ -58,6 +58,7 @@ from octavo.server.schema import (
     TokenizeBody,
 )
 from octavo.server.structured_outputs import StructuredOutputsBody
+from octavo.several_models.config import SeveralModelsConfig
 
 HERE = Path(__file__).parent
 ADDRESS = "http://localhost:8000"
@@ -100,6 +101,15 @@ def settings() -> str:
         _table(
             ("Flag", "Default", "Meaning"),
             [(f"`{f.flag}`", _default(f), _meaning(f)) for f in section_fields(ServerConfig)],
+        ),
+        "## Several models",
+        "Flags of `octavo serve` with [several models](several_models.md).",
+        _table(
+            ("Flag", "Default", "Meaning"),
+            [
+                (f"`{f.flag}`", _default(f), _meaning(f))
+                for f in section_fields(SeveralModelsConfig)
+            ],
         ),
         "## Router",
         "Flags of `octavo router` ([docs/deploy.md](deploy.md)), in addition to those of a server.",

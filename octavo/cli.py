@@ -15,6 +15,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from octavo import __version__
@@ -42,6 +43,12 @@ from octavo.config.arguments import (
 )
 from octavo.config.settings_file import add_config_flag, add_from_file
 from octavo.errors import ConfigError, OctavoError
+from octavo.several_models.config import (
+    SeveralModelsConfig,
+    model_settings,
+    read_models,
+    served_models,
+)
 from octavo.terminal.commands import add_commands
 from octavo.terminal.completion import SHELLS, script
 from octavo.terminal.screen import note, print_error, write
@@ -49,6 +56,7 @@ from octavo.terminal.screen import note, print_error, write
 if TYPE_CHECKING:
     from octavo.frontend.past import Past
 
+_NO_SETTINGS: Mapping[str, Any] = MappingProxyType({})
 _BENCHMARKS = {
     "latency": (
         "measure the latency of one batch of requests, and the share of each kernel",
@@ -306,15 +314,24 @@ def build_parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
 
     serve = commands.add_parser(
         "serve",
-        help="serve a model over an OpenAI-compatible HTTP API",
-        usage="%(prog)s [MODEL] [flags]",
+        help="serve one or several models over an OpenAI-compatible HTTP API",
+        usage="%(prog)s [MODEL] [--model MODEL ...] [flags]",
         epilog=_SERVE_EXAMPLES,
     )
     serve.add_argument("model_arg", nargs="?", metavar="MODEL", help=_MODEL_HELP)
     add_config_flag(serve)
     if named in (None, "serve"):
+        serve.add_argument(
+            "--model",
+            action="append",
+            default=argparse.SUPPRESS,
+            metavar="MODEL",
+            help="Another model to serve; several flags are allowed. A model is a folder, a hub id,"
+            ' or JSON with settings of its own: {"path": ..., "name": ..., "max_model_len": 512}.',
+        )
+        add_settings(serve, "several models", list(section_fields(SeveralModelsConfig)))
         add_settings(serve, "server", list(section_fields(ServerConfig, "server")))
-        add_engine_settings(serve)
+        add_engine_settings(serve, exclude=("model",))
     serve.set_defaults(command=_serve)
 
     router = commands.add_parser(
@@ -481,6 +498,7 @@ examples:
   octavo serve Qwen/Qwen3-0.6B --max-model-len 4k --dtype bfloat16
   octavo serve --host 127.0.0.1 --port 8080 --speculative-config.method ngram
   octavo serve --config settings.yaml
+  octavo serve Qwen/Qwen3-0.6B --model BAAI/bge-small-en-v1.5
 
 vLLM's other flags are also recognized: docs/vllm.md describes each of them.
 """
@@ -564,11 +582,14 @@ def _unknown_argument(word: str, flags: list[str]) -> str:
 # serve
 
 
-def _server_configs(args: argparse.Namespace, **server: Any) -> tuple[ServerConfig, EngineConfig]:
+def _server_configs(
+    args: argparse.Namespace, own: Mapping[str, Any] = _NO_SETTINGS, **server: Any
+) -> tuple[ServerConfig, EngineConfig]:
     """Return the settings of the environment, the file and the flags; later ones override.
 
     Args:
         args: parsed flags, including the settings of the file.
+        own: settings of the model, which override the others.
         **server: default settings of the server.
     """
     if names := unknown_variables():
@@ -578,13 +599,28 @@ def _server_configs(args: argparse.Namespace, **server: Any) -> tuple[ServerConf
     environment = settings_from_environment()
     fields = section_fields(ServerConfig)
     server |= {f.name: environment.pop(f.name) for f in fields if f.name in environment}
-    server |= given_settings(args, section_fields(ServerConfig))
-    engine = translate(environment) | engine_kwargs(args, args.model_arg)
+    own_engine, own_server = model_settings(own)
+    server |= given_settings(args, section_fields(ServerConfig)) | own_server
+    engine = translate(environment) | engine_kwargs(args, args.model_arg) | own_engine
     return build_section(ServerConfig, server), EngineConfig.from_kwargs(**engine)
 
 
 def _serve(args: argparse.Namespace) -> int:
-    server_config, engine_config = _server_configs(args)
+    named = [] if args.model_arg is None else [args.model_arg]
+    named += [text for text in vars(args).pop("model", []) if [text] != named]
+    args.model_arg = None
+    models = read_models(named)
+    several = build_section(
+        SeveralModelsConfig, given_settings(args, section_fields(SeveralModelsConfig))
+    )
+    if len(models) > 1:
+        return _serve_several(args, several, models)
+    if several != SeveralModelsConfig():
+        raise ConfigError(
+            "max_loaded_models and model_load_timeout are for several models; name another "
+            "--model, or leave them out."
+        )
+    server_config, engine_config = _server_configs(args, *models)
     if server_config.headless:
         from octavo.fleet.node import run_node
 
@@ -603,6 +639,20 @@ def _serve(args: argparse.Namespace) -> int:
     finally:
         if process is not None:
             process.shutdown(0.0)
+
+
+def _serve_several(
+    args: argparse.Namespace, several: SeveralModelsConfig, models: list[dict[str, Any]]
+) -> int:
+    server_config, common = _server_configs(args)
+    given = given_settings(args, section_fields(ServerConfig))
+    most = min(several.max_loaded_models or len(models), len(models))
+    environment = settings_from_environment()
+    served = served_models(models, engine_kwargs(args), given, environment, most)
+
+    from octavo.several_models.run import run_models
+
+    return run_models(server_config, several, served, common)
 
 
 def _what_if(past: Past, settings: Sequence[str]) -> Mapping[str, float]:

@@ -149,7 +149,8 @@ def test_the_model_is_an_argument_or_a_flag(served):
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["serve", "a", "--model", "b"], "Two models"),
+        (["router", "a", "--model", "b", "--replicas", "1"], "Two models"),
+        (["serve", "a", "--model", "b", "--model", "b"], "Two models have the name"),
         (["serve", "--max-model-lenn", "5"], "did you mean --max-model-len?"),
         (["serve", "--prot", "1"], "did you mean --port?"),
         (["serve", "--zzzz"], "unknown flag --zzzz"),

@@ -12,9 +12,10 @@ from starlette.responses import Response
 
 from octavo import __version__
 from octavo.observability.metrics import CONTENT_TYPE
-from octavo.router.job import POOLING, read_job
+from octavo.router.job import POOLING, Job, read_job
 from octavo.router.pool import KEY_HEADERS
 from octavo.router.proxy import ProxyResponse
+from octavo.router.proxy_state import proxy_state_of
 from octavo.router.state import RouterState, router_of
 from octavo.server.app import OLLAMA_PROBE, PAGE_FILES, App, add_layers
 from octavo.server.body import read_body
@@ -94,7 +95,7 @@ async def ready(request: Request) -> Response:
 
 async def load(request: Request) -> Response:
     """Return the number of requests in flight, without probes."""
-    return _json({"server_load": router_of(request).num_active})
+    return _json({"server_load": proxy_state_of(request).num_active})
 
 
 async def version(request: Request) -> Response:
@@ -104,7 +105,7 @@ async def version(request: Request) -> Response:
 
 async def metrics(request: Request) -> Response:
     """Return Prometheus metrics of the router."""
-    return Response(router_of(request).metrics.render(), media_type=CONTENT_TYPE)
+    return Response(proxy_state_of(request).metrics.render(), media_type=CONTENT_TYPE)
 
 
 async def streams(request: Request) -> Response:
@@ -121,7 +122,7 @@ async def batches(request: Request) -> Response:
 
 async def view(request: Request) -> Response:
     """Stream the engine views of all servers as one."""
-    state, context = router_of(request), context_of(request)
+    state, context = proxy_state_of(request), context_of(request)
     check_view(state.config)
     keys = [(name, value) for name, value in request.headers.items() if name in KEY_HEADERS]
     return EventStream(state, state.view.watch(keys, context.api_key), None, last=b"")
@@ -129,7 +130,13 @@ async def view(request: Request) -> Response:
 
 async def proxy(request: Request) -> Response:
     """Pass a request on, and the answer back."""
-    state, context = router_of(request), context_of(request)
+    state = router_of(request)
+    return ProxyResponse(state, await job_of(request), state.answering, state.prefilling)
+
+
+async def job_of(request: Request) -> Job:
+    """Read a request to pass on; for errors see `read_body` and `read_job`."""
+    state, context = proxy_state_of(request), context_of(request)
     body = b""
     if request.method == "POST":
         body = await read_body(request, state.config.max_request_bytes)
@@ -140,7 +147,7 @@ async def proxy(request: Request) -> Response:
     # Still percent-encoded; a proxy may have prepended its own path.
     path = request.scope.get("raw_path", request.scope["path"].encode()).decode("latin-1")
     path = path.removeprefix(state.config.root_path)
-    job = await offload(
+    return await offload(
         len(body) // 8,
         read_job,
         request.method,
@@ -150,7 +157,6 @@ async def proxy(request: Request) -> Response:
         body,
         context.api_key,
     )
-    return ProxyResponse(state, job)
 
 
 def _json(value: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:

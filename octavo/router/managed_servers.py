@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 from octavo.config import environment_without_keys
 from octavo.errors import OctavoError, reason_of, signal_name
@@ -22,6 +22,8 @@ from octavo.router.pool import Pool, Upstream
 from octavo.system.device import is_stopped
 
 logger = logging.getLogger(__name__)
+
+P = TypeVar("P", bound="LocalServer")
 
 # Interval of checks for live processes.
 _LOOK_SECONDS = 0.1
@@ -79,12 +81,41 @@ class Starter(Protocol):
         ...
 
 
-class _LocalServer(subprocess.Popen[bytes]):
+class LocalServer(subprocess.Popen[bytes]):
+    """Process on this machine."""
+
     failure: str | None = None
 
     @property
     def is_stopped(self) -> bool:
+        """Implement `ServerProcess`."""
         return is_stopped(self.pid)
+
+
+def start_local(flags: list[str], upstream: Upstream, kind: type[P], **more: Any) -> P:
+    """Start a server on this machine, at its Unix socket.
+
+    Args:
+        flags: words for `octavo serve`.
+        upstream: the server.
+        kind: class of its process.
+        more: further arguments of the class.
+
+    Raises:
+        OSError: the system lacks resources for it.
+    """
+    assert upstream.socket is not None
+    return kind(
+        [
+            *(sys.executable, "-m", "octavo.router.server_process", str(os.getpid())),
+            *(*flags, "--uds", upstream.socket),
+            *("--max-connections-per-client", "0", "--disable-fastapi-docs"),
+        ],
+        stdin=subprocess.DEVNULL,
+        env=environment_without_keys(),
+        process_group=0,  # a Ctrl-C in the terminal is for the router
+        **more,
+    )
 
 
 class LocalStarter:
@@ -104,16 +135,7 @@ class LocalStarter:
 
     def start(self, upstream: Upstream) -> ServerProcess:
         """Implement `Starter`."""
-        return _LocalServer(
-            [
-                *(sys.executable, "-m", "octavo.router.server_process", str(os.getpid())),
-                *(*self._flags, "--uds", str(self._folder / upstream.name)),
-                *("--max-connections-per-client", "0", "--disable-fastapi-docs"),
-            ],
-            stdin=subprocess.DEVNULL,
-            env=environment_without_keys(),
-            process_group=0,  # a Ctrl-C in the terminal is for the router
-        )
+        return start_local(self._flags, upstream, LocalServer)
 
 
 class ManagedServers:

@@ -44,6 +44,7 @@ class Upstream:
     ) -> None:
         self.name = name
         self.url = url
+        self.socket = socket
         self.api_key = api_key
         connector: aiohttp.BaseConnector
         if socket is None:

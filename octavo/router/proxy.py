@@ -7,6 +7,7 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from octavo.errors import OctavoError
 from octavo.router.job import Job
-from octavo.router.pool import Hold, Upstream
+from octavo.router.pool import Hold, Pool, Upstream
 from octavo.router.sent_answer import SentAnswer
 from octavo.router.stored_objects import NOT_FOUND_CODES, id_of, unknown_object
 from octavo.router.streams import (
@@ -31,7 +32,7 @@ from octavo.router.streams import (
 from octavo.server.errors import ClientDisconnectError, UnavailableError, log_unexpected
 
 if TYPE_CHECKING:
-    from octavo.router.state import RouterState
+    from octavo.router.proxy_state import ProxyState
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +49,7 @@ _MOST_ANSWER = 256 * 2**20
 # Seconds within which a stream ends after its last event.
 _END_SECONDS = 1.0
 _DONE = b"[DONE]"
+_AT_ONCE = contextlib.nullcontext()
 # Headers of a single connection, or of the router itself.
 _NOT_PASSED_BACK = frozenset(
     [
@@ -97,12 +99,24 @@ class ProxyResponse(Response):
     Args:
         state: the router.
         job: the request.
+        answering: the servers.
+        prefilling: servers that compute prompts for them; None: they do so themselves.
+        turn: context of the work, entered before a server is chosen; it may wait.
     """
 
-    def __init__(self, state: RouterState, job: Job) -> None:
+    def __init__(
+        self,
+        state: ProxyState,
+        job: Job,
+        answering: Pool,
+        prefilling: Pool | None = None,
+        turn: AbstractAsyncContextManager[None] = _AT_ONCE,
+    ) -> None:
         super().__init__()
         self._state = state
         self._job = job
+        self._answering, self._prefilling = answering, prefilling
+        self._turn = turn
         self._sent = SentAnswer()
         self._started = False
         self._arrival = time.monotonic()
@@ -119,7 +133,7 @@ class ProxyResponse(Response):
         """Send the answer, until it ends or the client disconnects."""
         try:
             with self._state.admit(), self._state.view.claim(self._job):
-                await self._state.run(receive, self._pass_on(send), None)
+                await self._state.run(receive, self._take_turn(send), None)
         except ClientDisconnectError:
             raise
         except Exception as error:
@@ -132,8 +146,12 @@ class ProxyResponse(Response):
                 last = self._write_failure(error, self._next_number)
             await send({"type": "http.response.body", "body": last, "more_body": False})
 
+    async def _take_turn(self, send: Send) -> None:
+        async with self._turn:
+            await self._pass_on(send)
+
     async def _pass_on(self, send: Send) -> None:
-        state, job, pool = self._state, self._job, self._state.answering
+        state, job, pool = self._state, self._job, self._answering
         tried: dict[Upstream, int] = {}
         refusal: Answer | None = None
         deaths = 0
@@ -191,7 +209,7 @@ class ProxyResponse(Response):
             ServerLostError: the server did not deliver the whole answer.
         """
         job, upstream = self._job, hold.upstream
-        body = await self._handed_over() if self._state.prefilling is not None else job.body
+        body = await self._handed_over() if self._prefilling is not None else job.body
         response = await self._send_request(upstream, body)
         try:
             hold.begin()
@@ -235,7 +253,7 @@ class ProxyResponse(Response):
         state, job = self._state, self._job
         for names in job.objects:
             found = [state.stored.find(job.api_key, name) for name in names]
-            home = next((u for u in found if u in state.answering.upstreams), None)
+            home = next((u for u in found if u in self._answering.upstreams), None)
             if home is None and state.shares_key:
                 raise unknown_object(names[0], in_path=not job.fields)
             self._home = self._home or home
@@ -253,7 +271,7 @@ class ProxyResponse(Response):
     def _check_asked(self, refusal: Answer) -> None:
         """Raise UnavailableError if a server that did not answer may have the object."""
         if self._seeks and _lacks_object(refusal):
-            missing = set(self._state.answering.upstreams) - self._lacking
+            missing = set(self._answering.upstreams) - self._lacking
             if missing:
                 raise UnavailableError(
                     "No server that is ready has what the request names, and "
@@ -361,7 +379,7 @@ class ProxyResponse(Response):
 
         If no server can compute the prompt, the answering one does.
         """
-        state, job, pool = self._state, self._job, self._state.prefilling
+        state, job, pool = self._state, self._job, self._prefilling
         assert pool is not None
         if not job.splits:
             return job.body

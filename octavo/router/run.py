@@ -1,12 +1,13 @@
-"""`octavo router`: listening, signals, and an orderly end."""
+"""Listening, signals and an orderly end of `octavo router` and of other proxies."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 import uvloop
@@ -14,7 +15,9 @@ import uvloop
 from octavo.config import ServerConfig
 from octavo.router.app import build_app
 from octavo.router.config import RouterConfig
+from octavo.router.proxy_state import ProxyState
 from octavo.router.state import RouterState
+from octavo.server.app import App
 from octavo.server.auth import with_all_keys
 from octavo.server.listen import (
     address_of,
@@ -31,6 +34,8 @@ from octavo.system.logs import setup_logging
 
 logger = logging.getLogger(__name__)
 
+S = TypeVar("S", bound=ProxyState)
+
 
 def run_router(config: ServerConfig, router: RouterConfig, flags: Mapping[str, list[str]]) -> int:
     """Route until a signal ends it; return the exit status.
@@ -43,7 +48,23 @@ def run_router(config: ServerConfig, router: RouterConfig, flags: Mapping[str, l
     Raises:
         OctavoError: the address is unusable, or no server can be started.
     """
-    # A router has neither documentation nor endpoints for an operator.
+    return run_proxy(config, lambda config: RouterState(config, router, flags), build_app)
+
+
+def run_proxy(
+    config: ServerConfig, make_state: Callable[[ServerConfig], S], build: Callable[[S], App]
+) -> int:
+    """Serve an application that passes requests on, until a signal ends it; return the exit status.
+
+    Args:
+        config: settings of the HTTP server.
+        make_state: makes the state from the settings with all keys.
+        build: makes the application.
+
+    Raises:
+        OctavoError: the address is unusable, or the state has failed.
+    """
+    # It has neither documentation nor endpoints that need the permission of enable_admin.
     config = msgspec.structs.replace(config, disable_fastapi_docs=True, enable_admin=False)
     setup_logging(config.log_level, config.log_format)
     prepare_process()
@@ -52,7 +73,7 @@ def run_router(config: ServerConfig, router: RouterConfig, flags: Mapping[str, l
     config, sources = with_all_keys(config)
     if not sources and config.uds is None and is_any_address(config.host):
         logger.warning(
-            "anyone who can reach this machine can use the router; --host 127.0.0.1 restricts it "
+            "anyone who can reach this machine can use the server; --host 127.0.0.1 restricts it "
             "to this machine, --api-key requires a key"
         )
     log_host_check(config)
@@ -69,9 +90,9 @@ def run_router(config: ServerConfig, router: RouterConfig, flags: Mapping[str, l
             logger.info("chat: octavo chat --url %s/v1", client_address(config, listener))
 
         async def serve() -> int:
-            state = RouterState(config, router, flags)
+            state = make_state(config)
             try:
-                status = await serve_app(state, build_app(state), listener)
+                status = await serve_app(state, build(state), listener)
             finally:
                 await state.close()
             if state.failure is not None:

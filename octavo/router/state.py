@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 
 from starlette.requests import Request
 
 from octavo.config import ServerConfig
-from octavo.errors import OctavoError, QueueFullError
 from octavo.router.autoscale import autoscale
 from octavo.router.config import RouterConfig
 from octavo.router.managed_servers import LocalStarter, ManagedServers, Starter
-from octavo.router.metrics import RouterMetrics
 from octavo.router.pool import Pool, Upstream
-from octavo.router.stored_objects import StoredObjects
-from octavo.router.view import RouterView
-from octavo.server.http_state import HttpState
+from octavo.router.proxy_state import ProxyState
 from octavo.system.socket_folder import SocketFolder
 
 
-class RouterState(HttpState):
+class RouterState(ProxyState):
     """State of one router.
 
     Args:
@@ -36,22 +31,14 @@ class RouterState(HttpState):
         router: RouterConfig,
         flags: Mapping[str, list[str]],
     ) -> None:
-        super().__init__(config)
-        self.router = router
         health = router.health_check_interval, router.health_check_timeout
         self.answering = Pool(*health)
         splits = bool(router.prefill_servers or router.prefill)
         self.prefilling = Pool(*health) if splits else None
-        self.pools = [self.answering, *([] if self.prefilling is None else [self.prefilling])]
-        self.stored = StoredObjects()
-        several_keys = len(self.api_keys) > 1
-        self.view = RouterView(self.pools, self.stored, router, several_keys=several_keys)
-        self.metrics = RouterMetrics(self.pools, lambda: self.num_restarts)
-        self.failure: OctavoError | None = None
-        """Error that ends the router."""
+        pools = [self.answering, *([] if self.prefilling is None else [self.prefilling])]
+        super().__init__(config, router, pools)
         self._flags = flags
         self._own: list[ManagedServers] = []
-        self._num_admitted = 0
         self._folder = SocketFolder("octavo-router-")
         self._scaling: asyncio.Task[None] | None = None
 
@@ -73,7 +60,7 @@ class RouterState(HttpState):
                     role,
                     self._starter(self._flags[role]),
                     self.config.shutdown_timeout,
-                    self._fail,
+                    self.fail,
                 )
                 self._own.append(own)
                 own.scale(count)
@@ -81,11 +68,6 @@ class RouterState(HttpState):
         if least is not None and most is not None:
             scaling = autoscale(self._own, least, most, router.target_load)
             self._scaling = asyncio.create_task(scaling)
-
-    def begin_drain(self) -> None:
-        """Reject new requests, and end streams without an end."""
-        super().begin_drain()
-        self.view.stop()
 
     def _starter(self, flags: list[str]) -> Starter:
         if self.router.backend == "local":
@@ -100,10 +82,6 @@ class RouterState(HttpState):
         assert self.prefilling is not None
         return self.prefilling
 
-    def _fail(self, error: OctavoError) -> None:
-        self.failure = error
-        self.on_failure()
-
     async def close(self) -> None:
         """End its servers and its tasks."""
         if self._scaling is not None:
@@ -115,11 +93,6 @@ class RouterState(HttpState):
         self._folder.close()
 
     @property
-    def shares_key(self) -> bool:
-        """True if servers cannot tell the clients' keys apart, because all requests have one."""
-        return self.router.server_api_key is not None and bool(self.config.api_key)
-
-    @property
     def num_restarts(self) -> int:
         """Number of restarts of the servers that it started."""
         return sum(own.num_restarts for own in self._own)
@@ -128,26 +101,6 @@ class RouterState(HttpState):
     def ready(self) -> bool:
         """True if a request would be answered."""
         return bool(self.answering.choosable())
-
-    @contextmanager
-    def admit(self) -> Iterator[None]:
-        """Hold a place for a request from the arrival of its body until the end of its answer.
-
-        Raises:
-            QueueFullError: no place is free; the request may be sent again later.
-        """
-        limit = self.config.max_num_queued_reqs
-        if limit and self._num_admitted >= limit:
-            raise QueueFullError(
-                f"The router already has {limit} unfinished requests, its limit "
-                "(--max-num-queued-reqs); try again later.",
-                1,
-            )
-        self._num_admitted += 1
-        try:
-            yield
-        finally:
-            self._num_admitted -= 1
 
 
 def router_of(request: Request) -> RouterState:

@@ -6,26 +6,19 @@ The listed names are those of /v1/models, so that a client may use both APIs wit
 from __future__ import annotations
 
 import hashlib
-import math
-from collections import Counter
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Literal
 from weakref import WeakKeyDictionary
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.errors import NotFoundError, RequestError
-from octavo.models.blocks.attention import AttentionSpec
-from octavo.plan.memory_plan import resolve_dtype
-from octavo.platforms.cpu import CPUPlatform
-from octavo.platforms.registry import get_platform
-from octavo.quantization.plain import PLAIN
 from octavo.server import answers
 from octavo.server.body import read_model
+from octavo.server.description import ModelDescription, describe_model
 from octavo.server.errors import show
 from octavo.server.ollama_answers import (
-    OllamaDetails,
     OllamaModel,
     OllamaRunning,
     OllamaRunningModel,
@@ -36,10 +29,6 @@ from octavo.server.ollama_answers import (
 from octavo.server.ollama_schema import LATEST, ShowBody
 from octavo.server.state import ServerState, state_of
 from octavo.system.offload import offload
-
-if TYPE_CHECKING:
-    from octavo.config import EngineConfig
-    from octavo.models.spec import ModelSpec
 
 VERSION = "0.14.2"
 """Version of Ollama that clients see.
@@ -141,80 +130,19 @@ def served_name(state: ServerState, asked: str) -> str:
     )
 
 
-class _Model(NamedTuple):
-    """Description of the model that does not depend on its name."""
-
-    details: OllamaDetails
-    info: dict[str, Any]
-    nbytes: int
-    """Size of the weights in memory."""
-    gpu_nbytes: int
-    """Size of those in the memory of a GPU."""
-
-
-_models: WeakKeyDictionary[ServerState, _Model] = WeakKeyDictionary()
+_models: WeakKeyDictionary[ServerState, ModelDescription] = WeakKeyDictionary()
 """Descriptions by server; each is made once."""
 
 
-async def _described(state: ServerState) -> _Model:
+async def _described(state: ServerState) -> ModelDescription:
     if state not in _models:
         engine = await state.get_engine()
         spec = engine.spec
-        _models[state] = await offload(100 * len(spec.layers), _describe, engine.config, spec)
+        _models[state] = await offload(100 * len(spec.layers), describe_model, engine.config, spec)
     return _models[state]
 
 
-def _describe(config: EngineConfig, spec: ModelSpec) -> _Model:
-    dtype = resolve_dtype(config, spec)
-    sizes: dict[tuple[object, ...], int] = {}
-    forms: Counter[str] = Counter()
-    for weight in spec.weights():
-        key = tuple((source.name, source.parts) for source in weight.sources)
-        size = sizes[key] = math.prod(weight.shape)
-        forms[dtype if weight.form == PLAIN else weight.form.name] += size
-    family = spec.architecture.removesuffix("ForCausalLM").lower()
-    count = sum(sizes.values())
-    info = {
-        "general.architecture": family,
-        "general.parameter_count": count,
-        f"{family}.block_count": len(spec.layers),
-        f"{family}.embedding_length": spec.hidden_size,
-        f"{family}.vocab_size": spec.vocab_size,
-    }
-    blocks = [block for layer in spec.layers for block in layer.blocks]
-    attention = next((block for block in blocks if isinstance(block, AttentionSpec)), None)
-    if attention is not None:
-        info |= {
-            f"{family}.attention.head_count": attention.num_heads,
-            f"{family}.attention.head_count_kv": attention.num_kv_heads,
-            f"{family}.attention.key_length": attention.head_size,
-        }
-    ((most, _),) = forms.most_common(1)
-    details = OllamaDetails(
-        parent_model="",
-        format="gguf" if config.model.model.lower().endswith(".gguf") else "safetensors",
-        family=family,
-        families=[family],
-        parameter_size=_short(count),
-        quantization_level=_LEVELS.get(most, most.upper()),
-    )
-    nbytes = spec.weight_nbytes(dtype)
-    on_cpu = isinstance(get_platform(config.device.device), CPUPlatform)
-    return _Model(details, info, nbytes, 0 if on_cpu else nbytes)
-
-
-_LEVELS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
-
-
-def _short(count: int) -> str:
-    """Return a number such as 7.6B."""
-    for unit, letter in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
-        if count >= unit:
-            return f"{count / unit:.1f}{letter}"
-    return str(count)
-
-
-def _tag(state: ServerState, model: _Model, name: str) -> OllamaModel:
+def _tag(state: ServerState, model: ModelDescription, name: str) -> OllamaModel:
     return OllamaModel(
         name=name,
         model=name,

@@ -31,6 +31,13 @@ class Content:
             return await self.readany()
         return piece
 
+    async def read(self):
+        return b"".join([piece async for piece in self._all()])
+
+    async def _all(self):
+        while piece := await self.readany():
+            yield piece
+
 
 class FakeServer:
     """Server that answers requests by a function, in place of `aiohttp.ClientSession`.
@@ -59,11 +66,13 @@ class FakeServer:
         self.asked.append(request)
         answer = self.answer(request)
         status, headers, pieces = await answer if inspect.isawaitable(answer) else answer
+        content = Content(pieces)
         return SimpleNamespace(
             status=status,
             headers=CIMultiDict(headers),
             raw_headers=[(k.encode(), v.encode()) for k, v in headers.items()],
-            content=Content(pieces),
+            content=content,
+            read=content.read,
             close=lambda: None,
         )
 

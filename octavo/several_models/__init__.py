@@ -1,0 +1,1 @@
+"""Several models in one server: one front process, and one server process for each model."""

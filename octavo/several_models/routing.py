@@ -1,0 +1,133 @@
+"""Choice of a request's model."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import msgspec
+
+from octavo.errors import RequestError
+from octavo.router.job import POOLING, Job
+from octavo.router.stored_objects import unknown_object
+from octavo.server.body import parse_json
+from octavo.server.errors import show
+from octavo.server.ollama_schema import LATEST
+from octavo.several_models.state import ModelsState, OneModel
+
+_CLASSIFYING = frozenset(
+    path for path in POOLING if re.search(r"/(classify|predict|score|rerank)$", path)
+)
+_UNITS = {"h": 3600.0, "m": 60.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
+_DURATION = re.compile(r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:h|ms|m|s|us|µs|ns)")
+
+
+class Asked(msgspec.Struct, frozen=True):
+    """Fields of a body that the front reads; the model's server checks the others."""
+
+    model: Any = None
+    name: Any = None
+    """Older name of `model` in POST /api/show."""
+    keep_alive: Any = None
+    """Ollama's: time for which an idle model stays loaded."""
+
+
+def read_asked(body: bytes) -> Asked:
+    """Read the fields of a body that choose a model.
+
+    Raises:
+        RequestError: the body is not a JSON object.
+    """
+    if not body:
+        return Asked()
+    try:
+        return msgspec.json.decode(body, type=Asked)
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        parse_json(body)  # raises the error with its reason
+        raise RequestError("The body must be a JSON object.", None, "invalid_json") from None
+
+
+async def choose_model(state: ModelsState, job: Job, asked: Asked) -> OneModel:
+    """Return the model of a request.
+
+    It is the one that the request names; otherwise the one whose server stores what the request
+    names; otherwise the first one that has what the route needs.
+
+    Raises:
+        NotFoundError: there is no such model, or no such object.
+        RequestError: the field `model` is not text.
+        UnavailableError: the models have not been read in time.
+    """
+    path = job.path.partition("?")[0]
+    name = asked.model
+    if name is None and path == "/api/show":
+        name = asked.name
+    if name is not None and name != "":
+        if not isinstance(name, str):
+            raise RequestError(f"model={show(name)} is not allowed; give a name.", "model")
+        if path.startswith("/api/") and name not in state.names:
+            name = name.removesuffix(LATEST)
+        return state.find(name)
+    if job.objects:
+        if (owner := state.owner_of(job)) is not None:
+            return owner
+        if not job.fields:
+            raise unknown_object(job.objects[0][0], in_path=True)
+    if path in _CLASSIFYING:
+        return await state.default(["classify", "embed"])
+    if path in POOLING or path == "/info":
+        return await state.default(["embed", "classify"])
+    return await state.default(["generate"])
+
+
+def read_keep_alive(value: object) -> float | None:
+    """Return Ollama's `keep_alive` in seconds; None: the model stays.
+
+    Args:
+        value: seconds, or text such as "5m"; a negative number means that the model stays.
+
+    Raises:
+        RequestError: it is neither.
+    """
+    if value is None:
+        return None
+    seconds: float | None = None
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        seconds = float(value)
+    elif isinstance(value, str):
+        seconds = _read_duration(value.strip())
+    if seconds is None or not seconds < float("inf"):
+        raise RequestError(
+            f'keep_alive={show(value)} is not allowed; give seconds, or text such as "5m".',
+            "keep_alive",
+        )
+    return None if seconds < 0 else seconds
+
+
+def _read_duration(text: str) -> float | None:
+    """Return the seconds of a duration as Go writes it ("1h30m"), or of a number."""
+    if re.fullmatch(r"[-+]?\d{1,15}(\.\d*)?", text):
+        return float(text)
+    sign = -1 if text.startswith("-") else 1
+    rest, seconds = text.lstrip("+-"), 0.0
+    if not re.fullmatch(rf"(?:{_DURATION.pattern})+", rest):
+        return None
+    for part in _DURATION.findall(rest):
+        number = re.match(r"[\d.]+", part)
+        assert number is not None
+        seconds += float(number[0]) * _UNITS[part[number.end() :]]
+    return sign * seconds
+
+
+def check_background(state: ModelsState, job: Job) -> None:
+    """Reject work without a client if its model may be unloaded meanwhile.
+
+    Raises:
+        RequestError: it is such work.
+    """
+    if job.fields.get("background") and state.set.most_loaded < len(state.models):
+        raise RequestError(
+            "background=true is not supported here, since the model may be unloaded before the "
+            "answer is complete (--max-loaded-models); leave it out.",
+            "background",
+        )
