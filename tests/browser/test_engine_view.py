@@ -139,6 +139,8 @@ def test_a_recording_can_be_opened(recorded, open_page, tmp_path):
     first = shown(page, 1)
     first.wait_for()
     assert "prompt tokens" in first.inner_text()
+    recorded_map = page.get_by_role("application", name=re.compile("Map of 399 blocks: [1-9]"))
+    recorded_map.wait_for()
     page.get_by_role("button", name="Step ▶").click()
     shown(page, 2).wait_for()
     bad = tmp_path / "bad.view"
