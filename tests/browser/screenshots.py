@@ -101,7 +101,7 @@ def main():
         arguments = ["--no-sandbox"] if os.geteuid() == 0 else []
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=arguments)
         for scheme in ("light", "dark"):
-            for width, height in ((1280, 860), (390, 780)):
+            for width, height in ((1280, 860), (360, 780)):
                 take(browser, server.url, folder, scheme, width, height)
         browser.close()
 

@@ -139,7 +139,7 @@ def test_a_recording_can_be_opened(recorded, open_page, tmp_path):
     first = shown(page, 1)
     first.wait_for()
     assert "prompt tokens" in first.inner_text()
-    recorded_map = page.get_by_role("application", name=re.compile("Map of 399 blocks: [1-9]"))
+    recorded_map = page.get_by_role("img", name=re.compile("Map of 399 blocks: [1-9]"))
     recorded_map.wait_for()
     page.get_by_role("button", name="Step ▶").click()
     shown(page, 2).wait_for()
@@ -166,29 +166,76 @@ def event(name, **data):
     return f"event: {name}\ndata: {json.dumps(data)}\n\n"
 
 
+HELLO = {"version": "1", "models": ["m"], "block_size": 16}
+HELLO |= {"max_num_batched_tokens": 8, "max_num_seqs": 2}
+
+
+@pytest.mark.parametrize(("per_cell", "first", "second"), [(1, "1", "2"), (3, "1–3", "4–6")])
+def test_what_a_block_holds(recorded, open_page, tmp_path, per_cell, first, second):
+    used, kept = (1 << 12) + (2 << 9) + (7 << 6), (7 << 3) + 5
+    blocks = {"num_blocks": 3 * per_cell, "blocks_per_cell": per_cell, "num_cells": 3}
+    blocks |= {"runs": [0, 1, used, 1, 1, kept], "owners": {"1": "17"}}
+    step = {"engine": 0, "number": 1, "at": 0, "parts": [["17", 1]]}
+    tick = {"time": 1, "engines": [0], "health": "ok", "stats": {"0": {}}}
+    path = tmp_path / "blocks.view"
+    path.write_text(
+        event("hello", time=0, **HELLO) + event("tick", **tick, blocks={"0": blocks}, steps=[step])
+    )
+    page = open_page("/#/engine", recorded[0].url)
+    page.get_by_label("Open a file of octavo replay --view").set_input_files(path)
+    tokens = 16 * per_cell
+    page.get_by_text(
+        f"Block {first}: held by request 17, 2 reference(s), room for {tokens} tokens."
+    ).wait_for()
+    page.get_by_role("img", name=re.compile("Map of 3")).hover(position={"x": 20, "y": 8})
+    kept = f"Block {second}: {tokens} tokens, kept for later prompts; age 5 of 7"
+    page.get_by_text(kept).wait_for()
+    slider = page.get_by_role("slider", name="Block")
+    slider.press("ArrowRight")
+    assert "empty, room for" in slider.get_attribute("aria-valuetext")
+
+
+def test_steps_that_the_server_left_out_do_not_end_the_history(recorded, open_page, tmp_path):
+    def tick(time, first, *numbers):
+        steps = [{"engine": 0, "number": i, "at": 0, "parts": [["7", 1]]} for i in numbers]
+        return event("tick", time=time, first=first, engines=[0], health="ok", steps=steps)
+
+    path = tmp_path / "gap.view"
+    path.write_text(event("hello", time=0, **HELLO) + tick(1, 0, 1, 2) + tick(2, 902, 903, 904))
+    page = open_page("/#/engine", recorded[0].url)
+    page.get_by_label("Open a file of octavo replay --view").set_input_files(path)
+    shown(page, 1).wait_for()
+    for number in (2, 903, 904):
+        page.get_by_role("button", name="Step ▶").click()
+        shown(page, number).wait_for()
+
+
 def test_recurrent_states_and_experts(recorded, open_page, tmp_path):
-    hello = {"version": "1", "models": ["m"], "max_num_batched_tokens": 8, "max_num_seqs": 2}
     # A state of request 7, a snapshot that is reused last, and one that is reused next.
     states = [0, 1, (1 << 12) + (1 << 3), 1, 1, 3 << 3, 2, 1, (3 << 3) + 7]
-    blocks = {
-        "num_blocks": 4,
-        "blocks_per_cell": 1,
-        "num_cells": 4,
-        "runs": [],
-        "owners": {"1": "7"},
-    }
+    blocks = {"num_blocks": 4, "blocks_per_cell": 1, "num_cells": 4, "runs": []}
     blocks |= {"num_states": 6, "states": states, "owners": {"1": "7"}}
     step = {"engine": 0, "number": 1, "at": 0, "parts": [["7", 1]]}
     tick = {"time": 1, "engines": [0], "health": "ok", "stats": {"0": {}}}
     path = tmp_path / "hybrid.view"
     path.write_text(
-        event("hello", time=0, **hello)
+        event("hello", time=0, **HELLO)
         + event("tick", **tick, blocks={"0": blocks}, experts={"0": [[3, [5, 0]], [4, [1, 1]]]})
         + event("tick", **tick, steps=[step], experts={"0": [[3, [5, 9]], [4, [2, 2]]]})
     )
     page = open_page("/#/engine", recorded[0].url)
     page.get_by_label("Open a file of octavo replay --view").set_input_files(path)
     canvas = page.get_by_role("img", name="Map of 6 recurrent states: 1 of requests, 2 snapshots")
+    # Details of a square: under the pointer, and chosen with the keyboard.
+    canvas.hover(position={"x": 1.5 * 14, "y": 7})
+    page.get_by_text("State 1: a snapshot; age 0 of 7, where 7 is reused next.").wait_for()
+    page.get_by_label("State", exact=True).focus()
+    page.keyboard.press("ArrowLeft")
+    page.get_by_text("State 0: of request 7.").wait_for()
+    for _ in range(9):
+        page.keyboard.press("ArrowRight")
+    page.get_by_text("State 5: empty.").wait_for()
+    page.keyboard.press("Home")
     pixel = """(canvas, [column, row, size]) => {
         const scale = canvas.width / canvas.clientWidth, at = i => (i + 0.5) * size * scale;
         return [...canvas.getContext("2d").getImageData(at(column), at(row), 1, 1).data].join();
