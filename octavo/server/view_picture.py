@@ -34,8 +34,9 @@ from octavo.observability.view_events import (
 MAX_ROWS = 500
 """Most answers that the view shows."""
 _STEPS = 256
-"""Most steps of a tick, or of a `history`. With very many viewers there may be more between two
-ticks; the older ones are then left out."""
+"""Most steps of a tick. If there are more between two ticks, the older ones are left out."""
+_OLDER_STEPS = 64
+"""Most steps from before the first tick in one event; fewer, so that the next tick comes soon."""
 # Intervals of maps of idle engines, and of the loads of experts, in seconds.
 _IDLE_INTERVAL = 5.0
 _EXPERT_INTERVAL = 2.0
@@ -129,7 +130,7 @@ class Picture:
     def __init__(self, engine: ViewedEngine) -> None:
         self._engine, self._log = engine, engine.step_log
         self._first_engine = engine.config.parallel.first_engine
-        self._next_step = 0
+        self._next_step = max(0, engine.step_log.end - _OLDER_STEPS)
         self._steps = StepViewer(self._note_step)
         self._computed: dict[str, tuple[int, int]] = {}
         """Engine and computed tokens of each answer whose prompt was begun."""
@@ -203,7 +204,7 @@ class Picture:
 
         The event is empty if the log has no earlier steps.
         """
-        first = max(self._log.num_dropped, (end - 1) // _STEPS * _STEPS)
+        first = max(self._log.num_dropped, (end - 1) // _OLDER_STEPS * _OLDER_STEPS)
         if first >= end:
             return first, b""
         logged = self._log.since(first)[: end - first]

@@ -112,6 +112,19 @@ def test_time_can_be_held_and_stepped_through(recorded, open_page):
     other.wait_for_function("() => Number(document.querySelector('.time').min) < 20")
 
 
+def test_a_request_leads_to_its_story(recorded, open_page):
+    server, _ = recorded
+    page = open_page("/#/engine", server.url)
+    sending = complete(server.url, 1, 900)
+    link = page.get_by_role("link", name=re.compile("^cmpl-"))
+    name = link.inner_text()
+    link.click()
+    answer, _index, _number = name.rsplit("-", 2)
+    page.get_by_role("heading", name=answer).wait_for()
+    page.get_by_text("the prompt was computed").first.wait_for()
+    sending.join()
+
+
 def test_a_death_and_the_revival_are_shown(recorded, open_page):
     server, _ = recorded
     page = open_page("/#/engine", server.url)
@@ -170,8 +183,9 @@ HELLO = {"version": "1", "models": ["m"], "block_size": 16}
 HELLO |= {"max_num_batched_tokens": 8, "max_num_seqs": 2}
 
 
-@pytest.mark.parametrize(("per_cell", "first", "second"), [(1, "1", "2"), (3, "1–3", "4–6")])
-def test_what_a_block_holds(recorded, open_page, tmp_path, per_cell, first, second):
+@pytest.mark.parametrize(("per_cell", "names"), [(1, ["1", "2", "3"]), (3, ["1–3", "4–6", "7–9"])])
+def test_what_a_block_holds(recorded, open_page, tmp_path, per_cell, names):
+    first, second, third = names
     used, kept = (1 << 12) + (2 << 9) + (7 << 6), (7 << 3) + 5
     blocks = {"num_blocks": 3 * per_cell, "blocks_per_cell": per_cell, "num_cells": 3}
     blocks |= {"runs": [0, 1, used, 1, 1, kept], "owners": {"1": "17"}}
@@ -192,7 +206,9 @@ def test_what_a_block_holds(recorded, open_page, tmp_path, per_cell, first, seco
     page.get_by_text(kept).wait_for()
     slider = page.get_by_role("slider", name="Block")
     slider.press("ArrowRight")
-    assert "empty, room for" in slider.get_attribute("aria-valuetext")
+    text = f"Block {third}: empty, room for {tokens} tokens."
+    page.get_by_text(text).wait_for()
+    assert slider.get_attribute("aria-valuetext") == text
 
 
 def test_steps_that_the_server_left_out_do_not_end_the_history(recorded, open_page, tmp_path):

@@ -22,7 +22,7 @@ export function chart(title, x, y, series, {marks = [], height = 300} = {}) {
   const bottom = height - BOTTOM, points = series.flatMap(one => one.points);
   const xs = points.flatMap(([at, , , end = at]) => [at, end]), ys = points.map(([, at]) => at);
   const across = axis([...xs, ...marks.map(([at]) => at), x.zero ? 0 : NaN], x, LEFT, WIDTH - RIGHT);
-  const up = axis([...ys, y.zero ? 0 : NaN], y, ...(y.down ? [TOP + 6, bottom - 6] : [bottom, TOP]));
+  const up = axis([...ys, y.zero ? 0 : NaN], y, ...(y.down ? [TOP + 20, bottom - 6] : [bottom, TOP]));
   const svg = el("svg:svg.chart", {viewBox: `0 0 ${WIDTH} ${height}`, role: "img", "aria-label": `${title}: ${y.name} over ${x.name}`});
   const text = (x, y, anchor, words, more) => svg.append(el("svg:text", {x, y, "text-anchor": anchor, ...more}, words));
   const line = (kind, x1, y1, x2, y2) => svg.append(el(`svg:line.${kind}`, {x1, y1, x2, y2}));

@@ -211,7 +211,7 @@ function drawSquares(canvas, cells, size, columns, paint, chosen) {
   });
   Object.assign(canvas, {size, columns});
 }
-/** Tell about the square under the pointer, or chosen with the keyboard; nameOf(flags) is the name of the sentence. */
+/** Tell about the chosen square; nameOf(flags) names the sentence. */
 function tellOf(cells, perCell, chosen, text, nameOf) {
   chosen.max = cells.length - 1;
   const place = Number(chosen.value), found = flags(cells[place]), first = 1 + place * perCell;
@@ -277,7 +277,7 @@ function renderRequests(frame) {
   const known = rows.map(([name, engine, state, id, prompt, computed, output, cached, arrived]) => {
     const progress = el("progress", {max: Math.max(1, prompt), value: computed, "aria-label": "Computed"});
     return [key(name), engine ?? "–", state, {number: [progress, ` ${whole(computed)} of ${whole(prompt)}`]},
-      cached, output, {number: Math.max(0, frame.time - arrived).toFixed(1)}, el("span.mono", id)];
+      cached, output, {number: Math.max(0, frame.time - arrived).toFixed(1)}, el("a.mono", {href: `#/explain/${encodeURIComponent(id)}`}, id)];
   });
   const unknown = others.filter(([name]) => !own.has(name)).map(([name, engine, state]) => [
     key(name), engine ?? "–", state, "of another key"]);
