@@ -42,7 +42,10 @@ class LiveMaps(StepListener):
 
 def run(path):
     """Record a core whose requests share prefixes and need each other's blocks; return its maps."""
-    recorder, live = Recorder(path, Head(FORMAT, "an id", 0.0, BUILD, CONFIG, "", "full")), LiveMaps()
+    recorder, live = (
+        Recorder(path, Head(FORMAT, "an id", 0.0, BUILD, CONFIG, "", "full")),
+        LiveMaps(),
+    )
     steps = StepRecorder(recorder.put)
     core = make_core(listeners=[steps, live], blocks=12)
     live.core = core
