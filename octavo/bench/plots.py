@@ -280,7 +280,7 @@ def roofline(
     for i, point in enumerate(points):
         colour, marker = _look(i)
         intensity, speed = point["flops"] / point["bytes"], point["flops"] / point["seconds"]
-        look = {"color": colour, "markersize": 9, "label": roof.describe(point)}
+        look: dict[str, Any] = {"color": colour, "markersize": 9, "label": roof.describe(point)}
         ax.plot(intensity, speed / 1e9, marker, **look)
     ax.set(
         xscale="log",

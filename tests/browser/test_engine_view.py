@@ -185,7 +185,9 @@ HELLO = {"version": "1", "models": ["m"], "block_size": 16}
 HELLO |= {"max_num_batched_tokens": 8, "max_num_seqs": 2}
 
 
-@pytest.mark.parametrize(("per_cell", "names"), [(1, ["1", "2", "3"]), (3, ["1–3", "4–6", "7–9"])])
+@pytest.mark.parametrize(
+    ("per_cell", "names"), [(1, ["1", "2", "3"]), (3, ["1 to 3", "4 to 6", "7 to 9"])]
+)
 def test_what_a_block_holds(recorded, open_page, tmp_path, per_cell, names):
     first, second, third = names
     used, kept = (1 << 12) + (2 << 9) + (7 << 6), (7 << 3) + 5

@@ -94,7 +94,7 @@ def test_the_map_of_each_step_is_the_live_one(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("rest", "number"), [(2, 2), (1e9, 1)])
 def test_maps_are_rare(rest, number, tmp_path, monkeypatch):
-    """Each takes a second here; the last one, before the engine is idle, only waits for the rest."""
+    """Each takes a second here; the last one, of an idle engine, waits for the rest only."""
     monkeypatch.setattr(record, "INTERVAL", 1e9)
     monkeypatch.setattr(record, "REST", rest)
     clocks = {name: itertools.count(10**9) for name in ("monotonic", "thread_time")}

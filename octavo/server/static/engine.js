@@ -215,7 +215,7 @@ function drawSquares(canvas, cells, size, columns, paint, chosen) {
 function tellOf(cells, perCell, chosen, text, nameOf) {
   chosen.max = cells.length - 1;
   const place = Number(chosen.value), found = flags(cells[place]), first = 1 + place * perCell;
-  const blocks = perCell > 1 ? `${first}–${first + perCell - 1}` : first, tokens = perCell * history.hello.block_size;
+  const blocks = perCell > 1 ? `${first} to ${first + perCell - 1}` : first, tokens = perCell * history.hello.block_size;
   text.textContent = chosen.ariaValueText = sentence(nameOf(found), {...found, place, blocks, tokens, owner: label(found.owner)});
 }
 function drawMap(panel, {cells, perCell}) {
