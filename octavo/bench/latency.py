@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from rich.console import Console
 
-from octavo.bench import results
+from octavo.bench import pictures, results
 from octavo.bench.metrics import RequestRecord, summarize
 from octavo.config.arguments import add_engine_settings
 from octavo.errors import BenchError, ConfigError
@@ -68,7 +68,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         The result of `metadata`; avg_latency, latencies and percentiles of a batch in seconds
         (vLLM's names); mean_, median_, std_ and p99_ of ttft_ms and tpot_ms; output_throughput;
         interrupted; with --breakdown, `breakdown`: machine, prefill and decode, see
-        `octavo.bench.breakdown.summarize_steps`; with --profile, `profile`: the trace's file.
+        `octavo.bench.breakdown.summarize_steps`, and `picture`, see `octavo.bench.pictures`; with
+        --profile, `profile`: the trace's file.
 
     Raises:
         ConfigError, ModelError: a flag, an engine setting or the model is unusable.
@@ -133,6 +134,8 @@ def benchmark(args: argparse.Namespace) -> dict[str, Any]:
     if not result["interrupted"] and args.breakdown:
         with _interruptible(result):
             result["breakdown"] = _breakdown(args, spec, kwargs, prompts, params)
+            machine, points = result["breakdown"]["machine"], _points(result["breakdown"])
+            result["picture"] = pictures.roofline(points, machine["bandwidth"], machine["peak"])
     return result
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from octavo.bench import results
+from octavo.bench import pictures, results
 from octavo.bench.metrics import LATENCIES, RequestRecord
 from octavo.errors import BenchError
 
@@ -236,10 +236,7 @@ def starts(
 def roofline(
     points: Sequence[Mapping[str, Any]], bandwidth: float, peak: float, path: str | Path
 ) -> None:
-    """Draw measured operations under the roof of memory and arithmetic.
-
-    The model is that of Williams, Waterman and Patterson ("Roofline", 2009): an operation of
-    intensity I (operations per byte) reaches at most min(peak, I * bandwidth).
+    """Draw measured operations under the roof of memory and arithmetic; see `pictures.Roof`.
 
     Args:
         points: dicts of name, flops (floating-point operations), bytes (moved) and seconds.
@@ -263,18 +260,15 @@ def roofline(
             _check_positive(f"{key} of {point.get('name')!r}", point.get(key))
     figure = _new_figure(10, 6)
     ax = figure.subplots()
-    # The machine can do at least what a point has reached.
-    peak = max(peak, *(p["flops"] / p["seconds"] for p in points))
-    bandwidth = max(bandwidth, *(p["bytes"] / p["seconds"] for p in points))
-    ridge = peak / bandwidth
-    intensities = [p["flops"] / p["bytes"] for p in points]
-    left, right = min([*intensities, ridge]) / 3, max([*intensities, ridge]) * 3
-    x = np.geomspace(left, right, 200)
-    ax.plot(x, np.minimum(peak, x * bandwidth) / 1e9, color="black")
+    roof = pictures.Roof.over(points, bandwidth, peak)
+    ridge = roof.ridge
+    left, right = roof.span(points)
+    line = [left, ridge, right]
+    ax.plot(line, [roof.at(x) / 1e9 for x in line], color="black")
     ax.axvline(ridge, color=_GREY, linestyle=":", zorder=0)
-    ax.text(right, peak / 1e9 * 1.1, f"peak {peak / 1e9:.4g} GFLOP/s", fontsize=9, ha="right")
+    ax.text(right, roof.peak / 1e9 * 1.1, roof.peak_text, fontsize=9, ha="right")
     ax.annotate(
-        f"memory {bandwidth / 1e9:.4g} GB/s; ridge at {ridge:.3g} FLOP/byte",
+        roof.ridge_text,
         (ridge, 0),
         xycoords=("data", "axes fraction"),
         # On the side with more room, so that it is not cut off.
@@ -283,19 +277,11 @@ def roofline(
         textcoords="offset points",
         fontsize=9,
     )
-    for i, (point, intensity) in enumerate(zip(points, intensities, strict=True)):
+    for i, point in enumerate(points):
         colour, marker = _look(i)
-        speed = point["flops"] / point["seconds"]
-        share = speed / min(peak, intensity * bandwidth)
-        ax.plot(
-            intensity,
-            speed / 1e9,
-            marker,
-            color=colour,
-            markersize=9,
-            label=f"{point['name']}: {speed / 1e9:.4g} GFLOP/s, "
-            f"{point['bytes'] / point['seconds'] / 1e9:.4g} GB/s, {share:.0%} of the roof",
-        )
+        intensity, speed = point["flops"] / point["bytes"], point["flops"] / point["seconds"]
+        look: dict[str, Any] = {"color": colour, "markersize": 9, "label": roof.describe(point)}
+        ax.plot(intensity, speed / 1e9, marker, **look)
     ax.set(
         xscale="log",
         yscale="log",
@@ -303,7 +289,7 @@ def roofline(
         ylabel="Speed (GFLOP/s)",
         title="Roofline",
     )
-    ax.set_ylim(top=peak / 1e9 * 2)
+    ax.set_ylim(top=roof.peak / 1e9 * 2)
     _plain_numbers(ax.xaxis)
     _plain_numbers(ax.yaxis)
     ax.grid(which="both", color="#e5e5e5")

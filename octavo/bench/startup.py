@@ -20,7 +20,7 @@ import httpx
 import msgspec
 from rich.console import Console
 
-from octavo.bench import plots, results
+from octavo.bench import pictures, plots, results
 from octavo.bench.start_child import resident_nbytes
 from octavo.config import EngineConfig, config_fields, environment_without_keys
 from octavo.config.arguments import add_engine_settings, engine_kwargs, setting_flags
@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         or "server"), cache ("warm" or "cold"), seconds by moment since the process was started, and
         sizes in bytes: rss and pss once the model is loaded (of a server: all its processes), plan
         and plan_but_kv_cache from the memory plan. The KV cache uses memory as it fills, so rss
-        should be below the latter.
+        should be below the latter. `picture`: see `octavo.bench.pictures`.
 
     Raises:
         ConfigError, ModelError: a flag, an engine setting or the model is unusable.
@@ -142,7 +142,8 @@ def benchmark(args: argparse.Namespace) -> dict[str, Any]:
             if not starts:
                 raise
             interrupted = True
-    return {**results.metadata(vars(args)), "interrupted": interrupted, "starts": starts}
+    measured = {"starts": starts, "picture": pictures.starts(starts, _LABELS)}
+    return {**results.metadata(vars(args)), "interrupted": interrupted, **measured}
 
 
 def measure_offline(kwargs: Mapping[str, Any], timeout: float) -> dict[str, Any]:

@@ -18,6 +18,7 @@ import signal
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,7 @@ from octavo.engine.step_reporter import StepReporter
 from octavo.errors import EngineDeadError, EngineStoppedError, OctavoError
 from octavo.executor.base import Wave
 from octavo.executor.registry import get_executor_class
+from octavo.kv_cache.block_map import make_block_map
 from octavo.messages import EngineCoreRequest, UtilityCall, UtilityResult
 from octavo.models.registry import read_spec
 from octavo.observability.profiler import span
@@ -104,6 +106,7 @@ def main() -> None:
         checkpoint = open_checkpoint(path, setup.config.load.load_format)
         spec = read_spec(checkpoint, setup.config.model)
         recorder = None if setup.record is None else Recorder(Path(setup.record))
+        step_recorder = None if recorder is None else StepRecorder(recorder.put)
         core, plan = make_engine_core(
             setup.config,
             spec,
@@ -116,13 +119,16 @@ def main() -> None:
             expert_memory=setup.expert_memory,
             machine=setup.machine,
             listeners=[
-                *([] if recorder is None else [StepRecorder(recorder.put)]),
+                *([] if step_recorder is None else [step_recorder]),
                 *([StepReporter()] if setup.reports_steps else []),
             ],
             wake=lambda: inputs.put([]),  # an empty abort
         )
         if setup.reports_steps:
             core.scheduler.kv_cache_manager.log_given_up(clock.now)
+        if step_recorder is not None:
+            manager = core.scheduler.kv_cache_manager
+            step_recorder.make_map = partial(make_block_map, manager)
         core.executor.register_failure_callback(inputs.put)  # wakes an idle loop
         # All current objects stay: exempt them from garbage collections, which saves 90 ms each.
         gc.freeze()

@@ -17,6 +17,7 @@ from octavo import _native
 from octavo.checkpoints.identity import model_hash
 from octavo.checkpoints.registry import open_checkpoint
 from octavo.config import EngineConfig
+from octavo.kv_cache.block_map import INTERVAL, REST, BlockMap
 from octavo.messages import EngineCoreOutputs, EngineCoreRequest, SchedulerOutput
 from octavo.observability.recording import (
     FORMAT,
@@ -99,6 +100,10 @@ class StepRecorder(StepListener):
         """Time at which the last step ended."""
         self._last_result: float | None = None
         """Time of the last result; None: the engine has been idle since."""
+        self.make_map: Callable[[], BlockMap] | None = None
+        """Function that returns the map of the KV cache; None: no map is recorded."""
+        self._last_map, self._map_rest = 0.0, 0.0
+        """Time of the last map, in seconds of `time.monotonic`, and the time to rest after it."""
 
     def on_add(self, request: EngineCoreRequest) -> None:
         """Keep the id for the next record."""
@@ -133,6 +138,7 @@ class StepRecorder(StepListener):
                 for number, times in done.items()
                 if times.seconds is not None
             ],
+            self._block_map(bool(requests)),
         )
         self._added, self._aborted = [], []
         for number in done:
@@ -140,6 +146,20 @@ class StepRecorder(StepListener):
         self._put(record)
         if requests:
             self._times[step] = _Times(time.perf_counter())
+
+    def _block_map(self, has_requests: bool) -> bytes:
+        """Return the packed map of the KV cache, as often as the engine view shows one.
+
+        Args:
+            has_requests: False for a step before the engine becomes idle, whose map remains.
+        """
+        pause = max(INTERVAL, self._map_rest) if has_requests else self._map_rest
+        if self.make_map is None or time.monotonic() < self._last_map + pause:
+            return b""
+        begin = time.thread_time()
+        packed = self.make_map().pack()
+        self._last_map, self._map_rest = time.monotonic(), REST * (time.thread_time() - begin)
+        return packed
 
     def on_computed(self, step: int) -> None:
         """Keep how long the step took; it began after the end of the step before it."""

@@ -6,6 +6,7 @@ Above `MAX_CELLS` blocks, a cell stands for several neighbouring blocks.
 from __future__ import annotations
 
 import time
+import zlib
 from typing import Any
 
 import msgspec
@@ -16,6 +17,10 @@ from octavo.kv_cache.block_pool import BlockPool
 from octavo.kv_cache.manager import KVCacheManager
 from octavo.kv_cache.states import StateManager
 
+INTERVAL = 0.2
+"""Least time between two maps, or two ticks of the engine view, in seconds."""
+REST = 300
+"""Time between two maps, or two ticks, in multiples of the processor time for one."""
 MAX_CELLS = 4096
 AGES = 8
 """Number of ages: 0 is for the eighth that is reused last, 7 for the one that is reused next."""
@@ -48,6 +53,15 @@ class BlockMap(msgspec.Struct):
     """Ids of the requests that hold blocks or states."""
     seconds: float = 0.0
     """Processor time to make the map."""
+
+    def pack(self) -> bytes:
+        """Return the map for a recording, compressed to about a tenth."""
+        return zlib.compress(msgspec.msgpack.encode(self), level=1)
+
+    @classmethod
+    def unpack(cls, data: bytes) -> BlockMap:
+        """Return the map of `pack`."""
+        return msgspec.msgpack.decode(zlib.decompress(data), type=cls)
 
 
 def make_block_map(manager: KVCacheManager, max_cells: int = MAX_CELLS) -> BlockMap:

@@ -149,6 +149,8 @@ class Step(msgspec.Struct, tag="step", array_like=True):
     blocks_to_copy: list[tuple[int, int]]
     ended: list[StepEnd] = []
     """Steps that have ended since the step before."""
+    block_map: bytes = b""
+    """Packed `BlockMap` after the scheduling of the step; most steps have none."""
 
 
 class Died(msgspec.Struct, tag="died", array_like=True):

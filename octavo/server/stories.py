@@ -118,8 +118,14 @@ class Story:
         self.difference: answers.PromptDifference | None = None
 
     def has_id(self, name: str) -> bool:
-        """Return True if the request has this id, or its answer, with or without its prefix."""
-        return name in (self.request_id, self.answer_id, _PREFIX.sub("", self.answer_id, count=1))
+        """Return True if the request has this id, or its answer, with or without its prefix.
+
+        In the engine view a prompt has the answer's id with its index and its number.
+        """
+        if name in (self.request_id, self.answer_id, _PREFIX.sub("", self.answer_id, count=1)):
+            return True
+        of_prompt, _, number = name.rpartition("-")
+        return of_prompt.rpartition("-")[0] == self.answer_id and number in map(str, self.prompts)
 
     def mark(self) -> None:
         """Note the end of the next of the stages before the prompts."""

@@ -6,6 +6,7 @@ visitor's key. So the page itself needs no key.
 
 from __future__ import annotations
 
+import base64
 import functools
 import hashlib
 from collections.abc import Awaitable, Callable, Mapping
@@ -24,14 +25,14 @@ Endpoint: TypeAlias = Callable[[Request], Awaitable[Response]]
 
 PREFIX = "/ui/"
 _FOLDER = Path(__file__).parent / "static"
+_STYLE_LINK = b'<link rel="stylesheet" href="ui/style.css">'
 _TYPES = {
     ".html": "text/html; charset=utf-8",
-    ".css": "text/css; charset=utf-8",
     ".js": "text/javascript; charset=utf-8",
     ".svg": "image/svg+xml",
 }
-HEADERS = {
-    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
+_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'sha256-%s'; "
     "connect-src 'self'; img-src 'self' data:; frame-ancestors 'none'; base-uri 'none'; "
     "form-action 'none'; require-trusted-types-for 'script'; trusted-types 'none'",
     "X-Content-Type-Options": "nosniff",
@@ -44,7 +45,7 @@ HEADERS = {
     "Vary": "Accept",
 }
 """Headers of the page and its files: the browser runs scripts of this server only, and none that
-are part of a text."""
+are part of a text. The only styles are those with the hash of style.css."""
 
 
 class StaticFile(NamedTuple):
@@ -57,13 +58,26 @@ class StaticFile(NamedTuple):
 
 @cache
 def static_files() -> Mapping[str, StaticFile]:
-    """Return the files of the page by name; the first call reads them."""
+    """Return the files of the page by name; the first call reads them.
+
+    The styles are a part of the page, since it is not painted without them.
+    """
+    contents = {path.name: path.read_bytes() for path in sorted(_FOLDER.iterdir())}
+    style = b"<style>%b</style>" % contents.pop("style.css")
+    contents["index.html"] = contents["index.html"].replace(_STYLE_LINK, style)
     found = {}
-    for path in sorted(_FOLDER.iterdir()):
-        content = path.read_bytes()
+    for name, content in contents.items():
         etag = f'"{hashlib.blake2b(content, digest_size=12).hexdigest()}"'
-        found[path.name] = StaticFile(content, _TYPES[path.suffix], etag)
+        found[name] = StaticFile(content, _TYPES[Path(name).suffix], etag)
     return found
+
+
+@cache
+def headers() -> Mapping[str, str]:
+    """Return the headers of the page and its files."""
+    digest = hashlib.sha256((_FOLDER / "style.css").read_bytes()).digest()
+    policy = _HEADERS["Content-Security-Policy"] % base64.b64encode(digest).decode()
+    return {**_HEADERS, "Content-Security-Policy": policy}
 
 
 def is_page(method: str, path: str, accept: str | None) -> bool:
@@ -106,7 +120,7 @@ async def get_file(request: Request) -> Response:
 
 
 def _respond(request: Request, file: StaticFile) -> Response:
-    headers = {**HEADERS, "ETag": file.etag}
+    sent = {**headers(), "ETag": file.etag}
     if request.headers.get("if-none-match") == file.etag:
-        return Response(status_code=304, headers=headers)
-    return Response(file.content, headers=headers, media_type=file.media_type)
+        return Response(status_code=304, headers=sent)
+    return Response(file.content, headers=sent, media_type=file.media_type)

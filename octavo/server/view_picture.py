@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from octavo.errors import OctavoError
 from octavo.frontend.output_processor import LiveAnswer
 from octavo.frontend.step_log import StepLog
-from octavo.kv_cache.block_map import OWNER_SHIFT, BlockMap
+from octavo.kv_cache.block_map import INTERVAL, OWNER_SHIFT, REST, BlockMap
 from octavo.observability.scheduler_stats import SchedulerStats
 from octavo.observability.steps import StepPart, StepPreemption
 from octavo.observability.view_events import (
@@ -31,15 +31,12 @@ from octavo.observability.view_events import (
     label_of,
 )
 
-INTERVAL = 0.2
-"""Least time between two ticks, or two maps of the KV cache, in seconds."""
-REST = 300
-"""Time between two ticks, or two maps, in multiples of the time for one."""
 MAX_ROWS = 500
 """Most answers that the view shows."""
 _STEPS = 256
-"""Most steps of a tick, or of a `history`. With very many viewers there may be more between two
-ticks; the older ones are then left out."""
+"""Most steps of a tick. If there are more between two ticks, the older ones are left out."""
+_OLDER_STEPS = 64
+"""Most steps from before the first tick in one event; fewer, so that the next tick comes soon."""
 # Intervals of maps of idle engines, and of the loads of experts, in seconds.
 _IDLE_INTERVAL = 5.0
 _EXPERT_INTERVAL = 2.0
@@ -133,7 +130,7 @@ class Picture:
     def __init__(self, engine: ViewedEngine) -> None:
         self._engine, self._log = engine, engine.step_log
         self._first_engine = engine.config.parallel.first_engine
-        self._next_step = 0
+        self._next_step = max(0, engine.step_log.end - _OLDER_STEPS)
         self._steps = StepViewer(self._note_step)
         self._computed: dict[str, tuple[int, int]] = {}
         """Engine and computed tokens of each answer whose prompt was begun."""
@@ -207,7 +204,7 @@ class Picture:
 
         The event is empty if the log has no earlier steps.
         """
-        first = max(self._log.num_dropped, (end - 1) // _STEPS * _STEPS)
+        first = max(self._log.num_dropped, (end - 1) // _OLDER_STEPS * _OLDER_STEPS)
         if first >= end:
             return first, b""
         logged = self._log.since(first)[: end - first]
@@ -215,13 +212,18 @@ class Picture:
         when = logged[-1].time
         return first, encode_event("history", Tick(when, first, StepViewer().view(records, when)))
 
+    def show_maps(self, maps: dict[int, BlockMap]) -> None:
+        """Show maps of KV caches, by index of the engine, at the next tick."""
+        self._maps = maps
+
     async def follow_blocks(self) -> None:
         """Ask the engines for maps of their KV caches."""
         while True:
             asked_after, seconds = self._log.end, 0.0
             with contextlib.suppress(OctavoError):  # an engine has died; the next one will answer
-                self._maps = await self._engine.block_maps()
-                seconds = max((found.seconds for found in self._maps.values()), default=0.0)
+                maps = await self._engine.block_maps()
+                self.show_maps(maps)
+                seconds = max((found.seconds for found in maps.values()), default=0.0)
             await asyncio.sleep(max(INTERVAL, REST * seconds))
             await self._wait_for_steps(asked_after)
 

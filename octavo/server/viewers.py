@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 from octavo.errors import QueueFullError
 from octavo.frontend.request_memory import leaves_room
-from octavo.server.view_picture import INTERVAL, REST
+from octavo.kv_cache.block_map import INTERVAL, REST
 
 MAX_VIEWERS = 1024
 MAX_QUEUE_BYTES = 512 * 2**10

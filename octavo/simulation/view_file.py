@@ -1,7 +1,7 @@
 """Events of the engine view from a recording, for `octavo replay FILE --view OUT`.
 
-The page opens the file. A recording has no map of the KV cache, and only the times at which a step
-was scheduled, begun and computed.
+The page opens the file. A recording has only the times at which a step was scheduled, begun and
+computed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import msgspec
 from octavo.errors import ConfigError, OctavoError, reason_of
 from octavo.frontend.output_processor import LiveAnswer
 from octavo.frontend.step_log import EngineDeath, StepLog
-from octavo.kv_cache.block_map import BlockMap
+from octavo.kv_cache.block_map import INTERVAL, BlockMap
 from octavo.observability.recording import (
     Arrival,
     Died,
@@ -31,7 +31,7 @@ from octavo.observability.recording import (
 from octavo.observability.scheduler_stats import SchedulerStats
 from octavo.observability.steps import StepPart, StepRecord
 from octavo.observability.view_events import Hello, encode_event
-from octavo.server.view_picture import INTERVAL, Picture
+from octavo.server.view_picture import Picture
 
 Event = tuple[float, Callable[[], None]]
 _ENCODER = msgspec.msgpack.Encoder()
@@ -62,13 +62,18 @@ def _show(engine: RecordedEngine, events: list[Event]) -> Iterator[bytes]:
     begin = events[0][0]
     yield encode_event("hello", engine.hello(begin))
     picture, shown = Picture(engine), begin
+
+    def tick(time: float) -> bytes:
+        picture.show_maps(engine.take_maps())
+        return picture.update([None], time).news(None)
+
     for time, happen in events:
         while time > shown + INTERVAL:
             # Quiet times are passed over.
             shown = max(shown + INTERVAL, time - INTERVAL)
-            yield picture.update([None], shown).news(None)
+            yield tick(shown)
         happen()
-    yield picture.update([None], events[-1][0]).news(None)
+    yield tick(events[-1][0])
 
 
 class RecordedEngine:
@@ -88,6 +93,8 @@ class RecordedEngine:
         self._stats = SchedulerStats()
         self._reason = "ok"
         self._last_computed = 0.0
+        self._map = b""
+        """Packed map that was not shown yet."""
         self._pending: dict[int, Step] = {}
         """Steps whose end was not read yet, in order."""
 
@@ -109,8 +116,13 @@ class RecordedEngine:
         return SimpleNamespace(reason=self._reason)
 
     async def block_maps(self) -> dict[int, BlockMap]:
-        """Return {}: a recording has no maps."""
-        return {}
+        """Return the same as `take_maps`."""
+        return self.take_maps()
+
+    def take_maps(self) -> dict[int, BlockMap]:
+        """Return the newest map of the KV cache unless it was returned before."""
+        packed, self._map = self._map, b""
+        return {0: BlockMap.unpack(packed)} if packed else {}
 
     async def expert_counts(self) -> dict[int, list[tuple[int, list[int]]]]:
         """Return {}: a recording has no loads of experts."""
@@ -152,6 +164,8 @@ class RecordedEngine:
     def _read_step(self, step: Step) -> Iterator[Event]:
         if step.number == 1:  # another engine
             yield from self._end_steps()
+        if step.block_map:
+            yield step.time, self._show_map(step.block_map)
         for ended in step.ended:
             if (of := self._pending.pop(ended.number, None)) is not None:
                 yield self._step(of, ended.seconds)
@@ -163,6 +177,12 @@ class RecordedEngine:
         for step in self._pending.values():
             yield self._step(step, 0.0)
         self._pending = {}
+
+    def _show_map(self, packed: bytes) -> Callable[[], None]:
+        def happen() -> None:
+            self._map = packed
+
+        return happen
 
     def _step(self, step: Step, seconds: float) -> Event:
         begun = max(step.time, self._last_computed)

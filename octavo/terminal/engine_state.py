@@ -84,7 +84,7 @@ class EngineState:
         self.frames: deque[Frame] = deque()
         self.steps: deque[StepView] = deque()
         self.first = 0
-        """Number of the first step in `steps`."""
+        """Number of the first step in `steps`, which are counted without gaps."""
         self.owners: dict[int, str] = {}
         """Labels of the owners in the cells, by number."""
         self.deaths: list[dict[str, Any]] = []
@@ -141,9 +141,9 @@ class EngineState:
         return max(0.0, tokens / seconds), max(0.0, answers / seconds)
 
     def _take_tick(self, event: dict[str, Any]) -> None:
-        if event.get("first", 0) != self.first + len(self.steps):
-            self.steps.clear()
+        if not self.steps:  # later, steps that the server left out have no number
             self.first = event.get("first", 0)
+        begin = self.first + len(self.steps)
         self.steps.extend(_read_steps(event))
         last = self.frames[-1] if self.frames else Frame(0.0, 0, 0, {}, {}, [0], "ok", {})
         for engine, changes in event.get("blocks", {}).items():
@@ -155,7 +155,7 @@ class EngineState:
         self.frames.append(
             Frame(
                 event["time"],
-                event.get("first", 0),
+                begin,
                 self.first + len(self.steps),
                 last.stats | event.get("stats", {}),
                 self._kept[1],

@@ -12,7 +12,7 @@ from pathlib import Path
 from playwright.sync_api import sync_playwright
 
 from tests.browser.conftest import CHROMIUM, Chat
-from tests.browser.test_bench import ONE, SWEEP, detailed
+from tests.browser.test_bench import LATENCY, ONE, STARTUP, SWEEP, detailed
 from tests.browser.test_engine_view import SETTINGS, complete
 from tests.browser.test_page import TUNED, open_results
 from tests.e2e.harness import serve
@@ -78,6 +78,9 @@ def take(browser, url, folder, scheme, width, height):
     results = {"one.json": ONE, "two.json": detailed(factor=1.4), "sweep.json": SWEEP}
     open_results(page, results | {"tune.json": TUNED})
     shoot("bench")
+    page.get_by_role("button", name="Clear").click()
+    open_results(page, {"startup.json": STARTUP, "latency.json": LATENCY})
+    shoot("bench-more")
     page.get_by_role("tab", name="Engine").click()
     sending = complete(url, 6, 300)
     page.get_by_role("row").filter(has_text="answer").nth(2).wait_for()
@@ -101,7 +104,7 @@ def main():
         arguments = ["--no-sandbox"] if os.geteuid() == 0 else []
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=arguments)
         for scheme in ("light", "dark"):
-            for width, height in ((1280, 860), (390, 780)):
+            for width, height in ((1280, 860), (360, 780)):
                 take(browser, server.url, folder, scheme, width, height)
         browser.close()
 

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from octavo.bench import plots
+from octavo.bench import pictures, plots
 from tests.browser.test_page import TUNED, open_results
 
 RNG = np.random.default_rng(7)
@@ -35,7 +35,13 @@ def run(label, rate, speed):
 
 ONE = detailed()
 SWEEP = {"runs": [run("a", 1, 10), run("a", 2, 20), run("b", 1, 30), {"label": "c", "error": "x"}]}
-LATENCY = {"breakdown": {"decode": {"kernels": [{"name": "matmul", "flops": 2e9}]}}}
+KERNEL = {"name": "matmul", "flops": 2e9, "bytes": 1e9, "seconds": 0.1}
+LATENCY = {
+    "breakdown": {"decode": {"kernels": [KERNEL]}},
+    "picture": pictures.roofline([KERNEL], 20e9, 2e12),
+}
+STARTS = [{"cache": cache, "ready": 1.0 + i} for cache in ("warm", "cold") for i in range(3)]
+STARTUP = {"starts": STARTS, "picture": pictures.starts(STARTS, {"ready": "model loaded"})}
 
 
 @pytest.fixture
@@ -84,6 +90,7 @@ def test_other_results(bench):
         "TTFT: TTFT (ms) over Output throughput (tokens/s)",
         "TPOT: TPOT (ms) over Output throughput (tokens/s)",
         "tune.json: rate over p99 ttft ms",
+        "latency.json: Roofline: Speed (GFLOP/s) over Arithmetic intensity (FLOP/byte)",
     ]
     keys = bench.locator("figcaption").first.inner_text()
     assert "summary.json: a, median" in keys
@@ -93,6 +100,23 @@ def test_other_results(bench):
     found = {name: values for name, *values in rows(bench)}
     assert found["runs 0 output_throughput"] == ["30", "", ""]
     assert found["breakdown decode kernels 0 flops"] == ["", "", "2,000,000,000"]
+
+
+def test_pictures_that_results_hold(bench):
+    open_results(bench, {"startup.json": STARTUP, "latency.json": LATENCY})
+    starts, roofline = bench.locator("figure").all()
+    assert starts.locator("text", has_text="model loaded").count() == 1
+    assert starts.locator("circle.c1").count() == 4  # three starts, and the median
+    assert starts.locator("circle.c2.open").count() == 1
+    assert "cold file cache, median" in starts.inner_text()
+    assert "peak 2000 GFLOP/s" in roofline.inner_text()
+    assert "matmul: 20 GFLOP/s, 10 GB/s, 50% of the roof" in roofline.inner_text()
+    marks = roofline.locator("text", has_text="memory 20 GB/s; ridge at 100 FLOP/byte")
+    assert marks.count() == 1
+    assert roofline.locator("path").count() == 1
+    names = {row[0] for row in rows(bench)}
+    assert "starts 0 ready" in names
+    assert not any(name.startswith("picture") for name in names)
 
 
 def test_files_that_are_no_results(bench):

@@ -85,6 +85,8 @@ def test_time_can_be_held_and_stepped_through(recorded, open_page):
     page = open_page("/#/engine", server.url)
     sending = complete(server.url, 4, 300)
     page.get_by_role("row").filter(has_text="answer").first.wait_for()
+    # There are three steps to go back.
+    page.wait_for_function("() => Number(document.querySelector('.time').max) > 3")
     page.get_by_role("button", name="Hold").click()
     page.get_by_role("button", name="Live", exact=True).wait_for()  # the next frame draws it
     text = page.get_by_role("paragraph").filter(has_text=re.compile(r"^Step \d+ of engine 0"))
@@ -110,6 +112,19 @@ def test_time_can_be_held_and_stepped_through(recorded, open_page):
     other.get_by_role("slider", name="Step").wait_for()
     other.wait_for_function("() => Number(document.querySelector('.time').max) > 200")
     other.wait_for_function("() => Number(document.querySelector('.time').min) < 20")
+
+
+def test_a_request_leads_to_its_story(recorded, open_page):
+    server, _ = recorded
+    page = open_page("/#/engine", server.url)
+    sending = complete(server.url, 1, 900)
+    link = page.get_by_role("link", name=re.compile("^cmpl-"))
+    name = link.inner_text()
+    link.click()
+    answer, _index, _number = name.rsplit("-", 2)
+    page.get_by_role("heading", name=answer).wait_for()
+    page.get_by_text("the prompt was computed").first.wait_for()
+    sending.join()
 
 
 def test_a_death_and_the_revival_are_shown(recorded, open_page):
@@ -139,6 +154,8 @@ def test_a_recording_can_be_opened(recorded, open_page, tmp_path):
     first = shown(page, 1)
     first.wait_for()
     assert "prompt tokens" in first.inner_text()
+    recorded_map = page.get_by_role("img", name=re.compile("Map of 399 blocks: [1-9]"))
+    recorded_map.wait_for()
     page.get_by_role("button", name="Step ▶").click()
     shown(page, 2).wait_for()
     bad = tmp_path / "bad.view"
@@ -164,29 +181,81 @@ def event(name, **data):
     return f"event: {name}\ndata: {json.dumps(data)}\n\n"
 
 
+HELLO = {"version": "1", "models": ["m"], "block_size": 16}
+HELLO |= {"max_num_batched_tokens": 8, "max_num_seqs": 2}
+
+
+@pytest.mark.parametrize(
+    ("per_cell", "names"), [(1, ["1", "2", "3"]), (3, ["1 to 3", "4 to 6", "7 to 9"])]
+)
+def test_what_a_block_holds(recorded, open_page, tmp_path, per_cell, names):
+    first, second, third = names
+    used, kept = (1 << 12) + (2 << 9) + (7 << 6), (7 << 3) + 5
+    blocks = {"num_blocks": 3 * per_cell, "blocks_per_cell": per_cell, "num_cells": 3}
+    blocks |= {"runs": [0, 1, used, 1, 1, kept], "owners": {"1": "17"}}
+    step = {"engine": 0, "number": 1, "at": 0, "parts": [["17", 1]]}
+    tick = {"time": 1, "engines": [0], "health": "ok", "stats": {"0": {}}}
+    path = tmp_path / "blocks.view"
+    path.write_text(
+        event("hello", time=0, **HELLO) + event("tick", **tick, blocks={"0": blocks}, steps=[step])
+    )
+    page = open_page("/#/engine", recorded[0].url)
+    page.get_by_label("Open a file of octavo replay --view").set_input_files(path)
+    tokens = 16 * per_cell
+    page.get_by_text(
+        f"Block {first}: held by request 17, 2 reference(s), room for {tokens} tokens."
+    ).wait_for()
+    page.get_by_role("img", name=re.compile("Map of 3")).hover(position={"x": 20, "y": 8})
+    kept = f"Block {second}: {tokens} tokens, kept for later prompts; age 5 of 7"
+    page.get_by_text(kept).wait_for()
+    slider = page.get_by_role("slider", name="Block")
+    slider.press("ArrowRight")
+    text = f"Block {third}: empty, room for {tokens} tokens."
+    page.get_by_text(text).wait_for()
+    assert slider.get_attribute("aria-valuetext") == text
+
+
+def test_steps_that_the_server_left_out_do_not_end_the_history(recorded, open_page, tmp_path):
+    def tick(time, first, *numbers):
+        steps = [{"engine": 0, "number": i, "at": 0, "parts": [["7", 1]]} for i in numbers]
+        return event("tick", time=time, first=first, engines=[0], health="ok", steps=steps)
+
+    path = tmp_path / "gap.view"
+    path.write_text(event("hello", time=0, **HELLO) + tick(1, 0, 1, 2) + tick(2, 902, 903, 904))
+    page = open_page("/#/engine", recorded[0].url)
+    page.get_by_label("Open a file of octavo replay --view").set_input_files(path)
+    shown(page, 1).wait_for()
+    for number in (2, 903, 904):
+        page.get_by_role("button", name="Step ▶").click()
+        shown(page, number).wait_for()
+
+
 def test_recurrent_states_and_experts(recorded, open_page, tmp_path):
-    hello = {"version": "1", "models": ["m"], "max_num_batched_tokens": 8, "max_num_seqs": 2}
     # A state of request 7, a snapshot that is reused last, and one that is reused next.
     states = [0, 1, (1 << 12) + (1 << 3), 1, 1, 3 << 3, 2, 1, (3 << 3) + 7]
-    blocks = {
-        "num_blocks": 4,
-        "blocks_per_cell": 1,
-        "num_cells": 4,
-        "runs": [],
-        "owners": {"1": "7"},
-    }
+    blocks = {"num_blocks": 4, "blocks_per_cell": 1, "num_cells": 4, "runs": []}
     blocks |= {"num_states": 6, "states": states, "owners": {"1": "7"}}
     step = {"engine": 0, "number": 1, "at": 0, "parts": [["7", 1]]}
     tick = {"time": 1, "engines": [0], "health": "ok", "stats": {"0": {}}}
     path = tmp_path / "hybrid.view"
     path.write_text(
-        event("hello", time=0, **hello)
+        event("hello", time=0, **HELLO)
         + event("tick", **tick, blocks={"0": blocks}, experts={"0": [[3, [5, 0]], [4, [1, 1]]]})
         + event("tick", **tick, steps=[step], experts={"0": [[3, [5, 9]], [4, [2, 2]]]})
     )
     page = open_page("/#/engine", recorded[0].url)
     page.get_by_label("Open a file of octavo replay --view").set_input_files(path)
     canvas = page.get_by_role("img", name="Map of 6 recurrent states: 1 of requests, 2 snapshots")
+    # Details of a square: under the pointer, and chosen with the keyboard.
+    canvas.hover(position={"x": 1.5 * 14, "y": 7})
+    page.get_by_text("State 1: a snapshot; age 0 of 7, where 7 is reused next.").wait_for()
+    page.get_by_label("State", exact=True).focus()
+    page.keyboard.press("ArrowLeft")
+    page.get_by_text("State 0: of request 7.").wait_for()
+    for _ in range(9):
+        page.keyboard.press("ArrowRight")
+    page.get_by_text("State 5: empty.").wait_for()
+    page.keyboard.press("Home")
     pixel = """(canvas, [column, row, size]) => {
         const scale = canvas.width / canvas.clientWidth, at = i => (i + 0.5) * size * scale;
         return [...canvas.getContext("2d").getImageData(at(column), at(row), 1, 1).data].join();

@@ -42,7 +42,7 @@ def test_the_theme_is_kept(open_page):
     page = open_page(color_scheme="light")
     background = "() => getComputedStyle(document.body).backgroundColor"
     light = page.evaluate(background)
-    page.get_by_role("button", name="Theme").click()
+    page.get_by_label("Theme").select_option("dark")
     dark = page.evaluate(background)
     assert dark != light
     page.reload()

@@ -198,6 +198,10 @@ def test_the_engine_view_of_a_recording(recording, tmp_path, capsys):
     assert requests[-1] == []
     times = [tick["time"] for tick in ticks]
     assert times == sorted(times)
+    maps = [tick["blocks"]["0"] for tick in ticks if "blocks" in tick]
+    assert len(maps) > 3
+    assert "num_cells" in maps[0]
+    assert len({label for found in maps for label in found.get("owners", {}).values()}) > 3
     assert "little dog" not in out.read_text()
 
 

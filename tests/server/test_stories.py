@@ -26,14 +26,16 @@ def now(monkeypatch):
     return lambda seconds: at.__setitem__(0, seconds)
 
 
-@pytest.mark.parametrize("name", ["a-b", "cmpl-a-b"])
+@pytest.mark.parametrize("name", ["a-b", "cmpl-a-b", "cmpl-a-b-0-17"])
 def test_a_request_is_found_by_each_of_its_ids(name):
     found = story("a-b")
+    found.begin_prompt(17)
     kept = Stories(10)
     kept.add(story("b"))
     kept.add(found)
     assert kept.find(name, None, is_admin=False) is found
-    assert kept.find("b-a", None, is_admin=False) is None
+    for other in ("b-a", "cmpl-a-b-0-18", "cmpl-a-b-17", "cmpl-a-b-0-", "cmpl-b-0-17"):
+        assert kept.find(other, None, is_admin=False) is None
 
 
 def test_the_newest_of_equal_ids_is_found():

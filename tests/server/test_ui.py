@@ -1,9 +1,12 @@
 """The page's addresses, headers and files; its code in a browser is tested in tests/browser."""
 
 import asyncio
+import base64
+import hashlib
 import re
 import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -50,8 +53,14 @@ def test_headers_of_the_page_and_its_files():
         (policy,) = policies
         rules = dict(rule.split(" ", 1) for rule in policy.split("; "))
         assert rules.pop("img-src") == "'self' data:"
-        for name in ("script-src", "style-src", "connect-src"):
+        for name in ("script-src", "connect-src"):
             assert rules.pop(name) == "'self'"
+        # The only styles are those in the page, which come from style.css.
+        page = ui.static_files()["index.html"].content
+        (style,) = re.findall(rb"<style>(.*?)</style>", page, re.DOTALL)
+        assert style == (Path(ui.__file__).parent / "static" / "style.css").read_bytes()
+        digest = base64.b64encode(hashlib.sha256(style).digest()).decode()
+        assert rules.pop("style-src") == f"'sha256-{digest}'"
         assert rules.pop("require-trusted-types-for") == "'script'"
         assert set(rules) == {
             *("default-src", "frame-ancestors", "base-uri", "form-action", "trusted-types")

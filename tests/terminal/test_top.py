@@ -91,6 +91,14 @@ def test_history_comes_before_the_first_steps():
     assert any("no map" in line for line in draw(state, held=0))
 
 
+def test_steps_that_the_server_left_out_do_not_end_the_history():
+    state = make_state(steps=[step(1, ["17", 32, 0, 1]), step(2, ["17", 1])])
+    state.take("tick", {"time": 101.0, "first": 902, "steps": [step(903, ["18", 1])]})
+    assert [s.number for s in state.steps] == [1, 2, 903]
+    assert any("step 1 of engine 0: 32 prompt" in line for line in draw(state, held=0))
+    assert any("step 903 of engine 0" in line for line in draw(state))
+
+
 def test_rates_are_those_of_the_last_seconds():
     state = make_state(stats={"0": {"tokens": 1000}})
     for i in range(1, 41):

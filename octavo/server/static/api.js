@@ -26,13 +26,13 @@ const sentences = parts(byId("sentences").content);
 export const sentence = (name, values) => (sentences[name]?.textContent ?? name).replace(/{(\w+)}/g, (_, key) => values[key]);
 export const fromTemplate = id => byId(id).content.firstElementChild.cloneNode(true);
 export const scroll = (label, content) => el("div.scroll", {tabindex: 0, role: "group", "aria-label": label}, content);
-/** Return a table. A cell is a text, an element, a number, or {number: text or elements}. */
+/** Return a table; `heads` are a list, or the name of a sentence. A cell is a text, an element, a number, or {number: text or elements}. */
 export function table(heads, rows, label) {
+  const names = typeof heads === "string" ? sentence(heads).split(", ") : heads;
   const cell = value => el(typeof value === "number" || value?.number !== undefined ? "td.number" : "td", value?.number ?? value);
-  return el("table", {"aria-label": label}, el("thead", el("tr", heads.map(head => el("th", {scope: "col"}, head)))),
+  return el("table", {"aria-label": label}, el("thead", el("tr", names.map(name => el("th", {scope: "col"}, name)))),
     el("tbody", rows.map(cells => el("tr", cells.map(cell)))));
 }
-export const note = text => el("p.dim", text);
 export const failure = text => el("p.error", text);
 export const whole = value => Math.round(value).toLocaleString("en");
 export const percent = share => `${(100 * share).toFixed(1)} %`;
@@ -84,11 +84,11 @@ export async function* readEvents(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   try {
     for (let rest = "", end = false; !end;) {
-      const {done, value = ""} = await reader.read(), blocks = (rest + value).split(/\r?\n\r?\n/);
+      const {done, value = ""} = await reader.read(), blocks = (rest + value).split("\n\n");
       rest = blocks.pop();
       end = done;
       for (const block of blocks) {
-        const {event, data} = Object.fromEntries(block.split(/\r?\n/).map(line => line.split(/: (.*)/s)));
+        const {event, data} = Object.fromEntries(block.split("\n").map(line => line.split(/: (.*)/s)));
         if (data) yield {event, data};
       }
     }

@@ -3,7 +3,7 @@ import {byId, el, failure, parts, percent, say, scroll, table} from "./api.js";
 import {chart, short} from "./chart.js";
 
 const MOST_REQUESTS = 2000;
-const PICTURES = [distributions, timelines, sweeps, trials];
+const PICTURES = [distributions, timelines, sweeps, trials, ready];
 const {input, clear, shown} = parts(byId("bench"));
 let files = [];  // pairs of name and result
 
@@ -34,7 +34,7 @@ function figures(value, name = "") {
 }
 
 function compare(open) {
-  const found = files.map(([, result]) => new Map(figures(result))), [first] = found;
+  const found = files.map(([, result]) => new Map(figures({...result, picture: null}))), [first] = found;
   const difference = (value, base) => el("span.dim", ` ${value >= base ? "+" : "−"}${percent(Math.abs(value / base - 1))}`);
   const cell = (value, base) => ({number: value === undefined ? "" : [short(value), base ? difference(value, base) : null]});
   const rows = unique(found.flatMap(one => [...one.keys()])).map(name => [name, ...found.map((one, i) => cell(one.get(name), i && first.get(name)))]);
@@ -45,16 +45,17 @@ const having = (...names) => files.filter(([, result]) => names.every(name => re
 const unique = list => [...new Set(list)];
 const words = key => key.replaceAll("_", " ");
 const number = value => value ?? NaN;
+const sorted = values => values.filter(Number.isFinite).sort((a, b) => a - b);
 /** Return the seconds of a request from its first token to the last. */
 const decode = ({ttfts, e2els, itls}, i) => (e2els ? number(e2els[i]) - number(ttfts[i]) : itls[i].reduce((sum, gap) => sum + gap, 0));
 /** Return the milliseconds of each latency of the requests that succeeded, sorted. */
 function latencies(result) {
   const {ttfts, itls = [], errors = [], output_lens: lengths} = result, good = [...ttfts.keys()].filter(i => !errors[i]);
-  const sorted = values => values.filter(Number.isFinite).map(value => 1000 * value).sort((a, b) => a - b);
-  return {
-    TTFT: sorted(good.map(i => ttfts[i])), TPOT: sorted(good.filter(i => lengths[i] > 1).map(i => decode(result, i) / (lengths[i] - 1))),
-    ITL: sorted(good.flatMap(i => itls[i] ?? [])), E2EL: sorted(good.map(i => ttfts[i] + decode(result, i))),
+  const found = {
+    TTFT: good.map(i => ttfts[i]), TPOT: good.filter(i => lengths[i] > 1).map(i => decode(result, i) / (lengths[i] - 1)),
+    ITL: good.flatMap(i => itls[i] ?? []), E2EL: good.map(i => ttfts[i] + decode(result, i)),
   };
+  return Object.fromEntries(Object.entries(found).map(([unit, list]) => [unit, sorted(list).map(value => 1000 * value)]));
 }
 /** Return the value at a share of sorted values, interpolated as numpy does. */
 function percentile(values, share) {
@@ -115,4 +116,9 @@ function trials() {
     const series = grouped(tried, ({figures: found}) => [number(found[limit]), number(found[objective])], {kind: "dots"});
     return chart(name, {name: words(limit), log: true}, {name: words(objective)}, series, {marks: [[value, "limit"]]});
   }));
+}
+
+/** Draw the pictures that results hold; see octavo/bench/pictures.py. */
+function ready() {
+  return having("picture").map(([name, {picture: {title, x, y, series, marks}}]) => chart(`${name}: ${title}`, x, y, series, {marks}));
 }

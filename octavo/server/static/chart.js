@@ -16,13 +16,13 @@ function axis(values, {log}, begin, end) {
   }
   return {place, ticks: ticks.filter(tick => tick >= low && tick <= high)};
 }
-/** Return a chart. The axes are {name, log, zero, down}; `marks` are vertical lines [x, text].
+/** Return a chart. The axes are {name, log, zero, down, names}; `marks` are vertical lines [x, text].
  * A series is {label, points, kind, colour (1 to 7), open}: points [x, y, text, end of the bar] as "line", "dots", "both" or "bars". */
 export function chart(title, x, y, series, {marks = [], height = 300} = {}) {
   const bottom = height - BOTTOM, points = series.flatMap(one => one.points);
   const xs = points.flatMap(([at, , , end = at]) => [at, end]), ys = points.map(([, at]) => at);
   const across = axis([...xs, ...marks.map(([at]) => at), x.zero ? 0 : NaN], x, LEFT, WIDTH - RIGHT);
-  const up = axis([...ys, y.zero ? 0 : NaN], y, ...(y.down ? [TOP + 6, bottom - 6] : [bottom, TOP]));
+  const up = axis([...ys, y.zero ? 0 : NaN], y, ...(y.down ? [TOP + 20, bottom - 6] : [bottom, TOP]));
   const svg = el("svg:svg.chart", {viewBox: `0 0 ${WIDTH} ${height}`, role: "img", "aria-label": `${title}: ${y.name} over ${x.name}`});
   const text = (x, y, anchor, words, more) => svg.append(el("svg:text", {x, y, "text-anchor": anchor, ...more}, words));
   const line = (kind, x1, y1, x2, y2) => svg.append(el(`svg:line.${kind}`, {x1, y1, x2, y2}));
@@ -33,9 +33,10 @@ export function chart(title, x, y, series, {marks = [], height = 300} = {}) {
     line("grid", across.place(tick), TOP, across.place(tick), bottom);
     text(across.place(tick), bottom + 14, "middle", short(tick));
   }
-  for (const tick of up.ticks) {
+  for (const tick of y.names?.keys() ?? up.ticks) {
     line("grid", LEFT, up.place(tick), WIDTH - RIGHT, up.place(tick));
-    text(LEFT - 5, up.place(tick) + 4, "end", short(tick));
+    if (y.names) text(LEFT + 4, up.place(tick) - 8, "start", y.names[tick]);
+    else text(LEFT - 5, up.place(tick) + 4, "end", short(tick));
   }
   marks.forEach(([value, words], i) => {
     const at = across.place(value);

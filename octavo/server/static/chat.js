@@ -4,8 +4,6 @@ import * as store from "./conversations.js";
 import {copy, render} from "./markdown.js";
 import {readSettings, showSettings} from "./settings.js";
 
-const NAMES = {user: "You", assistant: "Assistant", tool: "Tool"};
-const quiet = (name, onclick, more) => el("button.quiet", {onclick, ...more}, name);
 function callCard(call) {
   let text = call.arguments;
   try { text = JSON.stringify(JSON.parse(text), null, 2); } catch { /* not complete */ }
@@ -75,7 +73,15 @@ fresh.onclick = () => showChat(store.create(chat.settings), true);
 exportOne.onclick = () => store.exportFile([chat]);
 exportAll.onclick = () => store.exportFile(chats);
 choose.onclick = () => file.click();
-file.onchange = importFile;
+file.onchange = () => attempt(async () => {
+  const text = await file.files[0].text();
+  file.value = "";
+  const added = store.importText(text);
+  for (const one of added) await store.save(one);
+  chats = [...added, ...chats];
+  if (added.length) showChat(added[0], true);
+  say(`Imported ${added.length} conversations.`);
+});
 picker.onchange = () => { chat.settings.model = picker.value; save(); };
 button.onclick = () => (runs.has(chat) ? stop() : send());
 input.onkeydown = event => {
@@ -93,13 +99,13 @@ async function start() {
   showChat(chat);
   chats = await attempt(store.load) ?? [];
   if (chats.length && !chat.nodes.length) showChat(chats[0]);
-  models = (await attempt(() => json("v1/models")))?.data.map(model => model.id) ?? [];
+  models = (await attempt(() => json("v1/models")))?.data ?? [];
   if (models.length) showModels();
 }
 const save = (changed = chat) => attempt(() => changed.nodes.length && store.save(changed));
 function showModels() {
-  if (!models.includes(chat.settings.model)) chat.settings.model = models[0] ?? "";
-  picker.replaceChildren(...models.map(name => el("option", {value: name}, name)));
+  if (!models.some(({id}) => id === chat.settings.model)) chat.settings.model = models[0].id;
+  picker.replaceChildren(...models.map(({id, state}) => el("option", {value: id}, state && state !== "loaded" ? `${id} (${state})` : id)));
   picker.value = chat.settings.model;
 }
 
@@ -108,8 +114,8 @@ function showChat(next, focus) {
   if (models.length) showModels();
   showSettings(chat.settings, () => save());
   list.replaceChildren(...chats.map(other => el("li.row",
-    quiet(other.title, () => showChat(other, true), {class: "quiet name", "aria-current": other === chat ? "true" : null}),
-    quiet("×", () => remove(other), {"aria-label": `Delete ${other.title}`}))));
+    el("button.quiet.name", {onclick: () => showChat(other, true), "aria-current": other === chat && "true"}, other.title),
+    el("button.quiet", {onclick: () => remove(other), "aria-label": `Delete ${other.title}`}, "×"))));
   draw();
   log.scrollTop = log.scrollHeight;
   if (focus) input.focus();
@@ -123,21 +129,9 @@ async function remove(other) {
   showChat(chat === other ? chats[0] ?? store.create(chat.settings) : chat);
 }
 
-async function importFile() {
-  await attempt(async () => {
-    const added = store.importText(await file.files[0].text());
-    for (const one of added) await store.save(one);
-    chats = [...added, ...chats];
-    if (added.length) showChat(added[0], true);
-    say(`Imported ${added.length} conversations.`);
-  });
-  file.value = "";
-}
-
 function draw() {
   shown.clear();
   log.replaceChildren(...store.path(chat).map(message));
-  if (!chat.nodes.length) log.append(el("p.dim.center", "Ask something. Conversations stay in this browser."));
   button.textContent = runs.has(chat) ? "Stop" : "Send";
 }
 
@@ -145,7 +139,7 @@ function message(i) {
   const owner = chat, node = owner.nodes[i], others = store.branches(owner, node.parent), place = others.indexOf(i);
   const article = fromTemplate("message"), part = parts(article), {body, tokens, counted} = part, isAnswer = node.role === "assistant";
   article.classList.add(node.role);
-  article.ariaLabel = part.name.textContent = NAMES[node.role];
+  article.ariaLabel = part.name.textContent = sentence(node.role);
   part.model.textContent = node.model;
   part.branches.hidden = others.length < 2;
   part.number.textContent = `${place + 1}/${others.length}`;
@@ -153,9 +147,8 @@ function message(i) {
     turn.disabled = target === undefined;
     turn.onclick = () => { store.select(owner, target); save(); draw(); };
   }
-  part.copying.onclick = () => copy(node.content, part.copying);
+  part.copying.onclick = () => copy(node.content);
   part.editing.onclick = () => edit(i, body, part.foot);
-  part.again.hidden = !isAnswer;
   part.again.onclick = () => answer(node.parent);
   part.explain.onclick = () => open("explain", node.request);
   counted.onclick = () => {
@@ -193,7 +186,7 @@ function resultForm(i) {
 /** Let the visitor change a message, as a new branch. */
 function edit(i, body, foot) {
   const owner = chat, {content, parent, role, call_id} = owner.nodes[i], isAnswer = role === "assistant";
-  const area = el("textarea", {rows: Math.min(16, content.split("\n").length + 2), "aria-label": "Edited message", value: content});
+  const area = el("textarea", {rows: 6, "aria-label": "Edited message", value: content});
   const keep = () => {
     store.add(owner, parent, {role, content: area.value, ...(call_id && {call_id})});
     if (!isAnswer) return answer(owner.leaf);

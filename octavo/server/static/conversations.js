@@ -1,10 +1,10 @@
 // Conversations: trees of messages, kept in the browser, moved as JSON.
 // A conversation is {id, title, updated, settings, nodes, leaf}. A node is a message with the index
 // of its `parent` (-1: none), which precedes it; `leaf` is the index of the last shown node.
-import {el} from "./api.js";
+import {el, sentence} from "./api.js";
 
 const MAX_CONVERSATIONS = 200, MAX_CHARS = 8_000_000;
-const TEXTS = ["content", "reasoning", "model", "finish", "error", "call_id", "request", "meta"];
+const TEXTS = ["content", "reasoning", "model", "finish", "error", "call_id", "request", "meta"], CALL = ["id", "name", "arguments"];
 export const SETTINGS = {model: "", system: "", schema: "", tools: "", choice: "auto", logprobs: "0", other: "", sampling: {}};
 export const create = settings => ({
   id: crypto.getRandomValues(new Uint32Array(3)).join("-"), title: "New chat", updated: Date.now(),
@@ -22,7 +22,7 @@ export function path(chat, leaf = chat.leaf) {
   for (let i = leaf; i >= 0; i = chat.nodes[i].parent) found.unshift(i);
   return found;
 }
-/** Return the indices of the messages that continue a node (-1: that begin the conversation). */
+/** Return the indices of the messages after a node (-1: of the first ones). */
 export const branches = (chat, parent) => [...chat.nodes.keys()].filter(i => chat.nodes[i].parent === parent);
 /** Show a node, with the newest messages after it. */
 export function select(chat, node) {
@@ -47,7 +47,7 @@ export async function load() {
   return all.slice(0, MAX_CONVERSATIONS);
 }
 export async function save(chat) {
-  if (JSON.stringify(chat).length > MAX_CHARS) throw new Error("This conversation is too long to be kept; export it.");
+  if (JSON.stringify(chat).length > MAX_CHARS) throw new Error(sentence("tooLong"));
   await store("readwrite", kept => kept.put(chat));
 }
 export const remove = chat => store("readwrite", kept => kept.delete(chat.id));
@@ -62,8 +62,7 @@ const isText = value => typeof value === "string";
 const isIndex = (value, end) => Number.isInteger(value) && value >= -1 && value < end;
 const isRow = ([token, logprob]) => isText(token) && Number.isFinite(logprob);
 const texts = (names, from = {}) => Object.fromEntries(names.filter(name => isText(from[name])).map(name => [name, from[name]]));
-/** Return the conversations of a file's text. Only known fields of the right type are taken.
- * Raises Error, which names what is wrong. */
+/** Return the conversations of a file's text: known fields of the right type. Raises Error, which names what is wrong. */
 export function importText(text) {
   let where = "it is not JSON";
   const check = (good, what) => { if (!good) throw new Error(where = what); };
@@ -77,8 +76,8 @@ export function importText(text) {
         const {role, parent, calls, logprobs} = node, message = {role, ...texts(TEXTS, node)};
         check(["user", "assistant", "tool"].includes(role) && isText(message.content), `message ${i + 1} of ${here}`);
         check(isIndex(parent, i), `the parent of message ${i + 1} of ${here}`);
-        check(!calls || calls.every(call => [call.id, call.name, call.arguments].every(isText)), `calls of ${here}`);
-        if (calls) message.calls = calls.map(call => texts(["id", "name", "arguments"], call));
+        check(!calls || calls.every(call => CALL.every(name => isText(call[name]))), `calls of ${here}`);
+        if (calls) message.calls = calls.map(call => texts(CALL, call));
         check(!logprobs || logprobs.every(row => isRow(row) && row[2].every(isRow)), `logprobs of ${here}`);
         if (logprobs) message.logprobs = logprobs;
         add(chat, parent, message);
@@ -87,5 +86,5 @@ export function importText(text) {
       const {sampling = {}} = settings, taken = {...texts(Object.keys(SETTINGS), settings), sampling: texts(Object.keys(sampling), sampling)};
       return Object.assign(chat, texts(["title"], {title}), {leaf, settings: {...chat.settings, ...taken}});
     });
-  } catch { throw new Error(`The file is not one of Octavo's conversations: ${where}.`); }
+  } catch { throw new Error(sentence("noChats", {where})); }
 }

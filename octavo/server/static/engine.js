@@ -1,11 +1,10 @@
 // Engine view: KV blocks, steps and requests, live from /v1/engine/view or from a recording.
-import {byId, clock, el, events, fromTemplate, ms, note, parts, percent, readEvents, sentence, table, whole} from "./api.js";
-import {flags, History, isPrompt, slotFlags, split} from "./engine_history.js";
+import {byId, clock, el, events, fromTemplate, ms, parts, percent, readEvents, sentence, table, whole} from "./api.js";
+import {flags, History, isPrompt, split} from "./engine_history.js";
 
-const RATE_SECONDS = 5, BAD_MS = 2000, BAR = 7, BATCH_HEIGHT = 90, TIMES_HEIGHT = 60, SLOT = 14, STATE = 1, SNAPSHOT = 3;
+const RATE_SECONDS = 5, BAR = 7, BATCH_HEIGHT = 90, TIMES_HEIGHT = 60, SLOT = 14, STATE = 1, SNAPSHOT = 3;
 const TOKENS = [["prompt", "--c2"], ["answer", "--c1"], ["drafts", "--c4"]];
 const TIMES = [["schedule", "--c3"], ["forward", "--c1"], ["sample", "--c2"], ["output", "--c4"]];
-const COLUMNS = ["Number", "Engine", "State", "Prompt", "From cache", "Answer", "Seconds", "Id"];
 
 const colour = label => {
   let hash = 7;
@@ -13,9 +12,9 @@ const colour = label => {
   return `hsl(${(hash * 137.508) % 360} 62% 52%)`;
 };
 const total = (values, kinds) => kinds.reduce((sum, [name]) => sum + (values[name] ?? 0), 0);
-function key(tone, text) {
+function key(name, text = name) {
   const mark = el("span.swatch", {"aria-hidden": "true"});
-  mark.style.background = tone.startsWith("--") ? `var(${tone})` : tone;
+  mark.style.background = colour(name);
   return el("span.key-item", mark, `${text} `);
 }
 /** Clear a canvas; return a function that fills a rectangle of it with a colour. */
@@ -36,7 +35,7 @@ function prepare(canvas, height) {
 
 const history = new History(), panels = new Map(), element = byId("engine");
 const {layout, health, time, hold, back, slider, on, when, file, server, status, alive, deaths, engines, detail, requests, more} = parts(element);
-let held = null, stream = null, fromFile = false, drawing = false, spoken = 0, width = 0, badAt = -Infinity;
+let held = null, stream = null, fromFile = false, drawing = false, spoken = 0, width = 0;
 
 hold.onclick = () => { if (held === null) holdAt(last()); else { held = null; draw(); } };
 back.onclick = () => move(-1);
@@ -64,7 +63,7 @@ async function open() {
   history.clear({});
   try {
     for await (const {event, data} of readEvents(new Response(chosen.stream()))) history.take(event, JSON.parse(data));
-    if (!history.hello.version) throw new Error("it has no events of an engine");
+    if (!history.hello.version) throw new Error(sentence("noEvents"));
     status.textContent = `${chosen.name}: ${whole(history.steps.length)} steps.`;
   } catch (error) { status.textContent = `${chosen.name} cannot be shown: ${error.message}`; }
   holdAt(history.first);
@@ -86,7 +85,7 @@ async function watch() {
       }
     } catch (error) {
       if (stream !== mine) return;
-      status.textContent = error.status ? error.message : "The server does not answer; trying again…";
+      status.textContent = error.status ? error.message : sentence("silent");
       if (error.status && error.status < 500 && error.status !== 429) return stop();
       wait = 3000;
     }
@@ -108,11 +107,8 @@ function render() {
   const present = frame?.engines ?? history.engines;
   when.textContent = step ? `${held === null ? "live" : fromFile ? "recording" : "held"}, ${clock(step.time)}` : "";
   layout.textContent = describe(history.hello, present.length);
-  const isBad = Boolean(frame) && frame.health !== "ok", now = performance.now();
-  if (isBad) badAt = now;
-  if (isBad && health.textContent !== frame.health) health.textContent = frame.health;
-  health.hidden = !isBad && (held !== null || now - badAt > BAD_MS);
-  if (!isBad && !health.hidden) setTimeout(draw, BAD_MS);  // a revival may take less than one can read
+  const bad = !frame || frame.health === "ok" ? "" : frame.health;
+  if (health.textContent !== bad) health.textContent = bad;
   deaths.replaceChildren(...history.deaths.slice(-5).map(death => (
     el("li", sentence("death", {...death, at: clock(death.time), pause: death.seconds.toFixed(2)})))));
   for (const engine of present) renderEngine(engine, shown, index);
@@ -121,7 +117,6 @@ function render() {
   renderRequests(frame);
   speak(figures(present[0], index));
 }
-
 function describe({models, pipeline_parallel: stages = 1, tensor_parallel: workers = 1, front_ends: fronts = 1, ...hello}, count) {
   return !models ? "" : [sentence("layout", {...hello, models: models.join(", "), stages, workers, count}),
     fronts > 1 && sentence("fronts", {fronts}), hello.all_requests === false && sentence("others")].filter(Boolean).join("; ");
@@ -153,6 +148,13 @@ function makePanel(engine) {
     const number = panel.bars[Math.floor(offsetX / BAR)];
     if (number !== undefined) holdAt(number);
   };
+  for (const [canvas, chosen] of [[panel.map, panel.block], [panel.states, panel.slot]]) {
+    canvas.onpointermove = ({offsetX, offsetY}) => {
+      chosen.value = Math.floor(offsetX / canvas.size) + Math.floor(offsetY / canvas.size) * canvas.columns;
+      draw();
+    };
+    chosen.oninput = draw;
+  }
   engines.append(root);
   return panel;
 }
@@ -163,8 +165,7 @@ function renderEngine(engine, shown, index) {
   width = Math.max(200, panel.batch.clientWidth);
   panel.figures.replaceChildren(...figures(engine, index).map(([name, value]) => el("div", el("dt", name), el("dd", value))));
   drawSteps(panel, engine, shown);
-  panel.map.hidden = !map;
-  panel.noMap.hidden = Boolean(map);
+  panel.mapBox.hidden = !map;
   panel.statesBox.hidden = !map?.states.length;
   panel.expertsBox.hidden = !experts;
   if (map) drawMap(panel, map);
@@ -196,19 +197,27 @@ function drawSteps(panel, engine, shown) {
     if (step.preempted || step.failed) batch("--bad", x, 0, BAR - 2, 4);
   });
   if (budget <= most) batch("--bad", 0, BATCH_HEIGHT - budget / most * (BATCH_HEIGHT - 2), width, 1);
-  panel.most.textContent = `up to ${whole(most)} tokens, budget ${whole(budget)}`;
+  panel.most.textContent = sentence("most", {most: whole(most), budget: whole(budget)});
   panel.longest.textContent = `up to ${ms(longest)}`;
 }
 const label = owner => history.owners[owner] ?? "?";
 /** Draw squares in rows; paint(cell, fill) fills rectangles (colour, x, y, width, height, alpha) of one. */
-function drawSquares(canvas, cells, size, columns, paint) {
-  const fill = prepare(canvas, Math.ceil(cells.length / columns) * size);
+function drawSquares(canvas, cells, size, columns, paint, chosen) {
+  const fill = prepare(canvas, Math.ceil(cells.length / columns) * size), marked = Number(chosen?.value);
   cells.forEach((cell, i) => {
     const left = i % columns * size, top = Math.floor(i / columns) * size;
     paint(cell, (tone, x, y, ...more) => fill(tone, left + x, top + y, ...more));
+    if (i === marked) fill("--text", left, top + size - 3, size - 1, 2);
   });
+  Object.assign(canvas, {size, columns});
 }
-
+/** Tell about the chosen square; nameOf(flags) names the sentence. */
+function tellOf(cells, perCell, chosen, text, nameOf) {
+  chosen.max = cells.length - 1;
+  const place = Number(chosen.value), found = flags(cells[place]), first = 1 + place * perCell;
+  const blocks = perCell > 1 ? `${first} to ${first + perCell - 1}` : first, tokens = perCell * history.hello.block_size;
+  text.textContent = chosen.ariaValueText = sentence(nameOf(found), {...found, place, blocks, tokens, owner: label(found.owner)});
+}
 function drawMap(panel, {cells, perCell}) {
   const count = cells.length, size = Math.max(4, Math.min(16, Math.floor(Math.sqrt(width * 220 / count)))), side = size - 1;
   const columns = Math.max(1, Math.floor(width / size)), corner = Math.max(2, side / 3);
@@ -222,22 +231,23 @@ function drawMap(panel, {cells, perCell}) {
     if (refs > 1) fill("--text", 0, 0, corner, corner);
     if (used) inUse++; else if (known) kept++;
     if (refs > 1) shared++;
-  });
+  }, panel.block);
+  tellOf(cells, perCell, panel.block, panel.blockText, ({used, known}) => (used ? "blockUsed" : known ? "blockKept" : "blockEmpty"));
   const unit = perCell > 1 ? `cells of ${perCell} blocks` : "blocks";
   panel.map.ariaLabel = sentence("map", {count, unit, inUse, shared, kept});
 }
-
 function drawStates(panel, states) {
   const counts = [0, 0, 0, 0, 0], side = SLOT - 1;
   drawSquares(panel.states, states, SLOT, Math.max(1, Math.floor(width / SLOT)), (cell, fill) => {
-    const {age, kind, owner} = slotFlags(cell), tone = owner ? colour(label(owner)) : "--c7";
+    const {age, known: kind, owner} = flags(cell), tone = owner ? colour(label(owner)) : "--c7";
     counts[kind]++;
     fill("--bg3", 0, 0, side, side);
     if (kind === STATE) fill(tone, 0, 0, side, side);
     else if (kind) fill(tone, 3, 3, side - 6, side - 6, kind === SNAPSHOT ? 0.9 - 0.09 * age : 1);
-  });
+  }, panel.slot);
+  tellOf(states, 1, panel.slot, panel.slotText, ({known}) => `slot${known}`);
   const {[STATE]: live, [SNAPSHOT]: kept} = counts;
-  panel.states.ariaLabel = `Map of ${states.length} recurrent states: ${live} of requests, ${kept} snapshots`;
+  panel.states.ariaLabel = sentence("stateMap", {count: states.length, live, kept});
 }
 /** Draw the load of each expert since the sample before, relative to the mean of its layer. */
 function drawExperts(panel, {layers, before = []}) {
@@ -252,12 +262,12 @@ function drawExperts(panel, {layers, before = []}) {
 }
 
 function renderStep(step) {
-  if (!step) return detail.replaceChildren(note("No step yet."));
+  if (!step) return detail.replaceChildren(el("p.dim", "No step yet."));
   const times = TIMES.map(([name]) => `${name} ${ms(step[name] ?? 0)}`).join(", ");
   const lines = [sentence("step", {...step, ...split(step), times: `${times}${step.failed ? "; the step failed" : ""}`})];
-  if (step.wait) lines.push(`Request ${step.wait[0]} waits: ${sentence(step.wait[1])}.`);
+  if (step.wait) lines.push(sentence("waits", {name: step.wait[0], reason: sentence(step.wait[1])}));
   for (const [name, by] of step.preempted ?? []) lines.push(sentence(by === null ? "lostByFailure" : "lostToRequest", {name, by}));
-  const parts = step.parts.map(part => key(colour(part[0]),
+  const parts = step.parts.map(part => key(part[0],
     `${part[0]}: ${part[1]}${isPrompt(part) ? " prompt" : ""}${part[2] ? ` (${part[2]} drafts)` : ""}`));
   detail.replaceChildren(...lines.map(line => el("p", line)), el("p", parts));
 }
@@ -266,12 +276,12 @@ function renderRequests(frame) {
   const {rows = [], others = [], more: hidden = 0} = frame?.requests ?? {}, own = new Set(rows.map(row => row[0]));
   const known = rows.map(([name, engine, state, id, prompt, computed, output, cached, arrived]) => {
     const progress = el("progress", {max: Math.max(1, prompt), value: computed, "aria-label": "Computed"});
-    return [key(colour(name), name), engine ?? "–", state, {number: [progress, ` ${whole(computed)} of ${whole(prompt)}`]},
-      cached, output, {number: Math.max(0, frame.time - arrived).toFixed(1)}, el("span.mono", id)];
+    return [key(name), engine ?? "–", state, {number: [progress, ` ${whole(computed)} of ${whole(prompt)}`]},
+      cached, output, {number: Math.max(0, frame.time - arrived).toFixed(1)}, el("a.mono", {href: `#/explain/${encodeURIComponent(id)}`}, id)];
   });
   const unknown = others.filter(([name]) => !own.has(name)).map(([name, engine, state]) => [
-    key(colour(name), name), engine ?? "–", state, "", "", "", "", "of another key"]);
-  requests.replaceChildren(table(COLUMNS, [...known, ...unknown]));
+    key(name), engine ?? "–", state, "of another key"]);
+  requests.replaceChildren(table("requestColumns", [...known, ...unknown]));
   more.textContent = hidden ? `and ${whole(hidden)} more` : rows.length || others.length ? "" : "There are none.";
 }
 /** Tell screen readers the step if the time is held; else the state, not too often. */

@@ -1,4 +1,4 @@
-// History of the engine view: what the events of /v1/engine/view have told; docs/engine_view.md describes them.
+// History of the engine view, from the events that docs/engine_view.md describes.
 
 const MAX_SECONDS = 600, MAX_BYTES = 96 * 2 ** 20;
 const OWNER = 4096; // a cell is flags + OWNER * number of the owner
@@ -23,8 +23,8 @@ export class History {
   }
 
   tick(data, bytes) {
-    const begin = data.first ?? 0;
-    if (begin !== this.first + this.steps.length) Object.assign(this, {steps: [], first: begin});
+    if (!this.steps.length) this.first = data.first ?? 0; // later, steps that the server left out have no number
+    const begin = this.first + this.steps.length;
     for (const step of stepsOf(data)) this.steps.push(step);
     this.stats = {...this.stats, ...data.stats};
     this.maps = {...this.maps};
@@ -90,8 +90,8 @@ export function split({parts}) {
   return found;
 }
 
+/** Return the parts of a cell; `known` of a recurrent state is the kind of its content. */
 export const flags = cell => {
   const low = cell % OWNER;
   return {age: low & 7, known: low >> 3 & 7, used: low >> 6 & 7, refs: low >> 9 & 7, owner: Math.floor(cell / OWNER)};
 };
-export const slotFlags = cell => ({age: cell % 8, kind: cell % OWNER >> 3, owner: Math.floor(cell / OWNER)});

@@ -1,8 +1,8 @@
 // Explain view: recent requests of the key, and the time line of one.
-import {byId, clock, el, failure, json, ms, note, open, parts, percent, sentence, table} from "./api.js";
+import {byId, clock, el, failure, json, ms, open, parts, percent, sentence, table} from "./api.js";
 
-function cacheLines({cached_tokens, prompt_tokens, miss, difference, given_up: lost}) {
-  const lines = [el("p", `${cached_tokens} of ${prompt_tokens} prompt tokens were in the cache.`)];
+function cacheLines({miss, difference, given_up: lost, ...counts}) {
+  const lines = [el("p", sentence("cached", counts))];
   const where = typeof miss?.message === "number" ? `, in message ${miss.message}` : "";
   if (miss) lines.push(el("p", sentence(miss.reason, {...miss, where})));
   if (difference?.volatile) lines.push(el("p.warn", `What differs is ${difference.volatile}.`));
@@ -21,7 +21,7 @@ function advice({estimate, saved_ms, setting, text}) {
 const part = parts(byId("explain")), {form, input, state, story, list} = part;
 form.onsubmit = event => {
   event.preventDefault();
-  if (input.value.trim()) open("explain", input.value.trim());
+  open("explain", input.value.trim());
 };
 part.again.onclick = refresh;
 export function show(id) {
@@ -36,7 +36,7 @@ async function refresh() {
     const {data} = await json("v1/requests"), rows = data.map(r => [
       el("button.quiet.mono", {onclick: () => open("explain", r.id)}, r.id), r.model, r.path, clock(r.created),
       {number: r.seconds.toFixed(3)}, r.completion_tokens, r.finished ? r.status : "runs"]);
-    list.replaceChildren(rows.length ? table(["Request", "Model", "Route", "Began", "Seconds", "Tokens", "Status"], rows) : note("No requests yet."));
+    list.replaceChildren(rows.length ? table("storyColumns", rows) : el("p.dim", "No requests yet."));
   } catch (error) { list.replaceChildren(failure(error.message)); }
 }
 /** Tell of a request. Each part of the time line is also a row of the table. */
@@ -55,8 +55,8 @@ async function tell(id) {
   }));
   const spans = timeline.map(span => [{number: ms(span.begin_ms)}, {number: ms(span.ms)}, span.text]);
   const causes = found.causes.map(({ms: time, text}) => [{number: ms(time)}, {number: wall && percent(time / wall)}, text]);
-  part.spans.replaceChildren(table(["From", "Time", "Cause"], spans, "Parts of the time"));
-  part.causes.replaceChildren(table(["Time", "Share", "Cause"], causes, "Time by cause"));
+  part.spans.replaceChildren(table("spanColumns", spans, "Parts of the time"));
+  part.causes.replaceChildren(table("causeColumns", causes, "Time by cause"));
   part.cache.replaceChildren(...cacheLines(found.cache));
   part.helping.hidden = !found.advice.length;
   part.advice.replaceChildren(...found.advice.map(advice));

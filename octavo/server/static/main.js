@@ -1,6 +1,5 @@
-// Tabs: each view is a module, loaded when the view is first opened. It may export show(argument) and
-// hide(), called each time that the view is opened and left.
-import {askKey, byId, failure, open, say} from "./api.js";
+// Tabs. A view is a module, loaded when it is first opened; it may export show(argument) and hide().
+import {askKey, byId, failure, open, say, sentence} from "./api.js";
 
 const VIEWS = ["chat", "engine", "explain", "bench"];
 const loaded = {};
@@ -13,7 +12,7 @@ async function showView() {
   current = view;
   for (const other of VIEWS) {
     const tab = byId(`tab-${other}`);
-    tab.setAttribute("aria-selected", String(other === view));
+    tab.ariaSelected = String(other === view);
     tab.tabIndex = other === view ? 0 : -1;
     byId(other).hidden = other !== view;
   }
@@ -23,24 +22,19 @@ async function showView() {
   } catch (error) { byId(view).append(failure(`The view failed: ${error.message}`)); }
 }
 
-for (const view of VIEWS) byId(`tab-${view}`).addEventListener("click", () => open(view));
-document.querySelector("[role=tablist]").addEventListener("keydown", event => {
+for (const view of VIEWS) byId(`tab-${view}`).onclick = () => open(view);
+document.querySelector("[role=tablist]").onkeydown = event => {
   const step = {ArrowRight: 1, ArrowLeft: -1}[event.key];
   if (!step) return;
   const next = VIEWS.at((VIEWS.indexOf(current) + step) % VIEWS.length);
   byId(`tab-${next}`).focus();
   open(next);
-});
-byId("key").addEventListener("click", async () => {
-  if (await askKey("The API key for this server. Leave it empty to send none.")) say("Key saved.");
-});
+};
+byId("key").onclick = async () => { if (await askKey(sentence("anyKey"))) say("Key saved."); };
 
-function setTheme(theme) {
-  localStorage.setItem("theme", document.documentElement.dataset.theme = theme);
-  byId("theme").textContent = `Theme: ${theme}`;
-}
-setTheme(localStorage.getItem("theme") ?? "auto");
-const NEXT_THEME = {auto: "dark", dark: "light", light: "auto"};
-byId("theme").addEventListener("click", () => setTheme(NEXT_THEME[document.documentElement.dataset.theme]));
+const theme = byId("theme");
+theme.onchange = () => localStorage.setItem("theme", document.documentElement.dataset.theme = theme.value);
+theme.value = localStorage.getItem("theme") ?? "auto";
+theme.onchange();
 addEventListener("hashchange", showView);
 showView();

@@ -1,6 +1,6 @@
 // Markdown, rendered as elements. The text is never parsed as HTML: tags are shown as text, images
 // as links, and links lead to the web or to mail only. The time is linear in the text's length.
-import {el, scroll} from "./api.js";
+import {el, say, scroll} from "./api.js";
 import {formula} from "./formula.js";
 
 const MAX_DEPTH = 12, MAX_LINK = 2000, MAX_FORMULA_LINES = 60;
@@ -12,7 +12,7 @@ const QUOTE = /^ {0,3}>/;
 const FORMULA = /^ {0,3}(\$\$|\\\[)/;
 const SPECIAL = /[\\`*_~[!$\n]|https?:\/\//g;
 const WORD = /[\p{L}\p{N}]/u;
-/** Show a Markdown text in an element. Blocks that have not changed since the last call stay. */
+/** Show a Markdown text in an element. Unchanged blocks stay. */
 export function render(element, text) {
   const blocks = split(text.split(/\r\n|\n|\r/), 0), shown = [...element.children];
   blocks.forEach(([source, make], i) => {
@@ -73,13 +73,12 @@ function blockAt(lines, i, depth) {
 }
 
 function codeBlock(code, language) {
-  const button = el("button.quiet", {onclick: () => copy(code, button)}, "Copy");
+  const button = el("button.quiet", {onclick: () => copy(code)}, "Copy");
   return el("div.code", el("div.row", el("span.dim", language || "code"), el("span.space"), button),
     el("pre", {tabindex: 0, role: "group", "aria-label": `${language} code`.trim()}, el("code", code)));
 }
-/** Copy a text, also where the page has no secure context, and say so on the button. */
-export async function copy(text, button) {
-  const name = button.textContent;
+/** Copy a text, also where the page has no secure context. */
+export async function copy(text) {
   try { await navigator.clipboard.writeText(text); } catch {
     const area = el("textarea", {value: text});
     document.body.append(area);
@@ -87,8 +86,7 @@ export async function copy(text, button) {
     document.execCommand("copy");
     area.remove();
   }
-  button.textContent = "Copied";
-  setTimeout(() => { button.textContent = name; }, 1500);
+  say("Copied.");
 }
 /** Return the line after a displayed formula; undefined if it is not closed or text follows. */
 function formulaEnd(lines, start, closing) {
@@ -97,7 +95,7 @@ function formulaEnd(lines, start, closing) {
     if (at >= 0) return at === text.length - 2 ? i + 1 : undefined;
   }
 }
-/** Return the line after a list: the first one that neither belongs to an item nor begins one. */
+/** Return the line after a list. */
 function listEnd(lines, start) {
   const [, {length: outer}, mark] = ITEM.exec(lines[start]);
   let end = start + 1;

@@ -1,5 +1,4 @@
-// Settings of a conversation: system prompt, sampling parameters, schema, tools. index.html has their fields:
-// those with `data-json` hold JSON (also numbers), the others text.
+// Settings of a conversation. Their fields in index.html hold JSON (also numbers) with `data-json`, otherwise text.
 import {byId, el} from "./api.js";
 
 const inputs = [...byId("settings").querySelectorAll("[name]")];
