@@ -9,7 +9,7 @@ from training.encoder import EncoderConfig, Reranker
 from training.loop import Loop
 from training.model import num_parameters
 from training.pairs import Pairs
-from training.retrieval import DEPTH, Quality, measure
+from training.retrieval import DEPTH, Results, measure
 
 KINDS = {
     "notes": ("question about a child", "note of a sentence or two"),
@@ -18,6 +18,7 @@ KINDS = {
     "stories": ("sentence of a story of TinyStories, reworded", "sentences around it"),
     "books": ("sentence of a children's book, reworded", "sentences around it"),
 }
+WAYS = ("BM25", "The encoder", "Encoder and reranker")
 DATA = """\
 Pairs of a query and a text (`training/pairs.py`). Notes, facts and titles are generated. The
 others come from [TinyStories](https://arxiv.org/abs/2305.07759) by Ronen Eldan and Yuanzhi Li
@@ -26,7 +27,12 @@ books of Project Gutenberg, public domain. "Reworded": words are replaced by syn
 and in a third of the queries words are missing. TinyStories' licence asks that shared data keep
 it; a model trained on the data is a result, which it does not restrict. No text of the data is
 shipped.
-
+"""
+SHORT_DATA = """\
+Generated pairs of a query and a text (`training/pairs.py`): notes about children, and facts. The
+encoder's card names the data that its weights come from.
+"""
+HELD_OUT = """\
 One subject in ten (a story, a fact, a child's thing) is held out of training; names, forms of
 sentences and synonyms are the same in training.
 """
@@ -64,6 +70,7 @@ def _lines(encoder: Path, reranker: Path | None, loop: Loop, pairs: Pairs) -> li
         if ranks
         else "InfoNCE, both ways, temperature 0.05, with the other texts of half a batch as rivals"
     )
+    results = measure(encoder, reranker, pairs)
     return [
         *("---", "language: en", "license: apache-2.0"),
         f"pipeline_tag: {'text-ranking' if ranks else 'sentence-similarity'}",
@@ -75,28 +82,42 @@ def _lines(encoder: Path, reranker: Path | None, loop: Loop, pairs: Pairs) -> li
         f" {config.max_position_embeddings}. "
         + ("One class; a score is a sigmoid." if ranks else "Vectors are means of length 1.")
         + " Weights are bfloat16.",
-        *("", "## Data", "", DATA, "## Training", ""),
+        *("", "## Data", "", DATA if "stories" in pairs.makers else SHORT_DATA, HELD_OUT),
+        *("## Training", ""),
         f"`python -m training.train {loop.name}`: {loop.step:,} steps in"
-        f" {loop.history.seconds / 60:.0f} minutes on 2 shared {platform.machine()} cores, bfloat16"
-        f" autocast, Muon for the matrices and AdamW for the rest; loss: {loss}.",
+        f" {loop.history.seconds / 60:.0f} minutes on 2 shared {platform.machine()} cores, float32,"
+        f" Muon for the matrices and AdamW for the rest; loss: {loss}.",
         *("", "## Held-out pairs", ""),
         "Share of queries for which the right text is the first one, and mean reciprocal rank. The"
         " rivals are the other texts of the kind. BM25 compares words."
         + (f" The reranker sorts the encoder's best {DEPTH}." if ranks else ""),
         "",
-        *_table(measure(encoder, reranker, pairs)),
+        *_table(results),
         *("", "## What it cannot do", ""),
-        "Nearly everything else. It knows the words and forms of sentences above. Where a query has"
-        " the words of its text, BM25 is as good or better. Use it to try and to test the engine,"
-        " for nothing that matters.",
+        "Nearly everything else. It knows the words and the forms of text above."
+        f"{_better_alone(results)} Use it to try and to test the engine, for nothing that"
+        " matters.",
         "",
     ]
 
 
-def _table(results: dict[str, tuple[int, int, list[Quality]]]) -> list[str]:
-    ways = ["BM25", "encoder", "encoder and reranker"]
+def _better_alone(results: Results) -> str:
+    """Return sentences that name the kinds for which a simpler way is better, or ""."""
     count = len(next(iter(results.values()))[2])
-    lines = ["| query | text | queries, texts | " + " | ".join(ways[:count]) + " |"]
+    text = ""
+    for i, way in enumerate(WAYS[: count - 1]):
+        kinds = [
+            KINDS[kind] for kind, (_, _, found) in results.items() if found[i].mrr > found[-1].mrr
+        ]
+        if kinds:
+            named = "; ".join(f"{query} ({its})" for query, its in kinds)
+            text += f" {way} alone is better for: {named}."
+    return text
+
+
+def _table(results: Results) -> list[str]:
+    count = len(next(iter(results.values()))[2])
+    lines = ["| query | text | queries, texts | " + " | ".join(WAYS[:count]) + " |"]
     lines.append("| --- | --- | --- |" + " --- |" * count)
     for kind, (queries, texts, found) in results.items():
         query, text = KINDS[kind]

@@ -151,14 +151,20 @@ def _passages(texts: Sequence[str], *, names: bool) -> Callable[[random.Random],
 
 
 class Pairs:
-    """Makers of pairs of each kind; those of passages need a corpus."""
+    """Makers of pairs of each kind; those of passages need a corpus.
 
-    def __init__(self, corpus: Corpus | None = None) -> None:
+    Args:
+        corpus: stories and books; None: only what is generated.
+        short: True: only notes and facts, whose texts are a sentence or two.
+    """
+
+    def __init__(self, corpus: Corpus | None = None, *, short: bool = False) -> None:
         self.makers: dict[str, Callable[[random.Random], Pair | None]] = {
             "notes": note,
             "facts": fact,
-            "titles": title,
         }
+        if not short:
+            self.makers["titles"] = title
         if corpus is not None:
             self.makers["stories"] = _passages(corpus.stories, names=True)
             if corpus.books:

@@ -30,6 +30,10 @@ class Quality(NamedTuple):
         return f"{100 * self.recall:.0f} %, {self.mrr:.2f}"
 
 
+Results = dict[str, tuple[int, int, list[Quality]]]
+"""For each kind of pairs: numbers of queries and of texts, and the quality of each way."""
+
+
 def bm25(queries: Sequence[str], texts: Sequence[str], k1: float = 1.2, b: float = 0.75) -> Scores:
     """Return the scores [queries, texts] of BM25 (Robertson and Zaragoza 2009), on whole words."""
     counts = [Counter(_words(text)) for text in texts]
@@ -71,14 +75,12 @@ def rerank(reranker: LLM, queries: Sequence[str], texts: Sequence[str], scores: 
     return result
 
 
-def measure(
-    encoder: Path, reranker: Path | None, pairs: Pairs
-) -> dict[str, tuple[int, int, list[Quality]]]:
-    """Return, for each kind: numbers of queries and texts, and the qualities of each way.
+def measure(encoder: Path, reranker: Path | None, pairs: Pairs) -> Results:
+    """Return the qualities on the held-out pairs of each kind.
 
     The ways are BM25, the encoder, and (if there is one) the reranker after the encoder.
     """
-    results = {}
+    results: Results = {}
     with SentenceEncoder(str(encoder)) as model:
         second = LLM(str(reranker)) if reranker is not None else None
         for kind in pairs.makers:

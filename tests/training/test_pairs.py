@@ -75,3 +75,11 @@ def test_words_are_replaced_by_their_synonyms() -> None:
     for word, others in SYNONYMS.items():
         assert word not in others
         assert all(word in SYNONYMS[other] for other in others), word
+
+
+def test_short_pairs_have_short_texts() -> None:
+    short = Pairs(short=True)
+    assert list(short.makers) == ["notes", "facts"]
+    for kind in short.makers:
+        texts = [pair.text for pair in short.train(kind, random.Random(0), 100)]
+        assert max(len(text.split()) for text in texts) < 25
