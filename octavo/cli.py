@@ -160,6 +160,7 @@ examples:
         "%(prog)s FILE --out OUT --model MODEL [flags]",
         """\
 examples:
+  octavo embed texts.txt --out vectors.npy --model octavo/stories-encoder
   octavo embed texts.jsonl --out vectors.npy --model BAAI/bge-small-en-v1.5
   octavo embed texts.txt --out texts.parquet --model ./all-MiniLM-L6-v2 --truncate
 """,

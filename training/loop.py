@@ -10,16 +10,25 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor, nn
 
 from training.checkpoint import load_checkpoint, save_checkpoint
-from training.data import IGNORE, ChunkStream
+from training.data import IGNORE
 
 Batch = tuple[Tensor, Tensor]
+
+
+class BatchStream(Protocol):
+    """Source of batches; assigning ``state`` moves it, ``progress`` is the run's."""
+
+    state: Any
+    progress: float
+
+    def next(self) -> Batch: ...
 
 
 @dataclass(frozen=True)
@@ -72,7 +81,8 @@ def make_optimizers(module: nn.Module, plan: Plan) -> list[torch.optim.Optimizer
     matrices = [
         p
         for n, p in named
-        if p.ndim == 2 and not any(part in n for part in ("embed", "lm_head", "lora_"))
+        if p.ndim == 2
+        and not any(part in n for part in ("embed", "lm_head", "lora_", "classifier"))
     ]
     chosen = {id(p) for p in matrices}
     others = [p for _, p in named if id(p) not in chosen]
@@ -109,7 +119,7 @@ class Loop:
         self,
         module: nn.Module,
         loss: Callable[[Batch], Tensor],
-        stream: ChunkStream,
+        stream: BatchStream,
         plan: Plan,
         folder: Path,
         export: Callable[[Loop], None] | None = None,

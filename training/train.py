@@ -1,4 +1,4 @@
-"""Training of the built-in models: ``python -m training.train main|draft|eagle|medusa|lora``.
+"""Training of the built-in models: ``python -m training.train main|draft|encoder|...``.
 
 The script reads texts from ``../shared/data/text`` next to the repository (``--data``). It saves
 checkpoints in ``runs/<kind>``, from which ``--resume`` continues, and exports the model to
@@ -30,6 +30,20 @@ from training.card import write_card, write_head_card, write_lora_card
 from training.checkpoint import export_model, load_model
 from training.corpus import Corpus, load_corpus
 from training.data import IGNORE, Document, Stream, heldout_rows, tokenizer_texts
+from training.encoder import (
+    Encoder,
+    EncoderConfig,
+    PairStream,
+    Reranker,
+    RivalStream,
+    contrastive_loss,
+    export_encoder,
+    load_encoder,
+    make_wordpiece,
+    ranking_loss,
+)
+from training.encoder import tokenizer_texts as encoder_texts
+from training.encoder_card import write_encoder_card
 from training.heads import (
     EagleHead,
     MedusaHeads,
@@ -51,6 +65,7 @@ from training.own_text import (
     save_own_text,
     write_own_text,
 )
+from training.pairs import Pairs
 from training.tokenizer import IM_START, load_tokenizer, save_tokenizer, train_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -63,9 +78,13 @@ NAMES = {
     "draft": "stories-draft",
     "eagle": "stories-eagle",
     "medusa": "stories-medusa",
+    "encoder": "stories-encoder",
+    "reranker": "stories-reranker",
     "lora": "stories-pirate-lora",
 }
 MINUTES = {"main": 60.0, "draft": 10.0, "eagle": 15.0, "medusa": 15.0, "lora": 3.0}
+# Numbers of steps of the kinds that have no time budget: the same weights on a slow machine.
+STEPS = {"encoder": 700, "reranker": 400}
 
 
 def next_token_loss(model: Llama) -> Callable[[Batch], Tensor]:
@@ -256,6 +275,45 @@ def lora_loop(base: Path, plan: Plan, out: Path, run: Path, seed: int) -> Loop:
     return Loop(adapted, loss, stream, plan, run, export, evaluate, name="lora")
 
 
+def encoder_loop(
+    config: EncoderConfig,
+    pairs: Pairs,
+    tokenizer: Tokenizer,
+    plan: Plan,
+    out: Path,
+    run: Path,
+    seed: int,
+) -> Loop:
+    """Return the loop that trains the encoder of texts and exports it to ``out``."""
+    torch.manual_seed(seed)
+    model = Encoder(config)
+
+    def export(loop: Loop) -> None:
+        export_encoder(model, tokenizer, out)
+        write_encoder_card(out, None, loop, pairs)
+
+    stream = PairStream(pairs, tokenizer, seed)
+    return Loop(model, contrastive_loss(model), stream, plan, run, export, name="encoder")
+
+
+def reranker_loop(
+    config: EncoderConfig, encoder: Path, pairs: Pairs, plan: Plan, out: Path, run: Path, seed: int
+) -> Loop:
+    """Return the loop that trains a reranker; it begins with the weights of ``encoder``."""
+    torch.manual_seed(seed)
+    model = Reranker(config)
+    trained = load_encoder(encoder, config)
+    model.model.load_state_dict(trained.state_dict())
+    tokenizer = load_tokenizer(encoder)
+
+    def export(loop: Loop) -> None:
+        export_encoder(model, tokenizer, out)
+        write_encoder_card(encoder, out, loop, pairs)
+
+    stream = RivalStream(pairs, tokenizer, seed, trained)
+    return Loop(model, ranking_loss(model), stream, plan, run, export, name="reranker")
+
+
 def report(history: History, parameters: int) -> None:
     print(
         f"{parameters:,} parameters, {history.tokens:,} tokens in {history.seconds / 60:.1f} min"
@@ -267,10 +325,12 @@ def report(history: History, parameters: int) -> None:
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m training.train", description=__doc__)
-    parser.add_argument("kind", choices=("main", "draft", "eagle", "medusa", "lora"))
+    parser.add_argument("kind", choices=NAMES)
     parser.add_argument("--out", type=Path, help="folder for the exported model")
     parser.add_argument(
-        "--minutes", type=float, help="time budget; default: 60, draft 10, heads 15, lora 3"
+        "--minutes",
+        type=float,
+        help="time budget; default: 60, draft 10, heads 15, lora 3; encoder and reranker have none",
     )
     parser.add_argument(
         "--resume", action="store_true", help="continue from the checkpoint in runs/<kind>"
@@ -288,8 +348,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         if args.base != BUILTIN / "stories":
             parser.error("another --base needs --out")
         args.out = BUILTIN / NAMES[args.kind]
+    if args.kind in STEPS and (args.minutes or args.start or args.base != BUILTIN / "stories"):
+        parser.error(f"{args.kind} trains a number of steps, without --minutes, --start, --base")
     if args.minutes is None:
-        args.minutes = MINUTES[args.kind]
+        args.minutes = MINUTES.get(args.kind)
     return args
 
 
@@ -298,8 +360,20 @@ def main(argv: list[str] | None = None) -> None:
     torch.set_num_threads(1)  # see Loop._gradients
     run = RUNS / args.kind
     run.mkdir(parents=True, exist_ok=True)
-    plan = Plan(minutes=args.minutes)
-    if args.kind == "main":
+    if args.kind in STEPS:
+        plan = Plan(steps=STEPS[args.kind], bfloat16=False)  # small matrices: bfloat16 is slower
+    else:
+        plan = Plan(minutes=args.minutes)
+    if args.kind == "encoder":
+        corpus, config = load_corpus(args.data), EncoderConfig()
+        words = make_wordpiece(encoder_texts(corpus, args.seed), config.vocab_size)
+        loop = encoder_loop(config, Pairs(corpus), words, plan, args.out, run, args.seed)
+    elif args.kind == "reranker":
+        encoder = args.out.with_name(NAMES["encoder"])
+        # Short texts only, so that a step is fast.
+        pairs = Pairs(short=True)
+        loop = reranker_loop(EncoderConfig(), encoder, pairs, plan, args.out, run, args.seed)
+    elif args.kind == "main":
         corpus = load_corpus(args.data)
         tokenizer = tokenizer_for(corpus, run, args.seed, args.resume, args.start)
         loop = language_model_loop(

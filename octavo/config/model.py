@@ -23,6 +23,12 @@ BUILTIN_EAGLE_HEAD = "octavo/stories-eagle"
 BUILTIN_MEDUSA_HEADS = "octavo/stories-medusa"
 
 
+BUILTIN_ENCODER = "octavo/stories-encoder"
+
+
+BUILTIN_RERANKER = "octavo/stories-reranker"
+
+
 Dtype = Literal["auto", "float32", "float16", "bfloat16"]
 
 

@@ -16,8 +16,10 @@ from octavo.checkpoints.model_files import require_file
 from octavo.config import (
     BUILTIN_DRAFT_MODEL,
     BUILTIN_EAGLE_HEAD,
+    BUILTIN_ENCODER,
     BUILTIN_MEDUSA_HEADS,
     BUILTIN_MODEL,
+    BUILTIN_RERANKER,
     EngineConfig,
     hub_offline,
 )
@@ -26,8 +28,17 @@ from octavo.models.hub_headers import fetch_headers
 
 _BUILTIN = {
     name: Path(__file__).parent.parent / "builtin" / name.split("/")[1]
-    for name in (BUILTIN_MODEL, BUILTIN_DRAFT_MODEL, BUILTIN_EAGLE_HEAD, BUILTIN_MEDUSA_HEADS)
+    for name in (
+        BUILTIN_MODEL,
+        BUILTIN_DRAFT_MODEL,
+        BUILTIN_EAGLE_HEAD,
+        BUILTIN_MEDUSA_HEADS,
+        BUILTIN_ENCODER,
+        BUILTIN_RERANKER,
+    )
 }
+_LISTED = (BUILTIN_MODEL, BUILTIN_DRAFT_MODEL, BUILTIN_ENCODER, BUILTIN_RERANKER)
+"""Built-in models that are complete; heads are parts of a model."""
 # Configuration, tokenizer, chat template, and some heads; weights are added by load format.
 _FILES = ["*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt", "*.tiktoken"]
 _FILES += ["artifact.metadata", "sparse_linear.pt", "colbert_linear.pt"]
@@ -60,8 +71,9 @@ def resolve_model(
     without a network, an earlier download is used.
 
     Args:
-        model: octavo/stories (or -draft, -eagle, -medusa), a folder, a GGUF file, a hub id such as
-            org/name, or org/name:Q4_K_M, the GGUF file of org/name whose name ends so.
+        model: octavo/stories (or -draft, -eagle, -medusa, -encoder, -reranker), a folder, a GGUF
+            file, a hub id such as org/name, or org/name:Q4_K_M, the GGUF file of org/name whose
+            name ends so.
         revision: branch, tag or commit on the hub.
         download_dir: folder for downloads; default: the hub client's cache.
         load_format: format of the weight files, as in `open_checkpoint`.
@@ -206,8 +218,7 @@ def list_models() -> list[LocalModel]:
     from huggingface_hub import errors
 
     found = [
-        LocalModel(name, sum(file.stat().st_size for file in path.iterdir()), path, True)
-        for name, path in ((name, _BUILTIN[name]) for name in (BUILTIN_MODEL, BUILTIN_DRAFT_MODEL))
+        LocalModel(name, _folder_size(_BUILTIN[name]), _BUILTIN[name], True) for name in _LISTED
     ]
     try:
         repos = huggingface_hub.scan_cache_dir().repos
@@ -218,6 +229,11 @@ def list_models() -> list[LocalModel]:
         if repo.repo_type == "model" and "config.json" in names:
             found.append(LocalModel(repo.repo_id, repo.size_on_disk, repo.repo_path, False))
     return found
+
+
+def _folder_size(folder: Path) -> int:
+    """Return the size in bytes of a folder's files."""
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
 def _download(

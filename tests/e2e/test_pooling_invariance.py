@@ -67,6 +67,16 @@ def test_one_text_one_result(kind: str, dtype: str, tmp_path: Path) -> None:
             _same(results(llm, None, PROMPTS), expected)
 
 
+@pytest.mark.parametrize("name", ["octavo/stories-encoder", "octavo/stories-reranker"])
+def test_one_text_one_result_of_the_built_in_models(name: str) -> None:
+    with open_llm(Path(name), dtype="auto") as llm:
+        expected = [results(llm, None, [ids])[0] for ids in PROMPTS]
+        _same(results(llm, None, [*OTHERS, *PROMPTS])[len(OTHERS) :], expected)
+        _same(results(llm, None, [*PROMPTS[::-1], *OTHERS])[: len(PROMPTS)], expected[::-1])
+    with open_llm(Path(name), dtype="auto", tensor_parallel_size=2, num_threads=1) as llm:
+        _same(results(llm, None, PROMPTS), expected)
+
+
 def test_answers_and_vectors_of_one_model(tmp_path: Path) -> None:
     """A decoder computes both in the same steps, and preempts some of them."""
     make_hf("LlamaForCausalLM", **SIZES).save_pretrained(tmp_path)

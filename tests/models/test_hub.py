@@ -13,8 +13,10 @@ from huggingface_hub import errors
 from octavo.config import (
     BUILTIN_DRAFT_MODEL,
     BUILTIN_EAGLE_HEAD,
+    BUILTIN_ENCODER,
     BUILTIN_MEDUSA_HEADS,
     BUILTIN_MODEL,
+    BUILTIN_RERANKER,
 )
 from octavo.errors import HubError, ModelError
 from octavo.models import hub
@@ -33,6 +35,8 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
 class TestLocal:
     def test_builtin(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         names = (BUILTIN_MODEL, BUILTIN_DRAFT_MODEL, BUILTIN_EAGLE_HEAD, BUILTIN_MEDUSA_HEADS)
+        names += (BUILTIN_ENCODER, BUILTIN_RERANKER)
+        assert set(names) == hub._BUILTIN.keys()
         for name in names:
             folder = hub._BUILTIN[name]
             assert folder.parts[-3:] == ("octavo", "builtin", name.split("/")[1])
