@@ -233,8 +233,8 @@ def test_keys_and_sizes(tmp_path: Path) -> None:
 
 
 def test_keys_and_sizes_of_encoders(tmp_path: Path) -> None:
-    """One digest of all."""
-    found = [total_and_keys(tmp_path / case, case) for case in ENCODERS]
+    """One digest of all other encoders."""
+    found = [total_and_keys(tmp_path / case, case) for case in ENCODERS if case not in LATER]
     keys = [key for _, keys in found for key in keys]
     total = sum(total for total, _ in found)
     assert (total, digest(*keys)) == (43128502, "e4565ed1c67dae8f")
