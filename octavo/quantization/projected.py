@@ -47,7 +47,12 @@ class ProjectedTable(StoredOtherwise):
     @property
     def num_tensors(self) -> int:
         """Implement `WeightForm`."""
-        return self.stored.num_tensors + self.bias + (1 if self.eps is None else 3)
+        return self.stored.num_tensors + self._others
+
+    @property
+    def _others(self) -> int:
+        """Number of tensors besides those of the projection's weight; they are the last ones."""
+        return self.bias + (1 if self.eps is None else 3)
 
     def cut(
         self,
@@ -70,13 +75,13 @@ class ProjectedTable(StoredOtherwise):
         from octavo.kernels.native import NativeOps
         from octavo.system.tensor import dense, from_numpy
 
-        native, count = NativeOps(), self.stored.num_tensors
-        (table, *norm) = (dense(x, "float32") for x in parts[0][count + self.bias :])
+        native, others = NativeOps(), self._others
+        table, *norm = (dense(x, "float32") for x in parts[0][self.bias - others :])
         if self.eps is not None:
             table = native.layer_norm(table, *norm, self.eps)
         rows, inputs = table.shape
         outputs = shape.n // rows * self.head_size
-        projections = [part[:count] for part in parts]
+        projections = [part[:-others] for part in parts]
         if isinstance(self.stored, Plain):
             weights = floats(projections, "float32")
         else:
@@ -84,7 +89,7 @@ class ProjectedTable(StoredOtherwise):
             weights = [self.stored.numbers(projections, whole)]
         bias = None
         if self.bias:
-            biases = [dense(part[count], "float32").numpy() for part in parts]
+            biases = [dense(part[-others], "float32").numpy() for part in parts]
             bias = from_numpy(np.concatenate(biases))
         product = native.linear(table, native.pack_weight(weights, "float32"), bias)
         heads = product.numpy().reshape(rows, -1, self.head_size).swapaxes(0, 1)
