@@ -101,8 +101,9 @@ ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "deberta-absolute": (
         f"DebertaV2{CLASSES}",
-        SIZES | {"pos_att_type": "c2p|p2c", "type_vocab_size": 2},
+        SIZES | {"pos_att_type": "c2p|p2c", "type_vocab_size": 2, "norm_rel_ebd": "layer_norm"},
     ),
+    "deberta-unused": (f"DebertaV2{TOKENS}", DEBERTA | {"pos_att_type": None}),
     "gte": (f"Gte{CLASSES}", ONE_TYPE),
     "gte-model": ("GteModel", WIDE | {"type_vocab_size": 0}),
     "gte-tokens": (f"Gte{TOKENS}", SIZES | {"type_vocab_size": 2}),

@@ -15,8 +15,12 @@ from octavo.models.families.classifiers import families
 from octavo.models.spec import ModelSpec
 
 _PARTS = ("attention.self.query_proj", "attention.self.key_proj", "attention.self.value_proj")
-_OTHERS = (r"(deberta\.)?embeddings\.position_embeddings\..*", r"(lm|mask)_predictions\..*")
-"""Names that checkpoints have although the model does not use them."""
+_OTHERS = (
+    r"(deberta\.)?embeddings\.position_embeddings\..*",
+    r"(deberta\.)?encoder\.(rel_embeddings|LayerNorm)\..*",
+    r"(lm|mask)_predictions\..*",
+)
+"""Names of tensors that checkpoints may have although the config does not use them."""
 
 
 def read(config: ConfigJson) -> ModelSpec:
