@@ -214,7 +214,7 @@ def _cells(cache: Tensor) -> tuple[Tensor, int]:
     return cache.view(torch.uint8) if format else cache, format
 
 
-def _products(products: DistanceProducts | None) -> dict[str, Tensor | None]:
+def _products(products: DistanceProducts | None) -> dict[str, Any]:
     """Return the fields of `Step` for products with vectors of distances."""
     if products is None:
         return {}

@@ -14,7 +14,7 @@ from octavo.quantization.plain import Plain, floats
 
 if TYPE_CHECKING:
     from octavo.kernels.base import Ops, PackedWeight
-    from octavo.system.tensor import HostTensor
+    from octavo.system.tensor import HostTensor, Tensor
 
 
 @dataclass(frozen=True)
@@ -76,10 +76,11 @@ class ProjectedTable(StoredOtherwise):
         from octavo.system.tensor import dense, from_numpy
 
         native, others = NativeOps(), self._others
-        table, *norm = (dense(x, "float32") for x in parts[0][self.bias - others :])
+        tensors = [dense(x, "float32") for x in parts[0][self.bias - others :]]
+        rows, inputs = tensors[0].shape
+        x: Tensor = tensors[0]
         if self.eps is not None:
-            table = native.layer_norm(table, *norm, self.eps)
-        rows, inputs = table.shape
+            x = native.layer_norm(x, tensors[1], tensors[2], self.eps)
         outputs = shape.n // rows * self.head_size
         projections = [part[:-others] for part in parts]
         if isinstance(self.stored, Plain):
@@ -91,8 +92,8 @@ class ProjectedTable(StoredOtherwise):
         if self.bias:
             biases = [dense(part[-others], "float32").numpy() for part in parts]
             bias = from_numpy(np.concatenate(biases))
-        product = native.linear(table, native.pack_weight(weights, "float32"), bias)
-        heads = product.numpy().reshape(rows, -1, self.head_size).swapaxes(0, 1)
+        product = native.linear(x, native.pack_weight(weights, "float32"), bias)
+        heads = native.to_host(product).reshape(rows, -1, self.head_size).swapaxes(0, 1)
         return ops.pack_weight(
             [dense(from_numpy(heads.reshape(shape.n, shape.k)))], shape.dtype, out
         )

@@ -23,9 +23,8 @@ def test_heads(bias: bool, eps: float | None, quantized: bool) -> None:
     stored, weight = module(rng, ROWS, INPUTS, "block")
     form = ProjectedTable(Dequantized(FP8((48, 64))) if quantized else PLAIN, SIZE, bias, eps)
     tensors = list(tensors_of(FP8((48, 64)), stored) if quantized else [from_numpy(weight)])
-    table, scale, shift = (
-        rng.standard_normal(shape, np.float32) for shape in ((ROWS_OF_TABLE, INPUTS), INPUTS, INPUTS)
-    )
+    shapes = (ROWS_OF_TABLE, INPUTS), INPUTS, INPUTS
+    table, scale, shift = (rng.standard_normal(shape, np.float32) for shape in shapes)
     term = rng.standard_normal(ROWS, np.float32)
     tensors += [from_numpy(term)] * bias + [from_numpy(table)]
     tensors += [from_numpy(scale), from_numpy(shift)] if eps is not None else []
