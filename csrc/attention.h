@@ -364,7 +364,7 @@ NOINLINE void transpose_rows(const T* const* rows, int first, int last, int64_t 
 struct Row {
   int64_t token;
   int first, last;  // visible positions of the current tile
-  int64_t position;
+  int64_t position, head;
   float slope;
   const float* bias;  // of position_bias, at distance 0
   float max, sum;  // of the current segment
@@ -463,7 +463,7 @@ struct Attention {
     for (int i = 0; i < count; i++) {
       const int64_t token = (first_row + i) / group, head = head_of(t, i);
       const int64_t biases = head * (2 * a.bias_distance + 1) + a.bias_distance;
-      t.rows[i] = {start + token, 0, 0, position0 + token,
+      t.rows[i] = {start + token, 0, 0, position0 + token, head,
                    a.alibi_slopes ? a.alibi_slopes[head] : 0.0f,
                    a.position_bias ? a.position_bias + biases : nullptr, -INFINITY, 0.0f};
       const T* q = static_cast<const T*>(a.query) + t.rows[i].token * a.query_stride +
@@ -798,6 +798,25 @@ struct Attention {
     }
   }
 
+  // Adds the scaled products of a row's query, and of its visible keys, with the vectors of their
+  // distances.
+  template <int V>
+  INLINE void add_products(const Row& row, int64_t tile, vf (&v)[V]) const {
+    const int64_t most = a.product_distance, before = tile - row.position;
+    auto add = [&](const void* products, int64_t token, int64_t stride) {
+      const T* p = static_cast<const T*>(products) + token * a.products_stride +
+                   row.head * a.products_head_stride;
+      T some[V * W] = {};
+      for (int64_t key = row.first; key < row.last; key++) {
+        const int64_t distance = min(max(before + key, -most), most);
+        some[key] = p[key * stride + a.product_columns[most + distance]];
+      }
+      for (int i = 0; i < V; i++) v[i] = fma(a.scale, load(some + i * W), v[i]);
+    };
+    if (a.query_products) add(a.query_products, row.token, 0);
+    if (a.key_products) add(a.key_products, row.token + before, a.products_stride);
+  }
+
   // Turns dot products into logits, -inf at invisible positions; returns the largest.
   // `wide`: holds the scales of the positions, if any.
   template <int V, class Wide>
@@ -808,6 +827,7 @@ struct Attention {
       if constexpr (kScales) v[i] *= load(wide.key_scales + i * W);
       v[i] *= a.scale;
     }
+    if (a.product_columns) add_products(row, tile, v);
     if (a.soft_cap != 0.0f)
       for (int i = 0; i < V; i++) v[i] = soft_cap(v[i], a.soft_cap);
     if (a.alibi_slopes && a.causal)

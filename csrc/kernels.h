@@ -560,6 +560,11 @@ struct AttentionArgs {
   const float* alibi_slopes;  // [heads] or null
   const float* position_bias;  // [heads, 2 * bias_distance + 1] or null
   int64_t bias_distance;  // distances beyond it have the bias of the last one
+  const void* query_products;  // [tokens, heads, *], of each query with the vectors of distances, or null
+  const void* key_products;  // the same of the step's keys; not causal: all keys are in the step
+  int64_t products_stride, products_head_stride;  // of both
+  const int32_t* product_columns;  // [2 * product_distance + 1], column of each distance
+  int64_t product_distance;  // distances beyond it have the column of the last one
   const void* sinks;  // [heads], logits that only join the sums of probabilities; or null
   DType dtype;
   CacheType cache;
@@ -567,7 +572,8 @@ struct AttentionArgs {
   MEMBERS(query, query_stride, query_head_stride, out, out_stride, out_head_stride, kv_cache,
           kv_block_stride, query_start_loc, seq_lens, block_table, block_table_stride, num_reqs, heads, kv_heads,
           head_size, value_size, block_size, latent, causal, window, chunk, scale, soft_cap, alibi_slopes,
-          position_bias, bias_distance, sinks, dtype, cache)
+          position_bias, bias_distance, query_products, key_products, products_stride, products_head_stride,
+          product_columns, product_distance, sinks, dtype, cache)
   void resize(const StepSize& size) { num_reqs = size.num_reqs; }
   Work work() const {
     double keys = 0, pairs = 0;  // positions read; visible (query, position) pairs

@@ -119,14 +119,32 @@ class Rotary:
 
 
 @dataclass(frozen=True, slots=True)
+class DistanceProducts:
+    """Products of a step's queries and keys with vectors of distances (disentangled attention).
+
+    Attributes:
+        columns: int32 [2 * D + 1]: the column of distance j - p is at D + j - p, and beyond the
+            distances -D and D the first and the last one.
+        queries: [T, H, C], the product of each query with the vector of each column, in the query's
+            dtype; contiguous. None: queries are not multiplied.
+        keys: the same of each key of the step.
+    """
+
+    columns: Tensor
+    queries: Tensor | None
+    keys: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionParams:
     """Parameters of a layer's attention.
 
     A token at position p attends to positions max(0, p - sliding_window + 1) to p, or with chunks
     from the last multiple of `chunk_size` to p. If attention is not causal, it attends to all
     positions j of its request with |p - j| < sliding_window. The logit of a position j is
-    soft_cap(scale * q.k) - slope * |p - j| + position_bias[j - p]. A sink is a logit without a
-    position: it only joins the sum by which the softmax divides.
+    soft_cap(scale * q.k) - slope * |p - j| + position_bias[j - p], where q.k includes the products
+    of q and of k with the distance. A sink is a logit without a position: it only joins the sum by
+    which the softmax divides.
 
     Attributes:
         scale: factor of the logits.
@@ -142,6 +160,8 @@ class AttentionParams:
         position_bias: float32 [H, 2 * D + 1], contiguous: the bias of distance j - p is in column
             D + j - p, and beyond the distances -D and D in the first and the last column. None: no
             bias (T5, arXiv:1910.10683, section 2.1; MPNet).
+        products: products of the step that are added to q.k (DeBERTa, arXiv:2006.03654, section
+            3.1); only if attention is not causal, since the step then has all keys. None: none.
     """
 
     scale: float
@@ -152,9 +172,11 @@ class AttentionParams:
     chunk_size: int | None = None
     causal: bool = True
     position_bias: Tensor | None = None
+    products: DistanceProducts | None = None
 
     def __post_init__(self) -> None:
         assert self.causal or self.chunk_size is None
+        assert not self.causal or self.products is None
 
 
 class AttentionBackend(Protocol):

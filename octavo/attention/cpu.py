@@ -6,6 +6,7 @@ from octavo._native import kernels
 from octavo.attention.base import (
     AttentionMetadata,
     AttentionParams,
+    DistanceProducts,
     LargestAttention,
     Rotary,
     cached_head_size,
@@ -181,6 +182,7 @@ class CPUAttention:
             position_bias=biases,
             bias_distance=distance,
             sinks=sinks,
+            **_products(query, params.products),
         )
 
     def latent_cache_shape(
@@ -244,6 +246,7 @@ class CPUAttention:
             position_bias=0,
             bias_distance=0,
             sinks=0,
+            **_products(query, None),
         )
 
 
@@ -257,6 +260,27 @@ def _cached_size(block_size: int, name: str, size: int, dtype: str | None) -> in
             "attention_backend=reference."
         )
     return size if dtype is None else cached_head_size(size, dtype)
+
+
+def _products(query: Tensor, products: DistanceProducts | None) -> dict[str, int]:
+    """Return the kernel's arguments for products with vectors of distances."""
+    names = "query_products", "key_products", "products_stride", "products_head_stride"
+    arguments = dict.fromkeys((*names, "product_columns", "product_distance"), 0)
+    if products is None:
+        return arguments
+    columns = products.columns
+    assert columns.dtype == "int32"
+    assert columns.shape[0] % 2 == 1
+    assert columns.is_contiguous()
+    arguments |= {"product_columns": columns.data_ptr(), "product_distance": len(columns) // 2}
+    for name, tensor in zip(names[:2], (products.queries, products.keys), strict=True):
+        if tensor is not None:
+            assert tensor.shape[:2] == query.shape[:2]
+            assert tensor.dtype == query.dtype
+            assert tensor.is_contiguous()
+            arguments[name] = tensor.data_ptr()
+            arguments |= {names[2]: tensor.stride(0), names[3]: tensor.stride(1)}
+    return arguments
 
 
 def _addresses(

@@ -9,6 +9,7 @@ from torch import Tensor
 from octavo.attention.base import (
     AttentionMetadata,
     AttentionParams,
+    DistanceProducts,
     LargestAttention,
     Rotary,
     cached_head_size,
@@ -55,6 +56,22 @@ def _store(cache: Tensor, slot_mapping: Tensor, *parts: Tensor) -> None:
     cells = _cells(cache)
     for i, x in enumerate(parts):
         cells[slots // block_size, i, slots % block_size] = _to_cache(x[wanted], cache.dtype)
+
+
+def _products(products: DistanceProducts, distance: Tensor, tokens: slice) -> Tensor:
+    """Return the sums of the products for each query and key of the text `tokens`: [H, n, n].
+
+    `distance` is that of each key from each query: int64 [n, n].
+    """
+    columns = products.columns
+    most = len(columns) // 2
+    column = columns[distance.clamp(-most, most) + most].long()
+    at = torch.arange(distance.shape[0], device=distance.device)
+    total = torch.zeros((), device=distance.device)
+    for tensor, rows in ((products.queries, at[:, None]), (products.keys, at[None])):
+        if tensor is not None:
+            total = total + tensor[tokens][rows, :, column].float()
+    return total.permute(2, 0, 1)
 
 
 class ReferenceAttention:
@@ -150,11 +167,14 @@ class ReferenceAttention:
             kv = _from_cache(kv, kv_cache.dtype, wide)
             key, *values = kv.repeat_interleave(group, dim=2).unbind(1)  # [positions, H, D]
             value = (values[0] if values else key)[..., : out.shape[2]]
-            logits = torch.einsum("qhd,khd->hqk", query[tokens].to(wide), key) * params.scale
-            if params.logits_soft_cap is not None:
-                logits = params.logits_soft_cap * torch.tanh(logits / params.logits_soft_cap)
+            logits = torch.einsum("qhd,khd->hqk", query[tokens].to(wide), key)
             queries_at = torch.arange(seq_len - query_len, seq_len, device=query.device)
             distance = keys_at[None] - queries_at[:, None]  # [q, k], 0 for the token itself
+            if params.products is not None:
+                logits = logits + _products(params.products, distance, tokens).to(wide)
+            logits = logits * params.scale
+            if params.logits_soft_cap is not None:
+                logits = params.logits_soft_cap * torch.tanh(logits / params.logits_soft_cap)
             if params.alibi_slopes is not None:
                 logits = logits - params.alibi_slopes.to(wide)[:, None, None] * distance.abs()
             if params.position_bias is not None:

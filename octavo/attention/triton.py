@@ -11,6 +11,7 @@ from torch import Tensor
 from octavo.attention.base import (
     AttentionMetadata,
     AttentionParams,
+    DistanceProducts,
     LargestAttention,
     Rotary,
 )
@@ -144,6 +145,7 @@ class TritonAttention(PagedCaches):
             sinks=params.sinks,
             causal=params.causal,
             position_bias=params.position_bias,
+            **_products(params.products),
         )
 
     def latent_cache_shape(
@@ -210,6 +212,17 @@ def _cells(cache: Tensor) -> tuple[Tensor, int]:
     """Return a cache as the kernels read it, and its format; see `octavo.kernels.triton.fp8`."""
     format = _FORMATS.get(cache.dtype, 0)
     return cache.view(torch.uint8) if format else cache, format
+
+
+def _products(products: DistanceProducts | None) -> dict[str, Any]:
+    """Return the fields of `Step` for products with vectors of distances."""
+    if products is None:
+        return {}
+    return {
+        "product_columns": products.columns,
+        "query_products": products.queries,
+        "key_products": products.keys,
+    }
 
 
 def _check_dtype(dtype: str | None) -> None:

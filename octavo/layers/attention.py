@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from octavo.attention.base import AttentionParams, Rotary
 from octavo.kernels.base import Ops
 from octavo.kernels.routing import Gate
+from octavo.layers.disentangled import Disentangled
 from octavo.layers.linear import Linear
 from octavo.layers.norm import HeadNorms, RMSNorm
 from octavo.layers.shared import Columns
@@ -70,6 +71,8 @@ class Attention:
     """Columns of these heads in the result of all heads, if other ranks have the others."""
     out_norm: RMSNorm | None = None
     """Norm of the result of all heads together."""
+    disentangled: Disentangled | None = None
+    """Products of queries and keys with vectors of distances."""
 
     def __call__(self, x: Tensor, step: StepContext) -> Tensor:
         """Map [T, hidden_size] to [T, hidden_size]; store this step's keys and values."""
@@ -86,6 +89,9 @@ class Attention:
                 rotary(key)
                 rotary = None
             self._norm_heads(query, key)
+        params = self.params
+        if self.disentangled is not None:
+            params = replace(params, products=self.disentangled(query, key))
         if not self.stores:
             if rotary is not None:
                 rotary(key)
@@ -102,7 +108,7 @@ class Attention:
         else:
             whole, own = self.columns.empty(tokens, x.dtype)
             out = own.view(tokens, self.num_heads, self.value_size)
-        backend.forward(query, kv_cache, metadata, out, self.params)
+        backend.forward(query, kv_cache, metadata, out, params)
         if gate is not None:
             self.ops.multiply(out, gate, self.gate_activation, out)
         if self.columns is not None:

@@ -45,6 +45,7 @@ from octavo.models.weights import Names, Weight
 from octavo.plan.memory_plan import MIB, resolve_dtype, resolve_max_model_len
 from octavo.platforms.registry import get_platform
 from octavo.quantization.plain import PLAIN
+from octavo.quantization.projected import ProjectedTable
 from octavo.quantization.registry import FORMS
 from octavo.terminal.screen import harmless
 from octavo.text.tokenizer import Tokenizer
@@ -154,6 +155,7 @@ def _describe_weights(spec: ModelSpec, dtype: str) -> dict[str, WeightKind]:
     """
     found: dict[str, WeightKind] = {}
     counted: set[tuple[object, ...]] = set()
+    stored: set[str] = set()
     for kind, weight in _weights_by_kind(spec):
         entry = found.setdefault(kind, WeightKind())
         entry.nbytes += weight.nbytes(dtype)
@@ -161,6 +163,10 @@ def _describe_weights(spec: ModelSpec, dtype: str) -> dict[str, WeightKind]:
         whole = all(source.parts is None for source in weight.sources)
         if weight.form == PLAIN and whole:  # with rows that are stored and never used (OPT)
             size = sum(math.prod(source.shape) for source in weight.sources)
+        elif isinstance(weight.form, ProjectedTable):  # computed from some other weights, too
+            own = [source for source in weight.sources if source.name not in stored]
+            size = sum(math.prod(source.shape) for source in own)
+        stored |= {source.name for source in weight.sources}
         form = weight.dtype or dtype if weight.form == PLAIN else weight.form.name
         entry.forms[form] = entry.forms.get(form, 0) + size
         key = tuple((source.name, source.parts) for source in weight.sources)

@@ -416,6 +416,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         _LLAMA
         | {"rms_norm_eps": 1e-5, "max_position_embeddings": 8192, "classifier_pooling": "late"},
     ),
+    **_encoder("DebertaV2", "deberta-v2", _BERT | {"layer_norm_eps": 1e-7, "type_vocab_size": 0}),
     **_encoder("New", "new", _GTE | {"max_position_embeddings": 2048}),
     **_encoder("Gte", "gte", _GTE),
     **_encoder(

@@ -10,7 +10,7 @@ import numpy as np
 
 from octavo.checkpoints.base import Source
 from octavo.quantization.base import IntArray, PackedShape, Part, WeightForm
-from octavo.quantization.plain import PLAIN
+from octavo.quantization.plain import PLAIN, FromFloats, Plain
 
 if TYPE_CHECKING:
     from octavo.kernels.base import Ops, PackedWeight
@@ -91,3 +91,15 @@ class Dequantized(StoredOtherwise):
             unit = from_numpy(np.eye(count, shape.k, begin, numpy_dtype(shape.dtype)))
             weight.numpy()[:, begin : begin + count] = native.to_host(native.linear(unit, packed)).T
         return weight
+
+
+def as_numbers(forms: Sequence[WeightForm]) -> Plain | Dequantized:
+    """Return the form of a module's numbers in the model's type, from the form that was chosen.
+
+    Args:
+        forms: the forms of a projection's modules, the first of which counts; empty: plain.
+    """
+    form = forms[0] if forms else PLAIN
+    if isinstance(form, FromFloats):
+        return PLAIN
+    return form if isinstance(form, Dequantized) else Dequantized(form)

@@ -6,7 +6,12 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from octavo.attention.base import AttentionBackend, AttentionMetadata, AttentionParams
+from octavo.attention.base import (
+    AttentionBackend,
+    AttentionMetadata,
+    AttentionParams,
+    DistanceProducts,
+)
 from octavo.kernels.torch_tensors import dtype_name
 
 NOWHERE = 1 << 30  # a block that cannot be read
@@ -59,6 +64,8 @@ class Case:
     small: int | None = None  # size of values that are smaller than keys
     causal: bool = True
     bias_distance: int | None = None  # of a position bias
+    product_distance: int | None = None  # of products with vectors of distances
+    multiplied: tuple[str, ...] = ("queries", "keys")  # by these vectors
 
     def params(self) -> AttentionParams:
         slopes = 2.0 ** -torch.arange(1, self.heads + 1) if self.alibi else None
@@ -72,7 +79,23 @@ class Case:
             self.chunk,
             self.causal,
             self.position_bias(),
+            self.products(),
         )
+
+    def products(self) -> DistanceProducts | None:
+        """Return random products of the step, and a random column of each distance."""
+        if self.product_distance is None:
+            return None
+        columns, most, tensors = 11, self.product_distance, dict.fromkeys(("queries", "keys"))
+        for i, name in enumerate(self.multiplied):
+            parts = []
+            for r, (context, _) in enumerate(self.requests):
+                seed = (self.seeds[r] if self.seeds else r) + 1000 * (i + 1)
+                parts.append(random(seed, self.heads, columns)[:context])
+            tensors[name] = torch.cat(parts).to(self.dtype)
+        generator = torch.Generator().manual_seed(98)
+        of_distance = torch.randint(columns, (2 * most + 1,), generator=generator)
+        return DistanceProducts(of_distance.int(), **tensors)
 
     def position_bias(self) -> Tensor | None:
         """Return random biases [heads, 2 * bias_distance + 1], all of them different."""
@@ -105,10 +128,17 @@ class Case:
                 for x in (key, value)
             )
             value = value[..., : self.value_size]
-            logits = query[context - new :].transpose(0, 1) @ key.mT * self.scale
+            logits = query[context - new :].transpose(0, 1) @ key.mT
+            at, other = torch.arange(context - new, context)[:, None], torch.arange(context)
+            if (products := self.products()) is not None:
+                most, first = len(products.columns) // 2, sum(n for n, _ in self.requests[:r])
+                column = products.columns[most + (other - at).clamp(-most, most)].long()
+                for tensor, rows in ((products.queries, at), (products.keys, other)):
+                    if tensor is not None:
+                        logits += tensor.double()[first + rows, :, column].permute(2, 0, 1)
+            logits *= self.scale
             if self.soft_cap is not None:
                 logits = self.soft_cap * torch.tanh(logits / self.soft_cap)
-            at, other = torch.arange(context - new, context)[:, None], torch.arange(context)
             if self.alibi:
                 slopes = 2.0 ** -torch.arange(1, self.heads + 1).double()
                 logits -= slopes[:, None, None] * (other - at).abs()

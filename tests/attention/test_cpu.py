@@ -176,9 +176,26 @@ def test_position_bias(distance: int, causal: bool, dtype: torch.dtype) -> None:
 
 
 @isas
+@dtypes
+@pytest.mark.parametrize("distance", [0, 1, 7, 63, 127, 1000])
+def test_products_with_distances(distance: int, dtype: torch.dtype) -> None:
+    case = Case(WHOLE, causal=False, product_distance=distance, dtype=dtype)
+    assert_near(case.run(backend), case.truth())
+    for multiplied in (("queries",), ("keys",)):
+        one = dataclasses.replace(case, multiplied=multiplied, head_size=24, block_size=8)
+        assert_near(one.run(backend), one.truth())
+    case = dataclasses.replace(case, heads=6, kv_heads=1, soft_cap=3.0, alibi=True, window=50)
+    assert_near(case.run(backend), case.truth())
+
+
+@isas
 @pytest.mark.parametrize("cache_dtype", BYTES, ids=str)
 def test_not_causal_over_a_cache_of_bytes(cache_dtype: torch.dtype) -> None:
-    for features in ({"head_size": 32}, {"window": 20, "bias_distance": 9, "block_size": 32}):
+    for features in (
+        {"head_size": 32},
+        {"window": 20, "bias_distance": 9, "block_size": 32},
+        {"product_distance": 20},
+    ):
         case = Case(WHOLE, causal=False, dtype=torch.bfloat16, cache_dtype=cache_dtype, **features)  # type: ignore[arg-type]
         assert_near(case.run(backend), case.truth(), LARGEST)
 
@@ -187,7 +204,12 @@ def test_not_causal_over_a_cache_of_bytes(cache_dtype: torch.dtype) -> None:
 @dtypes
 @pytest.mark.parametrize(
     "features",
-    [{}, {"window": 40}, {"alibi": True, "bias_distance": 20, "heads": 6, "kv_heads": 1}],
+    [
+        {},
+        {"window": 40},
+        {"alibi": True, "bias_distance": 20, "heads": 6, "kv_heads": 1},
+        {"product_distance": 40},
+    ],
     ids=str,
 )
 def test_a_whole_text_has_the_same_bits_in_a_batch(
@@ -511,6 +533,7 @@ class Recorded:
         {"causal": False},
         {"causal": False, "bias_distance": 20, "window": 40},
         {"causal": False, "alibi": True, "sinks": True},
+        {"causal": False, "product_distance": 20},
     ],
     ids=str,
 )

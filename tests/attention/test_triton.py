@@ -95,6 +95,10 @@ FEATURES = [
     {"window": 40, "bias_distance": 9},
     {"window": 65, "alibi": True},
     {"soft_cap": 2.0, "alibi": True, "bias_distance": 50, "sinks": True},
+    {"product_distance": 30},
+    {"soft_cap": 2.0, "alibi": True, "product_distance": 200, "heads": 6, "kv_heads": 1},
+    {"product_distance": 0, "multiplied": ("keys",)},
+    {"product_distance": 9, "multiplied": ("queries",), "window": 40},
 ]
 
 
@@ -149,6 +153,7 @@ def cases_of_all_kinds(draw: st.DrawFn) -> tuple[cases.Case, int]:
         alibi=draw(st.booleans()),
         sinks=draw(st.booleans()),
         small=draw(st.sampled_from([None, 5])),
+        product_distance=None if causal else draw(st.sampled_from([None, 0, 30])),
     )
     if case.window is None and causal:
         case = dataclasses.replace(case, chunk=draw(st.sampled_from([None, 1, 7, 32])))

@@ -472,7 +472,7 @@ def test_other_families(architecture, tmp_path):
         assert llm.stats().prefix_cache_hits > 0
 
 
-@pytest.mark.parametrize("case", ["bert-odd", "modernbert-tokens", "mpnet-model"])
+@pytest.mark.parametrize("case", ["bert-odd", "modernbert-tokens", "mpnet-model", "deberta"])
 def test_vectors_and_scores(case, dtype, tmp_path):
     """Among others, in steps of other sizes, and on one thread."""
     make_hf(ENCODERS[case][0], **ENCODERS[case][1]).save_pretrained(tmp_path)

@@ -32,6 +32,20 @@ def _save(kind: str, folder: Path) -> None:
         model = make_hf("LlamaForSequenceClassification", **SIZES, num_labels=3)
         model.save_pretrained(folder)
         return
+    if kind == "disentangled":
+        sizes = {"vocab_size": VOCAB, "hidden_size": 40, "intermediate_size": 56}
+        sizes |= {"num_hidden_layers": 3, "num_attention_heads": 5, "num_labels": 1}
+        make_hf(
+            "DebertaV2ForSequenceClassification",
+            **sizes,
+            relative_attention=True,
+            pos_att_type="p2c|c2p",
+            position_buckets=16,
+            share_att_key=True,
+            position_biased_input=False,
+            norm_rel_ebd="layer_norm",
+        ).save_pretrained(folder)
+        return
     fields = WIDE_HEADS | {"sliding_window": 16, "use_bidirectional_attention": True}
     name = "Gemma3TextModel" if kind == "sees all" else "Qwen3ForCausalLM"
     make_hf(name, **fields if kind == "sees all" else WIDE_HEADS).save_pretrained(folder)
@@ -45,7 +59,7 @@ def _same(found: list[np.ndarray], expected: list[np.ndarray]) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", ["last", "mean", "classes", "sees all"])
+@pytest.mark.parametrize("kind", ["last", "mean", "classes", "sees all", "disentangled"])
 def test_one_text_one_result(kind: str, dtype: str, tmp_path: Path) -> None:
     _save(kind, tmp_path)
     with open_llm(tmp_path, dtype=dtype, enable_prefix_caching=False) as llm:
@@ -53,7 +67,8 @@ def test_one_text_one_result(kind: str, dtype: str, tmp_path: Path) -> None:
         _same(results(llm, None, [*OTHERS, *PROMPTS])[len(OTHERS) :], expected)
         tokens = [pooler.task for pooler in llm.llm_engine.spec.poolers][-1]
         of_tokens = [results(llm, tokens, [ids])[0] for ids in PROMPTS]
-    budget = {} if kind == "sees all" else {"max_num_batched_tokens": 16, "max_num_seqs": 8}
+    whole = kind in ("sees all", "disentangled")
+    budget = {} if whole else {"max_num_batched_tokens": 16, "max_num_seqs": 8}
     with open_llm(tmp_path, dtype=dtype, **budget) as llm:
         for _ in range(2):  # prefixes are cached the second time
             _same(results(llm, None, [*PROMPTS, *OTHERS])[: len(PROMPTS)], expected)

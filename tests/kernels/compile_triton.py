@@ -121,6 +121,9 @@ def kernels(dtype: torch.dtype) -> None:
         (64, 0, {"causal": False, "position_bias": zeros(heads, 257), "sliding_window": 100}),
         (512, 2 if half else 0, {}),
     ]
+    of_distances = {"product_columns": zeros(257, dtype=torch.int32)}
+    of_distances |= {f"{name}_products": zeros(4, 8, 64, dtype=dtype) for name in ("query", "key")}
+    cases[2][2].update(of_distances)
     for head_size, format, features in cases[:3] if old else cases[3:]:
         qkv = zeros(4, heads + 2 * kv_heads, head_size, dtype=dtype)
         query, key, value = qkv.split_with_sizes([heads, kv_heads, kv_heads], dim=1)

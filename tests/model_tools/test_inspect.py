@@ -17,7 +17,8 @@ from octavo.model_tools.inspect import inspect
 from octavo.models.hub import local_folder
 from octavo.models.registry import read_spec
 from tests.gguf_files import convert
-from tests.models.harness import save_config
+from tests.models.harness import make_hf, save_config
+from tests.models.test_encoders import ENCODERS
 from tests.models.test_parity import CASES
 
 STORIES = local_folder("octavo/stories")
@@ -96,6 +97,14 @@ def test_a_quantized_head_holds_a_tied_table_twice():
     assert kinds["embedding"]["bits_per_weight"] == 16 + 8 + 32 / 256
     assert set(kinds["MLP"]["forms"]) == {"int8"}
     assert 8 < kinds["MLP"]["bits_per_weight"] < 8.2
+
+
+def test_weights_that_are_computed_from_others_have_no_parameters(tmp_path):
+    """The vectors of distances of DeBERTa: only their table and its norm are of the file."""
+    hf = make_hf(ENCODERS["deberta-model"][0], **ENCODERS["deberta-model"][1])
+    hf.save_pretrained(tmp_path)
+    found = inspect({"model": str(tmp_path), "skip_tokenizer_init": True})
+    assert found["parameters"] == sum(parameter.numel() for parameter in hf.parameters())
 
 
 def test_a_gguf_file_has_its_own_types(gguf):

@@ -11,12 +11,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional
+from transformers.models.deberta_v2.modeling_deberta_v2 import make_log_bucket_position
 from transformers.models.mpnet.modeling_mpnet import MPNetEncoder
 
 from octavo.errors import ModelError
 from octavo.kernels.torch_tensors import as_torch
 from octavo.layers.pooler import Floats, PooledRow
 from octavo.models.blocks.attention import RelativeBias
+from octavo.models.blocks.disentangled import Distances
 from octavo.models.decoder import DecoderModel
 from tests.models.harness import (
     Runner,
@@ -41,6 +43,9 @@ DISTIL |= {"max_position_embeddings": 80, "pad_token_id": 1, "num_labels": 3}
 MODERN = SIZES | {"local_attention": 14, "num_hidden_layers": 4, "cls_token_id": 1}
 MODERN |= {"sep_token_id": 1}
 ONE_TYPE = SIZES | {"type_vocab_size": 1}
+DISENTANGLED = {"relative_attention": True, "pos_att_type": "p2c|c2p"}
+DEBERTA = SIZES | DISENTANGLED | {"position_buckets": 16, "norm_rel_ebd": "layer_norm"}
+DEBERTA |= {"share_att_key": True, "position_biased_input": False, "type_vocab_size": 0}
 CLASSES, TOKENS = "ForSequenceClassification", "ForTokenClassification"
 
 ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -85,6 +90,20 @@ ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
         SIZES | {"classifier_pooling": "bos", "mask_token_id": 3},
     ),
     "eurobert-tokens": (f"EuroBert{TOKENS}", SIZES | {"mask_token_id": 3}),
+    "deberta": (f"DebertaV2{CLASSES}", DEBERTA | {"num_labels": 1}),
+    "deberta-model": ("DebertaV2Model", DEBERTA | {"max_relative_positions": 24}),
+    "deberta-tokens": (f"DebertaV2{TOKENS}", DEBERTA | {"hidden_act": "gelu_new"}),
+    "deberta-own": (f"DebertaV2{CLASSES}", ODD | DISENTANGLED | {"type_vocab_size": 0}),
+    "deberta-keys": (f"DebertaV2{TOKENS}", DEBERTA | {"pos_att_type": ["c2p"]}),
+    "deberta-queries": (
+        "DebertaV2ForMaskedLM",
+        DEBERTA | {"share_att_key": False, "pos_att_type": "P2C", "max_relative_positions": 11},
+    ),
+    "deberta-absolute": (
+        f"DebertaV2{CLASSES}",
+        SIZES | {"pos_att_type": "c2p|p2c", "type_vocab_size": 2, "norm_rel_ebd": "layer_norm"},
+    ),
+    "deberta-unused": (f"DebertaV2{TOKENS}", DEBERTA | {"pos_att_type": None}),
     "gte": (f"Gte{CLASSES}", ONE_TYPE),
     "gte-model": ("GteModel", WIDE | {"type_vocab_size": 0}),
     "gte-tokens": (f"Gte{TOKENS}", SIZES | {"type_vocab_size": 2}),
@@ -96,7 +115,7 @@ ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "jina-v3-tokens": (f"JinaEmbeddingsV3{TOKENS}", ONE_TYPE),
 }
 BATCHED = ("bert", "roberta-tokens", "distilbert", "electra", "mpnet", "albert-model", "modernbert")
-BATCHED += ("modernbert-mean", "eurobert", "gte", "nomic", "jina-v3")
+BATCHED += ("modernbert-mean", "eurobert", "gte", "nomic", "jina-v3", "deberta", "deberta-own")
 """Cases of each kind for comparisons of bits."""
 TYPELESS = ("DistilBert", "MPNet", "ModernBert", "EuroBert")
 """Encoders without token types."""
@@ -316,6 +335,25 @@ def test_buckets_of_distances() -> None:
     assert set(expected[501 + 128 :].tolist()) == {bias.rows[-1]}
 
 
+@pytest.mark.parametrize("buckets", [256, 2, 4, 32, 510, None])
+def test_rows_of_distances(buckets: int | None) -> None:
+    """The rows of transformers, also for longer texts than a table of distances has."""
+    longest, most = 512, 4 * 512
+    before = -torch.arange(-most, most + 1)
+    half = buckets or longest
+    if buckets is None:
+        bucket = before
+    else:
+        bucket = make_log_bucket_position(before, buckets, longest).long()
+    expected = (bucket + half).clamp(0, 2 * half - 1)
+    distances = Distances(longest, buckets)
+    assert distances.rows == 2 * half
+    rows = as_torch(distances.compute())
+    assert torch.equal(rows, expected[most - longest : most + longest + 1].int())
+    assert set(expected[: most - longest].tolist()) == {int(rows[0])}
+    assert set(expected[most + longest + 1 :].tolist()) == {int(rows[-1])}
+
+
 def test_layers_of_albert_share_their_weights(tmp_path: Path) -> None:
     sizes = SIZES | {"embedding_size": 17}
     one, twelve = (
@@ -360,6 +398,15 @@ def test_layers_of_albert_share_their_weights(tmp_path: Path) -> None:
         ("nomic", {"n_embd": 40, "activation_function": "geglu"}, "supported: swiglu, gelu"),
         ("nomic", {"n_embd": 40, "rotary_emb_fraction": 0.5}, "whole heads"),
         ("nomic", {"num_experts": 8}, "mixtures of experts"),
+        ("deberta", {"conv_kernel_size": 3}, "conv_kernel_size=3.*convolution"),
+        ("deberta", {"embedding_size": 8}, "embedding_size=8"),
+        ("deberta", {"attention_head_size": 20}, "the hidden size together"),
+        ("deberta", {"pooler_hidden_act": "tanh"}, "only GELU"),
+        ("deberta", {"pooler_hidden_size": 20}, "only a head of the hidden size"),
+        ("deberta", {"pos_att_type": "c2p|p2p"}, "pos_att_type='c2p.p2p'.*supported: c2p, p2c"),
+        ("deberta", {"norm_rel_ebd": "rms_norm"}, "supported: none, layer_norm"),
+        ("deberta", {"position_buckets": 17}, "it must be even, and less than 158"),
+        ("deberta", {"position_buckets": 160}, "it must be even, and less than 158"),
         ("bert", {"architectures": ["JinaBertModel"]}, "only ALiBi"),
         (
             "bert",

@@ -91,6 +91,10 @@ def _tiles(
     table,
     slopes,
     biases,
+    query_products,
+    key_products,
+    product_columns,
+    products_stride,
     rows,
     positions,
     from_n,
@@ -112,6 +116,9 @@ def _tiles(
     SOFT_CAP: tl.constexpr,
     ALIBI: tl.constexpr,
     BIAS_DISTANCE: tl.constexpr,
+    PRODUCT_DISTANCE: tl.constexpr,
+    QUERY_PRODUCTS: tl.constexpr,
+    KEY_PRODUCTS: tl.constexpr,
     FP8: tl.constexpr,
     NATIVE_FP8: tl.constexpr,
     UPCAST: tl.constexpr,
@@ -165,9 +172,19 @@ def _tiles(
             else:
                 v = tl.load(v_at)
             v = _to_numbers(v, FP8, NATIVE_FP8, UPCAST, DTYPE)
+        distance = n[None, :] - positions[:, None]
+        if PRODUCT_DISTANCE is not None:
+            near = tl.minimum(tl.maximum(distance, -PRODUCT_DISTANCE), PRODUCT_DISTANCE)
+            column = tl.load(product_columns + PRODUCT_DISTANCE + near)
+            mask = rows[:, None] & (n < end)[None, :]
+            if QUERY_PRODUCTS:
+                own = query_products[:, None] + column
+                logits += tl.load(own, mask=mask, other=0.0).to(tl.float32)
+            if KEY_PRODUCTS:
+                others = key_products[:, None] + n[None, :].to(tl.int64) * products_stride + column
+                logits += tl.load(others, mask=mask, other=0.0).to(tl.float32)
         if SOFT_CAP:
             logits = soft_cap * tanh(logits * scale / soft_cap)
-        distance = n[None, :] - positions[:, None]
         if (ALIBI or BIAS_DISTANCE is not None) and not SOFT_CAP:
             logits = logits * scale
         if ALIBI:
@@ -250,6 +267,11 @@ def _prefill(
     block_table,
     alibi_slopes,
     position_bias,
+    query_products,
+    key_products,
+    product_columns,
+    products_stride,
+    products_head_stride,
     sinks,
     scale,
     soft_cap,
@@ -272,6 +294,9 @@ def _prefill(
     SOFT_CAP: tl.constexpr,
     ALIBI: tl.constexpr,
     BIAS_DISTANCE: tl.constexpr,
+    PRODUCT_DISTANCE: tl.constexpr,
+    QUERY_PRODUCTS: tl.constexpr,
+    KEY_PRODUCTS: tl.constexpr,
     SINKS: tl.constexpr,
     FP8: tl.constexpr,
     NATIVE_FP8: tl.constexpr,
@@ -318,6 +343,13 @@ def _prefill(
         biases = rows
         if BIAS_DISTANCE is not None:
             biases = position_bias + heads * (2 * BIAS_DISTANCE + 1) + BIAS_DISTANCE
+        own_products = rows
+        text_products = rows
+        if QUERY_PRODUCTS:
+            own_products = query_products + tokens * products_stride + heads * products_head_stride
+        if KEY_PRODUCTS:
+            text = key_products + (start - context).to(tl.int64) * products_stride
+            text_products = text + heads * products_head_stride
         LOG2_E: tl.constexpr = 1.4426950408889634
         factor = LOG2_E if SOFT_CAP or ALIBI or BIAS_DISTANCE is not None else scale * LOG2_E
         cells = kv_cache
@@ -341,6 +373,10 @@ def _prefill(
                 table,
                 slopes,
                 biases,
+                own_products,
+                text_products,
+                product_columns,
+                products_stride,
                 rows,
                 positions,
                 0,
@@ -362,6 +398,9 @@ def _prefill(
                 SOFT_CAP,
                 ALIBI,
                 BIAS_DISTANCE,
+                PRODUCT_DISTANCE,
+                QUERY_PRODUCTS,
+                KEY_PRODUCTS,
                 FP8,
                 NATIVE_FP8,
                 UPCAST,
@@ -381,6 +420,10 @@ def _prefill(
             table,
             slopes,
             biases,
+            own_products,
+            text_products,
+            product_columns,
+            products_stride,
             rows,
             positions,
             from_n,
@@ -402,6 +445,9 @@ def _prefill(
             SOFT_CAP,
             ALIBI,
             BIAS_DISTANCE,
+            PRODUCT_DISTANCE,
+            QUERY_PRODUCTS,
+            KEY_PRODUCTS,
             FP8,
             NATIVE_FP8,
             UPCAST,
@@ -424,6 +470,11 @@ def _attention(
     block_table,
     alibi_slopes,
     position_bias,
+    query_products,
+    key_products,
+    product_columns,
+    products_stride,
+    products_head_stride,
     sinks,
     scale,
     soft_cap,
@@ -449,6 +500,9 @@ def _attention(
     SOFT_CAP: tl.constexpr,
     ALIBI: tl.constexpr,
     BIAS_DISTANCE: tl.constexpr,
+    PRODUCT_DISTANCE: tl.constexpr,
+    QUERY_PRODUCTS: tl.constexpr,
+    KEY_PRODUCTS: tl.constexpr,
     SINKS: tl.constexpr,
     FP8: tl.constexpr,
     NATIVE_FP8: tl.constexpr,
@@ -518,6 +572,13 @@ def _attention(
         biases = rows
         if BIAS_DISTANCE is not None:
             biases = position_bias + heads * (2 * BIAS_DISTANCE + 1) + BIAS_DISTANCE
+        own_products = rows
+        text_products = rows
+        if QUERY_PRODUCTS:
+            own_products = query_products + tokens * products_stride + heads * products_head_stride
+        if KEY_PRODUCTS:
+            text = key_products + (start - context).to(tl.int64) * products_stride
+            text_products = text + heads * products_head_stride
         LOG2_E: tl.constexpr = 1.4426950408889634
         factor = LOG2_E if SOFT_CAP or ALIBI or BIAS_DISTANCE is not None else scale * LOG2_E
         cells = kv_cache
@@ -543,6 +604,10 @@ def _attention(
                 table,
                 slopes,
                 biases,
+                own_products,
+                text_products,
+                product_columns,
+                products_stride,
                 rows,
                 positions,
                 from_n,
@@ -564,6 +629,9 @@ def _attention(
                 SOFT_CAP,
                 ALIBI,
                 BIAS_DISTANCE,
+                PRODUCT_DISTANCE,
+                QUERY_PRODUCTS,
+                KEY_PRODUCTS,
                 FP8,
                 NATIVE_FP8,
                 UPCAST,
@@ -702,6 +770,9 @@ class Step:
         sinks: [H] in the query's dtype, or None.
         causal: False: rows see all positions of their requests.
         position_bias: float32 [H, 2 * D + 1], contiguous, or None.
+        product_columns: int32 [2 * D + 1], or None; see `octavo.attention.base.DistanceProducts`.
+        query_products: [T, H, C], contiguous, or None.
+        key_products: [T, H, C], contiguous, or None.
         format: format of the cache; see `octavo.kernels.triton.fp8`.
         native_fp8: True if the GPU converts FP8.
         upcast: multiply in float32. Triton's interpreter cannot multiply bfloat16.
@@ -721,6 +792,9 @@ class Step:
     sinks: Tensor | None = None
     causal: bool = True
     position_bias: Tensor | None = None
+    product_columns: Tensor | None = None
+    query_products: Tensor | None = None
+    key_products: Tensor | None = None
     format: int
     native_fp8: bool
     upcast: bool
@@ -779,6 +853,7 @@ class Step:
             "block_table": self.block_table,
             "alibi_slopes": out if self.alibi_slopes is None else self.alibi_slopes,
             "position_bias": out if self.position_bias is None else self.position_bias,
+            **self._products(),
             "sinks": out if self.sinks is None else self.sinks,
             "scale": self.scale,
             "soft_cap": self.logits_soft_cap or 0.0,
@@ -812,6 +887,22 @@ class Step:
             "BLOCK_D": _block_d(head_size),
             "BLOCK_REST": _block_d(size - head_size),
             "enable_fp_fusion": False,
+        }
+
+    def _products(self) -> dict[str, Any]:
+        """Return the arguments for products with vectors of distances."""
+        given = self.query_products, self.key_products
+        some = next((products for products in given if products is not None), self.out)
+        columns = self.product_columns
+        return {
+            "query_products": some if given[0] is None else given[0],
+            "key_products": some if given[1] is None else given[1],
+            "product_columns": self.out if columns is None else columns,
+            "products_stride": some.stride(0),
+            "products_head_stride": some.stride(1),
+            "PRODUCT_DISTANCE": None if columns is None else len(columns) // 2,
+            "QUERY_PRODUCTS": given[0] is not None,
+            "KEY_PRODUCTS": given[1] is not None,
         }
 
 

@@ -14,6 +14,7 @@ from octavo.errors import ConfigError
 from octavo.kernels.routing import Gate
 from octavo.layers.rope_spec import RopeSpec
 from octavo.models.blocks.base import BlockSpec, LargestStep, Table
+from octavo.models.blocks.disentangled import DisentangledSpec
 from octavo.models.blocks.factors import Factors
 from octavo.models.blocks.linear import LinearSpec
 from octavo.models.blocks.norm import HeadNormsSpec, RMSNormSpec
@@ -168,6 +169,8 @@ class AttentionSpec(BlockSpec):
     """True if a token sees the tokens up to itself; False: all tokens of its text (encoders), or
     with a `sliding_window` those at a smaller distance."""
     bias: RelativeBias | None = None
+    disentangled: DisentangledSpec | None = None
+    """Products with vectors of distances (DeBERTa)."""
     source: int | None = None
     """Index of an earlier layer whose keys and values this one reads (Gemma 4). `qkv_proj` then has
     queries only. None: the layer stores its own keys and values."""
@@ -213,7 +216,7 @@ class AttentionSpec(BlockSpec):
             q_norm, k_norm = q_norm.split(first, end), k_norm.split(first_kv, end_kv)
         if isinstance(positions, Alibi):
             positions = Alibi(positions.slopes[first : first + heads])
-        o_proj = self.o_proj
+        o_proj, products = self.o_proj, self.disentangled
         return replace(
             self,
             qkv_proj=self.qkv_proj.split(*parts),
@@ -228,6 +231,7 @@ class AttentionSpec(BlockSpec):
             first_head=first,
             first_kv_head=first_kv,
             qk_proj=qk_proj,
+            disentangled=None if products is None else products.split(first, end),
         )
 
     @property
@@ -263,6 +267,8 @@ class AttentionSpec(BlockSpec):
             yield Weight(f"{names.own}sinks", "vector", (self.num_heads,), (source,))
         if self.bias is not None:
             yield self._bias_weight(self.bias, names)
+        if self.disentangled is not None:
+            yield from self.disentangled.weights(names)
         if self.out_norm is not None:
             yield from self.out_norm.weights(names.of("out_norm"))
         if self.v_norm is not None:
@@ -305,19 +311,24 @@ class AttentionSpec(BlockSpec):
         return self if self.source is None else replace(self, source=self.source - begin)
 
     def tables(self) -> tuple[Table, ...]:
-        """Return the tables of cosines and sines, or of slopes, of factors and of norms."""
+        """Return the tables of positions, of factors, of norms and of distances."""
         tables: list[Table | None] = [self.positions, self.query_scale, self._value_factor()]
         for norm in (self.q_norm, self.k_norm, self.v_norm):
             tables += norm.tables() if isinstance(norm, RMSNormSpec) else ()
+        if self.disentangled is not None:
+            tables.append(self.disentangled.distances)
         return tuple(table for table in tables if table is not None)
 
     def scratch_nbytes(self, backend: AttentionBackend, largest: LargestStep) -> int:
-        """Return the bytes that the attention backend allocates for the largest step."""
+        """Return the bytes that attention and the products of heads allocate."""
         from octavo.attention.base import LargestAttention
+        from octavo.kernels.sizes import head_linear_nbytes
 
+        threads = largest.num_threads
         heads = self.num_heads, self.num_kv_heads, self.head_size
-        return backend.scratch_nbytes(
-            LargestAttention(largest.num_tokens, largest.max_model_len, *heads, largest.num_threads)
+        products = 0 if self.disentangled is None else head_linear_nbytes(self.head_size)
+        return threads * products + backend.scratch_nbytes(
+            LargestAttention(largest.num_tokens, largest.max_model_len, *heads, threads)
         )
 
     def build(self, parts: Parts, caches: tuple[int, ...]) -> Attention:
@@ -379,6 +390,7 @@ class AttentionSpec(BlockSpec):
             qk_proj=self._build_qk_proj(parts),
             columns=columns,
             out_norm=None if self.out_norm is None else self.out_norm.build(parts.of("out_norm")),
+            disentangled=None if self.disentangled is None else self.disentangled.build(parts),
         )
 
     def _value_factor(self) -> Factors | None:

@@ -14,8 +14,7 @@ from octavo.models.blocks.linear import LinearSpec
 from octavo.models.blocks.norm import Ones, RMSNormSpec, ones
 from octavo.models.cache import LatentCache
 from octavo.models.weights import Names, Weight
-from octavo.quantization.dequantized import Dequantized
-from octavo.quantization.plain import PLAIN, FromFloats
+from octavo.quantization.dequantized import as_numbers
 from octavo.quantization.transposed import TransposedHeads
 from octavo.system.distributed import Rank
 
@@ -132,9 +131,7 @@ class LatentAttentionSpec(BlockSpec):
         begin, end = self._heads
         rows = tuple((h * both + first, h * both + first + size) for h in range(begin, end))
         proj = self.kv_b_proj[0 if is_key else -1]
-        form = proj.forms[0] if proj.forms else PLAIN
-        stored = form if isinstance(form, Dequantized) else Dequantized(form)
-        plain = PLAIN if isinstance(form, FromFloats) else stored
+        plain = as_numbers(proj.forms)
         (weight,) = replace(proj.split(*rows), forms=(plain,)).weights(names.of(f"{part}_heads"))
         return replace(
             weight,
