@@ -89,16 +89,19 @@ def export(encoder: Any, path: Path) -> list[str]:
     """Write the transformer as ONNX; return the names of its inputs."""
     import torch
 
-    inner = encoder[0].auto_model.eval()
-    features = encoder.tokenize(["a text", "another, longer text"])
+    features = encoder.preprocess(["a text", "another, longer text"])
     names = [name for name in ("input_ids", "attention_mask", "token_type_ids") if name in features]
 
     class Transformer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = encoder[0].auto_model
+
         def forward(self, *arrays: Any) -> Any:
-            return inner(**dict(zip(names, arrays, strict=True))).last_hidden_state
+            return self.inner(**dict(zip(names, arrays, strict=True))).last_hidden_state
 
     torch.onnx.export(
-        Transformer(),
+        Transformer().eval(),
         tuple(features[name] for name in names),
         str(path),
         input_names=names,
