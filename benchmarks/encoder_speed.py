@@ -95,7 +95,7 @@ def export(encoder: Any, path: Path) -> list[str]:
     class Transformer(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.inner = encoder[0].auto_model
+            self.inner = encoder[0].model
 
         def forward(self, *arrays: Any) -> Any:
             return self.inner(**dict(zip(names, arrays, strict=True))).last_hidden_state
@@ -119,14 +119,14 @@ def replace_transformer(encoder: Any, names: list[str], run: Any) -> Any:
     from transformers.modeling_outputs import BaseModelOutput
 
     class Exported(torch.nn.Module):
-        config = encoder[0].auto_model.config
+        config = encoder[0].model.config
         dtype = torch.float32
 
         def forward(self, **features: Any) -> Any:
             hidden = run({name: features[name].numpy() for name in names})
             return BaseModelOutput(last_hidden_state=torch.from_numpy(hidden))
 
-    encoder[0].auto_model = Exported()
+    encoder[0].model = Exported()
     return encode_by(encoder)
 
 
