@@ -1,6 +1,6 @@
 """Texts per second of an encoder, side by side with sentence-transformers in its own environment.
 
-    python benchmarks/encoder_speed.py MODEL --peer-python ENV/bin/python --peers torch,onnx,openvino
+    python benchmarks/encoder_speed.py MODEL --peer-python ENV/bin/python --peers torch,onnx
 
 MODEL is a sentence-transformers folder. Each engine has a process of its own, which loads the model
 once and waits while another one computes. The engines take turns; the medians of all rounds count.
