@@ -1,20 +1,27 @@
 """Texts per second of an encoder, side by side with sentence-transformers in its own environment.
 
-    python benchmarks/encoder_speed.py MODEL --peer-python ENV/bin/python [--peers torch,onnx]
+    python benchmarks/encoder_speed.py MODEL --peer-python ENV/bin/python --peers torch,onnx
 
 MODEL is a sentence-transformers folder. Each engine has a process of its own, which loads the model
 once and waits while another one computes. The engines take turns; the medians of all rounds count.
 Texts are random words, the same for all engines; `Octavo` is this Python's.
+
+sentence-transformers prepares the texts and pools for all peers: torch computes the model itself,
+onnx (ONNX Runtime) and openvino compute what torch.onnx.export writes. With --dtype int8 onnx has
+weights of ONNX Runtime's dynamic quantization, and other peers float32. openvino chooses its type
+(bfloat16 where the processor has instructions for it) unless --dtype is float32.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -61,19 +68,102 @@ def octavo(model: str, dtype: str) -> Any:
     ]
 
 
-def sentence_transformers(backend: str) -> Any:
-    def make(model: str, dtype: str) -> Any:
-        import torch
-        from sentence_transformers import SentenceTransformer
+def encoder_of(model: str, dtype: str) -> Any:
+    """Return the model in sentence-transformers."""
+    import torch
+    from sentence_transformers import SentenceTransformer
 
-        kwargs = {"dtype": getattr(torch, dtype)} if backend == "torch" else {}
-        encoder = SentenceTransformer(model, device="cpu", backend=backend, model_kwargs=kwargs)
-        return lambda texts: encoder.encode(texts, batch_size=32, show_progress_bar=False)
-
-    return make
+    kwargs = {"dtype": getattr(torch, dtype)}
+    return SentenceTransformer(model, device="cpu", model_kwargs=kwargs)
 
 
-ENGINES = {"octavo": octavo} | {b: sentence_transformers(b) for b in ("torch", "onnx", "openvino")}
+def encode_by(encoder: Any) -> Any:
+    return lambda texts: encoder.encode(texts, batch_size=32, show_progress_bar=False)
+
+
+def torch_peer(model: str, dtype: str) -> Any:
+    return encode_by(encoder_of(model, "float32" if dtype == "int8" else dtype))
+
+
+def export(encoder: Any, path: Path) -> list[str]:
+    """Write the transformer as ONNX; return the names of its inputs."""
+    import torch
+
+    features = encoder.preprocess(["a text", "another, longer text"])
+    names = [name for name in ("input_ids", "attention_mask", "token_type_ids") if name in features]
+
+    class Transformer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = encoder[0].model
+
+        def forward(self, *arrays: Any) -> Any:
+            return self.inner(**dict(zip(names, arrays, strict=True))).last_hidden_state
+
+    torch.onnx.export(
+        Transformer().eval(),
+        tuple(features[name] for name in names),
+        str(path),
+        input_names=names,
+        output_names=["hidden"],
+        dynamic_axes={name: {0: "texts", 1: "tokens"} for name in [*names, "hidden"]},
+        opset_version=17,
+        dynamo=False,
+    )
+    return names
+
+
+def replace_transformer(encoder: Any, names: list[str], run: Any) -> Any:
+    """Let `run` compute the hidden states from the arrays of the inputs."""
+    import torch
+    from transformers.modeling_outputs import BaseModelOutput
+
+    class Exported(torch.nn.Module):
+        config = encoder[0].model.config
+        dtype = torch.float32
+
+        def forward(self, **features: Any) -> Any:
+            hidden = run({name: features[name].numpy() for name in names})
+            return BaseModelOutput(last_hidden_state=torch.from_numpy(hidden))
+
+    encoder[0].model = Exported()
+    return encode_by(encoder)
+
+
+def onnx_peer(model: str, dtype: str) -> Any:
+    import onnxruntime
+
+    encoder = encoder_of(model, "float32")
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "model.onnx")
+        names = export(encoder, path)
+        if dtype == "int8":
+            from onnxruntime.quantization import quantize_dynamic
+
+            small = Path(folder, "int8.onnx")
+            quantize_dynamic(path, small, per_channel=True)
+            path = small
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = len(os.sched_getaffinity(0))
+        session = onnxruntime.InferenceSession(str(path), options, ["CPUExecutionProvider"])
+    return replace_transformer(encoder, names, lambda arrays: session.run(["hidden"], arrays)[0])
+
+
+def openvino_peer(model: str, dtype: str) -> Any:
+    import openvino
+
+    encoder = encoder_of(model, "float32")
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "model.onnx")
+        names = export(encoder, path)
+        settings = {"PERFORMANCE_HINT": "LATENCY"}
+        if dtype == "float32":
+            settings["INFERENCE_PRECISION_HINT"] = "f32"
+        compiled = openvino.compile_model(openvino.convert_model(str(path)), "CPU", settings)
+    return replace_transformer(encoder, names, lambda arrays: compiled(arrays)["hidden"])
+
+
+ENGINES = {"octavo": octavo, "torch": torch_peer, "onnx": onnx_peer, "openvino": openvino_peer}
 
 
 class Engine:
@@ -107,6 +197,7 @@ def main() -> None:
     parser.add_argument("--peers", default="torch")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--lengths", nargs="+", choices=LENGTHS, default=list(LENGTHS))
     parser.add_argument("--engine", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.engine:
@@ -116,7 +207,7 @@ def main() -> None:
     engines = {"octavo": Engine("octavo", sys.executable, model, args.dtype)}
     for peer in filter(None, args.peers.split(",")):
         engines[peer] = Engine(peer, args.peer_python, model, args.dtype)
-    for name in LENGTHS:
+    for name in args.lengths:
         texts = make_texts(name)
         for what, chosen in ((name, texts), (f"{name}, one text", texts[:1])):
             times: dict[str, list[float]] = {engine: [] for engine in engines}

@@ -243,11 +243,11 @@ INLINE void fp8_panel(const LinearQArgs& a, const A* x, int64_t stride, int64_t 
       const A* at = x + i * stride + from;
       float* out = c + i * kPanel;
       if (!a.group) {
-        micro_kernels<P, F, R>(count, at, stride, w, depth, out, ahead);
+        micro_kernels<P, F, R>(count, at, stride, w, depth, false, out, ahead);
         continue;
       }
       alignas(64) float sums[R * kPanel] = {};
-      micro_kernels<P, F, R>(count, at, stride, w, depth, sums, ahead);
+      micro_kernels<P, F, R>(count, at, stride, w, depth, false, sums, ahead);
       add_scaled(sums, count, scales, kFp8Unit<A>, out);
     }
     if (a.group) scales += kPanel;

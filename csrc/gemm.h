@@ -75,8 +75,15 @@ template <class T>
 constexpr int kLine = 64 / sizeof(T);  // numbers in a cache line
 template <class T>
 constexpr int kLines = kPanel * Panel<T>::kStep / kLine<T>;  // cache lines that a step reads
+// Steps of K at once: a block of a panel stays in L1, for more than kShortRows rows of AVX-512 in L2.
+// There each vector of weights is multiplied by so many rows that reading it from L2 is fast enough,
+// and storing the sums less often saves more. Few rows read a panel only once or twice.
+constexpr int64_t kShortRows = 24;
 template <class T>
-constexpr int kBlock = 16384 / (kPanel * sizeof(T));  // steps of K that stay in the cache
+INLINE int64_t block_of(int64_t rows) {
+  const int64_t nbytes = W == 16 && rows > kShortRows ? 98304 : 16384;
+  return nbytes / int64_t(kPanel * sizeof(T));
+}
 
 // Number of cache lines prefetched in each step, and their locality.
 template <int Lines, int Locality>
@@ -84,15 +91,17 @@ struct Fetch {
   static constexpr int lines = Lines, locality = Locality;
 };
 
-// c[R][kPanel] += x[R][k] * w[k][kPanel]; meanwhile prefetches weights from `ahead` as F specifies.
+// c[R][kPanel] += x[R][k] * w[k][kPanel], where c counts as zero if `begins`; meanwhile prefetches
+// weights from `ahead` as F specifies.
 template <class T, int R, class F>
-void micro_kernel(const typename Panel<T>::A* x, int64_t stride, const T* w, int64_t k, float* c,
-                  const T* ahead) {
+void micro_kernel(const typename Panel<T>::A* x, int64_t stride, const T* w, int64_t k, bool begins,
+                  float* c, const T* ahead) {
   using A = typename Panel<T>::A;
   constexpr int step = Panel<T>::kStep;
-  vf acc[R][kVectors];
-  UNROLL for (int i = 0; i < R; i++)
-    UNROLL for (int j = 0; j < kVectors; j++) acc[i][j] = load(c + i * kPanel + j * W);
+  vf acc[R][kVectors] = {};
+  if (!begins)
+    UNROLL for (int i = 0; i < R; i++)
+      UNROLL for (int j = 0; j < kVectors; j++) acc[i][j] = load(c + i * kPanel + j * W);
   int64_t p = 0;
   for (; p + step <= k; p += step, w += step * kPanel) {
     UNROLL for (int i = 0; i < F::lines; i++)
@@ -112,12 +121,12 @@ void micro_kernel(const typename Panel<T>::A* x, int64_t stride, const T* w, int
 
 template <class T, class F, int R>
 INLINE void micro_kernels(int rows, const typename Panel<T>::A* x, int64_t stride, const T* w,
-                          int64_t k, float* c, const T* ahead) {
-  if (rows == R) return micro_kernel<T, R, F>(x, stride, w, k, c, ahead);
-  if constexpr (R > 1) micro_kernels<T, F, R - 1>(rows, x, stride, w, k, c, ahead);
+                          int64_t k, bool begins, float* c, const T* ahead) {
+  if (rows == R) return micro_kernel<T, R, F>(x, stride, w, k, begins, c, ahead);
+  if constexpr (R > 1) micro_kernels<T, F, R - 1>(rows, x, stride, w, k, begins, c, ahead);
 }
 
-// c[rows][kPanel] = x[rows][k] * w[k][kPanel], block by block of K. A block stays in L1 for all
+// c[rows][kPanel] = x[rows][k] * w[k][kPanel], block by block of K. A block stays in a cache for all
 // rows. Meanwhile the next one is prefetched, at the end `after`, if not null. So reading a weight
 // overlaps computing, which matters most for 8 to 64 rows, where both take about equally long. One
 // or two rows use a weight once: if the processor supports it, the weight bypasses the caches and
@@ -125,17 +134,17 @@ INLINE void micro_kernels(int rows, const typename Panel<T>::A* x, int64_t strid
 template <class T>
 INLINE void panel_product(const typename Panel<T>::A* x, int64_t stride, const T* w, int64_t rows,
                           int64_t k, float* c, const T* after) {
-  memset(c, 0, rows * kPanel * sizeof(float));
   const int64_t passes = ceil_div(rows, kRows<T>), some = ceil_div(rows, passes);
-  for (int64_t from = 0; from < k; from += kBlock<T>) {
-    const int64_t depth = min<int64_t>(kBlock<T>, k - from);
+  const int64_t steps = block_of<T>(rows);
+  for (int64_t from = 0; from < k; from += steps) {
+    const int64_t depth = min<int64_t>(steps, k - from);
     const T* block = w + from * kPanel;
     const T* ahead = from + depth < k ? block + depth * kPanel : after;
     for (int64_t i = 0; i < rows; i += some) {
       const int n = int(min(some, rows - i));
       auto pass = [&](auto fetched) {
         micro_kernels<T, decltype(fetched), kRows<T>>(n, x + i * stride + from, stride, block, depth,
-                                                   c + i * kPanel, ahead);
+                                                      from == 0, c + i * kPanel, ahead);
       };
       constexpr int half = kLines<T> > 1 ? kLines<T> / 2 : 1;  // prefetched in a pass, if there are several
       if (rows <= kStreamed) {
@@ -195,6 +204,13 @@ INLINE void write_panel(const Args& a, T, const float* c, const float* up, int64
   });
 }
 
+// Prefetches a panel of outputs for writing: its rows are in different pages, and stores wait for them.
+INLINE void prefetch_rows(const void* out, int64_t stride, int64_t rows, DType dtype) {
+  const char* at = static_cast<const char*>(out);
+  for (int64_t i = 0; i < rows; i++, at += stride * size_of(dtype))
+    for (int64_t j = 0; j < kPanel * size_of(dtype); j += 64) __builtin_prefetch(at + j, 1);
+}
+
 // Returns the number of panels of outputs that a product computes.
 template <class Args>
 INLINE int64_t panels_of(const Args& a) {
@@ -219,6 +235,7 @@ INLINE void for_tiles(const Args& a, T t, int64_t row0, int64_t m, int64_t cost,
     const int64_t next = next_task < 0 ? -1 : first_col + next_task % panels * kPanel;
     void* out =
         static_cast<char*>(a.out) + ((row0 + first) * a.out_stride + col) * size_of(a.out_dtype);
+    prefetch_rows(out, a.out_stride, rows, a.out_dtype);
     alignas(64) float c[kRowBlock * kPanel];
     product(first, rows, col, c, gated ? half + col : next);
     if (gated) {

@@ -97,7 +97,9 @@ class PoolingMethods(ABC):
             )
         changes = {"task": pooling_task, "truncate_prompt_tokens": keep}
         changes = {name: value for name, value in changes.items() if value is not None}
-        params = [msgspec.structs.replace(its, **changes) for its in params]
+        params = _changed(params, **changes)
+        whole = _changed(params, windows=False)
+        passed = {id(its): its.as_sampling_params() for its in whole}
         poolers: list[PoolerSpec] = []
 
         def start(prompt: Prompt, its_params: PoolingParams) -> str:
@@ -105,7 +107,7 @@ class PoolingMethods(ABC):
                 prompt, its_params, add_special_tokens=special
             )
             poolers.append(pooler)
-            return self.llm_engine.start(request, its_params.as_sampling_params(), None)
+            return self.llm_engine.start(request, passed[id(its_params)], None)
 
         divide = self.llm_engine.input_processor.windows
         parts: list[list[tuple[Prompt, int]]] = [
@@ -113,8 +115,8 @@ class PoolingMethods(ABC):
             for text, its in zip(texts, params, strict=True)
         ]
         starts = [
-            partial(start, part, msgspec.structs.replace(its, windows=False))
-            for its_parts, its in zip(parts, params, strict=True)
+            partial(start, part, its)
+            for its_parts, its in zip(parts, whole, strict=True)
             for part, _ in its_parts
         ]
         outputs = self._run(starts, use_tqdm=use_tqdm)
@@ -300,6 +302,13 @@ class PoolingMethods(ABC):
 
 def _without_template(why: str) -> RequestError:
     return RequestError(f"instruction: this model {why}; leave it out.", "instruction")
+
+
+def _changed(params: Sequence[PoolingParams], **changes: Any) -> list[PoolingParams]:
+    """Return changed copies; parameters that are one object stay one."""
+    given = {id(its): its for its in params}
+    copies = {key: msgspec.structs.replace(its, **changes) for key, its in given.items()}
+    return [copies[id(its)] for its in params]
 
 
 def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -132,7 +132,7 @@ class InputProcessor:
         max_model_len: int,
     ) -> None:
         self._tokenizer = tokenizer
-        self._spec = spec
+        self._spec, self._sees_all = spec, spec.sees_all
         self._max_model_len = max_model_len
         self._vocab_size = spec.vocab_size
         self._max_logprobs = model_config.max_logprobs
@@ -182,7 +182,7 @@ class InputProcessor:
                 "model",
             )
         self._check_params(params)
-        options = _complete(options, prompt, params)
+        options = _complete(options, prompt, params, params.priority)
         embeds = self._read_embeds(prompt, params)
         if embeds is not None:
             assert isinstance(prompt, Mapping)
@@ -247,9 +247,7 @@ class InputProcessor:
             raise RequestError(f"params is a {type(params).__name__}, not PoolingParams.")
         pooler, limit = self._find_pooler(params), self._max_model_len
         passed = params.as_sampling_params()
-        options = _complete(
-            options, prompt, msgspec.structs.replace(passed, priority=options.priority)
-        )
+        options = _complete(options, prompt, passed, options.priority)
         text, ids = self._read_prompt(prompt)
         text = self._with_prompt(text if ids is None else None, pooler, params)
         pair = prompt.get("text_pair") if isinstance(prompt, Mapping) else None
@@ -281,7 +279,7 @@ class InputProcessor:
             prompt_token_ids=ids,
             sampling_params=CoreSamplingParams(temperature=0.0, max_tokens=1),
             options=options,
-            pooling=PoolingSpec(pooler.task, reads_all, self._spec.sees_all, second),
+            pooling=PoolingSpec(pooler.task, reads_all, self._sees_all, second),
         )
         return request, pooler
 
@@ -698,7 +696,9 @@ def _check_unicode(name: str, texts: Iterable[str]) -> None:
             ) from None
 
 
-def _complete(options: RequestOptions, prompt: Prompt, params: SamplingParams) -> RequestOptions:
+def _complete(
+    options: RequestOptions, prompt: Prompt, params: SamplingParams, priority: int
+) -> RequestOptions:
     """Return the envelope with the priority, the salt and the transfer parameters of a request.
 
     The salt of prompt or parameters divides the envelope's existing scope.
@@ -715,7 +715,7 @@ def _complete(options: RequestOptions, prompt: Prompt, params: SamplingParams) -
     _check_salts([scope or "", salt or ""])
     return msgspec.structs.replace(
         options,
-        priority=params.priority,
+        priority=priority,
         cache_salt=_join_salts(scope, salt),
         kv_transfer_params=_transfer_params(params),
     )

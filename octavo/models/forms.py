@@ -18,6 +18,7 @@ from octavo.models.spec import ModelSpec
 from octavo.quantization.base import WeightForm
 from octavo.quantization.bitnet import read_bitnet
 from octavo.quantization.dequantized import Dequantized
+from octavo.quantization.int8 import GroupedInt8
 from octavo.quantization.plain import PLAIN
 from octavo.quantization.registry import FORMS, METHODS, PLAIN_ROUTERS
 
@@ -61,6 +62,8 @@ def assign(
                 f"quantization={setting}: the checkpoint is not quantized, and Octavo quantizes to "
                 f"{made} only; choose one of these, or leave the setting out."
             )
+        if setting == "int8" and spec.sees_all:
+            form = GroupedInt8()
         return _with_forms(spec, lambda module: form, choose_exact=lambda module: PLAIN)
     described = config.section(name)
     method = described.get("quant_method")

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Literal
 
 import pytest
@@ -20,6 +21,11 @@ BASES = {
 """Instruction sets, and further flags of a processor that has them."""
 
 
+def is_intel() -> bool:
+    cpus = Path("/proc/cpuinfo")
+    return cpus.exists() and "GenuineIntel" in cpus.read_text()
+
+
 def run(code: str, isa: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", code]
     env = os.environ | {"OCTAVO_ISA": isa}
@@ -30,8 +36,15 @@ def test_the_best_is_first() -> None:
     names = [name for name in native.available_isas() if name != "amx_emulated"]
     assert names[-1] in ("portable", "neon")
     for isa, base in BASES.items():
-        if isa in names:
+        if isa in names and not (isa == "avx512_bf16" and is_intel()):
             assert base in names[names.index(isa) :]
+
+
+@pytest.mark.skipif(not is_intel(), reason="bfloat16 products are slow on Intel's processors only")
+def test_slow_products_of_bfloat16_are_not_the_choice() -> None:
+    names = native.available_isas()
+    if "avx512_bf16" in names and "avx512_vnni" in names:
+        assert names.index("avx512_vnni") < names.index("avx512_bf16")
 
 
 @pytest.mark.parametrize("isa", ["", *native.available_isas()])

@@ -24,10 +24,12 @@ from octavo.models.loader import LoadedWeights
 from octavo.models.weight_cache import WeightCache, weights_key
 from octavo.quantization import registry
 from octavo.quantization.base import IntArray, PackedShape, Part
+from octavo.quantization.int8 import GroupedInt8
 from octavo.quantization.plain import PLAIN, Plain
 from octavo.system.distributed import Rank
 from octavo.system.tensor import HostTensor
 from tests.models.harness import generate, load, make_hf, make_prompts, spec_of
+from tests.models.test_encoders import SIZES as ENCODER
 from tests.models.test_parity import CASES, VOCAB
 
 GROUP = 4
@@ -223,3 +225,11 @@ def test_a_setting_is_the_form_of_all(tmp_path: Path) -> None:
         assert {w.form.name for w in weights.values() if w.kind == "linear"} == {form}
         assert weights["embed.weight"].sources == weights["lm_head.weight"].sources
     assert "embed.weight" not in {w.name for w in spec_of(tmp_path).weights()}
+
+
+def test_int8_of_an_encoder_has_groups(tmp_path: Path) -> None:
+    make_hf("BertModel", **ENCODER).save_pretrained(tmp_path)
+    forms = {w.form for w in spec_of(tmp_path, quantization="int8").weights() if w.kind == "linear"}
+    assert forms == {GroupedInt8()}
+    other = spec_of(tmp_path, quantization="int4").weights()
+    assert {w.form.name for w in other if w.kind == "linear"} == {"int4"}
