@@ -72,7 +72,11 @@ def _show(engine: RecordedEngine, events: list[Event]) -> Iterator[bytes]:
             # Quiet times are passed over.
             shown = max(shown + INTERVAL, time - INTERVAL)
             yield tick(shown)
+        health = engine.health().reason
         happen()
+        if engine.health().reason != health:  # a quick revival would hide a death
+            shown = time
+            yield tick(shown)
     yield tick(events[-1][0])
 
 

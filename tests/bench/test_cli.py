@@ -103,6 +103,7 @@ def test_engine_flags_say_the_settings():
     }
     words = setting_flags(kwargs, config_fields())
     args = cli.build_parser().parse_args(["serve", *words])
+    assert vars(args).pop("model") == [kwargs.pop("model")]  # there may be several
     assert cli.engine_kwargs(args) == {k: v for k, v in kwargs.items() if v is not None}
 
 

@@ -71,6 +71,15 @@ def open_page(browser, request):
     assert not errors
 
 
+def files_of(page):
+    """Return the field for files of the benchmark view, once the view's module serves it."""
+    files = page.get_by_label("Files")
+    files.evaluate(
+        "async input => { while (!input.onchange) await new Promise(requestAnimationFrame); }"
+    )
+    return files
+
+
 class Chat:
     """The chat of a page, as a visitor uses it."""
 

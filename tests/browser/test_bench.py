@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from octavo.bench import pictures, plots
+from tests.browser.conftest import files_of
 from tests.browser.test_page import TUNED, open_results
 
 RNG = np.random.default_rng(7)
@@ -128,5 +129,5 @@ def test_files_that_are_no_results(bench):
     open_results(bench, {"b.json": {"ttfts": 3, "x": None}})
     assert rows(bench) == [["ttfts", "3"]]
     wrong = {"name": "x.json", "mimeType": "", "buffer": b"{" + json.dumps("x").encode()}
-    bench.get_by_label("Files").set_input_files([wrong])
+    files_of(bench).set_input_files([wrong])
     bench.get_by_text("x.json: ").wait_for()

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.browser.conftest import Chat
+from tests.browser.conftest import Chat, files_of
 
 RENDER = """async text => {
     const {render} = await import("./ui/markdown.js");
@@ -225,7 +225,7 @@ def test_hostile_names(open_page):
     assert chat.last.locator(".error").inner_text() == evil
     page.get_by_role("tab", name="Benchmark").click()
     files = [{"name": evil, "mimeType": "", "buffer": json.dumps({evil: 1}).encode()}] * 2
-    page.get_by_label("Files").set_input_files(files)
+    files_of(page).set_input_files(files)
     page.get_by_role("row", name=evil).nth(1).wait_for()
     assert page.locator("main img, main script, main style").count() == 0
     assert page.title() == "Octavo"

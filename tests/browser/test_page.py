@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from tests.browser.conftest import Chat
+from tests.browser.conftest import Chat, files_of
 from tests.server.test_run import serving
 
 VIEWS = ("Chat", "Engine", "Explain", "Benchmark")
@@ -166,13 +166,14 @@ def test_axe_finds_nothing(open_page, scheme):
 
 def open_results(page, results):
     """Open results by their file names in the benchmark view; return when they are drawn."""
-    page.get_by_label("Files").set_input_files(
+    files = files_of(page)
+    files.set_input_files(
         [
             {"name": name, "mimeType": "application/json", "buffer": json.dumps(result).encode()}
             for name, result in results.items()
         ]
     )
-    page.get_by_label("Files").evaluate(
+    files.evaluate(
         "async input => { while (input.files.length) await new Promise(requestAnimationFrame); }"
     )
 

@@ -42,7 +42,8 @@ def words():
 def test_the_command_is_understood():
     args = cli.build_parser(words()).parse_args(words())
     add_from_file(args.parser, args)
-    EngineConfig.from_kwargs(**engine_kwargs(args, args.model_arg))
+    [model] = vars(args).pop("model")
+    EngineConfig.from_kwargs(**engine_kwargs(args, model))
     server = build_section(ServerConfig, given_settings(args, section_fields(ServerConfig)))
     assert server.state_dir == "${STATE_DIRECTORY}"
     assert server.shutdown_timeout < int(settings()["TimeoutStopSec"][0])

@@ -38,6 +38,7 @@ class Spec:
     generates: bool = True
     vocab_size: int = 270
     eos_token_ids: tuple[int, ...] = (EOS,)
+    sees_all: bool = False
 
 
 class Bench:

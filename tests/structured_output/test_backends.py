@@ -405,7 +405,7 @@ INVALID = {
     "choice of numbers": ("choice", '["a", 1]', "list of texts; 1 is not a text"),
     "no grammar": ("grammar", "", "Empty|no rule"),
     "no rule": ("grammar", "root ::= other", "other|not defined"),
-    "no end": ("json", '{"$ref": "#"}', "allows no text|NoExtension"),
+    "no end": ("json", '{"$ref": "#"}', "allows no text|NoExtension|Circular"),
     "circle": ("grammar", "root ::= root", "allows no text|NoExtension"),
     "parentheses": ("grammar", "root ::= " + "(" * 5000 + '"a"' + ")" * 5000, "limit|recursion"),
     "no tag": ("structural_tag", "{}", "format|structures"),
