@@ -91,7 +91,7 @@ def uninterrupted(llm: LLM, prompts: list[list[int]], output_len: int) -> dict[s
 
 
 def measure(kwargs: dict[str, Any], args: argparse.Namespace) -> None:
-    """Print the engine's figures for each line of the input, and its memory at the end.
+    """Print {} when loaded, the engine's figures for each line of the input, and its memory.
 
     The time of a batch's tokens is that of its last request, which waits for no prompts.
     """
@@ -108,6 +108,7 @@ def measure(kwargs: dict[str, Any], args: argparse.Namespace) -> None:
             return [record_of(output, 0.0) for output in outputs]
 
         run(1)
+        print("{}", flush=True)  # ready: loading would take time of a plan
         for _ in sys.stdin:
             if args.uninterrupted:
                 vocabulary = llm.llm_engine.spec.vocab_size
@@ -170,6 +171,7 @@ def compare(case: str, args: argparse.Namespace) -> None:
     kwargs = settings_of(case, args)
     engine = start("measure", kwargs, args)
     assert engine.stdin is not None
+    receive(engine)
 
     def make_plan() -> dict[str, float]:
         process = start("expect", kwargs, args)
