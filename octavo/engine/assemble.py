@@ -330,6 +330,7 @@ def _memory_items(config: EngineConfig, spec: ModelSpec) -> list[MemoryItem]:
     items.append(MemoryItem("plug-ins", nbytes, note=" for logits processors, as measured"))
     if not config.model.skip_tokenizer_init:
         items.append(MemoryItem("tokenizer", _TOKEN_NBYTES * spec.vocab_size))
+    if spec.generates and not config.model.skip_tokenizer_init:
         note = " at most, for processes of structured output"
         nbytes = grammar_memory(spec.vocab_size, grammar_backends())
         items.append(MemoryItem("grammars", nbytes, "serving", note))
