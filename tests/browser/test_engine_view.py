@@ -64,7 +64,7 @@ def test_the_view_follows_the_engine(recorded, open_page):
     canvas.wait_for()
     empty, label = picture(canvas), canvas.get_attribute("aria-label")
     assert "0 in use" in label
-    sending = complete(server.url, 12, 200)  # four wait for a seat
+    sending = complete(server.url, 24, 400)  # most wait for a seat, longer than between two ticks
     page.get_by_text("all seats are taken").first.wait_for()
     rows = page.get_by_role("table").last.get_by_role("row")
     rows.filter(has_text="answer").nth(3).wait_for()
