@@ -154,7 +154,7 @@ class Pairs:
     """Makers of pairs of each kind; those of passages need a corpus.
 
     Args:
-        corpus: stories and books; None: only what is generated.
+        corpus: stories and books; None: only generated pairs.
         short: True: only notes and facts, whose texts are a sentence or two.
     """
 

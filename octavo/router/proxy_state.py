@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -17,7 +18,7 @@ from octavo.router.view import RouterView
 from octavo.server.http_state import HttpState
 
 
-class ProxyState(HttpState):
+class ProxyState(HttpState, ABC):
     """State that all requests to pass on share.
 
     Args:
@@ -53,14 +54,14 @@ class ProxyState(HttpState):
         """True if servers cannot tell the clients' keys apart, because all requests have one."""
         return self.router.server_api_key is not None and bool(self.config.api_key)
 
+    @abstractmethod
     async def close(self) -> None:
         """End its servers and its tasks."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def num_restarts(self) -> int:
         """Number of restarts of the servers that it started."""
-        raise NotImplementedError
 
     @contextmanager
     def admit(self) -> Iterator[None]:

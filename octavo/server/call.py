@@ -83,7 +83,7 @@ class Call:
             started: second of `time.monotonic` at which it was accepted; None: it is not yet.
 
         Raises:
-            RequestError: the answer is to contain the explanation, and there is none.
+            RequestError: the request asks for an explanation, which is not available.
         """
         state, context = self.state, self.context
         if self.explains and context.background:

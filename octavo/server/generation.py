@@ -498,7 +498,7 @@ class Generation(Call, ABC, Generic[B]):
         """Record the request for `explain` while its outputs are made.
 
         Raises:
-            RequestError: the answer is to contain the explanation, and there is none.
+            RequestError: the request asks for an explanation, which is not available.
         """
         story = self.begin_story(self.usage, self.num_prompts)
         if story is None:

@@ -180,7 +180,7 @@ class PoolingCall(Call, ABC, Generic[B]):
         *,
         add_special_tokens: bool = True,
     ) -> list[T]:
-        """Run all texts; return what is made of their outputs, in the order of the texts.
+        """Run all texts; return their results in the order of the texts.
 
         The first error ends all of them, and so does a cancellation. The engine has a limited
         number of them at a time.

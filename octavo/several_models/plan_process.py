@@ -100,7 +100,7 @@ def _least_cache(plan: MemoryPlan, model: OpenedModel) -> int:
     if model.config.model.max_model_len == -1:
         return per_request
     blocks = (plan.blocks_per_request + 1) * plan.block_nbytes
-    # Half of the cache is for states, if so many are useful.
+    # States get half of the cache if they can use it.
     return max(per_request, blocks + min(blocks, plan.nbytes("states")))
 
 

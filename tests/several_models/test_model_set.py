@@ -1,4 +1,4 @@
-"""Which models are loaded, who waits, and that every request gets an answer or a typed error."""
+"""Models are loaded in turns, and every request gets an answer or a typed error."""
 
 import asyncio
 import contextlib

@@ -103,7 +103,7 @@ class PoolerSpec:
         return self.pooling != ("last",)
 
     def role(self, name: str | None) -> RoleSpec | None:
-        """Return the role of a name; None: there is none of this name."""
+        """Return the role of a name; None: no role has this name."""
         return next((role for role in self.roles if role.name == name), None)
 
     def refusal(self, dimensions: int) -> str | None:
