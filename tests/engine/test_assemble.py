@@ -9,7 +9,7 @@ import pytest
 
 from octavo.checkpoints.config_json import ConfigJson
 from octavo.checkpoints.registry import open_checkpoint
-from octavo.config import BUILTIN_MODEL, EngineConfig
+from octavo.config import BUILTIN_ENCODER, BUILTIN_MODEL, EngineConfig
 from octavo.engine import assemble
 from octavo.engine.assemble import make_engine_core, set_up_worker
 from octavo.errors import ConfigError
@@ -251,3 +251,17 @@ def test_each_process_of_an_engine_imports_the_plug_ins(ranks, processes, monkey
     config = EngineConfig.from_kwargs(model=BUILTIN_MODEL, tensor_parallel_size=ranks)
     nbytes = {item.name: item.nbytes for item in assemble._memory_items(config, SPEC)}
     assert nbytes["plug-ins"] == processes * 5 * 2**20
+
+
+def test_tokenizers_and_grammars_are_planned_where_they_are_loaded():
+    def planned(spec, **settings):
+        config = EngineConfig.from_kwargs(model=BUILTIN_MODEL, **settings)
+        return {item.name: item.nbytes for item in assemble._memory_items(config, spec)}
+
+    found = planned(SPEC)
+    assert found["tokenizer"] == 384 * SPEC.vocab_size
+    assert found["grammars"] > 0
+    assert not {"tokenizer", "grammars"} & planned(SPEC, skip_tokenizer_init=True).keys()
+    encoder = read_spec(open_checkpoint(resolve_model(BUILTIN_ENCODER)))
+    assert "tokenizer" in planned(encoder)
+    assert "grammars" not in planned(encoder)

@@ -135,7 +135,7 @@ class _Steps:
     end: int | None = None
     """Id of the token after each text."""
     before_second: Literal["begin", "end", "none"] = "begin"
-    """Tell for each token whether it is between the `end` of the first text and the second text."""
+    """Special token before the second text of a pair, after the `end` of the first text."""
     second_type: int = 0
     """Type of the tokens of the second text."""
 
