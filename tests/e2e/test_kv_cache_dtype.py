@@ -106,11 +106,11 @@ def test_perplexity(model, context, bound, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT / "benchmarks")])
     perplexity = importlib.import_module("perplexity")
     path = model if model.startswith("octavo/") else str(MODELS / model)
-    text = TEXT.read_text()[:30_000]
+    text = TEXT.read_text()[:100_000]
     values = {}
     for name in ("auto", "int8", "fp8"):
         with LLM(path, kv_cache_dtype=name, dtype="bfloat16", max_model_len=context) as llm:
-            rows = perplexity.make_rows(llm, text, context, 8000)
+            rows = perplexity.make_rows(llm, text, context, 24_000)
             values[name] = perplexity.perplexity(llm, rows)
     assert values["int8"] < 1.006 * values["auto"]
     assert values["fp8"] < bound * values["auto"]
