@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import typing
+from functools import cache
 from typing import Any
 
 import msgspec
@@ -254,14 +255,13 @@ class EngineConfig(Section, frozen=True):
 
 def section_doc(section: str) -> str:
     """Return the first docstring line of a section of `EngineConfig`."""
-    doc = typing.get_type_hints(EngineConfig)[section].__doc__
+    doc = _sections(EngineConfig)[section].__doc__
     return str(doc).partition("\n")[0]
 
 
 def config_fields(config: type[EngineConfig] = EngineConfig) -> list[ConfigField]:
     """Return the settings of all sections of `config`."""
-    hints = typing.get_type_hints(config)
-    return [f for name, section in hints.items() for f in section_fields(section, name)]
+    return [f for name, section in _sections(config).items() for f in section_fields(section, name)]
 
 
 def build_sections(config: type[EngineConfig], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -272,5 +272,11 @@ def build_sections(config: type[EngineConfig], kwargs: dict[str, Any]) -> dict[s
         if name not in fields:
             raise ConfigError(_unknown(name, list(fields)))
         by_section.setdefault(fields[name].section, {})[name] = value
-    hints = typing.get_type_hints(config)
-    return {name: build_section(hints[name], values) for name, values in by_section.items()}
+    sections = _sections(config)
+    return {name: build_section(sections[name], values) for name, values in by_section.items()}
+
+
+@cache
+def _sections(config: type[EngineConfig]) -> dict[str, type[Section]]:
+    """Return the sections of `config` by name."""
+    return typing.get_type_hints(config)

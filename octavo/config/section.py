@@ -6,8 +6,8 @@ import difflib
 import re
 import types
 import typing
-from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -75,20 +75,20 @@ class ConfigField:
         return typing.get_args(plain) if typing.get_origin(plain) is Literal else None
 
 
-def section_fields(section: type[Section], section_name: str = "") -> Iterator[ConfigField]:
-    """Yield the settings of one section."""
-    hints = typing.get_type_hints(section, include_extras=True)
+@cache  # each command needs them several times, and resolving the types takes milliseconds
+def section_fields(section: type[Section], section_name: str = "") -> tuple[ConfigField, ...]:
+    """Return the settings of one section."""
+    fields = []
     for info in msgspec.structs.fields(section):
-        hint = hints[info.name]
-        meta = hint.__metadata__[0]
+        kind, meta, *_ = typing.get_args(info.type)
         secret = bool((meta.extra or {}).get("secret"))
         default = (
             info.default_factory()
             if info.default_factory is not msgspec.NODEFAULT
             else info.default
         )
-        kind = typing.get_args(hint)[0]
-        yield ConfigField(section_name, info.name, kind, default, meta.description, secret)
+        fields.append(ConfigField(section_name, info.name, kind, default, meta.description, secret))
+    return tuple(fields)
 
 
 def build_section(section: type[S], values: dict[str, Any]) -> S:
