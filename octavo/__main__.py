@@ -13,10 +13,12 @@ def main() -> int:
     usual = signal.getsignal(signal.SIGINT)
     if usual is signal.default_int_handler:  # SIGINT is not ignored, as with nohup or in a script
         signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+    from octavo.system.garbage import no_garbage_collection
     from octavo.system.hidden_keys import hide_keys
 
     hide_keys()
-    from octavo.cli import main as run
+    with no_garbage_collection():  # modules stay
+        from octavo.cli import main as run
 
     try:
         signal.signal(signal.SIGINT, usual)

@@ -6,7 +6,7 @@ import hashlib
 from pathlib import Path
 
 from octavo.checkpoints.base import Checkpoint
-from octavo.checkpoints.gguf.file import find_gguf
+from octavo.checkpoints.gguf.folder import find_gguf
 
 _SMALL = 32 * 2**20
 """Greatest size in bytes of files that are hashed whole."""

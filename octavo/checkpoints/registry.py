@@ -1,15 +1,15 @@
-"""Kinds of checkpoints, by the setting `load_format`."""
+"""Kinds of checkpoints, by the setting `load_format`.
+
+Each kind is imported when it is opened: a start needs only one.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from octavo.checkpoints.base import Checkpoint, LoadFormat
-from octavo.checkpoints.dummy import Dummy
 from octavo.checkpoints.folder import MappedFolder
-from octavo.checkpoints.gguf.file import GGUFFile
 from octavo.checkpoints.safetensors_folder import SafetensorsFolder
-from octavo.checkpoints.sharded_state import ShardedStateFolder
 from octavo.checkpoints.torch_folder import TorchFolder
 from octavo.errors import ModelError
 
@@ -30,13 +30,19 @@ def open_checkpoint(path: Path, load_format: LoadFormat = "auto", seed: int = 0)
     if path.is_file():
         if load_format not in ("auto", "gguf"):
             raise ModelError(f"{path} is a GGUF file, and load_format={load_format}; leave it out.")
+        from octavo.checkpoints.gguf.file import GGUFFile
+
         return GGUFFile(path)
     if load_format == "gguf":
         raise ModelError(f"load_format=gguf: {path} has no GGUF file; name the file.")
     match load_format:
         case "dummy":
+            from octavo.checkpoints.dummy import Dummy
+
             return Dummy(path, seed)
         case "sharded_state":
+            from octavo.checkpoints.sharded_state import ShardedStateFolder
+
             return ShardedStateFolder(path, load_format)
     return open_mapped_folder(path, load_format)
 

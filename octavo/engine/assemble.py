@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import importlib.util
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -48,6 +47,7 @@ from octavo.structured_output.compiler import COMPILE_NBYTES, grammar_memory
 from octavo.structured_output.manager import StructuredOutputManager
 from octavo.system import clock
 from octavo.system.device import resident_memory
+from octavo.system.garbage import no_garbage_collection
 from octavo.worker.platform import Platform
 
 if TYPE_CHECKING:
@@ -67,19 +67,7 @@ def grammar_backends() -> Sequence[str]:
     return installed or list(GRAMMAR_PACKAGES)
 
 
-@contextlib.contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Disable garbage collections, which would search the many new objects that stay."""
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collecting:
-            gc.enable()
-
-
-@_no_garbage_collection()
+@no_garbage_collection()
 def make_engine_core(
     config: EngineConfig,
     spec: ModelSpec,
@@ -325,9 +313,10 @@ def _memory_items(config: EngineConfig, spec: ModelSpec) -> list[MemoryItem]:
     if transfer is not None:
         nbytes = get_connector(transfer).host_nbytes(transfer)
         items.append(MemoryItem("KV connector", nbytes, note=" for blocks"))
-    # The modules are imported before the plan, here and in each worker process.
-    nbytes = import_plugins(config.model.logits_processors) * (1 + config.num_worker_processes)
-    items.append(MemoryItem("plug-ins", nbytes, note=" for logits processors, as measured"))
+    if spec.generates or config.model.logits_processors:
+        # The modules are imported before the plan, here and in each worker process.
+        nbytes = import_plugins(config.model.logits_processors) * (1 + config.num_worker_processes)
+        items.append(MemoryItem("plug-ins", nbytes, note=" for logits processors, as measured"))
     if not config.model.skip_tokenizer_init:
         items.append(MemoryItem("tokenizer", _TOKEN_NBYTES * spec.vocab_size))
     if spec.generates and not config.model.skip_tokenizer_init:

@@ -14,7 +14,7 @@ from octavo.config import EngineConfig, SpeculativeConfig
 from octavo.errors import ConfigError, ModelError
 from octavo.models.heads import MedusaSpec, MTPSpec, read_eagle, read_eagle3, read_medusa
 from octavo.models.hub import resolve_model
-from octavo.models.registry import MTP_LAYERS, complete_spec, read_mtp_spec, read_spec
+from octavo.models.registry import complete_spec, mtp_architectures, read_mtp_spec, read_spec
 from octavo.models.spec import ModelSpec
 from octavo.models.state_cache import StateCache
 
@@ -106,7 +106,7 @@ def _read_mtp(config: EngineConfig, checkpoint: Checkpoint) -> MTPSpec:
         raise ConfigError(
             f"speculative_config: method=mtp needs an MTP layer, and Octavo finds none in "
             f"{config.model.model}. Use another method, or a checkpoint with such a layer "
-            f"({', '.join(MTP_LAYERS)}; not a GGUF file)."
+            f"({', '.join(mtp_architectures())}; not a GGUF file)."
         )
     try:
         checkpoint.open(spec.expected)

@@ -16,11 +16,9 @@ from octavo.models.blocks.layer import LayerSpec
 from octavo.models.blocks.linear import LinearSpec
 from octavo.models.spec import ModelSpec
 from octavo.quantization.base import WeightForm
-from octavo.quantization.bitnet import read_bitnet
-from octavo.quantization.dequantized import Dequantized
 from octavo.quantization.int8 import GroupedInt8
 from octavo.quantization.plain import PLAIN
-from octavo.quantization.registry import FORMS, METHODS, PLAIN_ROUTERS
+from octavo.quantization.registry import FORMS
 
 _QUANTIZED = ("quantization_config", "compression_config")
 """Fields of config.json that describe a quantized checkpoint."""
@@ -65,7 +63,25 @@ def assign(
         if setting == "int8" and spec.sees_all:
             form = GroupedInt8()
         return _with_forms(spec, lambda module: form, choose_exact=lambda module: PLAIN)
-    described = config.section(name)
+    return _assign_described(spec, setting, config.section(name), dequantize=dequantize)
+
+
+def _assign_described(
+    spec: _Spec, setting: str | None, described: ConfigJson, *, dequantize: bool
+) -> _Spec:
+    """Return the spec with the forms of a quantized checkpoint; see `assign`.
+
+    Args:
+        spec: the model.
+        setting: the `quantization` setting.
+        described: the checkpoint's description of them.
+        dequantize: True if quantized weights become numbers of the model's type.
+    """
+    # Most checkpoints are not quantized, so a start need not wait for the readers of all methods.
+    from octavo.quantization.bitnet import read_bitnet
+    from octavo.quantization.dequantized import Dequantized
+    from octavo.quantization.methods import METHODS, PLAIN_ROUTERS
+
     method = described.get("quant_method")
     read = METHODS.get(method) if isinstance(method, str) else None
     if read is None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from octavo.checkpoints.gguf.file import find_gguf
+from octavo.checkpoints.gguf.folder import find_gguf
 from octavo.checkpoints.model_files import require_file
 from octavo.config import (
     BUILTIN_DRAFT_MODEL,
@@ -24,7 +24,6 @@ from octavo.config import (
     hub_offline,
 )
 from octavo.errors import HubError, ModelError, reason_of
-from octavo.models.hub_headers import fetch_headers
 
 _BUILTIN = {
     name: Path(__file__).parent.parent / "builtin" / name.split("/")[1]
@@ -114,6 +113,8 @@ def resolve_model(
             folder = _download(repo_id, revision, download_dir, patterns, offline=True)
             files = _find(folder, patterns)
         if not files:
+            from octavo.models.hub_headers import fetch_headers
+
             with _hub_errors(repo_id, revision):
                 files = _find(fetch_headers(repo_id, revision, tuple(patterns)), patterns)
     else:

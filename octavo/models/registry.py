@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import difflib
 import importlib
-import pkgutil
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
+from types import ModuleType
 from typing import TypeVar
 
 from octavo.checkpoints.base import Checkpoint
@@ -20,7 +20,7 @@ from octavo.models import families
 from octavo.models.config_defaults import ARCHITECTURES, DEFAULTS
 from octavo.models.families.base import OUTER_FIELDS, Family
 from octavo.models.families.classifiers import stored_classifier
-from octavo.models.families.splade import SPARSE
+from octavo.models.family_index import INDEX
 from octavo.models.forms import assign
 from octavo.models.heads import MTPSpec
 from octavo.models.poolers import add_poolers
@@ -32,14 +32,28 @@ ENTRY_POINTS = "octavo.models"
 """Group of the entry points of other packages: the name is an architecture, the object a
 `Family`."""
 
-FAMILIES: dict[str, Family] = {}
-"""Built-in families, by names in config.json's `architectures`."""
-MTP_LAYERS: dict[str, Callable[[ConfigJson], MTPSpec | None]] = {}
-"""Readers of the families' MTP layers, by the same names; None: the model has none."""
-for _module in pkgutil.iter_modules(families.__path__, families.__name__ + "."):
-    _family = importlib.import_module(_module.name)
-    FAMILIES.update(getattr(_family, "ARCHITECTURES", {}))
-    MTP_LAYERS.update(getattr(_family, "MTP_LAYERS", {}))
+
+class _Families(Mapping[str, Family]):
+    """Built-in families by names in config.json's `architectures`; imported when they are read."""
+
+    _files: Mapping[str, str] = {name: file for file, names in INDEX.items() for name in names}
+
+    def __getitem__(self, architecture: str) -> Family:
+        family: Family = self.module_of(architecture).ARCHITECTURES[architecture]
+        return family
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def module_of(self, architecture: str) -> ModuleType:
+        """Import the file that reads an architecture; KeyError: there is none."""
+        return importlib.import_module(f"{families.__name__}.{self._files[architecture]}")
+
+
+FAMILIES = _Families()
 _CAUSAL = ("PaliGemmaForConditionalGeneration",)
 """Architectures whose attention is not causal in the original. They are run with causal attention,
 and a warning says so."""
@@ -116,6 +130,8 @@ def read_spec(checkpoint: Checkpoint, settings: ModelConfig = _DEFAULTS) -> Mode
     architecture, config = _read_architecture(checkpoint, settings)
     read = FAMILIES.get(architecture) or _installed(architecture)
     if is_sparse(checkpoint):
+        from octavo.models.families.splade import SPARSE  # a family, like the others
+
         read = SPARSE.get(architecture)
         if read is None:
             known = ", ".join(SPARSE)
@@ -168,12 +184,25 @@ def read_mtp_spec(checkpoint: Checkpoint, settings: ModelConfig) -> MTPSpec | No
     Args and Raises: as for `read_spec`, which accepts the checkpoint.
     """
     architecture, config = _read_architecture(checkpoint, settings)
-    read = MTP_LAYERS.get(architecture)
+    if architecture not in FAMILIES:
+        return None
+    read = _mtp_layers(FAMILIES.module_of(architecture)).get(architecture)
     if read is None:
         return None
     config = _complete_config(architecture, config)
     spec = read(config)
     return None if spec is None else complete_spec(spec, config, checkpoint, settings)
+
+
+def mtp_architectures() -> list[str]:
+    """Return the architectures whose MTP layers Octavo reads."""
+    return [name for name in FAMILIES if name in _mtp_layers(FAMILIES.module_of(name))]
+
+
+def _mtp_layers(family: ModuleType) -> Mapping[str, Callable[[ConfigJson], MTPSpec | None]]:
+    """Return a file's readers of MTP layers, by architecture."""
+    layers: Mapping[str, Callable[[ConfigJson], MTPSpec | None]] = {}
+    return getattr(family, "MTP_LAYERS", layers)
 
 
 def _read_architecture(checkpoint: Checkpoint, settings: ModelConfig) -> tuple[str, ConfigJson]:

@@ -11,8 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from importlib.metadata import EntryPoint, entry_points
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -25,6 +24,9 @@ from octavo.sampling.vllm_logits_processors import LogitsProcessor as VllmLogits
 from octavo.sampling.vllm_logits_processors import PerRequest
 from octavo.system.device import resident_memory
 from octavo.system.tensor import Tensor
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 logger = logging.getLogger(__name__)
 
@@ -124,6 +126,8 @@ def load_named(
 
 
 def _find_points() -> list[EntryPoint]:
+    from importlib.metadata import entry_points  # slow, and pooling models do not need it
+
     return sorted(entry_points(group=ENTRY_POINTS), key=lambda point: point.name)
 
 

@@ -1,6 +1,20 @@
-"""Garbage collections in a server, which stop all of its threads."""
+"""Garbage collections, which take time at a start and stop all threads of a server."""
 
+import contextlib
 import gc
+from collections.abc import Iterator
+
+
+@contextlib.contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """Disable garbage collections, which would search the many new objects that stay."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
 
 
 def exempt_present_objects() -> None:

@@ -31,7 +31,6 @@ from functools import partial
 import msgspec
 import numpy as np
 import zmq
-import zmq.utils.monitor
 from numpy.typing import NDArray
 
 from octavo.errors import EngineDeadError, EngineStoppedError
@@ -498,8 +497,10 @@ class _NodeLink(_Link):
         self._socket.connect(self._machine.address)
 
     def _look(self) -> None:
+        from zmq.utils.monitor import recv_monitor_message  # brings asyncio; few engines need it
+
         while self._monitor.poll(0):
-            event = zmq.utils.monitor.recv_monitor_message(self._monitor)["event"]
+            event = recv_monitor_message(self._monitor)["event"]
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED and not self._met.is_set():
                 machine = self._machine
                 hello = _Hello(machine.generation, machine.first_engine, machine.num_engines)

@@ -8,8 +8,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from tqdm import tqdm
-
 from octavo.models.weight_cache import Progress
 
 logger = logging.getLogger(__name__)
@@ -34,23 +32,35 @@ def loading_bar(name: str, *, shown: bool = True) -> Iterator[Progress]:
         yield lambda done, total: report(_text(name, done, total))
         return
     shown = shown and logger.isEnabledFor(logging.INFO)
-    is_terminal = sys.stderr.isatty()
+    if shown and sys.stderr.isatty():
+        with _bar(name) as show:
+            yield show
+        return
     last = time.monotonic()
+
+    def log(done: int, total: int) -> None:
+        nonlocal last
+        if shown and time.monotonic() - last >= _LOG_INTERVAL:
+            last = time.monotonic()
+            logger.info("%s", _text(name, done, total))
+
+    yield log
+
+
+@contextmanager
+def _bar(name: str) -> Iterator[Progress]:
+    from tqdm import tqdm  # a server's start should not wait for it
+
     with tqdm(
         desc=f"Loading {name}",
         delay=_PATIENCE,
         leave=False,
-        disable=not (shown and is_terminal),
         bar_format="{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}",
     ) as bar:
 
         def show(done: int, total: int) -> None:
-            nonlocal last
             bar.total = total
             bar.update(done - bar.n)
-            if shown and not is_terminal and time.monotonic() - last >= _LOG_INTERVAL:
-                last = time.monotonic()
-                logger.info("%s", _text(name, done, total))
 
         yield show
 

@@ -172,7 +172,7 @@ class ModelRunner:
         vocab_size, rows = setup.spec.vocab_size, config.scheduler.max_num_seqs
         vllm_config = VllmConfig(config, vocab_size, setup.max_model_len)
         self._plugins = [
-            *load_plugins(rows, vocab_size),
+            *(load_plugins(rows, vocab_size) if setup.spec.generates else []),
             *load_named(
                 config.model.logits_processors,
                 rows,

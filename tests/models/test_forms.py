@@ -22,7 +22,7 @@ from octavo.kernels.native import NativeOps
 from octavo.kernels.torch_tensors import as_torch, from_torch
 from octavo.models.loader import LoadedWeights
 from octavo.models.weight_cache import WeightCache, weights_key
-from octavo.quantization import registry
+from octavo.quantization import methods
 from octavo.quantization.base import IntArray, PackedShape, Part
 from octavo.quantization.int8 import GroupedInt8
 from octavo.quantization.plain import PLAIN, Plain
@@ -77,14 +77,14 @@ def restored(codes: Tensor, scales: Tensor) -> Tensor:
     return codes * scales.repeat_interleave(GROUP, dim=1)
 
 
-def read_toy(config: ConfigJson) -> registry.Groups:
+def read_toy(config: ConfigJson) -> methods.Groups:
     return [(config.get("targets") or ["Linear"], Toy(config.integer("group")))]
 
 
 @pytest.fixture
 def quantized(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
     """A Llama in the toy form except some modules, and the same model with its weights restored."""
-    monkeypatch.setitem(registry.METHODS, "toy", read_toy)
+    monkeypatch.setitem(methods.METHODS, "toy", read_toy)
     toy, plain = tmp_path / "toy", tmp_path / "plain"
     make_hf("LlamaForCausalLM", **CASES["llama"][1]).save_pretrained(toy)
     describe(toy, ignore=["re:.*down_proj", *MIXED])

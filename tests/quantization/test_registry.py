@@ -10,7 +10,8 @@ from octavo.errors import ConfigError
 from octavo.kernels.base import Ops
 from octavo.kernels.torch_tensors import from_torch
 from octavo.quantization.base import PackedShape
-from octavo.quantization.registry import FORMS, METHODS
+from octavo.quantization.methods import METHODS
+from octavo.quantization.registry import FORMS
 from tests.torch_ops import native_ops, reference_ops
 
 NAMES = next(f for f in config_fields() if f.name == "quantization").choices or ()

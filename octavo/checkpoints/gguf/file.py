@@ -25,6 +25,7 @@ from octavo.checkpoints.gguf.architectures import (
     stored_name,
 )
 from octavo.checkpoints.gguf.config import Description
+from octavo.checkpoints.gguf.folder import PART
 from octavo.checkpoints.gguf.header import STORED_BLOCKS, GGUFHeader, GGUFTensor
 from octavo.checkpoints.gguf.kept_texts import kept_texts
 from octavo.checkpoints.gguf.repack import REPACKED, repack
@@ -34,7 +35,6 @@ from octavo.system.block_types import BLOCK_TYPES
 from octavo.system.dtypes import DTYPE_NBYTES
 from octavo.system.tensor import HostTensor, from_numpy
 
-_PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf$")
 _ROPE_FACTORS = ("rope_freqs", "rope_factors_long", "rope_factors_short")
 """Tensors of the factors of wavelengths: of all contexts, of long ones, of short ones."""
 _VALUES = ("in_proj_z.weight", "in_proj_b.weight", "in_proj_a.weight", "A_log", "dt_bias")
@@ -96,7 +96,7 @@ class GGUFFile:
     @cached_property
     def weight_files(self) -> list[Path]:
         """Implement `Checkpoint`."""
-        match = _PART.match(self.path.name)
+        match = PART.match(self.path.name)
         if match is None:
             return [self.path]
         stem, index, count = match[1], int(match[2]), int(match[3])
@@ -592,20 +592,3 @@ def _stored_form(tensor: GGUFTensor) -> tuple[tuple[int, ...], str]:
     if size is None:
         return tensor.shape, tensor.type
     return (*tensor.shape[:-1], tensor.shape[-1] // size.numbers * size.nbytes), "uint8"
-
-
-def find_gguf(folder: Path) -> Path | None:
-    """Return the GGUF file of a folder that has no config.json; None: it has no such file.
-
-    Raises:
-        ModelError: there are several models.
-    """
-    if (folder / "config.json").exists():
-        return None
-    files = sorted(folder.glob("*.gguf"))
-    firsts = [file for file in files if not (part := _PART.match(file.name)) or int(part[2]) == 1]
-    models = [file for file in firsts if not file.name.startswith("mmproj")]
-    if len(models) > 1:
-        names = shorten_names([file.name for file in models])
-        raise ModelError(f"{folder} holds several GGUF models: {names}. Name one of these files.")
-    return models[0] if models else None
