@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from octavo.frontend.async_llm import AsyncLLM
 
 B = TypeVar("B", bound=PooledBody)
-_NO_OPTIONS = PairsBody()
+_NO_OPTIONS = PairsBody.model_construct()  # no field is required
 
 
 async def create_rerank(request: Request) -> Response:

@@ -115,6 +115,8 @@ def prepare_process() -> None:
     sys.setswitchinterval(SWITCH_INTERVAL)
     # Those threads tokenize; the library's threads would use the model's cores.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    # The search for plug-ins of pydantic reads a file of each installed package.
+    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
 
 
 def engine_processes(config: ServerConfig, process: CoreProcess | None = None) -> EngineProcesses:
