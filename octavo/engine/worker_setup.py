@@ -15,7 +15,6 @@ from octavo.errors import ConfigError
 from octavo.kv_cache.groups import find_full_attention, make_kv_cache_groups
 from octavo.kv_connector.registry import get_connector
 from octavo.models.drafts import find_draft
-from octavo.models.heads import EagleSpec
 from octavo.models.spec import ModelSpec
 from octavo.plan.memory_plan import (
     resolve_dtype,
@@ -144,6 +143,8 @@ def _with_draft(setup: WorkerSetup) -> WorkerSetup:
             "(sliding windows or chunks), and a draft model needs one layer that sees all; use "
             "method ngram or suffix."
         )
+    from octavo.models.heads import EagleSpec
+
     speculative = config.speculation.speculative_config
     assert speculative is not None
     speculative = msgspec.structs.replace(

@@ -31,7 +31,6 @@ from octavo.checkpoints.registry import open_checkpoint
 from octavo.compat.call_arguments import check_stat_loggers, refuse_unsupported
 from octavo.config import EngineConfig
 from octavo.engine.checks import check_recording
-from octavo.engine.record import make_recorder
 from octavo.errors import (
     ConfigError,
     DeadlineError,
@@ -162,6 +161,8 @@ class AsyncLLM(AsyncPooling):
         self._input_processor = self._make_input_processor()
         self._recorder: Recorder | None = None
         if record is not None:
+            from octavo.engine.record import make_recorder
+
             self._recorder = make_recorder(record, config, path, tokenizer_path)
         self._tracer = make_tracer(config, self.metrics.record_dropped_spans)
         self._output_processor = OutputProcessor(

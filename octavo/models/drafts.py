@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -12,11 +13,13 @@ from octavo.checkpoints.config_json import ConfigJson
 from octavo.checkpoints.registry import open_checkpoint
 from octavo.config import EngineConfig, SpeculativeConfig
 from octavo.errors import ConfigError, ModelError
-from octavo.models.heads import MedusaSpec, MTPSpec, read_eagle, read_eagle3, read_medusa
 from octavo.models.hub import resolve_model
 from octavo.models.registry import complete_spec, mtp_architectures, read_mtp_spec, read_spec
 from octavo.models.spec import ModelSpec
 from octavo.models.state_cache import StateCache
+
+if TYPE_CHECKING:
+    from octavo.models.heads import MedusaSpec, MTPSpec
 
 _MEDUSA, _EAGLE = ("MedusaModel",), ("EagleLlamaForCausalLM",)
 _EAGLE3 = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
@@ -65,6 +68,8 @@ def find_draft(config: EngineConfig, target: ModelSpec, target_path: Path) -> Dr
         return Draft("mtp", _read_mtp(config, own), target_path)
     if speculative.model is None:
         return None
+    from octavo.models.heads import read_eagle, read_eagle3, read_medusa
+
     path = resolve_model(
         speculative.model, download_dir=load.download_dir, load_format=load.load_format
     )

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from types import ModuleType
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from octavo.checkpoints.base import Checkpoint
 from octavo.checkpoints.config_json import ConfigJson
@@ -22,11 +22,13 @@ from octavo.models.families.base import OUTER_FIELDS, Family
 from octavo.models.families.classifiers import stored_classifier
 from octavo.models.family_index import INDEX
 from octavo.models.forms import assign
-from octavo.models.heads import MTPSpec
 from octavo.models.poolers import add_poolers
 from octavo.models.sentence_modules import is_sparse
 from octavo.models.spec import ModelSpec
 from octavo.models.variants import Variant, find_variant, read_variant, see_all
+
+if TYPE_CHECKING:
+    from octavo.models.heads import MTPSpec
 
 ENTRY_POINTS = "octavo.models"
 """Group of the entry points of other packages: the name is an architecture, the object a

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, cast
 from octavo.config import cache_folder
 from octavo.errors import ConfigError
 from octavo.layers.step_table import StepLayout, input_batch_nbytes
-from octavo.models.heads import HeadsSpec, read_lm_head
 from octavo.plan.draft_sizes import suffix_nbytes
 from octavo.plan.memory import MemoryBudget, MemoryItem, Scratch
 from octavo.plan.setup import WorkerSetup
@@ -314,6 +313,8 @@ def _plan_experts(setup: WorkerSetup) -> tuple[int, str]:
 
 def _draft_nbytes(setup: WorkerSetup, draft: WorkerSetup, scratch: Scratch) -> int:
     """Return the memory of the draft model except its KV cache, in bytes."""
+    from octavo.models.heads import HeadsSpec, read_lm_head  # few engines have a draft model
+
     config, spec = setup.config, draft.spec
     speculative = config.speculation.speculative_config
     assert speculative is not None

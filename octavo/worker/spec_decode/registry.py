@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from octavo.worker.spec_decode.base import Proposer, Target
-from octavo.worker.spec_decode.draft_model import DraftModelProposer
-from octavo.worker.spec_decode.eagle import EagleProposer
-from octavo.worker.spec_decode.medusa import MedusaProposer
-from octavo.worker.spec_decode.ngram import NgramProposer
-from octavo.worker.spec_decode.suffix import SuffixProposer
+from importlib import import_module
 
-_METHODS: dict[str, type[Proposer]] = {
-    "ngram": NgramProposer,
-    "suffix": SuffixProposer,
-    "draft_model": DraftModelProposer,
-    "medusa": MedusaProposer,
-    "eagle": EagleProposer,
-    "mtp": EagleProposer,
+from octavo.worker.spec_decode.base import Proposer, Target
+
+_METHODS = {
+    "ngram": ("ngram", "NgramProposer"),
+    "suffix": ("suffix", "SuffixProposer"),
+    "draft_model": ("draft_model", "DraftModelProposer"),
+    "medusa": ("medusa", "MedusaProposer"),
+    "eagle": ("eagle", "EagleProposer"),
+    "mtp": ("eagle", "EagleProposer"),
 }
+"""File and class of each method; only the configured one is imported."""
 
 
 def make_proposer(target: Target) -> Proposer | None:
@@ -25,4 +23,6 @@ def make_proposer(target: Target) -> Proposer | None:
     if config is None:
         return None
     assert config.method is not None
-    return _METHODS[config.method](target)
+    file, name = _METHODS[config.method]
+    kind: type[Proposer] = getattr(import_module(f"octavo.worker.spec_decode.{file}"), name)
+    return kind(target)
