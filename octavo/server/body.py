@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import threading
 import time
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -40,12 +41,13 @@ MAX_UNKNOWN_FIELDS = 20
 _MAX_SHOWN_NAME = 48
 
 M = TypeVar("M", bound="Body")
+_compiling = threading.Lock()
 
 
 class Body(BaseModel):
     """Base of the request bodies and of the objects in them."""
 
-    # Pydantic takes a tenth of a second for all bodies: it compiles each when it is first needed.
+    # Compiling all bodies takes a tenth of a second: `validate` compiles each when it is needed.
     model_config = ConfigDict(strict=True, defer_build=True)
 
     unsupported: ClassVar[Unsupported] = {}
@@ -152,6 +154,9 @@ def validate(model: type[M], body: dict[str, Any]) -> M:
     Raises:
         RequestError: a field is wrong; the message has the field, the value and the reason.
     """
+    if not model.__pydantic_complete__:
+        with _compiling:  # bodies are checked on several threads
+            model.model_rebuild()
     try:
         return model.model_validate(body)
     except ValidationError as error:
