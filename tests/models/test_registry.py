@@ -1,6 +1,8 @@
-"""Families of other packages, with custom blocks and models."""
+"""The index of families, and families of other packages, with custom blocks and models."""
 
+import importlib
 import json
+import pkgutil
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,9 @@ import torch
 
 from octavo import LLM, SamplingParams
 from octavo.errors import ModelError
+from octavo.models import families
 from octavo.models.cache import AttentionCache
+from octavo.models.family_index import INDEX
 from octavo.models.hub import resolve_model
 from tests.models.harness import generate, load, make_hf, make_prompts, spec_of
 from tests.models.test_parity import SIZES, VOCAB
@@ -115,6 +119,18 @@ def remove(folder: Path, module: str) -> None:
     kept = {name: tensor for name, tensor in state.items() if module not in name}
     assert len(kept) < len(state)
     save_file(kept, folder / "model.safetensors")
+
+
+def test_the_index_lists_the_architectures_of_each_file() -> None:
+    found = {}
+    for file in pkgutil.iter_modules(families.__path__):
+        module = importlib.import_module(f"{families.__name__}.{file.name}")
+        if hasattr(module, "ARCHITECTURES"):
+            found[file.name] = set(module.ARCHITECTURES)
+        layers = getattr(module, "MTP_LAYERS", {})
+        assert layers.keys() <= found.get(file.name, set()), "registry.py would not find them"
+    assert {file: set(names) for file, names in INDEX.items()} == found
+    assert sum(map(len, found.values())) == len(set().union(*found.values()))
 
 
 @pytest.mark.usefixtures("installed")
