@@ -10,7 +10,6 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import msgspec
-from tqdm import tqdm
 
 from octavo.compat.call_arguments import apply_tokenization, refuse_unsupported
 from octavo.config import BUILTIN_MODEL, EngineConfig, ModelConfig
@@ -655,9 +654,8 @@ class LLM(PoolingMethods):
         self, request_ids: Sequence[str], use_tqdm: Bar, between: Callable[[], None]
     ) -> list[RequestOutput]:
         """Run steps until requests have finished; call `between` after each step."""
-        make_bar: Callable[..., Any] = use_tqdm if callable(use_tqdm) else tqdm
         waiting = {request_id for request_id in request_ids if not self._inboxes[request_id]}
-        bar = make_bar(total=len(request_ids), desc="Processed prompts") if use_tqdm else None
+        bar = _make_bar(use_tqdm, len(request_ids))
         num_done = 0
         try:
             while waiting:
@@ -676,3 +674,15 @@ class LLM(PoolingMethods):
                 output = failed_output(request_id, output)
             results.append(output)
         return results
+
+
+def _make_bar(kind: Bar, total: int) -> Any:
+    """Return the progress bar that `use_tqdm` asks for; None: none."""
+    if not kind:
+        return None
+    words = {"total": total, "desc": "Processed prompts"}
+    if callable(kind):
+        return kind(**words)
+    from tqdm import tqdm  # slow to import, and many programs show no bar
+
+    return tqdm(**words)

@@ -158,7 +158,8 @@ RARE = {
 # Modules that only other uses need, so that a start must not wait for them.
 LEAN = {
     "octavo.cli": {"torch", "numpy", "tokenizers", "jinja2", "fastapi", "zmq"} | RARE,
-    "octavo.llm": {"torch", "jinja2", "fastapi", "zmq", "prometheus_client", "huggingface_hub"},
+    "octavo.llm": {"jinja2", "fastapi", "zmq", "prometheus_client", "httpx"} | RARE,
+    "octavo.terminal.answers": {"numpy", "httpx", "rich"},
     # These two precede the start of the engine's interpreter, and the sending of its setup.
     "octavo.fleet.process": {"numpy", "pydantic", "zmq", "octavo.plan.memory_plan"},
     "octavo.server.run": {"fastapi", "prometheus_client", "tokenizers", "uvicorn"} | RARE,

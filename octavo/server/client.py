@@ -11,6 +11,7 @@ import httpx
 import msgspec
 
 from octavo.errors import OctavoError
+from octavo.server.usage import Usage
 
 # Answers may begin late; a connection may not.
 _TIMEOUT = httpx.Timeout(None, connect=10.0)
@@ -18,15 +19,6 @@ _TIMEOUT = httpx.Timeout(None, connect=10.0)
 
 class ServerError(OctavoError):
     """Unreachable server or rejected request; the message names the reason."""
-
-
-class Usage(NamedTuple):
-    """Numbers of tokens of an answer."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int | None = None
-    """Number of prompt tokens from the prefix cache; None: not reported."""
 
 
 class Served(NamedTuple):

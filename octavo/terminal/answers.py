@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
+from octavo.server.usage import Usage
 from octavo.terminal.screen import note, show
 
 if TYPE_CHECKING:
     from octavo.llm import LLM
     from octavo.outputs import RequestOutput
     from octavo.sampling_params import SamplingParams
-    from octavo.server.client import Usage
 
 Message = dict[str, str]
 
@@ -61,8 +61,6 @@ class LocalModel:
         return msgspec.structs.replace(self._default, **given)
 
     def _text(self, outputs: Iterator[RequestOutput]) -> Iterator[str]:
-        from octavo.server.client import Usage
-
         num_tokens = 0
         self.usage = None
         with closing(outputs):  # type: ignore[type-var]  # it is a generator

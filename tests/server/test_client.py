@@ -6,7 +6,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from octavo.server.client import Client, ServerError, Usage
+from octavo.server.client import Client, ServerError
+from octavo.server.usage import Usage
 
 
 class Handler(BaseHTTPRequestHandler):
