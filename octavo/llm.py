@@ -680,9 +680,8 @@ def _make_bar(kind: Bar, total: int) -> Any:
     """Return the progress bar that `use_tqdm` asks for; None: none."""
     if not kind:
         return None
-    words = {"total": total, "desc": "Processed prompts"}
     if callable(kind):
-        return kind(**words)
+        return kind(total=total, desc="Processed prompts")
     from tqdm import tqdm  # slow to import, and many programs show no bar
 
-    return tqdm(**words)
+    return tqdm(total=total, desc="Processed prompts")
