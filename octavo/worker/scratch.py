@@ -19,8 +19,8 @@ from octavo.layers.step import Handed
 from octavo.layers.step_table import StepLayout
 from octavo.models.blocks.base import LargestStep, Parts
 from octavo.models.cache import CacheSpec
-from octavo.models.eagle import EagleModel
 from octavo.models.loader import build_model
+from octavo.models.spec import ModelSpec
 from octavo.models.weights import Weight
 from octavo.plan.memory import Scratch
 from octavo.plan.setup import WorkerSetup
@@ -90,8 +90,11 @@ def measure_scratch(setup: WorkerSetup, asked: AttentionBackend, expert_slots: i
     layout = StepLayout(setup.largest_step, 1, len(kv.groups), spec.step_arrays)
     activations, logits = Arena(), Arena()
     model = build_model(spec, parts)
-    if isinstance(model, EagleModel):
-        model.inputs = placeholder(*model.input_shape(tokens), dtype=dtype)
+    if spec.model_class != ModelSpec.model_class:  # the heads of a draft model, for example
+        from octavo.models.eagle import EagleModel
+
+        if isinstance(model, EagleModel):
+            model.inputs = placeholder(*model.input_shape(tokens), dtype=dtype)
     CapturedSteps(
         EagerSteps(
             model,
