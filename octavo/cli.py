@@ -49,7 +49,7 @@ from octavo.several_models.config import (
     read_models,
     served_models,
 )
-from octavo.system.garbage import no_garbage_collection
+from octavo.system.garbage import modules_stay
 from octavo.terminal.commands import add_commands
 from octavo.terminal.completion import SHELLS, script
 from octavo.terminal.screen import note, print_error, write
@@ -635,7 +635,7 @@ def _serve(args: argparse.Namespace) -> int:
     alone = server_config.api_server_count == 1
     process = CoreProcess(warm=engine_config) if alone else None
     try:
-        with no_garbage_collection():  # modules stay
+        with modules_stay():
             from octavo.server.run import run_server
 
         return run_server(server_config, engine_config, process, _what_if)

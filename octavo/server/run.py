@@ -36,7 +36,7 @@ from octavo.server.listen import (
 )
 from octavo.system.device import SWITCH_INTERVAL
 from octavo.system.distributed import Rank
-from octavo.system.garbage import no_garbage_collection
+from octavo.system.garbage import modules_stay
 from octavo.system.logs import setup_logging
 from octavo.text.chat_template import RESERVED_VARIABLES, read_override
 
@@ -100,7 +100,7 @@ def run_server(
                 start_loading(engine_config, processes)
 
             # Import the web framework while the engine loads the model.
-            with no_garbage_collection():
+            with modules_stay():
                 from octavo.server.serve import serve_engine
 
             return serve_engine(config, engine_config, processes, listener, what_if)

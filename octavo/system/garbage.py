@@ -17,6 +17,14 @@ def no_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
+@contextlib.contextmanager
+def modules_stay() -> Iterator[None]:
+    """Disable garbage collections while modules are imported; later ones do not search these."""
+    with no_garbage_collection():
+        yield
+        gc.freeze()
+
+
 def exempt_present_objects() -> None:
     """Exempt all present objects from garbage collections, and collect old objects rarely.
 
