@@ -1,7 +1,7 @@
 """Measure the start, the memory and the revival of `octavo serve`, next to another build.
 
     python benchmarks/lightness.py [MODEL] [--before OTHER/.venv/bin/python] [--repeats 9]
-        [--kills 50] [--warm-spare] [-- FLAGS OF OCTAVO SERVE]
+        [--embeddings] [--kills 50] [--warm-spare] [-- FLAGS OF OCTAVO SERVE]
 
 Each turn starts a server, with this build and the other one alternating. A start before the first
 turn compiles the modules of each build, as an installation does. Prints medians with the least and
@@ -9,7 +9,9 @@ the most, in seconds since the start of the process:
 
   listening    the first connection is accepted
   ready        /health answers 200
-  first token  of a streamed completion that is sent when the server is ready
+  first token  of a streamed completion that is sent when the server is ready; with --embeddings
+               the first vector of a text
+  processor    seconds of the server and of the engine until then
 
 and the proportional set size (PSS) of each process after that completion, in MiB: of the server,
 of the engine, of its workers and of helpers. `engine without weights and cache` subtracts the
@@ -55,6 +57,7 @@ def main() -> int:
     parser.add_argument("model", nargs="?", default="octavo/stories")
     parser.add_argument("--before", type=Path, metavar="PYTHON")
     parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--embeddings", action="store_true", help="the model is an encoder")
     parser.add_argument("--kills", type=int, default=0)
     parser.add_argument("--warm-spare", action="store_true")
     args = parser.parse_args(argv)
@@ -62,12 +65,13 @@ def main() -> int:
     if args.before is not None:
         builds["before"] = str(args.before.absolute())
     for python in builds.values():
-        measure_start(python, args.model, flags)
+        measure_start(python, args.model, flags, embeddings=args.embeddings)
     found: dict[str, dict[str, list[float]]] = {name: defaultdict(list) for name in builds}
     for turn in range(args.repeats):
         order = list(builds) if turn % 2 == 0 else list(builds)[::-1]
         for name in order:
-            for what, value in measure_start(builds[name], args.model, flags).items():
+            measured = measure_start(builds[name], args.model, flags, embeddings=args.embeddings)
+            for what, value in measured.items():
                 found[name][what].append(value)
     for name, values in found.items():
         print(name)
@@ -110,7 +114,9 @@ def serving(python: str, model: str, flags: Sequence[str]) -> Iterator[tuple[int
         process.wait(30)
 
 
-def measure_start(python: str, model: str, flags: Sequence[str]) -> dict[str, float]:
+def measure_start(
+    python: str, model: str, flags: Sequence[str], *, embeddings: bool
+) -> dict[str, float]:
     with serving(python, model, flags) as (port, began):
         url, times = f"http://127.0.0.1:{port}", {}
         while True:
@@ -127,22 +133,40 @@ def measure_start(python: str, model: str, flags: Sequence[str]) -> dict[str, fl
                         break
                 time.sleep(0.002)
             times["ready"] = time.perf_counter() - began
-            body = {"model": model, "prompt": PROMPT, "max_tokens": 16, "stream": True}
-            with client.stream("POST", "/v1/completions", json=body) as response:
-                for line in response.iter_lines():
-                    if line.startswith("data:"):
-                        times.setdefault("first token", time.perf_counter() - began)
+            if embeddings:
+                body = {"model": model, "input": PROMPT}
+                client.post("/v1/embeddings", json=body).raise_for_status()
+                times["first vector"] = time.perf_counter() - began
+            else:
+                body = {"model": model, "prompt": PROMPT, "max_tokens": 16, "stream": True}
+                with client.stream("POST", "/v1/completions", json=body) as response:
+                    for line in response.iter_lines():
+                        if line.startswith("data:"):
+                            times.setdefault("first token", time.perf_counter() - began)
+            server = server_at(port)
+            times["processor: server"] = seconds_of(server)
+            times["processor: engine"] = max(map(seconds_of, server.children()))
             time.sleep(1.0)  # a spare interpreter starts after the first answer
             return times | memory(port)
 
 
-def memory(port: int) -> dict[str, float]:
-    """Return the PSS of each kind of process of a server, in MiB."""
+def server_at(port: int) -> psutil.Process:
     (server,) = [
         process
         for process in psutil.process_iter(["cmdline"])
         if "serve" in (process.info["cmdline"] or []) and str(port) in process.info["cmdline"]
     ]
+    return server
+
+
+def seconds_of(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return float(times.user + times.system)
+
+
+def memory(port: int) -> dict[str, float]:
+    """Return the PSS of each kind of process of a server, in MiB."""
+    server = server_at(port)
     sums: dict[str, float] = defaultdict(float)
     for process in (server, *server.children(recursive=True)):
         with contextlib.suppress(psutil.Error, OSError):
@@ -219,11 +243,7 @@ def pause_after_kill(client: httpx.Client, model: str, port: int) -> float:
 
 
 def engine_of(port: int) -> int:
-    (server,) = [
-        process
-        for process in psutil.process_iter(["cmdline"])
-        if "serve" in (process.info["cmdline"] or []) and str(port) in process.info["cmdline"]
-    ]
+    server = server_at(port)
     engines = [
         process
         for process in server.children()
