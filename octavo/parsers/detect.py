@@ -74,6 +74,8 @@ def find_format(
 
 
 def _find(render: Render, source: str) -> Format | None:
+    if not source:
+        return None  # without asking the process that renders
     turns = list(_turns(render))
     shown = "".join([source, *(turn for _, turn in turns)])
     formats = list(FORMATS.values())

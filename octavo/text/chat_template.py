@@ -55,7 +55,8 @@ class ChatTemplate:
     def from_tokenizer(cls, tokenizer: HasTemplates, override: str | None = None) -> ChatTemplate:
         """Return the template of the model, or another one configured by the operator.
 
-        A model's own template is compiled concurrently, and a broken one only makes chats fail.
+        A model's own template is compiled concurrently, and a broken one only makes chats fail. For
+        a model without a template no process starts.
 
         Args:
             tokenizer: has the model's templates and special tokens.
@@ -66,7 +67,8 @@ class ChatTemplate:
         """
         if override is None:
             template = cls(tokenizer.chat_templates, tokenizer.special_tokens)
-            template._compile()
+            if template.available:
+                template._compile()
             return template
         source = read_override(override)
         template = cls({"default": source}, tokenizer.special_tokens)

@@ -7,8 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from octavo.errors import ConfigError, ModelError, OctavoError, RequestError, UnsupportedError
+from octavo.parsers.detect import find_format
+from octavo.text import chat_template
 from octavo.text.chat_template import ChatTemplate
-from octavo.text.template_client import RenderRequest
+from octavo.text.template_client import RenderRequest, TemplateClient
 from octavo.text.template_process import _Templates
 from tests.conftest import SHARED_DATA
 from tests.small_tokenizers import byte_level
@@ -155,6 +157,15 @@ def test_no_template():
     assert not template.available
     with pytest.raises(RequestError, match="no chat template"):
         template.render(USER)
+
+
+def test_a_model_without_a_template_needs_no_process(monkeypatch):
+    clients = TemplateClient(), TemplateClient()
+    monkeypatch.setattr(chat_template, "_short_client", clients[0])
+    monkeypatch.setattr(chat_template, "_long_client", clients[1])
+    template = ChatTemplate.from_tokenizer(byte_level())
+    assert find_format(template.render, template.sources) is None
+    assert not any(client._thread._threads for client in clients)
 
 
 def test_override(tmp_path):
