@@ -51,6 +51,11 @@ def few_objects_to_search() -> Iterator[None]:
     gc.collect()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Start the last long file first: at the end, all processes of pytest have work."""
+    items.sort(key=lambda item: item.path.name != "test_without_torch.py")
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop() -> None:
     gc.enable()

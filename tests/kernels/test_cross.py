@@ -36,6 +36,7 @@ def program() -> Path:
     settings = {
         "OCTAVO_KERNELS_TEST": "ON",
         "CMAKE_BUILD_TYPE": "Release",
+        "CMAKE_CXX_FLAGS_RELEASE": "-O1 -DNDEBUG",
         "CMAKE_SYSTEM_NAME": "Linux",
         "CMAKE_SYSTEM_PROCESSOR": "aarch64",
         "CMAKE_CXX_COMPILER": COMPILER,
