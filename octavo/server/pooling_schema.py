@@ -92,7 +92,7 @@ class PooledBody(Body):
     """Served model name; default: the first one."""
     request_id: RequestId | None = None
     """Request id in printable ASCII; default: X-Request-Id, or generated."""
-    priority: Int | None = None
+    priority: Annotated[Int, Field(ge=-(2**31), lt=2**31)] | None = None
     """Smaller is served earlier, with --scheduling-policy priority."""
     deadline_ms: Milliseconds | None = None
     """Milliseconds after which the request fails with 408. Also as the header X-Deadline-Ms."""
