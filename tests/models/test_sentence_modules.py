@@ -262,6 +262,8 @@ def test_longest_text(tmp_path: Path) -> None:
         ("modules.json", "pooling at /etc", r"'etc/config\.json'|etc.config.json is missing"),
         ("modules.json", "pooling at C:\\x", "which is outside"),
         ("modules.json", "pooling at none", r"none/config\.json is missing or damaged"),
+        ("modules.json", "pooling at " + "a" * 9000, "File name too long"),
+        ("1_Pooling/config.json", {"word_embedding_dimension": 47}, "hidden states have 48"),
         ("1_Pooling/config.json", [], "is missing or damaged"),
         ("1_Pooling/config.json", {}, "names no way of pooling"),
         ("1_Pooling/config.json", {"pooling_mode": "attention"}, "supported: cls, max"),
