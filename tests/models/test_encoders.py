@@ -314,9 +314,17 @@ def test_nomic_bert_with_the_fields_of_its_code(tmp_path: Path) -> None:
         spec_of(tmp_path)
 
 
-def test_jina_embeddings_v2(tmp_path: Path) -> None:
-    """A reference of its code: ALiBi on both sides, and a gate with GELU."""
-    make_hf(f"Bert{CLASSES}", **ODD).save_pretrained(tmp_path)
+@pytest.mark.parametrize(
+    ("shape", "slopes"),
+    [(ODD, (-4, -8, -2)), (SIZES, (-2, -4, -6, -8)), (WIDE, (-4, -8))],
+    ids=["odd", "four heads", "wide"],
+)
+def test_jina_embeddings_v2(shape: dict[str, Any], slopes: tuple[int, ...], tmp_path: Path) -> None:
+    """A reference of its code: ALiBi on both sides, and a gate with GELU.
+
+    `slopes` are the exponents of the heads' slopes, powers of 2.
+    """
+    make_hf(f"Bert{CLASSES}", **shape).save_pretrained(tmp_path)
     config = {"architectures": [f"JinaBert{CLASSES}"], "position_embedding_type": "alibi"}
     renamed(
         tmp_path,
@@ -325,7 +333,7 @@ def test_jina_embeddings_v2(tmp_path: Path) -> None:
         | {"attention.output.layernorm": "attention.output.LayerNorm"},
         config | {"feed_forward_type": "geglu"},
     )
-    file, hidden = tmp_path / "model.safetensors", ODD["hidden_size"]
+    file, hidden = tmp_path / "model.safetensors", shape["hidden_size"]
     state = load_file(file)
     del state["bert.embeddings.position_embeddings.weight"]
     for name in [name for name in state if "intermediate" in name]:
@@ -345,17 +353,20 @@ def test_jina_embeddings_v2(tmp_path: Path) -> None:
         weights = state[f"{name}.weight"], state[f"{name}.bias"]
         return functional.layer_norm(x, (hidden,), *weights, eps=1e-12)
 
-    slopes = torch.tensor([2**-4, 2**-8, 2**-2])  # of three heads
+    factors = torch.tensor([2.0**slope for slope in slopes])
     for text, kinds, found in zip(ids, types, compute(model, ids, types), strict=True):
+        assert torch.equal(found, compute(model, [text], [kinds])[0])
         at = torch.arange(len(text))
-        bias = -(at[:, None] - at[None]).abs() * slopes[:, None, None]
+        bias = -(at[:, None] - at[None]).abs() * factors[:, None, None]
         x = state["bert.embeddings.word_embeddings.weight"][text]
         x = x + state["bert.embeddings.token_type_embeddings.weight"][kinds]
         x = norm("bert.embeddings.LayerNorm", x)
-        for i in range(ODD["num_hidden_layers"]):
+        for i in range(shape["num_hidden_layers"]):
             layer = f"bert.encoder.layer.{i}."
             heads = [
-                linear(f"{layer}attention.self.{part}", x).view(len(text), 3, -1).transpose(0, 1)
+                linear(f"{layer}attention.self.{part}", x)
+                .view(len(text), len(slopes), -1)
+                .transpose(0, 1)
                 for part in ("query", "key", "value")
             ]
             out = functional.scaled_dot_product_attention(*heads, attn_mask=bias)
