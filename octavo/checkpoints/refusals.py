@@ -6,8 +6,8 @@ import re
 
 _EXPERTS = "it is a mixture of experts of a kind that Octavo does not compute"
 _KINDS = {
-    r"^nomic-bert-moe$": "GGUF files of Nomic Embed with experts lack the bias of the experts, so "
-    "their vectors would not be the model's; use the checkpoint that names NomicBertModel",
+    r"^nomic-bert-moe$": "its GGUF files lack the bias of the experts, so its vectors would be "
+    "others; use the checkpoint that names NomicBertModel",
     r"Classification$|Reward|ForRegression": "it is a classifier of a family that Octavo "
     "does not have",
     r"^ChatGLM": "it needs custom code, which Octavo never runs; use the checkpoint that names "

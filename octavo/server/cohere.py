@@ -39,10 +39,9 @@ class CohereEmbed(PoolingCall[CohereEmbedBody]):
     id_prefix = "embd"
     version = "2"
 
-    @property
-    def param(self) -> str:
-        """Field that holds the texts."""
-        return self.body.given
+    def __init__(self, request: Request, body: CohereEmbedBody) -> None:
+        super().__init__(request, body)
+        self.param = body.given
 
     async def answer(self) -> Response:
         """Return the answer; see `PoolingCall.answer`."""
@@ -76,7 +75,7 @@ class CohereEmbed(PoolingCall[CohereEmbedBody]):
             tail: JSON object of the other fields, except the id.
         """
         head = encode({"response_type": "embeddings_by_type", "id": self.id})[:-1]
-        lists = []
+        lists: list[tuple[bytes, Sequence[bytes]]] = []
         for kind, column in columns.items():
             before = b"]," if lists else head + b',"embeddings":{'
             lists.append((before + b'"%b":[' % kind.encode(), column))
