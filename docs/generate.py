@@ -34,6 +34,7 @@ from octavo.server.ollama_schema import OllamaChatBody, OllamaGenerateBody, Show
 from octavo.server.openapi import OPERATIONS, InvocationBody
 from octavo.server.pooling_schema import (
     ClassifyBody,
+    CohereEmbedBody,
     EmbeddingsBody,
     OllamaEmbedBody,
     OllamaEmbeddingsBody,
@@ -203,7 +204,7 @@ _ELSEWHERE = ("/v1/responses/", "/v1/conversations", "/v1/files", "/v1/batches",
 # Routes of docs/pooling_http.md, which needs another model than the built-in one.
 _ELSEWHERE += ("/v1/embeddings", "/pooling", "/classify", "/v1/classify", "/score", "/v1/score")
 _ELSEWHERE += ("/rerank", "/v1/rerank", "/v2/rerank", "/embed", "/predict", "/similarity", "/info")
-_ELSEWHERE += ("/api/embed",)
+_ELSEWHERE += ("/api/embed", "/v1/embed", "/v2/embed")
 _POOLED: tuple[type[Body], ...] = (
     EmbeddingsBody,
     PoolingBody,
@@ -211,6 +212,7 @@ _POOLED: tuple[type[Body], ...] = (
     ScoreBody,
     RerankBody,
     TEIRerankBody,
+    CohereEmbedBody,
     TEIEmbedBody,
     TEIInputsBody,
     TEIPredictBody,

@@ -182,6 +182,8 @@ class PoolingSpec(msgspec.Struct, array_like=True, frozen=True):
     """True if one step must compute all tokens: each of them sees all others."""
     second_begin: int = 0
     """Index of the first token of the second text of a pair; 0: there is one text."""
+    bare: bool = False
+    """True for the hidden states of the tokens, without the pooler's layers."""
 
 
 class RequestOptions(msgspec.Struct, array_like=True, frozen=True):

@@ -47,6 +47,9 @@ class PoolingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
     prompt_name: str | None = None
     """Prompt of the model that is put before the text, such as query; "": none; None: the model's
     default, mostly none."""
+    bare: bool = False
+    """True for the hidden states of the tokens without the Dense layers of the model, with the task
+    token_embed. It is not in vLLM."""
     step_tag_id: int | None = None
     """Return the scores of the tokens with this id only; for reward models of steps."""
     returned_token_ids: list[int] | None = None

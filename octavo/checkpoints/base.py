@@ -34,7 +34,16 @@ class Source:
     shape: tuple[int, ...]
     """Shape; -1: any size."""
     transform: Literal[
-        "none", "transpose", "swap", "flat", "by_group", "by_shard", "halves", "skip_rows"
+        "none",
+        "transpose",
+        "swap",
+        "flat",
+        "by_group",
+        "by_shard",
+        "halves",
+        "skip_rows",
+        "padded",
+        "taps",
     ] = "none"
     """Change of the stored tensor before a part is selected. transpose: from [inputs, outputs] to
     [outputs, inputs] (Conv1D); GGUF files store the result. swap: exchange rows and columns, also
@@ -42,7 +51,8 @@ class Source:
     queries, keys and values of each group of heads in turn to all queries, all keys, all values
     (BLOOM, Falcon); a group may have other parts. by_shard: the same from queries, values and keys
     of each of several equal parts of the heads (CodeGen). halves: exchange the halves of the rows
-    (GTE). skip_rows: drop the first rows (OPT's positions)."""
+    (GTE). skip_rows: drop the first rows (OPT's positions). padded: append as many zeros (DeBERTa
+    V1). taps: from [outputs, inputs, taps] to [outputs, taps * inputs] (DeBERTa V2)."""
     groups: int = 1
     """by_group: number of heads of keys and values. by_shard: number of parts."""
     group_queries: int = 1

@@ -61,9 +61,9 @@ class Folder:
     def read_text(self, name: str) -> str | None:
         """Implement `Checkpoint`."""
         file = self.path / name
-        if not file.is_file():
-            return None
         try:
+            if not file.is_file():
+                return None
             refuse_lfs_pointer(file)
             return file.read_text("utf-8")
         except (OSError, ValueError) as error:

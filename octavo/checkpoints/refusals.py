@@ -6,7 +6,8 @@ import re
 
 _EXPERTS = "it is a mixture of experts of a kind that Octavo does not compute"
 _KINDS = {
-    r"^Deberta": "it is DeBERTa V1, whose projections Octavo does not compute; V2 and V3 run",
+    r"^nomic-bert-moe$": "its GGUF files lack the bias of the experts, so its vectors would be "
+    "others; use the checkpoint that names NomicBertModel",
     r"Classification$|Reward|ForRegression": "it is a classifier of a family that Octavo "
     "does not have",
     r"^ChatGLM": "it needs custom code, which Octavo never runs; use the checkpoint that names "

@@ -11,7 +11,7 @@ def _all(reason: str, *paths: str) -> dict[str, str]:
 
 ELSEWHERE: Mapping[str, str] = {
     **_all(
-        "the API of Cohere is not supported; use POST /v1/chat/completions",
+        "chats of Cohere's API are not supported; use POST /v1/chat/completions",
         "/cohere/v2",
     ),
     **_all(
@@ -26,7 +26,6 @@ ELSEWHERE: Mapping[str, str] = {
         "a request ends if its client closes the connection, or if the server stops",
         "/inference/v1/abort_requests",
     ),
-    **_all("use POST /v1/embeddings", "/v2/embed"),
     **_all("use POST /v1/score", "/generative_scoring"),
     **_all(
         "use structured_outputs or response_format with POST /v1/chat/completions",

@@ -302,7 +302,7 @@ FOREIGN: dict[str, Foreign] = {
             anthropic_disabled_thinking_effort=ANY,
         ),
         _group(
-            "the API of Cohere is not supported",
+            "chats of Cohere's API are not supported",
             cohere_format=ANY,
             cohere_is_reasoning_model=EITHER,
         ),

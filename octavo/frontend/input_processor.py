@@ -279,7 +279,7 @@ class InputProcessor:
             prompt_token_ids=ids,
             sampling_params=CoreSamplingParams(temperature=0.0, max_tokens=1),
             options=options,
-            pooling=PoolingSpec(pooler.task, reads_all, self._sees_all, second),
+            pooling=PoolingSpec(pooler.task, reads_all, self._sees_all, second, params.bare),
         )
         return request, pooler
 
@@ -367,6 +367,10 @@ class InputProcessor:
                 )
             if (reason := pooler.refusal(wanted)) is not None:
                 raise RequestError(f"dimensions={wanted}: {reason}", "dimensions")
+        if params.bare and pooler.task != "token_embed":
+            raise RequestError(
+                f"bare=True: the task {pooler.task} has no vectors of tokens; leave it out.", "bare"
+            )
         if params.step_tag_id is not None and pooler.pooling != ("all",):
             raise RequestError(
                 f"step_tag_id={params.step_tag_id}: the task {pooler.task} has one result for all "

@@ -86,7 +86,10 @@ def pooling_nbytes(request: EngineCoreRequest, pooler: PoolerSpec) -> int:
     """Return the maximum bytes of a text until its result is sent, in both processes."""
     prompt = len(request.prompt_token_ids)
     rows = prompt if pooler.pooling[0] == "all" else 1
-    numbers = rows * pooler.size
+    sizes = [pooler.size]
+    if request.pooling is not None and request.pooling.bare:
+        sizes += [dense.linear.inputs for dense in pooler.dense if dense.linear is not None]
+    numbers = rows * max(sizes)
     return prompt * (_PROMPT_TOKEN + _PROMPT_TOKEN_OF_ANSWER) + _ANSWER + numbers * _POOLED_NUMBER
 
 

@@ -31,6 +31,8 @@ class LiveSublayer:
     """Norm of the block's output."""
     has_norm: bool
     """True if the block has a norm; otherwise `norm` changes nothing."""
+    reads_input: bool = False
+    """True if the block reads the layer's input, in a post layer."""
 
 
 class Layer(Protocol):
@@ -117,6 +119,7 @@ class PostNormLayer:
     ) -> tuple[Tensor, Tensor | None]:
         """Implement `Layer`; the residual stream is x alone."""
         assert residual is None
+        given = x
         for part in self.sublayers:
-            x, _ = part.norm.add(part.block(x, step), x)
+            x, _ = part.norm.add(part.block(given if part.reads_input else x, step), x)
         return x, None

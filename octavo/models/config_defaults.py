@@ -90,6 +90,7 @@ _BERT: dict[str, Any] = {"hidden_act": "gelu", "layer_norm_eps": 1e-12, "type_vo
 _BERT |= {"max_position_embeddings": 512}
 _GTE = _BERT | {"type_vocab_size": 1, "max_position_embeddings": 8192}
 _FLASH = _GTE | {"layer_norm_eps": 1e-5, "max_position_embeddings": 8194}
+_DEBERTA = _BERT | {"layer_norm_eps": 1e-7, "type_vocab_size": 0}
 _MODERNBERT = {"hidden_activation": "gelu", "norm_eps": 1e-5, "max_position_embeddings": 8192}
 _MODERNBERT |= {"local_attention": 128, "classifier_pooling": "cls"}
 _MODERNBERT |= {"classifier_activation": "gelu"}
@@ -416,7 +417,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         _LLAMA
         | {"rms_norm_eps": 1e-5, "max_position_embeddings": 8192, "classifier_pooling": "late"},
     ),
-    **_encoder("DebertaV2", "deberta-v2", _BERT | {"layer_norm_eps": 1e-7, "type_vocab_size": 0}),
+    **_encoder("Deberta", "deberta", _DEBERTA),
+    **_encoder("DebertaV2", "deberta-v2", _DEBERTA | {"conv_act": "tanh"}),
     **_encoder("New", "new", _GTE | {"max_position_embeddings": 2048}),
     **_encoder("Gte", "gte", _GTE),
     **_encoder(

@@ -433,19 +433,28 @@ def _read(weight: Weight, tensors: Tensors) -> tuple[list[Part], list[HostTensor
             tensor if source.order is None else from_numpy(tensor.numpy()[list(source.order)])
             for tensor, source in zip(read, sources, strict=True)
         ]
-        turned = [
-            tensor.T
-            if source.transform in ("transpose", "swap")
-            else tensor.view(-1)
-            if source.transform == "flat"
-            else tensor
-            for tensor, source in zip(read, sources, strict=True)
-        ]
+        turned = [_turned(tensor, source) for tensor, source in zip(read, sources, strict=True)]
         try:
             parts += weight.form.cut(turned, _rows(sources[0], weight), sources[0].columns)
         except TensorError as error:
             raise _with_module(error, sources[0]) from None
     return parts, whole
+
+
+def _turned(tensor: HostTensor, source: Source) -> HostTensor:
+    """Return a tensor after the changes of its source that do not select rows."""
+    match source.transform:
+        case "transpose" | "swap":
+            return tensor.T
+        case "flat":
+            return tensor.view(-1)
+        case "padded":
+            numbers = tensor.numpy()
+            return from_numpy(np.concatenate([numbers, np.zeros_like(numbers)]))
+        case "taps":
+            outputs, *_ = tensor.shape
+            return from_numpy(tensor.numpy().swapaxes(1, 2).reshape(outputs, -1))
+    return tensor
 
 
 def _with_module(error: TensorError, source: Source) -> ModelError:

@@ -133,7 +133,7 @@ def read_modules(checkpoint: Checkpoint, hidden_size: int) -> SentenceModules | 
         if name in ("Transformer", "MLMTransformer"):
             continue
         if name == "Pooling" and not (pooling or dense):
-            pooling = _read_pooling(checkpoint, path)
+            pooling = _read_pooling(checkpoint, path, hidden_size)
             size *= len(pooling)
         elif name == "Normalize" and (pooling or dense):
             normalizes = True
@@ -185,9 +185,11 @@ def read_max_len(checkpoint: Checkpoint, most: int) -> int:
     return min(config.integer("max_seq_length", default=most), most)
 
 
-def _read_pooling(checkpoint: Checkpoint, path: str) -> tuple[Pooling, ...]:
+def _read_pooling(checkpoint: Checkpoint, path: str, hidden_size: int) -> tuple[Pooling, ...]:
     """Return the ways of pooling of a Pooling module in a folder of the checkpoint."""
     config = _read_config(checkpoint, f"{path}/config.json")
+    for name in ("word_embedding_dimension", "embedding_dimension"):
+        config.refuse(name, hidden_size, f"the model's hidden states have {hidden_size} numbers")
     config.refuse("include_prompt", True, "the tokens of prompts are always part of the vector")
     modes = config.get("pooling_mode")
     if modes is not None:

@@ -38,6 +38,8 @@ POOLING = (
     "/score",
     "/classify",
     "/pooling",
+    "/v1/embed",
+    "/v2/embed",
     "/embed",
     "/embed_all",
     "/embed_sparse",

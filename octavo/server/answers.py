@@ -970,6 +970,41 @@ class RerankAnswer(Answer):
     """Cohere's counts."""
 
 
+class CohereMeta(Answer):
+    """Counts of a request in Cohere's form."""
+
+    api_version: dict[str, str]
+    billed_units: dict[str, int]
+    """input_tokens."""
+    warnings: NotRequired[list[str]]
+
+
+class CohereVectors(Answer):
+    """POST /v1/embed without embedding_types."""
+
+    response_type: Literal["embeddings_floats"]
+    id: str
+    embeddings: list[list[float]]
+    texts: list[str]
+    meta: CohereMeta
+
+
+class CohereVectorsByType(Answer):
+    """POST /v2/embed."""
+
+    response_type: Literal["embeddings_by_type"]
+    id: str
+    embeddings: dict[
+        Literal["float", "int8", "uint8", "binary", "ubinary", "base64"],
+        list[list[float]] | list[str],
+    ]
+    """Vectors by type. int8: from -127 to 127, each vector with its own scale. uint8: int8 plus
+    128. ubinary: a bit for each number, 1 if it is positive, eight in a byte, the highest first.
+    binary: ubinary minus 128. base64: little-endian float32."""
+    texts: list[str]
+    meta: CohereMeta
+
+
 class TEIRank(Answer):
     """Result of /rerank in the form of text-embeddings-inference."""
 

@@ -25,6 +25,7 @@ from octavo.server.anthropic import count_tokens, create_message
 from octavo.server.batch_runner import BatchRunner
 from octavo.server.chat import create_batch_chat_completion, create_chat_completion
 from octavo.server.classify import create_classification
+from octavo.server.cohere import create_cohere_embed, create_old_cohere_embed
 from octavo.server.completions import create_completion
 from octavo.server.docs import HEADERS, docs_page
 from octavo.server.embeddings import create_embeddings, create_pooling
@@ -106,6 +107,8 @@ ROUTES: tuple[tuple[str, Endpoint, str], ...] = (
     ("/rerank", create_rerank, "POST"),
     ("/v1/rerank", create_rerank, "POST"),
     ("/v2/rerank", create_rerank, "POST"),
+    ("/v1/embed", create_old_cohere_embed, "POST"),
+    ("/v2/embed", create_cohere_embed, "POST"),
     ("/embed", tei.embed, "POST"),
     ("/embed_all", tei.embed_all, "POST"),
     ("/embed_sparse", tei.embed_sparse, "POST"),

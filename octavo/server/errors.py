@@ -139,7 +139,7 @@ def error_writer(path: str) -> Callable[[BaseException], bytes]:
         return anthropic_error_json
     if "/api/" in path and "/v1/" not in path:
         return ollama_error_json
-    if re.search(_TEI_PATHS, path) and "/v2/" not in path:
+    if re.search(_TEI_PATHS, path) and not re.search("/v[12]/", path):
         return tei_error_json
     return error_json
 

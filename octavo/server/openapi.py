@@ -27,6 +27,7 @@ from octavo.server.ollama import MEDIA_TYPE
 from octavo.server.ollama_schema import OllamaChatBody, OllamaGenerateBody, ShowBody
 from octavo.server.pooling_schema import (
     ClassifyBody,
+    CohereEmbedBody,
     EmbeddingsBody,
     OllamaEmbedBody,
     OllamaEmbeddingsBody,
@@ -90,6 +91,10 @@ class RerankInput(RootModel[RerankBody | TEIRerankBody]):
 
 class RerankOutput(RootModel[answers.RerankAnswer | list[answers.TEIRank]]):
     """POST /rerank."""
+
+
+class CohereOutput(RootModel[answers.CohereVectors | answers.CohereVectorsByType]):
+    """POST /v1/embed."""
 
 
 class Vectors(RootModel[list[list[float]]]):
@@ -226,6 +231,8 @@ OPERATIONS: dict[str, Operation] = {
     "/rerank": Operation(RerankOutput, _WITH_BODY, RerankInput),
     "/v1/rerank": Operation(RerankOutput, _WITH_BODY, RerankInput),
     "/v2/rerank": Operation(RerankOutput, _WITH_BODY, RerankInput),
+    "/v1/embed": Operation(CohereOutput, _WITH_BODY, CohereEmbedBody),
+    "/v2/embed": Operation(answers.CohereVectorsByType, _WITH_BODY, CohereEmbedBody),
     "/embed": Operation(Vectors, _WITH_BODY, TEIEmbedBody, error=answers.TEIError),
     "/embed_all": Operation(TokenVectors, _WITH_BODY, TEIInputsBody, error=answers.TEIError),
     "/embed_sparse": Operation(SparseVectors, _WITH_BODY, TEIInputsBody, error=answers.TEIError),

@@ -7,7 +7,7 @@ import base64
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeVar
@@ -234,14 +234,13 @@ class PoolingCall(Call, ABC, Generic[B]):
                         stages=stages if index == 0 else None,
                     )
                 except RequestError as error:
-                    raise _blamed(error, text.where, self.body.truncating) from None
+                    raise _blamed(error, text.where, self.body.names) from None
                 x = output.outputs.data
                 add(_RESULT + x.nbytes)
                 if not np.isfinite(x).all():
                     raise NotFiniteError(text.where)
                 found[index] = result = await offload(x.size // 10, make, index, output)
-                if isinstance(result, bytes):
-                    add(max(0, len(result) - x.nbytes))
+                add(max(0, _nbytes(result) - x.nbytes))
                 self._count(output)
 
         most = _STEPS_AHEAD * engine.num_engines * engine.config.scheduler.max_num_seqs
@@ -292,8 +291,14 @@ class PoolingCall(Call, ABC, Generic[B]):
 
     async def write(self, head: bytes, rows: Sequence[bytes], tail: bytes) -> Response:
         """Return an answer with a list of results; a long one is joined while it is sent."""
-        length = sum(map(len, rows)) + len(rows)
-        pieces = _pieces(head, rows, tail)
+        return await self.write_lists([(head, rows)], tail)
+
+    async def write_lists(
+        self, lists: Sequence[tuple[bytes, Sequence[bytes]]], tail: bytes
+    ) -> Response:
+        """Return an answer with several lists of results, each after a head; see `write`."""
+        length = sum(len(row) + 1 for _, rows in lists for row in rows)
+        pieces = _pieces(lists, tail)
         if length <= _LARGE:
             return Response(b"".join(pieces), media_type="application/json")
         memory = (await self.state.get_engine()).request_memory
@@ -362,21 +367,33 @@ def text_inputs(value: Any, param: str) -> list[Input]:
     return [Input(text, f"{param}[{i}]") for i, text in enumerate(value)]
 
 
-def _pieces(head: bytes, rows: Iterable[bytes], tail: bytes) -> Iterator[bytes]:
+def _pieces(lists: Iterable[tuple[bytes, Iterable[bytes]]], tail: bytes) -> Iterator[bytes]:
     """Yield an answer in pieces of at least `_PIECE` bytes, except the last one."""
-    piece = bytearray(head)
-    for i, row in enumerate(rows):
-        piece += (b"," if i else b"") + row
-        if len(piece) >= _PIECE:
-            yield bytes(piece)
-            piece.clear()
+    piece = bytearray()
+    for head, rows in lists:
+        piece += head
+        for i, row in enumerate(rows):
+            piece += (b"," if i else b"") + row
+            if len(piece) >= _PIECE:
+                yield bytes(piece)
+                piece.clear()
     yield bytes(piece + tail)
 
 
-def _blamed(error: RequestError, where: str, truncate: str) -> RequestError:
-    """Return an engine's error with the place of the text, and the field that truncates texts."""
+def _blamed(error: RequestError, where: str, names: Mapping[str, str]) -> RequestError:
+    """Return an engine's error with the place of the text, and the body's names of its fields."""
     if error.param == "prompt":
         said = error.message.removeprefix("prompt ")
         joined = f"{where} {said}" if said != error.message else f"{where}: {said}"
-        error.param, error.message = where, joined.replace("truncate_prompt_tokens", truncate)
+        error.param, error.message = where, joined
+    for name, own in names.items():
+        error.message = error.message.replace(name, own)
+        error.param = own if error.param == name else error.param
     return error
+
+
+def _nbytes(result: object) -> int:
+    """Return the bytes of the JSON of a result; 0: it is none."""
+    if isinstance(result, tuple):
+        return sum(map(len, result))
+    return len(result) if isinstance(result, bytes) else 0

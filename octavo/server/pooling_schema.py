@@ -56,7 +56,15 @@ def check_texts(value: object, param: str) -> list[str]:
 
 def _check_input(value: object, param: str) -> object:
     """Return `value` if it is one text or several, as texts or token ids, none of them empty."""
-    found = check_prompts(value, param)
+    return _not_empty(check_prompts(value, param), param)
+
+
+def _check_texts(value: object, param: str) -> object:
+    """Return `value` if it is a list of texts, none of them empty."""
+    return _not_empty(check_texts(value if isinstance(value, list) else [value], param), param)
+
+
+def _not_empty(found: object, param: str) -> object:
     for i, text in enumerate(found if isinstance(found, list) else [found]):
         if text == "":
             where = f"{param}[{i}]" if isinstance(found, list) else param
@@ -75,8 +83,8 @@ class PooledBody(Body):
 
     unsupported = known_fields.POOLING
     instead = known_fields.POOLING_INSTEAD
-    truncating: ClassVar[str] = "truncate_prompt_tokens"
-    """Field that truncates texts."""
+    names: ClassVar[Mapping[str, str]] = {}
+    """Names that fields of `PoolingParams` have in this body, where they differ."""
     answers_list: ClassVar[bool] = False
     """True if the answer is a list."""
 
@@ -84,7 +92,7 @@ class PooledBody(Body):
     """Served model name; default: the first one."""
     request_id: RequestId | None = None
     """Request id in printable ASCII; default: X-Request-Id, or generated."""
-    priority: Int | None = None
+    priority: Annotated[Int, Field(ge=-(2**31), lt=2**31)] | None = None
     """Smaller is served earlier, with --scheduling-policy priority."""
     deadline_ms: Milliseconds | None = None
     """Milliseconds after which the request fails with 408. Also as the header X-Deadline-Ms."""
@@ -315,6 +323,102 @@ _PAIRS = (
 )
 
 
+# Cohere
+
+
+class CoherePart(Body):
+    """Part of a text in `inputs`."""
+
+    unsupported: ClassVar = {"image_url": (None,)}
+
+    type: Literal["text"]
+    """text, the only one: the models read no pictures."""
+    text: str
+    """Text."""
+
+
+class CohereInput(Body):
+    """Text in `inputs`."""
+
+    inner: ClassVar[Mapping[str, type[Body]]] = {"content": CoherePart}
+
+    content: Annotated[list[CoherePart], Field(min_length=1)]
+    """Parts of the text, which are joined by line breaks."""
+
+
+CohereType: TypeAlias = Literal["float", "int8", "uint8", "binary", "ubinary", "base64"]
+
+
+class CohereEmbedBody(PooledBody):
+    """Body of POST /v2/embed and /v1/embed."""
+
+    unsupported: ClassVar = {**known_fields.POOLING, "images": (None, [])}
+    inner: ClassVar[Mapping[str, type[Body]]] = {"inputs": CohereInput}
+    names: ClassVar = {
+        "truncate_prompt_tokens": "truncate",
+        "dimensions": "output_dimension",
+    }
+
+    texts: Annotated[
+        list[str] | None,
+        PlainValidator(
+            lambda value: value if value is None else _check_texts(value, "texts"),
+            json_schema_input_type=list[str],
+        ),
+    ] = None
+    """Texts; give these or inputs."""
+    inputs: Annotated[list[CohereInput], Field(min_length=1, max_length=MAX_TEXTS)] | None = None
+    """Texts as objects with parts."""
+    input_type: (
+        Literal["search_document", "search_query", "classification", "clustering"] | None
+    ) = None
+    """Purpose of the vectors. Names a prompt of the model, if it has one for it."""
+    embedding_types: list[CohereType] | None = None
+    """Types of the numbers, one or several. Default float."""
+    output_dimension: Annotated[Int, Field(ge=1)] | None = None
+    """Length to which vectors are cut, for models that are trained for it."""
+    truncate: Literal["NONE", "START", "END"] | None = None
+    """Side at which texts that are too long are cut; NONE: they are an error. Default END."""
+    max_tokens: Annotated[Int, Field(ge=1)] | None = None
+    """Tokens of each text to read. Default: as many as the model takes."""
+
+    @property
+    def given(self) -> str:
+        """Field that holds the texts."""
+        return "texts" if self.texts is not None else "inputs"
+
+    def given_texts(self) -> list[str]:
+        """Return the texts."""
+        if self.texts is not None:
+            return self.texts
+        return ["\n".join(part.text for part in it.content) for it in self.inputs or []]
+
+    def check(self) -> None:
+        """Raise RequestError if fields contradict each other; see `PooledBody.check`."""
+        super().check()
+        if (self.texts is None) == (self.inputs is None):
+            raise RequestError(
+                "Give either texts or inputs.",
+                "texts",
+                "missing_parameter" if self.texts is None else None,
+            )
+        _check_texts(self.given_texts(), self.given)
+        if self.truncate == "NONE" and self.max_tokens is not None:
+            raise RequestError(
+                f"max_tokens={self.max_tokens} and truncate=NONE contradict; leave one out.",
+                "max_tokens",
+            )
+
+    def pooling_params(self, task: str | None) -> PoolingParams:
+        """Return the parameters of each text; see `PooledBody.pooling_params`."""
+        return PoolingParams(
+            task=task,
+            truncate_prompt_tokens=None if self.truncate == "NONE" else self.max_tokens or -1,
+            truncation_side="left" if self.truncate == "START" else "right",
+            dimensions=self.output_dimension,
+        )
+
+
 # text-embeddings-inference
 
 
@@ -322,7 +426,7 @@ class TEIBody(PooledBody):
     """Fields of the routes of text-embeddings-inference."""
 
     answers_list = True
-    truncating = "truncate"
+    names: ClassVar = {"truncate_prompt_tokens": "truncate"}
 
     truncate: bool | None = None
     """Cut texts that are too long. Default: they are an error."""
@@ -451,7 +555,7 @@ class SimilarityBody(PooledBody):
         "inputs": SimilarityInputs,
         "parameters": TEIBody,
     }
-    truncating = "parameters.truncate"
+    names: ClassVar = {"truncate_prompt_tokens": "parameters.truncate"}
     answers_list = True
 
     inputs: SimilarityInputs
@@ -470,7 +574,7 @@ class SimilarityBody(PooledBody):
 class OllamaPooledBody(PooledBody):
     """Fields of both of Ollama's routes for vectors."""
 
-    truncating = "truncate"
+    names: ClassVar = {"truncate_prompt_tokens": "truncate"}
 
     model: Annotated[str, Field(min_length=1)]
     """Served model name, also with the tag `:latest`."""

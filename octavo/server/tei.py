@@ -104,6 +104,9 @@ class Embed(PoolingCall[TEIInputsBody]):
         engine = await self.state.get_engine()
         find_pooler(engine.spec, self.task)
         params = self.body.pooling_params(self.task)
+        of_text = engine.spec.pooler("embed")
+        # As in text-embeddings-inference. The vectors of ColBERT have no others beside them.
+        params.bare = self.task == "token_embed" and of_text is not None and bool(of_text.dense)
         inputs = text_inputs(self.body.inputs, "inputs")
         rows = await self.results(engine, inputs, params, lambda _, x: numbers_json(x))
         return await self.write(b"[", rows, b"]")

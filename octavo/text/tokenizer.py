@@ -43,6 +43,8 @@ MAX_TOKENS = 2**17
 # In characters: limit for tokenising at once, and for tokenising to determine the length.
 _SHORT_TEXT = 1_000
 _SMALL_TEXT = 2**16
+# Tokens beyond those to keep: more than one word has, and than the end of a text changes.
+_MORE_TOKENS = 256
 
 
 class BatchEncoding(dict[str, Any]):
@@ -401,9 +403,11 @@ class Tokenizer:
         Raises:
             RequestError: a text is not valid Unicode.
         """
-        encodings = self._encode([text] if pair is None else [text, pair], False)
-        backend = self._backend
-        if max_tokens is not None:
+        texts, backend = [text] if pair is None else [text, pair], self._backend
+        if max_tokens is None:
+            encodings = self._encode(texts, False)
+        else:
+            encodings = [self._encode_end(one, max_tokens, truncation_side) for one in texts]
             special = 0
             if add_special_tokens:
                 special = len(self._prefix) + len(self._suffix)
@@ -419,6 +423,24 @@ class Tokenizer:
             types = [0] * len(self._prefix) + types
         return ids, types.index(1) if pair is not None and 1 in types else 0
 
+    def _encode_end(
+        self, text: str, max_tokens: int, side: Literal["left", "right"]
+    ) -> tokenizers.Encoding:
+        """Return the tokens of a text of which `max_tokens` will be kept.
+
+        Of a very long text, only a part is tokenized: at least the tokens to keep, and so many more
+        that the cut does not change them. All of a megabyte's tokens would need 200 MB.
+        """
+        size = max(_SMALL_TEXT, MAX_CHARS_PER_TOKEN * max_tokens)
+        while size < len(text):
+            part = text[:size] if side == "right" else text[-size:]
+            (encoding,) = self._encode([part], False)
+            if len(encoding) > max_tokens + _MORE_TOKENS:
+                return encoding
+            size *= 4
+        (encoding,) = self._encode([text], False)
+        return encoding
+
     def cut(self, text: str, max_tokens: int) -> str:
         """Return the beginning of a text, as far as its first tokens without special ones reach.
 
@@ -427,11 +449,16 @@ class Tokenizer:
         """
         if self._longest is not None:
             return self.decode(self.encode(text, False)[:max_tokens])
-        try:
-            # Of the library's calls only those for batches release the lock.
-            (encoding,) = self._backend.encode_batch([text], add_special_tokens=False)
-        except (TypeError, UnicodeEncodeError):
-            raise _not_unicode() from None
+        size = max(_SMALL_TEXT, MAX_CHARS_PER_TOKEN * max_tokens)
+        while True:  # as in `_encode_end`
+            try:
+                # Of the library's calls only those for batches release the lock.
+                (encoding,) = self._backend.encode_batch([text[:size]], add_special_tokens=False)
+            except (TypeError, UnicodeEncodeError):
+                raise _not_unicode() from None
+            if size >= len(text) or len(encoding) > max_tokens + _MORE_TOKENS:
+                break
+            size *= 4
         offsets = encoding.offsets
         return text if len(offsets) <= max_tokens else text[: offsets[max_tokens - 1][1]]
 

@@ -24,6 +24,8 @@ class _Row:
     pooler: Pooler
     pooled: PooledRow | None
     """None: each token has a result."""
+    bare: bool
+    """True if the results are the hidden states."""
     tokens: list[Floats] = field(default_factory=list)
     """Results of the tokens so far."""
 
@@ -44,7 +46,8 @@ class PoolingRows:
         """Begin a request in a row."""
         pooler = self._poolers[spec.task]
         of_tokens = pooler.pooling[0] == "all"
-        self._rows[row] = _Row(pooler, None if of_tokens else PooledRow(pooler.pooling))
+        pooled = None if of_tokens else PooledRow(pooler.pooling)
+        self._rows[row] = _Row(pooler, pooled, spec.bare)
 
     def remove_row(self, row: int) -> None:
         """Forget the request of a row, if it is here."""
@@ -71,7 +74,7 @@ class PoolingRows:
             length = int(batch.num_prompt_tokens[row])
             ends = first + len(chunk) == length
             if state.pooled is None:
-                state.tokens.append(state.pooler.head(chunk))
+                state.tokens.append(chunk if state.bare else state.pooler.head(chunk))
                 if ends:
                     results[req_id] = np.concatenate(state.tokens).tobytes()
                 continue

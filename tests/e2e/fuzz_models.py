@@ -415,7 +415,7 @@ def check_model(seed: int, folder: Path) -> str:
 
 ENCODERS = ("Bert", "Roberta", "XLMRoberta", "Camembert", "DistilBert", "Electra", "MPNet")
 ENCODERS = (*ENCODERS, "Albert", "ModernBert", "EuroBert", "Gte", "NomicBert", "JinaEmbeddingsV3")
-ENCODERS = (*ENCODERS, "DebertaV2")
+ENCODERS = (*ENCODERS, "DebertaV2", "Deberta")
 
 
 def draw_encoder(rng: random.Random, family: str | None = None) -> tuple[str, dict[str, Any]]:
@@ -448,13 +448,16 @@ def draw_encoder(rng: random.Random, family: str | None = None) -> tuple[str, di
     if family == "EuroBert":
         config |= {"mask_token_id": 1, "num_key_value_heads": rng.choice((1, heads))}
         config |= {"classifier_pooling": rng.choice(("bos", "mean", "late"))}
-    if family == "DebertaV2":
+    if family in ("Deberta", "DebertaV2"):
         kinds = ("c2p|p2c", "c2p", ["p2c"], None)
         config |= {"relative_attention": rng.random() < 0.8, "pos_att_type": rng.choice(kinds)}
-        config |= {"position_buckets": rng.choice((-1, 4, 12)), "max_relative_positions": 40}
+        config |= {"max_relative_positions": rng.choice((-1, 40))}
         config |= {name: rng.random() < 0.5 for name in ("share_att_key", "position_biased_input")}
-        config |= {"norm_rel_ebd": rng.choice(("none", "layer_norm"))}
         config |= {"type_vocab_size": rng.choice((0, 2))}
+    if family == "DebertaV2":
+        config |= {"position_buckets": rng.choice((-1, 4, 12))}
+        config |= {"norm_rel_ebd": rng.choice(("none", "layer_norm"))}
+        config |= {"conv_kernel_size": rng.choice((0, 0, 3, 5)), "conv_act": "gelu"}
     kind = rng.choice(("Model", "ForSequenceClassification", "ForTokenClassification"))
     return f"{family}{kind}", config
 

@@ -1,6 +1,7 @@
 """Vectors and scores through Cohere's client and through frameworks, where they are installed."""
 
 import asyncio
+import base64
 
 import numpy as np
 import openai
@@ -38,16 +39,39 @@ def encoder(folder):
         yield encoder
 
 
+@pytest.mark.filterwarnings("ignore::pydantic.warnings.PydanticDeprecationWarning")  # its own
 def test_coheres_client(server, vectors):
     cohere = pytest.importorskip("cohere")
     order = np.argsort(-(vectors[1:] @ vectors[0])).tolist()
     asked = {"model": "m", "query": TEXTS[0], "documents": TEXTS[1:]}
     with cohere.ClientV2("k", base_url=server.url) as client:
         results = client.rerank(**asked, top_n=2, max_tokens_per_doc=4).results
+        kinds = ["float", "int8", "uint8", "binary", "ubinary", "base64"]
+        texts = {"model": "m", "texts": TEXTS, "input_type": "search_document"}
+        found = client.embed(**texts, embedding_types=kinds, truncate="START").embeddings
+        parts = [{"content": [{"type": "text", "text": text}]} for text in TEXTS]
+        by_parts = client.embed(model="m", inputs=parts, input_type="classification")
+        with pytest.raises(cohere.BadRequestError, match="output_dimension=5"):
+            client.embed(**texts, output_dimension=5)
     assert [result.index for result in results] == order[:2]
+    np.testing.assert_allclose(found.float_, vectors, atol=1e-6)
+    np.testing.assert_allclose(by_parts.embeddings.float_, vectors, atol=1e-6)
+    packed = [np.frombuffer(base64.b64decode(row), "<f4") for row in found.base64]
+    np.testing.assert_array_equal(packed, np.float32(found.float_))
+    whole = np.array(found.int8, np.float64)
+    np.testing.assert_array_equal(np.array(found.uint8), whole + 128)
+    cosines = (whole * vectors).sum(1) / np.linalg.norm(whole, axis=1)
+    assert cosines.min() > 0.9999
+    np.testing.assert_array_equal(np.array(found.binary) + 128, found.ubinary)
+    bits = np.unpackbits(np.array(found.ubinary, np.uint8), axis=1)
+    np.testing.assert_array_equal(bits, vectors > 0)
     with cohere.Client("k", base_url=server.url) as client:
         results = client.rerank(**asked, return_documents=True).results
+        many = client.embed(model="m", texts=TEXTS * 30)  # the client sends 96 at a time
+        typed = client.embed(**texts, embedding_types=["float"])
     assert [result.document.text for result in results] == [TEXTS[1 + i] for i in order]
+    np.testing.assert_allclose(many.embeddings, np.tile(vectors, (30, 1)), atol=1e-6)
+    np.testing.assert_allclose(typed.embeddings.float_, vectors, atol=1e-6)
 
 
 def test_langchains_client(server, vectors):

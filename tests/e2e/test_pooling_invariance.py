@@ -44,6 +44,8 @@ def _save(kind: str, folder: Path) -> None:
             share_att_key=True,
             position_biased_input=False,
             norm_rel_ebd="layer_norm",
+            conv_kernel_size=3,
+            conv_act="gelu",
         ).save_pretrained(folder)
         return
     fields = WIDE_HEADS | {"sliding_window": 16, "use_bidirectional_attention": True}

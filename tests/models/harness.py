@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import torch
 import transformers
 import transformers.models.llama.modeling_llama  # early: see `few_objects_to_search`
@@ -18,6 +19,7 @@ from octavo.checkpoints.registry import open_checkpoint
 from octavo.config import ModelConfig
 from octavo.kernels.native import NativeOps
 from octavo.kernels.torch_tensors import ForHost, as_torch, from_torch
+from octavo.layers.neighbors import NeighborArray
 from octavo.layers.step import Handed, StepContext
 from octavo.layers.token_types import TOKEN_TYPES
 from octavo.models.base import Model
@@ -26,7 +28,7 @@ from octavo.models.loader import load_model
 from octavo.models.registry import read_spec
 from octavo.models.spec import ModelSpec
 from octavo.models.state_cache import StateCache, StateMetadata
-from octavo.system.tensor import HostTensor, full
+from octavo.system.tensor import HostTensor, from_numpy, full
 from tests.attention.backends import make_backend
 from tests.models.rwkv7 import RWKV7Config, RWKV7ForCausalLM
 
@@ -141,11 +143,21 @@ class Runner:
             self.kept_layers,
             self.kept,
             received=self.received,
-            arrays={} if types is None else {TOKEN_TYPES.name: from_torch(torch.tensor(types))},
+            arrays=self._arrays(types, [len(tokens) for tokens in scheduled.values()]),
         )
         hidden = self.model.forward(from_torch(torch.tensor(ids)), step)
         self.handed = step.handed
         return hidden, starts
+
+    def _arrays(self, types: list[int] | None, counts: list[int]) -> dict[str, HostTensor]:
+        """Return the arrays that the blocks declare, except those of states."""
+        arrays = {} if types is None else {TOKEN_TYPES.name: from_torch(torch.tensor(types))}
+        for array in self.model.spec.step_arrays:
+            if isinstance(array, NeighborArray):
+                out, rows = np.empty(sum(counts), np.int64), np.arange(len(counts))
+                array.fill(out, rows, 0 * rows, np.array(counts))
+                arrays[array.name] = from_numpy(out)
+        return arrays
 
 
 @dataclass

@@ -14,12 +14,16 @@ from torch.nn import functional
 from transformers.models.deberta_v2.modeling_deberta_v2 import make_log_bucket_position
 from transformers.models.mpnet.modeling_mpnet import MPNetEncoder
 
+from octavo.checkpoints.registry import open_checkpoint
 from octavo.errors import ModelError
+from octavo.kernels.native import NativeOps
 from octavo.kernels.torch_tensors import as_torch
 from octavo.layers.pooler import Floats, PooledRow
-from octavo.models.blocks.attention import RelativeBias
+from octavo.models.blocks.attention import RelativeBias, share_heads
 from octavo.models.blocks.disentangled import Distances
 from octavo.models.decoder import DecoderModel
+from octavo.models.loader import LoadedWeights
+from octavo.system.distributed import Rank
 from tests.models.harness import (
     Runner,
     load,
@@ -46,6 +50,8 @@ ONE_TYPE = SIZES | {"type_vocab_size": 1}
 DISENTANGLED = {"relative_attention": True, "pos_att_type": "p2c|c2p"}
 DEBERTA = SIZES | DISENTANGLED | {"position_buckets": 16, "norm_rel_ebd": "layer_norm"}
 DEBERTA |= {"share_att_key": True, "position_biased_input": False, "type_vocab_size": 0}
+CONV = {"conv_kernel_size": 3, "conv_act": "gelu"}
+FIRST = SIZES | DISENTANGLED | {"position_biased_input": False, "type_vocab_size": 0}
 CLASSES, TOKENS = "ForSequenceClassification", "ForTokenClassification"
 
 ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -103,6 +109,22 @@ ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
         f"DebertaV2{CLASSES}",
         SIZES | {"pos_att_type": "c2p|p2c", "type_vocab_size": 2, "norm_rel_ebd": "layer_norm"},
     ),
+    "deberta-conv": (
+        f"DebertaV2{CLASSES}",
+        DEBERTA | CONV,
+    ),
+    "deberta-conv-model": ("DebertaV2Model", DEBERTA | CONV | {"conv_kernel_size": 5}),
+    "deberta-conv-tokens": (f"DebertaV2{TOKENS}", ODD | DISENTANGLED | CONV),
+    "deberta-v1": (f"Deberta{CLASSES}", FIRST | {"num_labels": 1}),
+    "deberta-v1-model": ("DebertaModel", FIRST | ODD | {"max_relative_positions": 24}),
+    "deberta-v1-tokens": (
+        f"Deberta{TOKENS}",
+        FIRST | WIDE | {"pos_att_type": "p2c", "position_biased_input": True},
+    ),
+    "deberta-v1-mlm": (
+        "DebertaForMaskedLM",
+        FIRST | {"pos_att_type": ["c2p"], "type_vocab_size": 2},
+    ),
     "deberta-unused": (f"DebertaV2{TOKENS}", DEBERTA | {"pos_att_type": None}),
     "gte": (f"Gte{CLASSES}", ONE_TYPE),
     "gte-model": ("GteModel", WIDE | {"type_vocab_size": 0}),
@@ -116,6 +138,7 @@ ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 BATCHED = ("bert", "roberta-tokens", "distilbert", "electra", "mpnet", "albert-model", "modernbert")
 BATCHED += ("modernbert-mean", "eurobert", "gte", "nomic", "jina-v3", "deberta", "deberta-own")
+BATCHED += ("deberta-conv", "deberta-v1")
 """Cases of each kind for comparisons of bits."""
 TYPELESS = ("DistilBert", "MPNet", "ModernBert", "EuroBert")
 """Encoders without token types."""
@@ -187,6 +210,27 @@ def test_the_same_bits_alone_and_in_any_batch(case: str, dtype: str, tmp_path: P
         assert torch.equal(states, among)
         whole = pool(model, task, states)
         assert np.array_equal(whole, pool(model, task, states, chunk=7))
+
+
+def test_ranks_of_deberta_v1(tmp_path: Path) -> None:
+    """The module of queries, keys and values has no bias of keys, and rows head by head."""
+    make_hf("DebertaModel", **FIRST).save_pretrained(tmp_path)
+    state, head = load_file(tmp_path / "model.safetensors"), 10
+    name = "encoder.layer.2.attention.self."
+    queries, values = state[f"{name}q_bias"], state[f"{name}v_bias"]
+    spec = spec_of(tmp_path)
+    for rank in (Rank(0, 1), Rank(0, 3), Rank(1, 3), Rank(2, 3)):
+        weights = LoadedWeights(
+            spec.split(rank),
+            open_checkpoint(tmp_path),
+            dtype="float32",
+            ops=NativeOps(),
+            cache=None,
+        ).load()
+        begin, end = (head * at for at in share_heads(4, 4, rank)[0])
+        own = slice(begin, end)
+        bias = torch.cat([queries[own], torch.zeros(end - begin), values[own]])
+        assert torch.equal(as_torch(weights["layers.2.qkv_proj.bias"]), bias)
 
 
 def renamed(folder: Path, names: dict[str, str], config: dict[str, Any]) -> None:
@@ -270,9 +314,17 @@ def test_nomic_bert_with_the_fields_of_its_code(tmp_path: Path) -> None:
         spec_of(tmp_path)
 
 
-def test_jina_embeddings_v2(tmp_path: Path) -> None:
-    """A reference of its code: ALiBi on both sides, and a gate with GELU."""
-    make_hf(f"Bert{CLASSES}", **ODD).save_pretrained(tmp_path)
+@pytest.mark.parametrize(
+    ("shape", "slopes"),
+    [(ODD, (-4, -8, -2)), (SIZES, (-2, -4, -6, -8)), (WIDE, (-4, -8))],
+    ids=["odd", "four heads", "wide"],
+)
+def test_jina_embeddings_v2(shape: dict[str, Any], slopes: tuple[int, ...], tmp_path: Path) -> None:
+    """A reference of its code: ALiBi on both sides, and a gate with GELU.
+
+    `slopes` are the exponents of the heads' slopes, powers of 2.
+    """
+    make_hf(f"Bert{CLASSES}", **shape).save_pretrained(tmp_path)
     config = {"architectures": [f"JinaBert{CLASSES}"], "position_embedding_type": "alibi"}
     renamed(
         tmp_path,
@@ -281,7 +333,7 @@ def test_jina_embeddings_v2(tmp_path: Path) -> None:
         | {"attention.output.layernorm": "attention.output.LayerNorm"},
         config | {"feed_forward_type": "geglu"},
     )
-    file, hidden = tmp_path / "model.safetensors", ODD["hidden_size"]
+    file, hidden = tmp_path / "model.safetensors", shape["hidden_size"]
     state = load_file(file)
     del state["bert.embeddings.position_embeddings.weight"]
     for name in [name for name in state if "intermediate" in name]:
@@ -301,17 +353,20 @@ def test_jina_embeddings_v2(tmp_path: Path) -> None:
         weights = state[f"{name}.weight"], state[f"{name}.bias"]
         return functional.layer_norm(x, (hidden,), *weights, eps=1e-12)
 
-    slopes = torch.tensor([2**-4, 2**-8, 2**-2])  # of three heads
+    factors = torch.tensor([2.0**slope for slope in slopes])
     for text, kinds, found in zip(ids, types, compute(model, ids, types), strict=True):
+        assert torch.equal(found, compute(model, [text], [kinds])[0])
         at = torch.arange(len(text))
-        bias = -(at[:, None] - at[None]).abs() * slopes[:, None, None]
+        bias = -(at[:, None] - at[None]).abs() * factors[:, None, None]
         x = state["bert.embeddings.word_embeddings.weight"][text]
         x = x + state["bert.embeddings.token_type_embeddings.weight"][kinds]
         x = norm("bert.embeddings.LayerNorm", x)
-        for i in range(ODD["num_hidden_layers"]):
+        for i in range(shape["num_hidden_layers"]):
             layer = f"bert.encoder.layer.{i}."
             heads = [
-                linear(f"{layer}attention.self.{part}", x).view(len(text), 3, -1).transpose(0, 1)
+                linear(f"{layer}attention.self.{part}", x)
+                .view(len(text), len(slopes), -1)
+                .transpose(0, 1)
                 for part in ("query", "key", "value")
             ]
             out = functional.scaled_dot_product_attention(*heads, attn_mask=bias)
@@ -398,7 +453,10 @@ def test_layers_of_albert_share_their_weights(tmp_path: Path) -> None:
         ("nomic", {"n_embd": 40, "activation_function": "geglu"}, "supported: swiglu, gelu"),
         ("nomic", {"n_embd": 40, "rotary_emb_fraction": 0.5}, "whole heads"),
         ("nomic", {"num_experts": 8}, "mixtures of experts"),
-        ("deberta", {"conv_kernel_size": 3}, "conv_kernel_size=3.*convolution"),
+        ("deberta", {"conv_kernel_size": 4}, "conv_kernel_size=4.*it must be odd"),
+        ("deberta", {"conv_kernel_size": 3, "conv_act": "tanh"}, "conv_act='tanh'.*supported"),
+        ("deberta", CONV | {"conv_groups": 2}, "conv_groups=2.*all channels"),
+        ("deberta-v1", {"talking_head": True}, "heads that do not mix"),
         ("deberta", {"embedding_size": 8}, "embedding_size=8"),
         ("deberta", {"attention_head_size": 20}, "the hidden size together"),
         ("deberta", {"pooler_hidden_act": "tanh"}, "only GELU"),

@@ -202,7 +202,7 @@ def test_built_in_families_come_first_and_broken_ones_are_named(tmp_path: Path) 
     [
         ("BigBirdForMaskedLM", "encoder, which makes vectors"),
         ("FunnelModel", "encoder, which makes vectors"),
-        ("DebertaForSequenceClassification", "DeBERTa V1"),
+        ("nomic-bert-moe", "lack the bias of the experts"),
         ("XLNetForSequenceClassification", "classifier"),
         ("T5ForConditionalGeneration", "encoder-decoder"),
         ("WhisperForConditionalGeneration", "sound"),

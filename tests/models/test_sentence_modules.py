@@ -128,6 +128,11 @@ def test_dense_of_each_token(tmp_path: Path) -> None:
     with torch.no_grad():
         expected = [unit(torch.tanh(linear(x))) for x in states(hf_model)]
     assert_near(pool(tmp_path, "token_embed"), expected)
+    with open_llm(tmp_path) as llm:
+        bare = results(llm, "token_embed", bare=True, use_activation=False)
+        with pytest.raises(RequestError, match="bare=True: the task embed has no vectors of"):
+            results(llm, "embed", bare=True)
+    assert_near(bare, states(hf_model))
     ways = pooling("mean_tokens", "max_tokens")
     write_modules(tmp_path, ways, ("Dense", dense_config(96, 64, "Tanh")))
     write_dense(tmp_path, 2, 96, 64, "Tanh")
@@ -257,6 +262,8 @@ def test_longest_text(tmp_path: Path) -> None:
         ("modules.json", "pooling at /etc", r"'etc/config\.json'|etc.config.json is missing"),
         ("modules.json", "pooling at C:\\x", "which is outside"),
         ("modules.json", "pooling at none", r"none/config\.json is missing or damaged"),
+        ("modules.json", "pooling at " + "a" * 9000, "File name too long"),
+        ("1_Pooling/config.json", {"word_embedding_dimension": 47}, "hidden states have 48"),
         ("1_Pooling/config.json", [], "is missing or damaged"),
         ("1_Pooling/config.json", {}, "names no way of pooling"),
         ("1_Pooling/config.json", {"pooling_mode": "attention"}, "supported: cls, max"),

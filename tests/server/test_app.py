@@ -56,6 +56,8 @@ def test_index_lists_the_addresses():
             "POST /rerank",
             "POST /v1/rerank",
             "POST /v2/rerank",
+            "POST /v1/embed",
+            "POST /v2/embed",
             "POST /embed",
             "POST /embed_all",
             "POST /embed_sparse",

@@ -387,3 +387,18 @@ def test_a_model_without_vectors_and_scores():
             assert "It can: generate (POST /v1/completions)" in error["message"]
 
     serve(scenario)
+
+
+def test_a_priority_beyond_32_bits():
+    async def scenario(served):
+        for path, body in [
+            ("/v1/embeddings", {"input": "a"}),
+            ("/v2/embed", {"texts": ["a"]}),
+            ("/rerank", {"query": "a", "documents": ["b"]}),
+        ]:
+            for priority in (2**31, -(2**31) - 1, 10**30):
+                error = await refused(served, path, priority=priority, **body)
+                assert error["param"] == "priority"
+                assert f"priority={priority}" in error["message"]
+
+    serve(scenario)

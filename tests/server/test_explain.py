@@ -115,6 +115,7 @@ POOLED = [
     ("/rerank", {"query": "one", "documents": ["two"]}, 8),
     ("/v1/score", {"text_1": "one", "text_2": ["two"]}, 8),
     ("/api/embed", {"model": "fake", "input": ["one", "two"]}, 8),
+    ("/v2/embed", {"texts": ["one", "two"]}, 8),
 ]
 
 

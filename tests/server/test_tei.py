@@ -1,10 +1,13 @@
 """Routes of text-embeddings-inference: /embed, /embed_all, /predict, /similarity, /info."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from pydantic import TypeAdapter
 
-from octavo.models.blocks.pooler import SentencesSpec
+from octavo.models.blocks.linear import LinearSpec
+from octavo.models.blocks.pooler import DenseSpec, SentencesSpec
 from octavo.server import answers
 from tests.server.fake_engine import fake_pool
 from tests.server.pooled import (
@@ -71,8 +74,20 @@ def test_vectors_of_tokens():
         for text, rows in zip(("one", "three"), found, strict=True):
             expected = fake_pool(ids_of(text), TOKENS)
             np.testing.assert_allclose(rows, expected, rtol=1e-5, atol=1e-6)
+        assert not served.engine.requests[-1].pooling.bare
 
     serve(scenario)
+
+
+def test_vectors_of_tokens_before_dense_layers():
+    async def scenario(served):
+        await good(served, "/embed_all", inputs="one")
+        assert served.engine.requests[-1].pooling.bare
+        await good(served, "/pooling", input="one", task="token_embed")
+        assert not served.engine.requests[-1].pooling.bare
+
+    dense = (DenseSpec(LinearSpec((("linear", 4),), 9)),)
+    serve(scenario, replace(EMBED, dense=dense), replace(TOKENS, dense=dense))
 
 
 def test_sparse_vectors_of_a_model_without():

@@ -280,3 +280,39 @@ def test_a_chat_template_can_be_applied(tmp_path):
     assert tokenizer.apply_chat_template(chat, chat_template="{{ 5 }}", tokenize=False) == "5"
     with pytest.raises(RequestError, match="messages"):
         tokenizer.apply_chat_template([])
+
+
+LONG = [
+    "Once upon a time, naïve 中文 🤗 frogs sang. " * 4000,
+    " " * 200_000 + "the end " * 9000,
+    "x" * 150_000 + " a few words at the end",
+]
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("make", [byte_level, sentencepiece, word_piece])
+def test_the_end_of_a_long_text_is_that_of_all_its_tokens(make, side, monkeypatch):
+    tokenizer = make()
+    for text in LONG:
+        whole = tokenizer.encode(text, add_special_tokens=False)
+        expected = whole[:100] if side == "right" else whole[-100:]
+        options = {"max_tokens": 100, "truncation_side": side}
+        assert tokenizer.encode_text(text, None, False, **options) == (expected, 0)
+    seen, encode = [], tokenizer._encode
+
+    def spy(texts, special):
+        seen.extend(map(len, texts))
+        return encode(texts, special)
+
+    monkeypatch.setattr(tokenizer, "_encode", spy)
+    tokenizer.encode_text(LONG[0] * 9, None, True, **options)
+    assert max(seen) == 2**16
+
+
+def test_the_beginning_of_a_long_text():
+    for tokenizer in (byte_level(), word_piece()):
+        for text in LONG[:2]:
+            cut = tokenizer.cut(text, 50)
+            assert text.startswith(cut)
+            whole = tokenizer.encode(text, add_special_tokens=False)
+            assert tokenizer.encode(cut, add_special_tokens=False) == whole[:50]

@@ -32,6 +32,9 @@ class Sublayer:
     input as the first block."""
     out_norm: NormSpec | None = None
     """Norm of the block's output, in a sequential layer (Gemma 2, OLMo 2)."""
+    reads_input: bool = False
+    """True if the block reads the layer's input, in a post layer (DeBERTa V2); False: the result of
+    the sublayer before it."""
 
     @property
     def part(self) -> str:
@@ -177,6 +180,7 @@ class LayerSpec:
                     build_norm(norm, parts.of(name), size=size),
                     build_norm(out_norm, parts.of(out_name), size=size, rows=rows, joins=joins),
                     has_norm=norm is not None,
+                    reads_input=sublayer.reads_input,
                 )
             )
             first += count

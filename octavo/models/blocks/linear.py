@@ -26,13 +26,14 @@ class LinearSpec:
     """Stacked modules of the checkpoint, with the number of outputs of each."""
     inputs: int
     bias: bool = False
-    layout: Literal["rows", "conv1d", "by_group", "by_shard", "halves"] = "rows"
+    layout: Literal["rows", "conv1d", "by_group", "by_shard", "halves", "taps"] = "rows"
     """Layout of the weights in the checkpoint. rows: [outputs, inputs]. conv1d: [inputs, outputs]
     (GPT-2). by_group: rows are queries, keys and values of each group of heads in turn (BLOOM,
     Falcon). by_shard: rows are queries, values and keys of each part of the heads (CodeGen).
-    halves: rows are those of an MLP's projection up, then those of its gate (GTE)."""
+    halves: rows are those of an MLP's projection up, then those of its gate (GTE). taps: [outputs,
+    inputs of a tap, taps], of a convolution; the inputs are those of each tap in turn."""
     groups: int = 1
-    """Number of groups, for by_group, or of parts, for by_shard; see `Source`."""
+    """Number of groups, for by_group, of parts, for by_shard, or of taps; see `Source`."""
     group_queries: int = 1
     """Number of query heads of a group, for by_group."""
     group_parts: tuple[int, ...] = ()
@@ -52,6 +53,9 @@ class LinearSpec:
     whole_inputs: int = 0
     summand: tuple[int, int] = (0, 1)
     """With `columns`: index of the rank, and number of the ranks; their results are summed."""
+    biases: tuple[str, str] | None = None
+    """Tensors with the biases of queries and of values, if keys have none (DeBERTa V1). None: each
+    module has its own."""
     forms: tuple[WeightForm, ...] = ()
     """Form of each module in the checkpoint and in memory; empty: all are plain. Successive modules
     of one form are one weight."""
@@ -118,7 +122,7 @@ class LinearSpec:
             form = self.forms[begin] if self.forms else PLAIN
             yield Weight(f"{names.own}{name}", "linear", shape, sources, whole, form)
         if self.bias:
-            sources = self._sources(names, "bias", 0, len(self.modules))
+            sources = self._bias_sources(names)
             whole = self.whole_outputs if is_part else None
             yield Weight(f"{names.own}bias", "vector", (self.outputs,), sources, whole)
 
@@ -141,6 +145,19 @@ class LinearSpec:
         rows = sum(rows for _, rows in self.modules[begin:end])
         parts = self._parts_of(first, rows)
         return rows if parts is None else sum(b - a for a, b in parts)
+
+    def _bias_sources(self, names: Names) -> tuple[Source, ...]:
+        """Return the tensors of the bias."""
+        if self.biases is None:
+            return self._sources(names, "bias", 0, len(self.modules))
+        rows, (queries, values) = self.whole_outputs // 3, self.biases
+        stored = (rows,)
+        return (
+            Source(
+                f"{names.checkpoint}{queries}", stored, "padded", parts=self._parts_of(0, 2 * rows)
+            ),
+            Source(f"{names.checkpoint}{values}", stored, parts=self._parts_of(2 * rows, rows)),
+        )
 
     def _sources(
         self, names: Names, kind: Literal["weight", "bias"], first: int, last: int
@@ -170,6 +187,10 @@ class LinearSpec:
                         group_queries=self.group_queries,
                         group_parts=self.group_parts,
                     )
+                elif self.layout == "taps":
+                    shape = (rows, inputs // self.groups, self.groups)
+                    source = replace(source, shape=shape if kind == "weight" else source.shape)
+                    source = replace(source, transform="taps" if kind == "weight" else "none")
                 elif self.layout == "conv1d" and source.shape == (rows, inputs):
                     source = replace(source, shape=(inputs, rows), transform="transpose")
                 if self.expert is not None:
