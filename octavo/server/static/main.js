@@ -3,6 +3,8 @@ import {askKey, byId, failure, open, say, sentence} from "./api.js";
 
 const VIEWS = ["chat", "engine", "explain", "bench"];
 const loaded = {};
+// Files that are asked for before the first paint delay it.
+const painted = new Promise(done => requestAnimationFrame(() => setTimeout(done)));
 let current = null;
 
 async function showView() {
@@ -16,6 +18,7 @@ async function showView() {
     tab.tabIndex = other === view ? 0 : -1;
     byId(other).hidden = other !== view;
   }
+  await painted;
   try {
     loaded[view] ??= await import(`./${view}.js`);
     if (current === view) loaded[view].show?.(decodeURIComponent(argument));
@@ -38,3 +41,5 @@ theme.value = localStorage.getItem("theme") ?? "auto";
 theme.onchange();
 addEventListener("hashchange", showView);
 showView();
+await painted;
+document.head.append(byId("modules").content);
