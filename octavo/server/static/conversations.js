@@ -73,14 +73,12 @@ export function importText(text) {
       const chat = create(), here = `conversation ${number + 1}`, {nodes, leaf, title, settings = {}} = given;
       where = here;
       nodes.forEach((node, i) => {
-        const {role, parent, calls, logprobs} = node, message = {role, ...texts(TEXTS, node)};
-        check(["user", "assistant", "tool"].includes(role) && isText(message.content), `message ${i + 1} of ${here}`);
-        check(isIndex(parent, i), `the parent of message ${i + 1} of ${here}`);
+        const {role, parent, calls, logprobs} = node, message = {role, ...texts(TEXTS, node)}, place = `message ${i + 1} of ${here}`;
+        check(["user", "assistant", "tool"].includes(role) && isText(message.content), place);
+        check(isIndex(parent, i), `the parent of ${place}`);
         check(!calls || calls.every(call => CALL.every(name => isText(call[name]))), `calls of ${here}`);
-        if (calls) message.calls = calls.map(call => texts(CALL, call));
         check(!logprobs || logprobs.every(row => isRow(row) && row[2].every(isRow)), `logprobs of ${here}`);
-        if (logprobs) message.logprobs = logprobs;
-        add(chat, parent, message);
+        add(chat, parent, {...message, ...(calls && {calls: calls.map(call => texts(CALL, call))}), ...(logprobs && {logprobs})});
       });
       check(isIndex(leaf, nodes.length), `leaf of ${here}`);
       const {sampling = {}} = settings, taken = {...texts(Object.keys(SETTINGS), settings), sampling: texts(Object.keys(sampling), sampling)};

@@ -1,5 +1,5 @@
 // Tabs. A view is a module, loaded when it is first opened; it may export show(argument) and hide().
-import {askKey, byId, failure, open, say, sentence} from "./api.js";
+import {arrow, askKey, byId, failure, open, say, sentence} from "./api.js";
 
 const VIEWS = ["chat", "engine", "explain", "bench"];
 const loaded = {};
@@ -10,7 +10,7 @@ let current = null;
 async function showView() {
   const [name, argument = ""] = location.hash.slice(2).split("/");
   const view = VIEWS.includes(name) ? name : "chat";
-  if (current !== view) loaded[current]?.hide?.();
+  loaded[current]?.hide?.();
   current = view;
   for (const other of VIEWS) {
     const tab = byId(`tab-${other}`);
@@ -27,13 +27,12 @@ async function showView() {
 
 for (const view of VIEWS) byId(`tab-${view}`).onclick = () => open(view);
 document.querySelector("[role=tablist]").onkeydown = event => {
-  const step = {ArrowRight: 1, ArrowLeft: -1}[event.key];
-  if (!step) return;
-  const next = VIEWS.at((VIEWS.indexOf(current) + step) % VIEWS.length);
+  if (!arrow(event)) return;
+  const next = VIEWS.at((VIEWS.indexOf(current) + arrow(event)) % VIEWS.length);
   byId(`tab-${next}`).focus();
   open(next);
 };
-byId("key").onclick = async () => { if (await askKey(sentence("anyKey"))) say("Key saved."); };
+byId("key").onclick = async () => { if (await askKey(sentence("anyKey"))) { say("Key saved."); showView(); } };
 
 const theme = byId("theme");
 theme.onchange = () => localStorage.setItem("theme", document.documentElement.dataset.theme = theme.value);
