@@ -57,13 +57,16 @@ def described(found: Explanation, width: int | None = None) -> str:
     for span in found.timeline:
         bar = _bar(span.ms / longest * room if longest else 0.0)
         lines.append(f"{span.begin_ms:>11,.1f} {span.ms:>10,.1f} ms {bar}")
-        lines += _wrapped(span.text, width)
+        lines += _wrapped(span.text, width, " " * 26 if width >= 60 else _INDENT)
     lines += ["", "by cause"]
     for cause in found.causes:
         share = cause.ms / found.wall_ms * 100 if found.wall_ms else 0.0
         lines.append(f"{cause.ms:>22,.1f} ms {share:>5.1f} %  {cause.text}")
     lines += ["", *_cache(found.cache)]
-    lines += [f"{advice.setting}: {advice.text}" for advice in found.advice]
+    if found.advice:
+        lines += ["", "what would have helped"]
+    for advice in found.advice:
+        lines += _wrapped(f"{advice.setting}: {advice.text}", width, _INDENT)
     return "\n".join(lines)
 
 
@@ -74,12 +77,9 @@ def _bar(length: float) -> str:
     return _FULL * whole + (_PARTS[rest] if rest else "")
 
 
-def _wrapped(text: str, width: int) -> list[str]:
+def _wrapped(text: str, width: int, indent: str) -> list[str]:
     import textwrap
 
-    indent = " " * 26
-    if width < 60:
-        indent = _INDENT
     return textwrap.wrap(text, width, initial_indent=indent, subsequent_indent=indent)
 
 

@@ -195,12 +195,14 @@ def test_what_a_block_holds(recorded, open_page, tmp_path, per_cell, names):
     blocks |= {"runs": [0, 1, used, 1, 1, kept], "owners": {"1": "17"}}
     step = {"engine": 0, "number": 1, "at": 0, "parts": [["17", 1]]}
     tick = {"time": 1, "engines": [0], "health": "ok", "stats": {"0": {}}}
+    tick |= {"servers": {"0": "http://one:8000"}}
     path = tmp_path / "blocks.view"
     path.write_text(
         event("hello", time=0, **HELLO) + event("tick", **tick, blocks={"0": blocks}, steps=[step])
     )
     page = open_page("/#/engine", recorded[0].url)
     page.get_by_label("Open a file of octavo replay --view").set_input_files(path)
+    page.get_by_role("heading", name="Engine 0: http://one:8000").wait_for()
     tokens = 16 * per_cell
     page.get_by_text(
         f"Block {first}: held by request 17, 2 reference(s), room for {tokens} tokens."

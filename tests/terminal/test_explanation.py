@@ -49,7 +49,7 @@ def test_all_parts_are_told():
         "queued: all seats taken",
         "60.0 ms  60.0 %  queued",
         "3 of 9 prompt tokens were in the cache.",
-        "max_num_seqs: More.",
+        "what would have helped\n   max_num_seqs: More.",
     ):
         assert expected in text
 

@@ -69,12 +69,12 @@ export function askKey(why) {
 /** Send a request; `path` has no leading slash, so that it works at any path of a proxy.
  * `body` (an object) makes it a POST. Raises Error with the server's message and the HTTP status;
  * asks for the key if the server wants one. */
-async function request(path, {body, signal, headers} = {}) {
+async function request(path, {body, signal} = {}) {
   for (;;) {
     const key = sessionStorage.getItem("key");
     const response = await fetch(path, {
       method: body ? "POST" : "GET",
-      headers: {...(body && {"Content-Type": "application/json"}), ...(key && {Authorization: `Bearer ${key}`}), ...headers},
+      headers: {...(body && {"Content-Type": "application/json"}), ...(key && {Authorization: `Bearer ${key}`})},
       body: body && JSON.stringify(body), signal,
     });
     if (response.ok) return response;

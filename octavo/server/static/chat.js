@@ -78,7 +78,7 @@ file.onchange = () => attempt(async () => {
   for (const one of added) await store.save(one);
   chats = [...added, ...chats];
   if (added.length) showChat(added[0], true);
-  say(`Imported ${added.length} conversations.`);
+  say(`Imported conversations: ${added.length}.`);
 });
 picker.onchange = () => { chat.settings.model = picker.value; save(); };
 button.onclick = () => (runs.has(chat) ? stop() : send());

@@ -35,7 +35,7 @@ const history = new History(), panels = new Map(), element = byId("engine");
 const {layout, health, time, hold, back, slider, on, when, file, server, status, alive, deaths, engines, detail, requests, more} = parts(element);
 let held = null, stream = null, fromFile = false, drawing = false, spoken = 0, width = 0;
 
-hold.onclick = () => { if (held === null) holdAt(last()); else { held = null; draw(); } };
+hold.onclick = () => { if (held === null) return holdAt(last()); held = null; draw(); };
 back.onclick = () => move(-1);
 on.onclick = () => move(1);
 slider.oninput = () => holdAt(Number(slider.value));
@@ -129,7 +129,7 @@ function figures(engine, index) {
   const answers = recent.reduce((sum, step) => sum + split(step).answer, 0);
   const count = name => whole(now[name] ?? 0);
   return Object.entries({
-    running: count("running"), waiting: count("waiting"), "KV blocks in use": `${count("used_blocks")} of ${count("total_blocks")}`,
+    running: count("running"), waiting: count("waiting"), "KV blocks in use": now.total_blocks && `${count("used_blocks")} of ${count("total_blocks")}`,
     "tokens/s": rate("tokens"), "answer tokens/s": rate("accepted", answers), preemptions: count("preemptions"),
     "prefix cache hits": now.cache_queries && percent((now.cache_hits ?? 0) / now.cache_queries),
     "drafts accepted": now.drafts && percent((now.accepted ?? 0) / now.drafts),
