@@ -98,7 +98,7 @@ async function start() {
   chats = await attempt(store.load) ?? [];
   if (chats.length && !chat.nodes.length) showChat(chats[0]);
 }
-/** Ask for the models: at first the key may have been missing, and others may be loaded now. */
+/** Ask for the models; at first the key may have been missing. */
 export async function show() {
   models = (await attempt(() => json("v1/models")))?.data ?? models;
   if (models.length) showModels();

@@ -1,6 +1,6 @@
 // Markdown, rendered as elements. The text is never parsed as HTML: tags are shown as text, images
 // as links, and links lead to the web or to mail only. The time is linear in the text's length.
-import {el, fromTemplate, parts, say, scroll} from "./api.js";
+import {el, say, scroll} from "./api.js";
 import {formula} from "./formula.js";
 
 const MAX_DEPTH = 12, MAX_LINK = 2000, MAX_FORMULA_LINES = 60;
@@ -73,10 +73,9 @@ function blockAt(lines, i, depth) {
 }
 
 function codeBlock(code, language) {
-  const block = fromTemplate("code", {language: language || "code", code}), {copying, box} = parts(block);
-  copying.onclick = () => copy(code);
-  box.ariaLabel = `${language} code`.trim();
-  return block;
+  const button = el("button.quiet", {onclick: () => copy(code)}, "Copy");
+  return el("div.code", el("div.row", el("span.dim", language || "code"), el("span.space"), button),
+    el("pre", {tabindex: 0, role: "group", "aria-label": `${language} code`.trim()}, el("code", code)));
 }
 /** Copy a text, also where the page has no secure context. */
 export async function copy(text) {
