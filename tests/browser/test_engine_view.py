@@ -83,6 +83,7 @@ def test_the_view_follows_the_engine(recorded, open_page):
 def test_time_can_be_held_and_stepped_through(recorded, open_page):
     server, _ = recorded
     page = open_page("/#/engine", server.url)
+    page.get_by_role("img", name=re.compile("Map of 399 blocks")).wait_for()
     sending = complete(server.url, 4, 300)
     page.get_by_role("row").filter(has_text="answer").first.wait_for()
     # There are three steps to go back.
@@ -117,6 +118,7 @@ def test_time_can_be_held_and_stepped_through(recorded, open_page):
 def test_a_request_leads_to_its_story(recorded, open_page):
     server, _ = recorded
     page = open_page("/#/engine", server.url)
+    page.get_by_role("img", name=re.compile("Map of 399 blocks")).wait_for()
     sending = complete(server.url, 1, 900)
     link = page.get_by_role("link", name=re.compile("^cmpl-"))
     name = link.inner_text()
@@ -170,6 +172,7 @@ def test_a_recording_can_be_opened(recorded, open_page, tmp_path):
 def test_axe_finds_nothing(recorded, open_page, scheme):
     server, _ = recorded
     page = open_page("/#/engine", server.url, color_scheme=scheme)
+    page.get_by_role("img", name=re.compile("Map of 399 blocks")).wait_for()
     sending = complete(server.url, 3, 100)
     page.get_by_role("row").filter(has_text="answer").first.wait_for()
     page.get_by_role("button", name="Hold").click()

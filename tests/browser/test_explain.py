@@ -77,6 +77,7 @@ def test_all_texts_are_texts(open_page, server):
         }
         button = page.locator("#explain button.quiet.mono")
         page.get_by_role("button", name="Refresh the list").click()
+        expect(button).to_have_count(1)
         expect(button).to_have_text(shown_id)
         button.click()
         title = page.locator("#explain h3.mono")
@@ -91,7 +92,7 @@ def test_an_older_list_does_not_replace_a_newer_one(open_page, server):
     name = complete(server, "slow")
     page, slow = open_page("/#/explain"), []
     page.get_by_role("button", name=name, exact=True).wait_for()
-    page.route("**/v1/requests", slow.append)
+    page.route("**/v1/requests", lambda route: slow.append(route))
     for _ in range(2):
         page.get_by_role("button", name="Refresh the list").click()
     while len(slow) < 2:
