@@ -173,7 +173,7 @@ def test_axe_finds_nothing(recorded, open_page, scheme):
     server, _ = recorded
     page = open_page("/#/engine", server.url, color_scheme=scheme)
     page.get_by_role("img", name=re.compile("Map of 399 blocks")).wait_for()
-    sending = complete(server.url, 3, 100)
+    sending = complete(server.url, 3, 800)  # longer than between two ticks
     page.get_by_role("row").filter(has_text="answer").first.wait_for()
     page.get_by_role("button", name="Hold").click()
     assert find_violations(page) == []
