@@ -214,7 +214,9 @@ def plan(
     result["times"] = asdict(load) | {"problem": problem}
     if problem is None:
         begin = time.perf_counter()
-        probe = expected.probe or MachineProbe(setup.config.device.num_threads)
+        # The threads of another machine are not those of the probe of this one.
+        threads = None if expected.cores is not None else setup.config.device.num_threads
+        probe = expected.probe or MachineProbe(threads)
         expected = replace(expected, probe=probe)
         times = _expect(found, load, expected)
         result["times"] |= _describe_times(times, load, expected.cores or probe.cores)

@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from octavo import __version__
 from octavo.observability.metrics import CONTENT_TYPE
+from octavo.router import explain
 from octavo.router.job import POOLING, Job, read_job
 from octavo.router.pool import KEY_HEADERS
 from octavo.router.proxy import ProxyResponse
@@ -128,6 +129,18 @@ async def view(request: Request) -> Response:
     return EventStream(state, state.view.watch(keys, context.api_key), None, last=b"")
 
 
+async def list_requests(request: Request) -> Response:
+    """Return the recent requests of all servers."""
+    explain.check_explain(request)
+    return await explain.list_requests(proxy_state_of(request), await job_of(request))
+
+
+async def explain_request(request: Request) -> Response:
+    """Explain a recent request of any server."""
+    explain.check_explain(request)
+    return await explain.explain_request(proxy_state_of(request), await job_of(request))
+
+
 async def proxy(request: Request) -> Response:
     """Pass a request on, and the answer back."""
     state = router_of(request)
@@ -173,6 +186,8 @@ _ROUTES = (
     ("/version", version, "GET"),
     ("/metrics", metrics, "GET"),
     ("/v1/engine/view", view, "GET"),
+    ("/v1/requests", list_requests, "GET"),
+    ("/v1/requests/{request_id:path}/explain", explain_request, "GET"),
     ("/v1/streams/{stream_id:path}", streams, "GET"),
     *(
         (f"/v1/{kind}{rest}", batches, method)

@@ -178,6 +178,8 @@ class ExplainedCache(Answer):
     miss: CacheMiss | None
     difference: PromptDifference | None
     given_up: GivenUpBlocks | None
+    text: list[str]
+    """The same in sentences, without texts of prompts."""
 
 
 class ExplainedSpan(Answer):

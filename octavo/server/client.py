@@ -75,8 +75,6 @@ class GivenAdvice(msgspec.Struct):
 
     setting: str
     text: str
-    saved_ms: float | None
-    estimate: str
 
 
 class Explanation(msgspec.Struct):

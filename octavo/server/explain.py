@@ -76,6 +76,13 @@ _QUEUED = {
 }
 
 
+_MISSES = {
+    "changed": "Token {token} differs from the most alike recent prompt",
+    "forgotten": "The cache has given up the blocks from token {token} on",
+    "no_state": "The cache has no recurrent state after token {token}",
+    "emptied": "The cache was emptied {seconds:.1f} s before",
+}
+
 _Unit = Literal["ms", "tokens", "blocks"]
 MAX_ANSWERS = 100
 """Number of the request's own answers that an explanation lists: those that ended last."""
@@ -222,6 +229,10 @@ async def explain_story(
                     _simulate, state.what_if, engine, before, line.followed, settings
                 )
             _add_simulated(explanation["advice"], saved)
+    for entry in explanation["advice"]:
+        if entry["saved_ms"] is not None:
+            about = "at most" if entry["estimate"] == "at_most" else "about"
+            entry["text"] += f" It would have saved {about} {entry['saved_ms']:,.1f} ms."
     return explanation
 
 
@@ -290,13 +301,16 @@ def _explain(
             _answer(answer, places, line, marks.begin)
             for answer in sorted(line.answers.values(), key=lambda it: it.last)[-MAX_ANSWERS:]
         ],
-        "cache": {
-            "prompt_tokens": usage.prompt_tokens,
-            "cached_tokens": usage.cached_tokens,
-            "miss": story.cache_miss,
-            "difference": story.difference,
-            "given_up": _given_up(line, marks.begin, names),
-        },
+        "cache": told_cache(
+            {
+                "prompt_tokens": usage.prompt_tokens,
+                "cached_tokens": usage.cached_tokens,
+                "miss": story.cache_miss,
+                "difference": story.difference,
+                "given_up": _given_up(line, marks.begin, names),
+                "text": [],
+            }
+        ),
         "advice": _advice(causes, line, story, limits),
     }
     return explanation, line
@@ -442,6 +456,27 @@ def _given_up(line: TimeLine, origin: float, names: Names) -> answers.GivenUpBlo
         "token": line.answers[line.followed].num_cached,
         "by": by,
     }
+
+
+def told_cache(cache: answers.ExplainedCache) -> answers.ExplainedCache:
+    """Return what is known about the cache with its sentences."""
+    text = [
+        f"{cache['cached_tokens']:,} of {cache['prompt_tokens']:,} prompt tokens were in the cache."
+    ]
+    miss, difference, given_up = cache["miss"], cache["difference"], cache["given_up"]
+    if miss is not None:
+        where = "" if miss["message"] is None else f", in message {miss['message']}"
+        text.append(f"{_MISSES[miss['reason']].format(**miss)}{where}.")
+    if difference is not None and difference["volatile"] is not None:
+        text.append(f"What differs is {difference['volatile']}.")
+    if given_up is not None:
+        by = given_up["by"]
+        other = "another request" if by is None else f"#{by['number']}"
+        text.append(
+            f"The block of token {given_up['token']} was given up for {other} "
+            f"{given_up['seconds_before']:.1f} s before."
+        )
+    return {**cache, "text": text}
 
 
 def _advice(

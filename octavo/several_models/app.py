@@ -16,7 +16,15 @@ from starlette.responses import Response
 from octavo import __version__
 from octavo.errors import RequestError
 from octavo.observability.metrics import CONTENT_TYPE
-from octavo.router.app import health, job_of, load, version, view
+from octavo.router.app import (
+    explain_request,
+    health,
+    job_of,
+    list_requests,
+    load,
+    version,
+    view,
+)
 from octavo.router.job import POOLING
 from octavo.router.proxy import ProxyResponse
 from octavo.server.app import OLLAMA_PROBE, PAGE_FILES, App, add_layers
@@ -215,10 +223,12 @@ _ROUTES = (
     ("/version", version, "GET"),
     ("/metrics", metrics, "GET"),
     ("/v1/engine/view", view, "GET"),
+    ("/v1/requests", list_requests, "GET"),
+    ("/v1/requests/{request_id:path}/explain", explain_request, "GET"),
     ("/v1/streams/{stream_id:path}", streams, "GET"),
     *(
         (f"/v1/{kind}{rest}", not_here, method)
-        for kind in ("files", "batches", "requests")
+        for kind in ("files", "batches")
         for rest in ("", "/{rest:path}")
         for method in ("GET", "POST", "DELETE")
     ),

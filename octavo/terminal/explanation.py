@@ -57,21 +57,17 @@ def described(found: Explanation, width: int | None = None) -> str:
     for span in found.timeline:
         bar = _bar(span.ms / longest * room if longest else 0.0)
         lines.append(f"{span.begin_ms:>11,.1f} {span.ms:>10,.1f} ms {bar}")
-        lines += _wrapped(span.text, width)
+        lines += _wrapped(span.text, width, " " * 26 if width >= 60 else _INDENT)
     lines += ["", "by cause"]
     for cause in found.causes:
         share = cause.ms / found.wall_ms * 100 if found.wall_ms else 0.0
         lines.append(f"{cause.ms:>22,.1f} ms {share:>5.1f} %  {cause.text}")
     lines += ["", *_cache(found.cache)]
+    if found.advice:
+        lines += ["", "what would have helped"]
     for advice in found.advice:
-        saved = "" if advice.saved_ms is None else f": saves {_at_most(advice.estimate)}"
-        saved += "" if advice.saved_ms is None else f"{advice.saved_ms:,.0f} ms"
-        lines.append(f"{advice.setting}{saved}. {advice.text}")
+        lines += _wrapped(f"{advice.setting}: {advice.text}", width, _INDENT)
     return "\n".join(lines)
-
-
-def _at_most(estimate: str) -> str:
-    return {"at_most": "at most ", "simulated": "about "}.get(estimate, "")
 
 
 def _bar(length: float) -> str:
@@ -81,41 +77,17 @@ def _bar(length: float) -> str:
     return _FULL * whole + (_PARTS[rest] if rest else "")
 
 
-def _wrapped(text: str, width: int) -> list[str]:
+def _wrapped(text: str, width: int, indent: str) -> list[str]:
     import textwrap
 
-    indent = " " * 26
-    if width < 60:
-        indent = _INDENT
     return textwrap.wrap(text, width, initial_indent=indent, subsequent_indent=indent)
 
 
 def _cache(cache: dict[str, Any]) -> list[str]:
     """Return the lines about the cache."""
-    lines = [f"cache: {cache['cached_tokens']} of {cache['prompt_tokens']} prompt tokens"]
-    miss, difference, given_up = (cache.get(n) for n in ("miss", "difference", "given_up"))
-    if miss is not None:
-        message = "" if miss["message"] is None else f" in message {miss['message']}"
-        lines.append(f"{_INDENT}{_MISSES[miss['reason']].format(**miss)}{message}")
-    if difference is not None:
-        if difference["volatile"] is not None:
-            lines.append(f"{_INDENT}{difference['volatile']} is what differs")
-        for name, title in (("text", "this prompt"), ("earlier_text", "before")):
-            if difference.get(name) is not None:
-                lines.append(f"{_INDENT}{title}: {difference[name]!r}")
-    if given_up is not None:
-        by = given_up.get("by")
-        other = "another request" if by is None else f"#{by['number']}"
-        lines.append(
-            f"{_INDENT}the block of token {given_up['token']} was given up for {other} "
-            f"{given_up['seconds_before']:.1f} s before"
-        )
+    lines = ["cache", *(f"{_INDENT}{sentence}" for sentence in cache["text"])]
+    for name, title in (("text", "this prompt"), ("earlier_text", "before")):
+        text = (cache["difference"] or {}).get(name)
+        if text is not None:
+            lines.append(f"{_INDENT}{title}: {text!r}")
     return lines
-
-
-_MISSES = {
-    "changed": "token {token} differs from the most alike recent prompt",
-    "forgotten": "the cache has given up the blocks from token {token} on",
-    "no_state": "the cache has no recurrent state after token {token}",
-    "emptied": "the cache was emptied {seconds} s before",
-}

@@ -12,7 +12,7 @@ import termios
 import threading
 import time
 import tty
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from octavo.errors import OctavoError
@@ -174,7 +174,7 @@ def _engine_lines(
         facts.append(f"drafts accepted {stats.get('accepted', 0) / stats['drafts']:.0%}")
     if balance := stats.get("expert_balance"):
         facts.append(f"balance of experts {min(balance):.2f}")
-    lines = ["", _styled(_cut("  ".join(facts), width), _BOLD)]
+    lines = ["", *(_styled(_cut(line, width), _BOLD) for line in _rows(facts, width))]
     lines += _bars(state, engine, held, width)
     found = frame.maps.get(str(engine))
     return lines if found is None else lines + _map_lines(state, found, width)
@@ -198,7 +198,7 @@ def _bars(state: EngineState, engine: int, held: int | None, width: int) -> list
         tone = _YELLOW if prompt else _MAGENTA if drafts else _BLUE
         bar += _styled(_BARS[-(-8 * (prompt + answer + drafts) // most)], tone)
     sums = [sum(step.durations[i] for step in steps) for i in range(4)]
-    whole, room = sum(sums) or 1.0, min(40, width // 3)
+    whole, room = sum(sums) or 1.0, max(8, min(40, width - 68))  # the names need 60 columns
     split = "time    "
     for seconds, (_, tone) in zip(sums, _PARTS, strict=True):
         split += _styled("█" * round(room * seconds / whole), tone)
@@ -293,6 +293,17 @@ def _plain(line: str) -> str:
     """Remove the styles of a line."""
     pieces = line.split("\x1b[")
     return pieces[0] + "".join(piece.partition("m")[2] for piece in pieces[1:])
+
+
+def _rows(facts: Sequence[str], width: int) -> list[str]:
+    """Return facts in as few lines as the width allows."""
+    lines = [facts[0]]
+    for fact in facts[1:]:
+        if len(lines[-1]) + 2 + len(fact) <= width:
+            lines[-1] += f"  {fact}"
+        else:
+            lines.append(f"        {fact}")
+    return lines
 
 
 def _cut(text: str, width: int) -> str:

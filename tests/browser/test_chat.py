@@ -69,6 +69,8 @@ def test_edited_messages_and_new_answers_are_branches(chat):
     chat.last.get_by_role("button", name="Earlier branch").click()
     assert chat.messages()[1][1] == first
     chat.page.locator("article.user").get_by_role("button", name="Edit").click()
+    white_space = "form => getComputedStyle(form).whiteSpace"
+    assert chat.page.locator(".edit").evaluate(white_space) == "normal"  # as the form is written
     chat.page.get_by_label("Edited message").fill("Something else")
     chat.page.locator("article.user").get_by_role("button", name="Send").click()
     chat.wait()

@@ -83,6 +83,7 @@ def test_the_view_follows_the_engine(recorded, open_page):
 def test_time_can_be_held_and_stepped_through(recorded, open_page):
     server, _ = recorded
     page = open_page("/#/engine", server.url)
+    page.get_by_role("img", name=re.compile("Map of 399 blocks")).wait_for()
     sending = complete(server.url, 4, 300)
     page.get_by_role("row").filter(has_text="answer").first.wait_for()
     # There are three steps to go back.
@@ -117,6 +118,7 @@ def test_time_can_be_held_and_stepped_through(recorded, open_page):
 def test_a_request_leads_to_its_story(recorded, open_page):
     server, _ = recorded
     page = open_page("/#/engine", server.url)
+    page.get_by_role("img", name=re.compile("Map of 399 blocks")).wait_for()
     sending = complete(server.url, 1, 900)
     link = page.get_by_role("link", name=re.compile("^cmpl-"))
     name = link.inner_text()
@@ -170,7 +172,8 @@ def test_a_recording_can_be_opened(recorded, open_page, tmp_path):
 def test_axe_finds_nothing(recorded, open_page, scheme):
     server, _ = recorded
     page = open_page("/#/engine", server.url, color_scheme=scheme)
-    sending = complete(server.url, 3, 100)
+    page.get_by_role("img", name=re.compile("Map of 399 blocks")).wait_for()
+    sending = complete(server.url, 3, 800)  # longer than between two ticks
     page.get_by_role("row").filter(has_text="answer").first.wait_for()
     page.get_by_role("button", name="Hold").click()
     assert find_violations(page) == []
@@ -195,12 +198,14 @@ def test_what_a_block_holds(recorded, open_page, tmp_path, per_cell, names):
     blocks |= {"runs": [0, 1, used, 1, 1, kept], "owners": {"1": "17"}}
     step = {"engine": 0, "number": 1, "at": 0, "parts": [["17", 1]]}
     tick = {"time": 1, "engines": [0], "health": "ok", "stats": {"0": {}}}
+    tick |= {"servers": {"0": "http://one:8000"}}
     path = tmp_path / "blocks.view"
     path.write_text(
         event("hello", time=0, **HELLO) + event("tick", **tick, blocks={"0": blocks}, steps=[step])
     )
     page = open_page("/#/engine", recorded[0].url)
     page.get_by_label("Open a file of octavo replay --view").set_input_files(path)
+    page.get_by_role("heading", name="Engine 0: http://one:8000").wait_for()
     tokens = 16 * per_cell
     page.get_by_text(
         f"Block {first}: held by request 17, 2 reference(s), room for {tokens} tokens."

@@ -72,6 +72,10 @@ def test_the_key_is_asked_for(open_page):
         other.get_by_role("dialog").wait_for()
         other.keyboard.press("Escape")
         other.get_by_text("No API key was sent").wait_for()
+        other.get_by_role("button", name="Key").click()
+        other.get_by_role("dialog").get_by_label("Key").fill("right")
+        other.keyboard.press("Enter")
+        other.get_by_role("option", name="octavo/stories").wait_for(state="attached")
 
 
 def test_keyboard_only(open_page):

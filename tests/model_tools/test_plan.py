@@ -322,3 +322,11 @@ def test_the_probe_of_this_machine():
     assert 0 < times["tpot_ms"] < times["ttft_ms"] < 60_000
     assert times["parts_ms"]["prompt"].keys() >= {"products", "attention", "host"}
     assert all(ms >= 0 for parts in times["parts_ms"].values() for ms in parts.values())
+
+
+def test_this_machine_is_probed_for_one_with_more_cores():
+    requests = {"input_len": 64, "output_len": 16, "batch_size": 2}
+    expected = Expectation(**requests, cores=1000, bandwidth=3e11)
+    times = plan({"model": "octavo/stories"}, None, expected, compare_settings=False)["times"]
+    assert (times["cores"], times["bandwidth"]) == (1000, 3e11)
+    assert 0 < times["tpot_ms"] < times["ttft_ms"]

@@ -10,7 +10,7 @@ import pytest
 from octavo.frontend import time_line
 from octavo.frontend.time_line import Span
 from octavo.observability.steps import StepEvent, StepPart, StepRecord, StepWait
-from octavo.server.explain import MAX_SPANS, TITLES, shortened
+from octavo.server.explain import MAX_SPANS, TITLES, shortened, told_cache
 from octavo.system import clock
 from tests.server.fake_engine import Call, FakeAsyncLLM, with_server
 from tests.server.pooled import EMBED, TOKENS
@@ -471,9 +471,14 @@ def test_other_settings_are_simulated_unless_the_client_declines():
         served.engine.num_blocks = 9
         await served.complete(request_id="mine", max_tokens=2)
         path = "/v1/requests/mine/explain"
-        for query, estimate in (("", "simulated"), ("?simulate=false", "at_most")):
+        for query, estimate, about in (
+            ("", "simulated", "about"),
+            ("?simulate=false", "at_most", "at most"),
+        ):
             (advice,) = (await served.http.get(path + query)).json()["advice"]
             assert advice["estimate"] == estimate
+            saved = f" It would have saved {about} {advice['saved_ms']:,.1f} ms."
+            assert advice["text"].endswith(saved)
         assert asked == [("cmpl-mine-0-0#1", 4, ["max_num_seqs"])]
         (advice,) = (await served.http.get(path)).json()["advice"]
         assert advice["saved_ms"] == 1.5
@@ -500,3 +505,37 @@ def test_a_long_time_line_keeps_its_longest_parts_and_its_length():
     for before, after in itertools.pairwise(short):
         assert before.end == after.begin
     assert shortened(spans[:9]) == spans[:9]
+
+
+@pytest.mark.parametrize(
+    ("reason", "text"),
+    [
+        ("changed", "Token 5 differs from the most alike recent prompt, in message 2."),
+        ("forgotten", "The cache has given up the blocks from token 5 on, in message 2."),
+        ("no_state", "The cache has no recurrent state after token 5, in message 2."),
+        ("emptied", "The cache was emptied 3.5 s before, in message 2."),
+    ],
+)
+def test_sentences_about_the_cache(reason, text):
+    miss = {"reason": reason, "token": 5, "message": 2, "seconds": 3.456, "known_tokens": 9}
+    cache = {
+        "prompt_tokens": 9,
+        "cached_tokens": 3,
+        "miss": miss,
+        "difference": {"volatile": "an id", "text": "a secret"},
+        "given_up": {"token": 4, "seconds_before": 2.0, "by": None},
+        "text": [],
+    }
+    assert told_cache(cache)["text"] == [
+        "3 of 9 prompt tokens were in the cache.",
+        text,
+        "What differs is an id.",
+        "The block of token 4 was given up for another request 2.0 s before.",
+    ]
+    cache["given_up"]["by"] = {"number": "17"}
+    miss["message"] = None
+    told = told_cache(cache)["text"]
+    assert told[1] == f"{text.partition(', in')[0].removesuffix('.')}."
+    assert told[3] == "The block of token 4 was given up for #17 2.0 s before."
+    cache |= {"miss": None, "difference": None, "given_up": None}
+    assert told_cache(cache)["text"] == ["3 of 9 prompt tokens were in the cache."]

@@ -207,6 +207,16 @@ def test_scripts_are_valid(name):
     assert done.returncode == 0, done.stderr.decode()
 
 
+def test_few_files_are_asked_for_before_the_first_paint():
+    files = ui.static_files()
+    head, _ = files["index.html"].content.decode().split("</head>")
+    assert re.findall(r'"ui/([^"]+)"', head) == ["icon.svg", "api.js", "main.js"]
+    imports = r'^import .* from "\./(.*)";$'
+    first = {n: files[n].content.decode() for n in ("api.js", "main.js")}
+    found = {name: re.findall(imports, text, re.MULTILINE) for name, text in first.items()}
+    assert found == {"api.js": [], "main.js": ["api.js"]}
+
+
 def test_the_page_is_small():
     scripts = [ui.static_files()[name].content for name in SCRIPTS]
     assert sum(map(len, scripts)) <= 80_000

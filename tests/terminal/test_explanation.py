@@ -22,7 +22,7 @@ def explanation(**changes):
             {"cause": "deliver", "begin_ms": 90.0, "ms": 10.0, "text": "sent"},
         ],
         "causes": [{"cause": "queued", "ms": 60.0, "text": "queued"}],
-        "cache": {"prompt_tokens": 9, "cached_tokens": 3, "miss": None, "difference": None},
+        "cache": {"text": ["3 of 9 prompt tokens were in the cache."], "difference": None},
         "advice": [
             {"setting": "max_num_seqs", "text": "More.", "saved_ms": 60.0, "estimate": "at_most"}
         ],
@@ -48,38 +48,21 @@ def test_all_parts_are_told():
         "chatcmpl-1: 100.0 ms, first token 60.0 ms, 7 tokens, status 200, /v1/chat/completions",
         "queued: all seats taken",
         "60.0 ms  60.0 %  queued",
-        "cache: 3 of 9 prompt tokens",
-        "max_num_seqs: saves at most 60 ms. More.",
+        "3 of 9 prompt tokens were in the cache.",
+        "what would have helped\n   max_num_seqs: More.",
     ):
         assert expected in text
 
 
-@pytest.mark.parametrize(
-    ("reason", "text"),
-    [
-        ("changed", "token 5 differs from the most alike recent prompt in message 2"),
-        ("forgotten", "the cache has given up the blocks from token 5 on in message 2"),
-        ("no_state", "the cache has no recurrent state after token 5 in message 2"),
-        ("emptied", "the cache was emptied 3.5 s before in message 2"),
-    ],
-)
-def test_missed_prefixes(reason, text):
+def test_the_cache():
     cache = {
-        "prompt_tokens": 9,
-        "cached_tokens": 0,
-        "miss": {"reason": reason, "token": 5, "message": 2, "seconds": 3.5, "known_tokens": 9},
+        "text": ["3 of 9 prompt tokens were in the cache.", "What differs is an id."],
         "difference": {"volatile": "an id", "text": "a\nb", "earlier_text": "a\nc"},
-        "given_up": {"token": 4, "seconds_before": 2.0},
     }
     told = described(explanation(cache=cache), 100)
-    assert text in told
-    assert "an id is what differs" in told
+    assert "\n   3 of 9 prompt tokens were in the cache.\n   What differs is an id.\n" in told
     assert r"this prompt: 'a\nb'" in told
     assert r"before: 'a\nc'" in told
-    assert "the block of token 4 was given up for another request 2.0 s before" in told
-    cache["given_up"]["by"] = {"number": "17"}
-    told = described(explanation(cache=cache), 100)
-    assert "the block of token 4 was given up for #17 2.0 s before" in told
 
 
 def test_the_list():

@@ -69,6 +69,16 @@ def test_changes_of_a_map_are_applied():
     assert state.frames[0].maps["0"].cells == [0, 0, 0]
 
 
+def test_no_figure_is_cut_in_a_narrow_terminal():
+    stats = {"running": 1, "cache_queries": 4, "cache_hits": 1, "drafts": 2, "accepted": 1}
+    state = make_state(stats={"0": stats}, steps=[step(1, ["17", 1])])
+    lines = draw(state, width=80)
+    assert "\n".join(lines).count("…") == 0
+    text = " ".join(lines)
+    for figure in ("preemptions 0", "cache hits 25%", "drafts accepted 50%", "output 0.00 ms"):
+        assert figure in text
+
+
 def test_time_can_be_held():
     state = make_state(steps=[step(1, ["17", 32, 0, 1]), step(2, ["17", 1])])
     state.take("tick", {"time": 101.0, "first": 2, "steps": [step(3, ["17", 1], ["18", 3, 2])]})

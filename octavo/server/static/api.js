@@ -11,7 +11,6 @@ export function el(name, ...children) {
   if (classes.length) node.setAttribute("class", classes.join(" "));
   for (const [key, value] of Object.entries(attributes)) {
     if (key.startsWith("on")) node.addEventListener(key.slice(2), value);
-    else if (key === "value") node.value = value;
     else if (typeof value === "boolean") node.toggleAttribute(key, value);
     else if (value !== undefined && value !== null) node.setAttribute(key, value);
   }
@@ -24,7 +23,12 @@ export const parts = element => Object.fromEntries([...element.querySelectorAll(
 const sentences = parts(byId("sentences").content);
 /** Return a sentence of index.html with the values of its braces; a name without one is its own. */
 export const sentence = (name, values) => (sentences[name]?.textContent ?? name).replace(/{(\w+)}/g, (_, key) => values[key]);
-export const fromTemplate = id => byId(id).content.firstElementChild.cloneNode(true);
+/** Return a copy of a template, with texts in its parts: fromTemplate("call", {name: "f"}). */
+export function fromTemplate(id, texts = {}) {
+  const node = byId(id).content.firstElementChild.cloneNode(true), found = parts(node);
+  for (const [name, text] of Object.entries(texts)) found[name].textContent = text;
+  return node;
+}
 export const scroll = (label, content) => el("div.scroll", {tabindex: 0, role: "group", "aria-label": label}, content);
 /** Return a table; `heads` are a list, or the name of a sentence. A cell is a text, an element, a number, or {number: text or elements}. */
 export function table(heads, rows, label) {
@@ -33,10 +37,12 @@ export function table(heads, rows, label) {
   return el("table", {"aria-label": label}, el("thead", el("tr", names.map(name => el("th", {scope: "col"}, name)))),
     el("tbody", rows.map(cells => el("tr", cells.map(cell)))));
 }
+/** Return the direction of an arrow key: -1 or 1; undefined for other keys. */
+export const arrow = event => ({ArrowLeft: -1, ArrowRight: 1})[event.key];
 export const failure = text => el("p.error", text);
 export const whole = value => Math.round(value).toLocaleString("en");
 export const percent = share => `${(100 * share).toFixed(1)} %`;
-export const ms = value => `${value.toLocaleString("en", {maximumFractionDigits: value < 10 ? 2 : 0})} ms`;
+export const ms = value => `${value.toLocaleString("en", {maximumFractionDigits: value < 10 ? 2 : 1})} ms`;
 export const clock = seconds => new Date(seconds * 1000).toLocaleTimeString();
 /** Show a message for a few seconds; screen readers read it. */
 export function say(text) {
@@ -63,12 +69,12 @@ export function askKey(why) {
 /** Send a request; `path` has no leading slash, so that it works at any path of a proxy.
  * `body` (an object) makes it a POST. Raises Error with the server's message and the HTTP status;
  * asks for the key if the server wants one. */
-async function request(path, {body, signal, headers} = {}) {
+async function request(path, {body, signal} = {}) {
   for (;;) {
     const key = sessionStorage.getItem("key");
     const response = await fetch(path, {
       method: body ? "POST" : "GET",
-      headers: {...(body && {"Content-Type": "application/json"}), ...(key && {Authorization: `Bearer ${key}`}), ...headers},
+      headers: {...(body && {"Content-Type": "application/json"}), ...(key && {Authorization: `Bearer ${key}`})},
       body: body && JSON.stringify(body), signal,
     });
     if (response.ok) return response;

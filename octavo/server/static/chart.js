@@ -1,8 +1,8 @@
 // Charts as SVG.
-import {el} from "./api.js";
+import {el, whole} from "./api.js";
 
 const WIDTH = 560, LEFT = 62, RIGHT = 12, TOP = 28, BOTTOM = 42;
-export const short = value => (Math.abs(value) >= 1000 ? Math.round(value).toLocaleString("en") : String(Number(value.toPrecision(4))));
+export const short = value => (Math.abs(value) >= 1000 ? whole(value) : String(Number(value.toPrecision(4))));
 /** Return an axis: {place, ticks} with a value's coordinate from `begin` to `end`, and round values. */
 function axis(values, {log}, begin, end) {
   const good = values.filter(value => Number.isFinite(value) && (!log || value > 0)), map = log ? Math.log10 : Number;

@@ -1,14 +1,12 @@
 // Chat: messages and their branches, answers as they arrive, tools tried by hand.
-import {byId, el, events, failure, fromTemplate, json, open, parts, percent, say, sentence, table} from "./api.js";
+import {arrow, byId, el, events, failure, fromTemplate, json, open, parts, percent, say, sentence, table} from "./api.js";
 import * as store from "./conversations.js";
 import {copy, render} from "./markdown.js";
 import {readSettings, showSettings} from "./settings.js";
 
-function callCard(call) {
-  let text = call.arguments;
-  try { text = JSON.stringify(JSON.parse(text), null, 2); } catch { /* not complete */ }
-  return el("div.card", el("p", "Call of ", el("code", call.name)),
-    el("pre", {tabindex: "0", role: "group", "aria-label": "Arguments"}, text));
+function callCard({name, arguments: given}) {
+  try { given = JSON.stringify(JSON.parse(given), null, 2); } catch { /* not complete */ }
+  return fromTemplate("call", {name, given});
 }
 /** Show tokens; the one under the pointer, or chosen with the arrow keys, shows its alternatives. */
 function tokenView(rows) {
@@ -19,7 +17,7 @@ function tokenView(rows) {
     const [token, logprob, top] = row;
     const show = ({target}) => {
       const cells = top.map(other => [visible(other[0]), {number: percent(Math.exp(other[1]))}, {number: other[1].toFixed(3)}]);
-      tip.replaceChildren(table([probable(row), "share", "log"], cells));
+      tip.replaceChildren(table([probable(row), "probability", "logprob"], cells));
       tip.hidden = false;
       target.after(tip);
     };
@@ -28,7 +26,7 @@ function tokenView(rows) {
       onmouseenter: show, onfocus: show, onmouseleave: hide, onblur: hide}, token);
   });
   return el("div.tokens-box", el("div.tokens", {role: "listbox", "aria-label": "Tokens of the answer", onkeydown: event => {
-    const next = spans[spans.indexOf(document.activeElement) + ({ArrowRight: 1, ArrowLeft: -1}[event.key] ?? NaN)];
+    const next = spans[spans.indexOf(document.activeElement) + arrow(event)];
     if (!next) return;
     for (const span of spans) span.tabIndex = span === next ? 0 : -1;
     next.focus();
@@ -80,7 +78,7 @@ file.onchange = () => attempt(async () => {
   for (const one of added) await store.save(one);
   chats = [...added, ...chats];
   if (added.length) showChat(added[0], true);
-  say(`Imported ${added.length} conversations.`);
+  say(`Imported conversations: ${added.length}.`);
 });
 picker.onchange = () => { chat.settings.model = picker.value; save(); };
 button.onclick = () => (runs.has(chat) ? stop() : send());
@@ -99,7 +97,10 @@ async function start() {
   showChat(chat);
   chats = await attempt(store.load) ?? [];
   if (chats.length && !chat.nodes.length) showChat(chats[0]);
-  models = (await attempt(() => json("v1/models")))?.data ?? [];
+}
+/** Ask for the models; at first the key may have been missing. */
+export async function show() {
+  models = (await attempt(() => json("v1/models")))?.data ?? models;
   if (models.length) showModels();
 }
 const save = (changed = chat) => attempt(() => changed.nodes.length && store.save(changed));
@@ -186,16 +187,16 @@ function resultForm(i) {
 /** Let the visitor change a message, as a new branch. */
 function edit(i, body, foot) {
   const owner = chat, {content, parent, role, call_id} = owner.nodes[i], isAnswer = role === "assistant";
-  const area = el("textarea", {rows: 6, "aria-label": "Edited message", value: content});
-  const keep = () => {
+  const form = fromTemplate("edit", {area: content, keep: isAnswer ? "Save" : "Send"}), {area, cancel, keep} = parts(form);
+  cancel.onclick = draw;
+  keep.onclick = () => {
     store.add(owner, parent, {role, content: area.value, ...(call_id && {call_id})});
     if (!isAnswer) return answer(owner.leaf);
     save();
     draw();
   };
   body.hidden = false;
-  body.replaceChildren(area, el("div.row.end", el("button", {onclick: draw}, "Cancel"),
-    el("button.primary", {onclick: keep}, isAnswer ? "Save" : "Send")));
+  body.replaceChildren(form);
   foot.hidden = true;
   area.focus();
 }
@@ -253,6 +254,7 @@ async function answer(parent) {
   for (const node of odd) node.meta = [node.finish, node.meta].filter(Boolean).join(" · ");
   owner.updated = Date.now();
   await save(owner);
+  if (!models.length) show();
   if (chat !== owner) return;
   following(draw);
   live.textContent = main.error ? `Error: ${main.error}` : `Answer: ${main.content.slice(0, 2000)}`;

@@ -3,7 +3,7 @@
 // of its `parent` (-1: none), which precedes it; `leaf` is the index of the last shown node.
 import {el, sentence} from "./api.js";
 
-const MAX_CONVERSATIONS = 200, MAX_CHARS = 8_000_000;
+const FORMAT = "octavo-conversations", MAX_CONVERSATIONS = 200, MAX_CHARS = 8_000_000;
 const TEXTS = ["content", "reasoning", "model", "finish", "error", "call_id", "request", "meta"], CALL = ["id", "name", "arguments"];
 export const SETTINGS = {model: "", system: "", schema: "", tools: "", choice: "auto", logprobs: "0", other: "", sampling: {}};
 export const create = settings => ({
@@ -53,8 +53,8 @@ export async function save(chat) {
 export const remove = chat => store("readwrite", kept => kept.delete(chat.id));
 
 export function exportFile(chats) {
-  const text = JSON.stringify({format: "octavo-conversations", version: 1, conversations: chats}, null, 1);
-  const link = el("a", {href: URL.createObjectURL(new Blob([text])), download: "octavo-conversations.json"});
+  const text = JSON.stringify({format: FORMAT, version: 1, conversations: chats}, null, 1);
+  const link = el("a", {href: URL.createObjectURL(new Blob([text])), download: `${FORMAT}.json`});
   link.click();
   setTimeout(() => URL.revokeObjectURL(link.href), 10_000);
 }
@@ -68,19 +68,17 @@ export function importText(text) {
   const check = (good, what) => { if (!good) throw new Error(where = what); };
   try {
     const {format, version, conversations} = JSON.parse(text);
-    check(format === "octavo-conversations" && version === 1, "format or version");
+    check(format === FORMAT && version === 1, "format or version");
     return conversations.map((given, number) => {
       const chat = create(), here = `conversation ${number + 1}`, {nodes, leaf, title, settings = {}} = given;
       where = here;
       nodes.forEach((node, i) => {
-        const {role, parent, calls, logprobs} = node, message = {role, ...texts(TEXTS, node)};
-        check(["user", "assistant", "tool"].includes(role) && isText(message.content), `message ${i + 1} of ${here}`);
-        check(isIndex(parent, i), `the parent of message ${i + 1} of ${here}`);
+        const {role, parent, calls, logprobs} = node, message = {role, ...texts(TEXTS, node)}, place = `message ${i + 1} of ${here}`;
+        check(["user", "assistant", "tool"].includes(role) && isText(message.content), place);
+        check(isIndex(parent, i), `the parent of ${place}`);
         check(!calls || calls.every(call => CALL.every(name => isText(call[name]))), `calls of ${here}`);
-        if (calls) message.calls = calls.map(call => texts(CALL, call));
         check(!logprobs || logprobs.every(row => isRow(row) && row[2].every(isRow)), `logprobs of ${here}`);
-        if (logprobs) message.logprobs = logprobs;
-        add(chat, parent, message);
+        add(chat, parent, {...message, ...(calls && {calls: calls.map(call => texts(CALL, call))}), ...(logprobs && {logprobs})});
       });
       check(isIndex(leaf, nodes.length), `leaf of ${here}`);
       const {sampling = {}} = settings, taken = {...texts(Object.keys(SETTINGS), settings), sampling: texts(Object.keys(sampling), sampling)};

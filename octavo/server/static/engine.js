@@ -1,8 +1,8 @@
 // Engine view: KV blocks, steps and requests, live from /v1/engine/view or from a recording.
-import {byId, clock, el, events, fromTemplate, ms, parts, percent, readEvents, sentence, table, whole} from "./api.js";
+import {arrow, byId, clock, el, events, fromTemplate, ms, parts, percent, readEvents, sentence, table, whole} from "./api.js";
 import {flags, History, isPrompt, split} from "./engine_history.js";
 
-const RATE_SECONDS = 5, BAR = 7, BATCH_HEIGHT = 90, TIMES_HEIGHT = 60, SLOT = 14, STATE = 1, SNAPSHOT = 3;
+const RATE_SECONDS = 5, RETRY_MS = 2000, BAR = 7, BATCH_HEIGHT = 90, TIMES_HEIGHT = 60, SLOT = 14, STATE = 1, SNAPSHOT = 3;
 const TOKENS = [["prompt", "--c2"], ["answer", "--c1"], ["drafts", "--c4"]];
 const TIMES = [["schedule", "--c3"], ["forward", "--c1"], ["sample", "--c2"], ["output", "--c4"]];
 
@@ -20,11 +20,9 @@ function key(name, text = name) {
 /** Clear a canvas; return a function that fills a rectangle of it with a colour. */
 function prepare(canvas, height) {
   const scale = devicePixelRatio || 1, style = getComputedStyle(document.documentElement), tones = new Map();
-  const size = {width: Math.round(width * scale), height: Math.round(height * scale)};
-  if (canvas.width !== size.width || canvas.height !== size.height) Object.assign(canvas, size);
   const context = canvas.getContext("2d");
-  context.setTransform(scale, 0, 0, scale, 0, 0);
-  context.clearRect(0, 0, width, height);
+  Object.assign(canvas, {width: Math.round(width * scale), height: Math.round(height * scale)});
+  context.scale(scale, scale);
   return (tone, x, y, w, h, alpha = 1) => {
     if (!tones.has(tone)) tones.set(tone, tone.startsWith("--") ? style.getPropertyValue(tone).trim() : tone);
     context.fillStyle = tones.get(tone);
@@ -37,12 +35,12 @@ const history = new History(), panels = new Map(), element = byId("engine");
 const {layout, health, time, hold, back, slider, on, when, file, server, status, alive, deaths, engines, detail, requests, more} = parts(element);
 let held = null, stream = null, fromFile = false, drawing = false, spoken = 0, width = 0;
 
-hold.onclick = () => { if (held === null) holdAt(last()); else { held = null; draw(); } };
+hold.onclick = () => { if (held === null) return holdAt(last()); held = null; draw(); };
 back.onclick = () => move(-1);
 on.onclick = () => move(1);
 slider.oninput = () => holdAt(Number(slider.value));
 time.onkeydown = event => {
-  const by = event.target === slider ? 0 : {ArrowLeft: -1, ArrowRight: 1}[event.key];
+  const by = event.target === slider ? 0 : arrow(event);
   if (by) { event.preventDefault(); move(by); }
 };
 file.onchange = open;
@@ -68,7 +66,7 @@ async function open() {
   } catch (error) { status.textContent = `${chosen.name} cannot be shown: ${error.message}`; }
   holdAt(history.first);
 }
-function stop() { stream?.abort(); stream = null; }
+function stop() { stream?.abort(); stream = null; draw(); }
 /** Follow the server until `stop`; connect again when the stream ends. */
 async function watch() {
   if (stream) return;
@@ -76,7 +74,6 @@ async function watch() {
   file.value = "";
   const mine = stream = new AbortController();
   while (stream === mine) {
-    let wait = 1000;
     try {
       for await (const {event, data} of events("v1/engine/view", {signal: mine.signal})) {
         history.take(event, JSON.parse(data), data.length);
@@ -87,9 +84,8 @@ async function watch() {
       if (stream !== mine) return;
       status.textContent = error.status ? error.message : sentence("silent");
       if (error.status && error.status < 500 && error.status !== 429) return stop();
-      wait = 3000;
     }
-    await new Promise(done => setTimeout(done, wait));
+    await new Promise(done => setTimeout(done, RETRY_MS));
   }
 }
 
@@ -102,6 +98,7 @@ function render() {
   const shown = held ?? last(), step = history.step(shown), {frames} = history;
   Object.assign(hold, {textContent: held === null ? "Hold" : "Live", disabled: fromFile, ariaPressed: String(held !== null)});
   for (const control of [back, on, slider]) control.disabled = !step;
+  server.hidden = Boolean(stream);
   Object.assign(slider, {min: history.first, max: Math.max(history.first, last()), value: shown});
   const index = held === null ? frames.length - 1 : history.frameOf(shown), frame = frames[index];
   const present = frame?.engines ?? history.engines;
@@ -125,15 +122,14 @@ function describe({models, pipeline_parallel: stages = 1, tensor_parallel: worke
 function figures(engine, index) {
   const {frames, steps, first} = history, frame = frames[index], now = frame?.stats[engine];
   if (!now) return [];
-  let from = index;
-  while (from > 0 && frames[from].time > frame.time - RATE_SECONDS) from--;
-  const before = frames[from].stats[engine] ?? {}, seconds = frame.time - frames[from].time;
+  const old = frames[Math.max(0, frames.findIndex(({time}) => time > frame.time - RATE_SECONDS) - 1)];
+  const before = old.stats[engine] ?? {}, seconds = frame.time - old.time;
   const rate = (name, more = 0) => whole(seconds > 0 ? (Math.max(0, (now[name] ?? 0) - (before[name] ?? 0)) + more) / seconds : 0);
-  const recent = steps.slice(Math.max(0, frames[from].end - first), frame.end - first).filter(step => step.engine === engine);
+  const recent = steps.slice(Math.max(0, old.end - first), frame.end - first).filter(step => step.engine === engine);
   const answers = recent.reduce((sum, step) => sum + split(step).answer, 0);
   const count = name => whole(now[name] ?? 0);
   return Object.entries({
-    running: count("running"), waiting: count("waiting"), "KV blocks in use": `${count("used_blocks")} of ${count("total_blocks")}`,
+    running: count("running"), waiting: count("waiting"), "KV blocks in use": now.total_blocks && `${count("used_blocks")} of ${count("total_blocks")}`,
     "tokens/s": rate("tokens"), "answer tokens/s": rate("accepted", answers), preemptions: count("preemptions"),
     "prefix cache hits": now.cache_queries && percent((now.cache_hits ?? 0) / now.cache_queries),
     "drafts accepted": now.drafts && percent((now.accepted ?? 0) / now.drafts),
@@ -143,11 +139,7 @@ function figures(engine, index) {
 
 function makePanel(engine) {
   const root = fromTemplate("engine-panel"), panel = {root, ...parts(root)};
-  root.ariaLabel = panel.title.textContent = `Engine ${engine}`;
-  panel.batch.onclick = ({offsetX}) => {
-    const number = panel.bars[Math.floor(offsetX / BAR)];
-    if (number !== undefined) holdAt(number);
-  };
+  panel.batch.onclick = ({offsetX}) => holdAt(panel.bars[Math.floor(offsetX / BAR)] ?? last());
   for (const [canvas, chosen] of [[panel.map, panel.block], [panel.states, panel.slot]]) {
     canvas.onpointermove = ({offsetX, offsetY}) => {
       chosen.value = Math.floor(offsetX / canvas.size) + Math.floor(offsetY / canvas.size) * canvas.columns;
@@ -162,21 +154,22 @@ function makePanel(engine) {
 function renderEngine(engine, shown, index) {
   if (!panels.has(engine)) panels.set(engine, makePanel(engine));
   const panel = panels.get(engine), frame = history.frames[index], map = frame?.maps[engine], experts = frame?.experts[engine];
-  width = Math.max(200, panel.batch.clientWidth);
+  const {[engine]: place} = history.servers;
+  panel.root.ariaLabel = panel.title.textContent = `Engine ${engine}${place ? `: ${place}` : ""}`;
+  width = Math.max(200, panel.figures.clientWidth);
   panel.figures.replaceChildren(...figures(engine, index).map(([name, value]) => el("div", el("dt", name), el("dd", value))));
   drawSteps(panel, engine, shown);
-  panel.mapBox.hidden = !map;
-  panel.statesBox.hidden = !map?.states.length;
-  panel.expertsBox.hidden = !experts;
-  if (map) drawMap(panel, map);
-  if (map?.states.length) drawStates(panel, map.states);
-  if (experts) drawExperts(panel, experts);
+  for (const [box, content, draw] of [[panel.mapBox, map, drawMap], [panel.statesBox, map?.states, drawStates], [panel.expertsBox, experts, drawExperts]]) {
+    box.hidden = !content || content.length === 0;
+    if (!box.hidden) draw(panel, content);
+  }
 }
 
 function drawSteps(panel, engine, shown) {
   const count = Math.floor(width / BAR), bars = panel.bars = [], budget = history.hello.max_num_batched_tokens ?? 0;
   let number = held === null ? shown : Math.min(last(), shown + (count >> 2));
   for (; number >= history.first && bars.length < count; number--) if (history.step(number)?.engine === engine) bars.unshift(number);
+  panel.steps.hidden = !bars.length;
   const steps = bars.map(at => history.step(at)), splits = steps.map(split);
   const most = Math.max(4, ...splits.map(tokens => total(tokens, TOKENS)));
   const sums = steps.map(step => total(step, TIMES)).sort((a, b) => a - b);
@@ -200,7 +193,7 @@ function drawSteps(panel, engine, shown) {
   panel.most.textContent = sentence("most", {most: whole(most), budget: whole(budget)});
   panel.longest.textContent = `up to ${ms(longest)}`;
 }
-const label = owner => history.owners[owner] ?? "?";
+const label = owner => history.owners[owner] ?? "?", colourOf = owner => colour(label(owner));
 /** Draw squares in rows; paint(cell, fill) fills rectangles (colour, x, y, width, height, alpha) of one. */
 function drawSquares(canvas, cells, size, columns, paint, chosen) {
   const fill = prepare(canvas, Math.ceil(cells.length / columns) * size), marked = Number(chosen?.value);
@@ -227,7 +220,7 @@ function drawMap(panel, {cells, perCell}) {
     const fromBelow = (tone, share, alpha) => fill(tone, 0, side * (1 - share / 7), side, side * share / 7, alpha);
     fill("--bg3", 0, 0, side, side);
     if (known > used) fromBelow("--c7", known, 0.9 - 0.09 * age);
-    if (used) fromBelow(colour(label(owner)), used, known ? 1 : 0.65);
+    if (used) fromBelow(colourOf(owner), used, known ? 1 : 0.65);
     if (refs > 1) fill("--text", 0, 0, corner, corner);
     if (used) inUse++; else if (known) kept++;
     if (refs > 1) shared++;
@@ -239,7 +232,7 @@ function drawMap(panel, {cells, perCell}) {
 function drawStates(panel, states) {
   const counts = [0, 0, 0, 0, 0], side = SLOT - 1;
   drawSquares(panel.states, states, SLOT, Math.max(1, Math.floor(width / SLOT)), (cell, fill) => {
-    const {age, known: kind, owner} = flags(cell), tone = owner ? colour(label(owner)) : "--c7";
+    const {age, known: kind, owner} = flags(cell), tone = owner ? colourOf(owner) : "--c7";
     counts[kind]++;
     fill("--bg3", 0, 0, side, side);
     if (kind === STATE) fill(tone, 0, 0, side, side);
@@ -262,27 +255,27 @@ function drawExperts(panel, {layers, before = []}) {
 }
 
 function renderStep(step) {
-  if (!step) return detail.replaceChildren(el("p.dim", "No step yet."));
+  if (!step) return detail.replaceChildren(el("p.dim", sentence("noSteps")));
   const times = TIMES.map(([name]) => `${name} ${ms(step[name] ?? 0)}`).join(", ");
   const lines = [sentence("step", {...step, ...split(step), times: `${times}${step.failed ? "; the step failed" : ""}`})];
   if (step.wait) lines.push(sentence("waits", {name: step.wait[0], reason: sentence(step.wait[1])}));
   for (const [name, by] of step.preempted ?? []) lines.push(sentence(by === null ? "lostByFailure" : "lostToRequest", {name, by}));
   const parts = step.parts.map(part => key(part[0],
-    `${part[0]}: ${part[1]}${isPrompt(part) ? " prompt" : ""}${part[2] ? ` (${part[2]} drafts)` : ""}`));
-  detail.replaceChildren(...lines.map(line => el("p", line)), el("p", parts));
+    `#${part[0]}: ${part[1]}${isPrompt(part) ? " prompt" : ""}${part[2] ? ` (${part[2]} drafts)` : ""}`));
+  detail.replaceChildren(...lines.map(line => el("p", line)), el("p", sentence("byRequest"), parts));
 }
 
 function renderRequests(frame) {
   const {rows = [], others = [], more: hidden = 0} = frame?.requests ?? {}, own = new Set(rows.map(row => row[0]));
   const known = rows.map(([name, engine, state, id, prompt, computed, output, cached, arrived]) => {
     const progress = el("progress", {max: Math.max(1, prompt), value: computed, "aria-label": "Computed"});
-    return [key(name), engine ?? "–", state, {number: [progress, ` ${whole(computed)} of ${whole(prompt)}`]},
+    return [key(name, `#${name}`), engine ?? "–", state, {number: [progress, ` ${whole(computed)} of ${whole(prompt)}`]},
       cached, output, {number: Math.max(0, frame.time - arrived).toFixed(1)}, el("a.mono", {href: `#/explain/${encodeURIComponent(id)}`}, id)];
   });
   const unknown = others.filter(([name]) => !own.has(name)).map(([name, engine, state]) => [
-    key(name), engine ?? "–", state, "of another key"]);
-  requests.replaceChildren(table("requestColumns", [...known, ...unknown]));
-  more.textContent = hidden ? `and ${whole(hidden)} more` : rows.length || others.length ? "" : "There are none.";
+    key(name, `#${name}`), engine ?? "–", state, "of another key"]), all = [...known, ...unknown];
+  requests.replaceChildren(all.length ? table("requestColumns", all) : "");
+  more.textContent = hidden ? `and ${whole(hidden)} more` : all.length ? "" : sentence("idle");
 }
 /** Tell screen readers the step if the time is held; else the state, not too often. */
 function speak(found) {

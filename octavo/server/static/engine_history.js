@@ -7,7 +7,7 @@ export class History {
   constructor() { this.clear({}); }
   clear(hello) {
     Object.assign(this, {hello, frames: [], steps: [], first: 0, bytes: 0, maps: {}, owners: {}, stats: {}, experts: {},
-      requests: {rows: []}, engines: [0], health: "", deaths: []});
+      requests: {rows: []}, engines: [0], servers: {}, health: "", deaths: []});
   }
 
   take(name, data, bytes = 0) {
@@ -38,6 +38,7 @@ export class History {
       if (layers.length) this.experts = {...this.experts, [engine]: {layers, before: this.experts[engine]?.layers}};
     }
     this.engines = data.engines ?? this.engines;
+    this.servers = data.servers ?? this.servers;
     this.health = data.health ?? this.health;
     this.deaths = [...this.deaths, ...(data.deaths ?? [])];
     const {stats, requests, health, engines, maps, experts} = this;

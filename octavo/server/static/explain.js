@@ -1,43 +1,34 @@
 // Explain view: recent requests of the key, and the time line of one.
 import {byId, clock, el, failure, json, ms, open, parts, percent, sentence, table} from "./api.js";
 
-function cacheLines({miss, difference, given_up: lost, ...counts}) {
-  const lines = [el("p", sentence("cached", counts))];
-  const where = typeof miss?.message === "number" ? `, in message ${miss.message}` : "";
-  if (miss) lines.push(el("p", sentence(miss.reason, {...miss, where})));
-  if (difference?.volatile) lines.push(el("p.warn", `What differs is ${difference.volatile}.`));
-  for (const [name, title] of [["text", "This prompt"], ["earlier_text", "The earlier one"]]) {
-    if (difference?.[name]) lines.push(el("p", `${title}:`), el("pre", difference[name]));
-  }
-  if (lost) lines.push(el("p", sentence("lost", {...lost, by: lost.by?.number ?? "(hidden)", ago: lost.seconds_before.toFixed(1)})));
-  return lines;
-}
-
-function advice({estimate, saved_ms, setting, text}) {
-  const saved = saved_ms === null ? "" : ` would save ${estimate === "at_most" ? "at most" : "about"} ${ms(saved_ms)}`;
-  return el("li", el("code", setting), `${saved}. ${text}`);
+function cacheLines({text, difference}) {
+  const given = [["text", "This prompt:"], ["earlier_text", "The earlier one:"]].filter(([name]) => difference?.[name]);
+  return [...text.map(line => el("p", line)), ...given.flatMap(([name, title]) => [el("p", title), el("pre", difference[name])])];
 }
 
 const part = parts(byId("explain")), {form, input, state, story, list} = part;
-form.onsubmit = event => {
-  event.preventDefault();
-  open("explain", input.value.trim());
-};
+let newest = null;
+
+form.onsubmit = event => { event.preventDefault(); open("explain", input.value.trim()); };
 part.again.onclick = refresh;
 export function show(id) {
   refresh();
   story.hidden = true;
   state.textContent = id && "Loading...";
-  if (id) tell(id).catch(error => { state.replaceChildren(el("span.error", error.message)); });
+  if (id) tell(id).catch(error => { if (input.value === id) state.replaceChildren(el("span.error", error.message)); });
 }
 
+/** Show the recent requests; an older answer does not replace a newer one. */
 async function refresh() {
+  const asked = newest = json("v1/requests");
+  let shown;
   try {
-    const {data} = await json("v1/requests"), rows = data.map(r => [
+    const {data} = await asked, rows = data.map(r => [
       el("button.quiet.mono", {onclick: () => open("explain", r.id)}, r.id), r.model, r.path, clock(r.created),
       {number: r.seconds.toFixed(3)}, r.completion_tokens, r.finished ? r.status : "runs"]);
-    list.replaceChildren(rows.length ? table("storyColumns", rows) : el("p.dim", "No requests yet."));
-  } catch (error) { list.replaceChildren(failure(error.message)); }
+    shown = rows.length ? table("storyColumns", rows) : el("p.dim", sentence("noRequests"));
+  } catch (error) { shown = failure(error.message); }
+  if (asked === newest) list.replaceChildren(shown);
 }
 /** Tell of a request. Each part of the time line is also a row of the table. */
 async function tell(id) {
@@ -53,13 +44,14 @@ async function tell(id) {
     bar.style.flexGrow = span.ms;
     return bar;
   }));
-  const spans = timeline.map(span => [{number: ms(span.begin_ms)}, {number: ms(span.ms)}, span.text]);
-  const causes = found.causes.map(({ms: time, text}) => [{number: ms(time)}, {number: wall && percent(time / wall)}, text]);
+  const told = ({cause, text}) => [el("span.swatch", {"data-cause": cause}), text];
+  const spans = timeline.map(span => [{number: ms(span.begin_ms)}, {number: ms(span.ms)}, told(span)]);
+  const causes = found.causes.map(sum => [{number: ms(sum.ms)}, {number: wall && percent(sum.ms / wall)}, told(sum)]);
   part.spans.replaceChildren(table("spanColumns", spans, "Parts of the time"));
   part.causes.replaceChildren(table("causeColumns", causes, "Time by cause"));
   part.cache.replaceChildren(...cacheLines(found.cache));
   part.helping.hidden = !found.advice.length;
-  part.advice.replaceChildren(...found.advice.map(advice));
+  part.advice.replaceChildren(...found.advice.map(({setting, text}) => el("li", el("code", setting), `: ${text}`)));
   state.textContent = "";
   story.hidden = false;
 }

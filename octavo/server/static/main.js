@@ -1,14 +1,16 @@
 // Tabs. A view is a module, loaded when it is first opened; it may export show(argument) and hide().
-import {askKey, byId, failure, open, say, sentence} from "./api.js";
+import {arrow, askKey, byId, failure, open, say, sentence} from "./api.js";
 
 const VIEWS = ["chat", "engine", "explain", "bench"];
 const loaded = {};
+// Files that are asked for before the first paint delay it.
+const painted = new Promise(done => requestAnimationFrame(() => setTimeout(done)));
 let current = null;
 
 async function showView() {
   const [name, argument = ""] = location.hash.slice(2).split("/");
   const view = VIEWS.includes(name) ? name : "chat";
-  if (current !== view) loaded[current]?.hide?.();
+  loaded[current]?.hide?.();
   current = view;
   for (const other of VIEWS) {
     const tab = byId(`tab-${other}`);
@@ -16,6 +18,7 @@ async function showView() {
     tab.tabIndex = other === view ? 0 : -1;
     byId(other).hidden = other !== view;
   }
+  await painted;
   try {
     loaded[view] ??= await import(`./${view}.js`);
     if (current === view) loaded[view].show?.(decodeURIComponent(argument));
@@ -24,13 +27,12 @@ async function showView() {
 
 for (const view of VIEWS) byId(`tab-${view}`).onclick = () => open(view);
 document.querySelector("[role=tablist]").onkeydown = event => {
-  const step = {ArrowRight: 1, ArrowLeft: -1}[event.key];
-  if (!step) return;
-  const next = VIEWS.at((VIEWS.indexOf(current) + step) % VIEWS.length);
+  if (!arrow(event)) return;
+  const next = VIEWS.at((VIEWS.indexOf(current) + arrow(event)) % VIEWS.length);
   byId(`tab-${next}`).focus();
   open(next);
 };
-byId("key").onclick = async () => { if (await askKey(sentence("anyKey"))) say("Key saved."); };
+byId("key").onclick = async () => { if (await askKey(sentence("anyKey"))) { say("Key saved."); showView(); } };
 
 const theme = byId("theme");
 theme.onchange = () => localStorage.setItem("theme", document.documentElement.dataset.theme = theme.value);
@@ -38,3 +40,5 @@ theme.value = localStorage.getItem("theme") ?? "auto";
 theme.onchange();
 addEventListener("hashchange", showView);
 showView();
+await painted;
+document.head.append(byId("modules").content);

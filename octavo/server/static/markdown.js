@@ -80,7 +80,7 @@ function codeBlock(code, language) {
 /** Copy a text, also where the page has no secure context. */
 export async function copy(text) {
   try { await navigator.clipboard.writeText(text); } catch {
-    const area = el("textarea", {value: text});
+    const area = el("textarea", text);
     document.body.append(area);
     area.select();
     document.execCommand("copy");

@@ -1,4 +1,4 @@
-// Settings of a conversation. Their fields in index.html hold JSON (also numbers) with `data-json`, otherwise text.
+// Settings of a conversation. A field in index.html with `data-json` holds JSON (also numbers), if it begins with that text.
 import {byId, el} from "./api.js";
 
 const inputs = [...byId("settings").querySelectorAll("[name]")];
@@ -25,27 +25,24 @@ function fail(input, text) {
   input.focus();
 }
 /** Return the fields of a request that the settings stand for. Raises Error, shown at its field. */
-export function readSettings(settings) {
-  const fields = {};
+export function readSettings({sampling, ...own}) {
+  const texts = {...sampling, ...own}, given = {};
   let current;
-  const given = name => {
-    current = byId(`set-${name}`);
-    return settings[name].trim() && JSON.parse(settings[name]);
-  };
   try {
-    for (current of inputs.filter(({name}) => !(name in settings))) {
-      const text = (settings.sampling[current.name] ?? "").trim();
-      if (text) fields[current.name] = "json" in current.dataset || text[0] === "[" ? JSON.parse(text) : text;
+    for (current of inputs) {
+      const text = (texts[current.name] ?? "").trim(), {json} = current.dataset;
+      if (text) given[current.name] = json !== undefined && text.startsWith(json) ? JSON.parse(text) : text;
     }
-    if (given("logprobs")) Object.assign(fields, {logprobs: true, top_logprobs: given("logprobs")});
-    const schema = given("schema"), tools = given("tools"), choice = settings.choice.trim() || "auto";
+    const {system: _, logprobs, schema, tools, choice = "auto", other, ...fields} = given;
+    if (logprobs) Object.assign(fields, {logprobs: true, top_logprobs: logprobs});
     if (tools) {
+      current = byId("set-tools");
       if (!Array.isArray(tools)) throw new Error("give a list of tools");
       fields.tools = tools.map(tool => (tool?.function ? tool : {type: "function", function: tool}));
       fields.tool_choice = ["auto", "none", "required"].includes(choice) ? choice : {type: "function", function: {name: choice}};
     }
-    if (schema !== "") fields.response_format = {type: "json_schema", json_schema: {name: "answer", schema}};
-    return Object.assign(fields, given("other") || {});
+    if (schema !== undefined) fields.response_format = {type: "json_schema", json_schema: {name: "answer", schema}};
+    return {...fields, ...other};
   } catch (error) {
     fail(current, `Not valid: ${error.message}`);
     throw new Error(`${current.labels[0].textContent} is not valid: ${error.message}`);
