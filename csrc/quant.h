@@ -341,9 +341,9 @@ INLINE void panel4(const LinearQArgs& a, const QuantRows& x, const QuantRows& se
                    int64_t rows, int64_t col, float* out, B begin, E finish) {
   const uint8_t* w = codes_at<F>(a, col / kPanel, 0);
   memset(out, 0, rows * kPanel * sizeof(float));
-  const int64_t passes = ceil_div(rows, kQuantRows4), some = ceil_div(rows, passes);
+  constexpr int64_t some = kQuantRows4;
   // Groups that stay in L1 for all rows
-  const int64_t all = x.groups * group_nbytes(a.group, F), parts = passes <= 2 ? 1 : ceil_div(all, kGroupsNbytes);
+  const int64_t all = x.groups * group_nbytes(a.group, F), parts = rows <= 2 * some ? 1 : ceil_div(all, kGroupsNbytes);
   const int64_t stretch = ceil_div(x.groups, parts);
   for (int64_t g = 0; g < x.groups; g += stretch)
     for (int64_t i = 0; i < rows; i += some) {
