@@ -488,7 +488,7 @@ class ReferenceOps:
         activation: Activation,
         out: Tensor | None = None,
     ) -> Tensor:
-        return activate(self, self.linear(x, weight, bias), activation, out)
+        return cast(Tensor, activate(self, self.linear(x, weight, bias), activation, out))
 
     def gelu(self, x: Tensor, approximate: Gelu, out: Tensor | None = None) -> Tensor:
         return into(out, F.gelu(x, approximate=approximate))
