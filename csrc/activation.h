@@ -22,6 +22,19 @@ INLINE void with_gate(Gated kind, F f) {
   }
 }
 
+// Calls f with the activation that follows a product, of numbers that are rounded to O first, as by
+// a separate kernel.
+template <class O, class F>
+INLINE void with_activation(Unary kind, O, F f) {
+  switch (kind) {
+    case Unary::gelu: return f([](vf x) { return gelu(round_to(x, O{})); });
+    case Unary::gelu_tanh: return f([](vf x) { return gelu_tanh(round_to(x, O{})); });
+    case Unary::relu: return f([](vf x) { return relu(round_to(x, O{})); });
+    case Unary::silu: return f([](vf x) { return silu(round_to(x, O{})); });
+    default: return f([](vf x) { return x; });
+  }
+}
+
 // Calls f with the function of gate and up, both rounded to T, as separate kernels round.
 template <class T, class F>
 INLINE void with_gated(Gated kind, float limit, T, F f) {
@@ -71,6 +84,7 @@ void unary(const UnaryArgs& a) {
         for_lanes(count, [&](int64_t i, int n) { store(out + i, f(load(x + i, n)), n); });
       };
       switch (a.kind) {
+        case Unary::none: return;
         case Unary::exp: return apply([](vf x) { return exp(x); });
         case Unary::log: return apply([](vf x) { return log(x); });
         case Unary::tanh: return apply([](vf x) { return tanh(x); });
@@ -78,7 +92,7 @@ void unary(const UnaryArgs& a) {
         case Unary::gelu: return apply([](vf x) { return gelu(x); });
         case Unary::gelu_tanh: return apply([](vf x) { return gelu_tanh(x); });
         case Unary::soft_cap: return apply([&](vf x) { return soft_cap(x, a.param); });
-        case Unary::relu: return apply([](vf x) { return x < 0.0f ? vf{} : x; });
+        case Unary::relu: return apply([](vf x) { return relu(x); });
         case Unary::sigmoid: return apply([](vf x) { return sigmoid(x); });
         case Unary::silu: return apply([](vf x) { return silu(x); });
         case Unary::scale: return apply([&](vf x) { return x * a.param; });

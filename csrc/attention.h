@@ -116,12 +116,11 @@ constexpr int kScoreRows = kRegisters == 32 ? 6 : 2;  // rows and key vectors at
 constexpr int kScoreVectors = 4;
 // scores[R][...] = q . k for V vectors of N keys, the first one at position `at` of its block or,
 // modulo block_size, after it. `next`: the following keys, to be prefetched meanwhile, or null.
-template <class T, int N, int R>
+template <class T, int N, int R, int V>
 NOINLINE void score_kernel(const typename Keys<T>::Q* q, int64_t q_stride, const T* const* keys,
                            const T* const* next, int64_t at, int64_t block_size, int64_t head_size,
                            float* scores) {
   constexpr int dims = Keys<T>::kDims;
-  constexpr int V = kScoreVectors;
   const T *k[V], *ahead[V];
   UNROLL for (int j = 0; j < V; j++) k[j] = keys[j], ahead[j] = next ? next[j] : nullptr;
   vf acc[R][V] = {};
@@ -140,20 +139,20 @@ NOINLINE void score_kernel(const typename Keys<T>::Q* q, int64_t q_stride, const
     UNROLL for (int j = 0; j < V; j++) store(scores + i * Extent<T>::kTile + j * N, acc[i][j], N);
 }
 
-template <class T, int N, int R>
+template <class T, int N, int R, int V>
 INLINE void score_kernels(int rows, const typename Keys<T>::Q* q, int64_t q_stride,
                           const T* const* keys, const T* const* next, int64_t at,
                           int64_t block_size, int64_t head_size, float* scores) {
   if (rows == R)
-    return score_kernel<T, N, R>(q, q_stride, keys, next, at, block_size, head_size, scores);
+    return score_kernel<T, N, R, V>(q, q_stride, keys, next, at, block_size, head_size, scores);
   if constexpr (R > 1)
-    score_kernels<T, N, R - 1>(rows, q, q_stride, keys, next, at, block_size, head_size, scores);
+    score_kernels<T, N, R - 1, V>(rows, q, q_stride, keys, next, at, block_size, head_size, scores);
 }
 
 // Computes and stores probabilities of type P: e^x for x <= 0, and a store of two vectors.
 template <class P>
 INLINE vf exponential(vf x) {
-  return exp_or_zero(x);
+  return exp_of_negative(x);
 }
 template <class P>
 INLINE void keep(P* p, vf low, vf high) {
@@ -380,6 +379,11 @@ struct Partial {
 INLINE void fold(Partial& total, float* total_acc, const Partial& part, const float* acc,
                  int64_t acc_stride) {
   if (part.max == -INFINITY) return;  // no visible position
+  if (total.max == -INFINITY) {
+    total = part;
+    memcpy(total_acc, acc, acc_stride * sizeof(float));
+    return;
+  }
   const float m = max(total.max, part.max);
   const float old = exp_or_zero(splat(total.max - m))[0];
   const float now = exp_or_zero(splat(part.max - m))[0];
@@ -646,12 +650,16 @@ struct Attention {
         const Q* q = t.query + i * query_stride;
         float* s = t.scores + i * kTile + v * lanes_of_keys;
         const int n = min(kScoreRows, t.count - i);
-        if (W <= 8 || lanes_of_keys == W)
-          score_kernels<T, W, kScoreRows>(n, q, query_stride, all_keys + v, ahead, at, key_stride,
-                                          a.head_size, s);
-        else if constexpr (W > 8)
-          score_kernels<T, W / 2, kScoreRows>(n, q, query_stride, all_keys + v, ahead, at,
-                                              key_stride, a.head_size, s);
+        auto multiply = [&](auto lanes, auto vectors) {
+          score_kernels<T, decltype(lanes)::value, kScoreRows, decltype(vectors)::value>(
+              n, q, query_stride, all_keys + v, ahead, at, key_stride, a.head_size, s);
+        };
+        if (lanes_of_keys < W)
+          multiply(Index<W / 2>{}, Index<kScoreVectors>{});
+        else if (v > 0 || at + kScoreVectors / 2 * W < end || ahead)
+          multiply(Index<W>{}, Index<kScoreVectors>{});
+        else  // the rest of a short text
+          multiply(Index<W>{}, Index<kScoreVectors / 2>{});
       }
     }
     softmax_rows(t, 0, t.count, next, tile);
@@ -748,7 +756,7 @@ struct Attention {
       row.max = new_max[i] = max(row.max, most);
     }
     for (int i = 0; i < count; i += W)
-      store(old_max + i, exp_or_zero(load(old_max + i) - load(new_max + i)));
+      store(old_max + i, exp_of_negative(load(old_max + i) - load(new_max + i)));
     for (int i = 0; i < count; i++) {
       Row& row = t.rows[at + i];
       P* probs = t.probs + i * kTile;

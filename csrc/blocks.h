@@ -564,11 +564,11 @@ void linear_blocks(const LinearQArgs& a) {
       }
 #endif
       for_tiles(a, t, row0, m, panels * kVectors * m * ceil_div(a.k, kQuad),
-                [&](int64_t first, int64_t rows, int64_t col, float* c, int64_t) {
+                whole_sums([&](int64_t first, int64_t rows, int64_t col, float* c) {
                   with_block_type(a.format, [&](auto format) {
                     block_panel<decltype(format)::value>(a, x, second, first, rows, col, c);
                   });
-                });
+                }));
     });
   }
 }

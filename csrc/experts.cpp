@@ -202,10 +202,10 @@ class Experts {
     const int64_t first = all ? 0 : task.first_panel, count = all ? 0 : task.num_panels;
     if (p.plain)
       return kernels().linear({x, x_stride, weight, bias, out, out_stride, unit.rows, p.n, p.k, first,
-                               count, gated, a_.limit, a_.dtype, a_.dtype});
+                               count, gated, a_.limit, Unary::none, a_.dtype, a_.dtype});
     const int32_t* order = p.order ? at<const int32_t>(weight, p.order) : nullptr;
     kernels().linear_q({x, x_stride, weight, order, bias, out, out_stride, unit.rows, p.n, p.k, p.group,
-                        first, count, p.format, gated, a_.limit, a_.dtype, a_.dtype});
+                        first, count, p.format, gated, a_.limit, Unary::none, a_.dtype, a_.dtype});
   }
 
   static constexpr int32_t kFirst = 0;

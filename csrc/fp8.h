@@ -258,13 +258,13 @@ INLINE void fp8_panel(const LinearQArgs& a, const A* x, int64_t stride, int64_t 
 template <class A, class T>
 INLINE void fp8_rows(const LinearQArgs& a, T t, const A* x, int64_t stride, int64_t row0, int64_t m) {
   const int64_t cost = ceil_div(a.n, kPanel) * kVectors * m * a.k;
-  for_tiles(a, t, row0, m, cost, [&](int64_t first, int64_t rows, int64_t col, float* c, int64_t) {
+  for_tiles(a, t, row0, m, cost, whole_sums([&](int64_t first, int64_t rows, int64_t col, float* c) {
     const A* at = x + first * stride;
     if (rows <= kMostFp8Rows)
       fp8_panel<Fp8<A>>(a, at, stride, rows, col, c);
     else
       fp8_panel<A>(a, at, stride, rows, col, c);
-  });
+  }));
 }
 
 #if defined(OCTAVO_PRODUCTS)

@@ -21,6 +21,7 @@ constexpr int kRows = kRegisters == 32 ? 6 : W == 8 && sizeof(T) == 4 ? 3 : 2;
 constexpr int kStreamed = 2;  // maximum number of rows that leave memory the bottleneck
 constexpr int kPastCachesAhead = 2048, kStreamAhead = 4096;  // bytes
 constexpr int kRowBlock = 96;  // rows of x that share one pass over a panel
+constexpr int kMostRows = 2 * kRowBlock;  // of a plain weight, each of whose panels has more bytes
 
 // Multiplication of a panel of storage type T by x. `A`: type that x is read as; `kStep`: steps of
 // K at once.
@@ -77,11 +78,11 @@ template <class T>
 constexpr int kLines = kPanel * Panel<T>::kStep / kLine<T>;  // cache lines that a step reads
 // Steps of K at once: a block of a panel stays in L1, for more than kShortRows rows of AVX-512 in L2.
 // There each vector of weights is multiplied by so many rows that reading it from L2 is fast enough,
-// and storing the sums less often saves more. Few rows read a panel only once or twice.
+// and not storing and loading the sums saves more. Few rows read a panel only once or twice.
 constexpr int64_t kShortRows = 24;
 template <class T>
 INLINE int64_t block_of(int64_t rows) {
-  const int64_t nbytes = W == 16 && rows > kShortRows ? 98304 : 16384;
+  const int64_t nbytes = W == 16 && rows > kShortRows ? 393216 : 16384;
   return nbytes / int64_t(kPanel * sizeof(T));
 }
 
@@ -126,14 +127,23 @@ INLINE void micro_kernels(int rows, const typename Panel<T>::A* x, int64_t strid
   if constexpr (R > 1) micro_kernels<T, F, R - 1>(rows, x, stride, w, k, begins, c, ahead);
 }
 
+// Calls begin(first, number) for the rows of the pass after that of row i, and, if i is 0, for those
+// of this pass too. A pass is too short for memory to arrive in.
+template <class F>
+INLINE void begin_pass(int64_t i, int64_t some, int64_t rows, F begin) {
+  const int64_t from = i == 0 ? 0 : i + some, to = min(rows, i + 2 * some);
+  if (from < to) begin(from, to - from);
+}
+
 // c[rows][kPanel] = x[rows][k] * w[k][kPanel], block by block of K. A block stays in a cache for all
 // rows. Meanwhile the next one is prefetched, at the end `after`, if not null. So reading a weight
 // overlaps computing, which matters most for 8 to 64 rows, where both take about equally long. One
 // or two rows use a weight once: if the processor supports it, the weight bypasses the caches and
-// evicts nothing.
-template <class T>
+// evicts nothing. `finish(i, n)` is called when the sums of rows i ... i + n are complete, which are
+// still in L1 then; `begin(i, n)` some time before.
+template <class T, class B, class F>
 INLINE void panel_product(const typename Panel<T>::A* x, int64_t stride, const T* w, int64_t rows,
-                          int64_t k, float* c, const T* after) {
+                          int64_t k, float* c, const T* after, B begin, F finish) {
   const int64_t passes = ceil_div(rows, kRows<T>), some = ceil_div(rows, passes);
   const int64_t steps = block_of<T>(rows);
   for (int64_t from = 0; from < k; from += steps) {
@@ -142,6 +152,8 @@ INLINE void panel_product(const typename Panel<T>::A* x, int64_t stride, const T
     const T* ahead = from + depth < k ? block + depth * kPanel : after;
     for (int64_t i = 0; i < rows; i += some) {
       const int n = int(min(some, rows - i));
+      const bool last = from + depth == k;
+      if (last) begin_pass(i, some, rows, begin);
       auto pass = [&](auto fetched) {
         micro_kernels<T, decltype(fetched), kRows<T>>(n, x + i * stride + from, stride, block, depth,
                                                       from == 0, c + i * kPanel, ahead);
@@ -161,18 +173,20 @@ INLINE void panel_product(const typename Panel<T>::A* x, int64_t stride, const T
       } else {
         pass(Fetch<0, 0>{});
       }
+      if (last) finish(i, n);
     }
   }
 }
 
-template <class T, class O>
-void write_rows(const float* c, const T* bias, O* out, int64_t stride, int64_t rows, int64_t cols) {
+// Writes act(sums + bias).
+template <class T, class O, class F>
+void write_rows(const float* c, const T* bias, O* out, int64_t stride, int64_t rows, int64_t cols, F act) {
   for (int64_t i = 0; i < rows; i++)
     for (int64_t j = 0; j < cols; j += W) {
       int n = int(min<int64_t>(W, cols - j));
       vf v = load(c + i * kPanel + j);
       if (bias) v += load(bias + j, n);
-      store(out + i * stride + j, v, n);
+      store(out + i * stride + j, act(v), n);
     }
 }
 
@@ -190,17 +204,22 @@ void write_gated(const float* gate, const float* up, const T* gate_bias, const T
   });
 }
 
-// Writes sums of the panel at column col and, if gated, of its other half.
+// Writes sums of the panel at column col and, if gated, of its other half. Not inlined: several
+// places of a product call it.
 template <class T, class Args>
-INLINE void write_panel(const Args& a, T, const float* c, const float* up, int64_t col, void* out,
+NOINLINE void write_panel(const Args& a, T, const float* c, const float* up, int64_t col, void* out,
                         int64_t stride, int64_t rows) {
   const T* bias = a.bias ? static_cast<const T*>(a.bias) + col : nullptr;
   if (up)
     return write_gated(c, up, bias, bias ? bias + a.n / 2 : nullptr, a.gated, a.limit,
                        static_cast<T*>(out), stride, rows);
+  const int64_t cols = min<int64_t>(kPanel, a.n - col);
+  if (a.activation != Unary::none)
+    return with_activation(a.activation, T{}, [&](auto act) {
+      write_rows(c, bias, static_cast<T*>(out), stride, rows, cols, act);
+    });
   with_type(a.out_dtype, [&](auto o) {
-    write_rows(c, bias, static_cast<decltype(o)*>(out), stride, rows,
-               min<int64_t>(kPanel, a.n - col));
+    write_rows(c, bias, static_cast<decltype(o)*>(out), stride, rows, cols, [](vf x) { return x; });
   });
 }
 
@@ -217,9 +236,11 @@ INLINE int64_t panels_of(const Args& a) {
   return a.num_panels ? a.num_panels : ceil_div(a.gated == Gated::none ? a.n : a.n / 2, kPanel);
 }
 
-// Cuts a product into tasks of some rows and one panel of outputs. `product(first, rows, col, c,
-// next)` stores rows first ... of this product times the panel at column col in c [rows][kPanel].
-// The panel at column next follows; -1: unknown. Row 0 is the row0-th row of out.
+// Cuts a product into tasks of some rows, at most product.most, and one panel of outputs.
+// `product(first, rows, col, c, next, begin, finish)` stores rows first ... of this product times the
+// panel at column col in c [rows][kPanel]. It calls begin(i, n) shortly before and finish(i, n) after
+// the sums of the rows i ... i + n of these are complete. The panel at column next follows; -1:
+// unknown. Row 0 is the row0-th row of out.
 template <class T, class Args, class F>
 INLINE void for_tiles(const Args& a, T t, int64_t row0, int64_t m, int64_t cost, F product) {
   const bool gated = a.gated != Gated::none;
@@ -228,43 +249,82 @@ INLINE void for_tiles(const Args& a, T t, int64_t row0, int64_t m, int64_t cost,
   const int64_t parts = ceil_div(8 * num_threads(), panels);
   constexpr int64_t whole = 4 * kRows<float>;  // divisible by the rows at once of all types
   const int64_t some = ceil_div(max<int64_t>(1, ceil_div(m, parts)), whole) * whole;
-  const int64_t block = min<int64_t>(kRowBlock, some);
+  const int64_t block = min<int64_t>(gated ? kRowBlock : F::most, some);
   parallel_for(panels * ceil_div(m, block), cost, [&](int64_t task, int64_t next_task) {
     const int64_t first = task / panels * block, rows = min(block, m - first);
     const int64_t col = first_col + task % panels * kPanel;
     const int64_t next = next_task < 0 ? -1 : first_col + next_task % panels * kPanel;
-    void* out =
-        static_cast<char*>(a.out) + ((row0 + first) * a.out_stride + col) * size_of(a.out_dtype);
-    prefetch_rows(out, a.out_stride, rows, a.out_dtype);
-    alignas(64) float c[kRowBlock * kPanel];
-    product(first, rows, col, c, gated ? half + col : next);
+    char* out = static_cast<char*>(a.out) + (row0 + first) * a.out_stride * size_of(a.out_dtype) +
+                col * size_of(a.out_dtype);
+    auto row = [&](int64_t i) { return out + i * a.out_stride * size_of(a.out_dtype); };
+    auto fetch = [&](int64_t i, int64_t n) { prefetch_rows(row(i), a.out_stride, n, a.out_dtype); };
     if (gated) {
-      alignas(64) float up[kRowBlock * kPanel];
-      product(first, rows, half + col, up, next);
-      return write_panel(a, t, c, up, col, out, a.out_stride, rows);
+      alignas(64) float c[kRowBlock * kPanel], up[kRowBlock * kPanel];
+      auto none = [](int64_t, int64_t) {};
+      product(first, rows, col, c, half + col, none, none);
+      return product(first, rows, half + col, up, next, fetch, [&](int64_t i, int64_t n) {
+        write_panel(a, t, c + i * kPanel, up + i * kPanel, col, row(i), a.out_stride, n);
+      });
     }
-    write_panel(a, t, c, nullptr, col, out, a.out_stride, rows);
+    alignas(64) float c[F::most * kPanel];
+    product(first, rows, col, c, next, fetch, [&](int64_t i, int64_t n) {
+      write_panel(a, t, c + i * kPanel, nullptr, col, row(i), a.out_stride, n);
+    });
   });
 }
+
+// A product of for_tiles with a quantized weight: f(first, rows, col, c, begin, finish).
+template <class F>
+struct QuantizedProduct {
+  static constexpr int64_t most = kRowBlock;
+  F f;
+  template <class B, class E>
+  INLINE void operator()(int64_t first, int64_t rows, int64_t col, float* c, int64_t, B begin, E finish) {
+    f(first, rows, col, c, begin, finish);
+  }
+};
+template <class F>
+INLINE QuantizedProduct<F> quantized_tiles(F f) {
+  return {f};
+}
+// One that computes the sums of all rows before any is written: f(first, rows, col, c).
+template <class F>
+INLINE auto whole_sums(F f) {
+  return quantized_tiles([=](int64_t first, int64_t rows, int64_t col, float* c, auto begin, auto finish) {
+    begin(0, rows);
+    f(first, rows, col, c);
+    finish(0, rows);
+  });
+}
+
+// A product of for_tiles with a plain weight, that writes rows while their sums are in L1.
+template <class A, class T>
+struct PlainProduct {
+  static constexpr int64_t most = kMostRows;
+  const A* x;
+  int64_t x_stride, k;
+  const T* weight;
+  template <class B, class E>
+  INLINE void operator()(int64_t first, int64_t rows, int64_t col, float* c, int64_t next, B begin, E finish) {
+    const int64_t panel_k = padded_k<T>(k);
+    panel_product<T>(x + first * x_stride, x_stride, weight + col * panel_k, rows, k, c,
+                     next < 0 ? nullptr : weight + next * panel_k, begin, finish);
+  }
+};
 
 // Multiplies rows of x, which is x itself or float32 copies.
 template <class A, class T>
 void linear_rows(const LinearArgs& a, const A* x, int64_t x_stride, int64_t row0, int64_t m) {
-  const int64_t panel_k = padded_k<T>(a.k);
-  const T* weight = static_cast<const T*>(a.weight);
   const int64_t cost = ceil_div(a.n, kPanel) * kVectors * m * a.k;
   for_tiles(a, T{}, row0, m, cost,
-            [&](int64_t first, int64_t rows, int64_t col, float* c, int64_t next) {
-              panel_product<T>(x + first * x_stride, x_stride, weight + col * panel_k, rows, a.k, c,
-                               next < 0 ? nullptr : weight + next * panel_k);
-            });
+            PlainProduct<A, T>{x, x_stride, a.k, static_cast<const T*>(a.weight)});
 }
 
 // Copies some rows of x at a time to float32, for a processor that cannot multiply T, and calls
 // f(copy, row0, m) for them: the copy of rows row0 ... row0 + m is dense.
 template <class T, class Args, class F>
 INLINE void with_float_rows(const Args& a, T, F f) {
-  constexpr int64_t some = 2 * kRowBlock;
+  constexpr int64_t some = kMostRows;
   const T* x = static_cast<const T*>(a.x);
   float* copy = static_cast<float*>(scratch(min(a.m, some) * a.k * sizeof(float)));
   for (int64_t row0 = 0; row0 < a.m; row0 += some) {

@@ -53,8 +53,10 @@ INLINE void head_linear_by_vectors(const HeadLinearArgs& a, T t) {
     alignas(64) float c[kRowBlock * kPanel];
     for (int64_t p = begin; p < end; p++) {
       const T* w = static_cast<const T*>(a.weight) + p * kPanel * panel_k;
-      panel_product<T>(from, stride, w, rows, a.k, c, p + 1 < end ? w + kPanel * panel_k : nullptr);
-      write_head(a, t, head, row, rows, p, c);
+      panel_product<T>(
+          from, stride, w, rows, a.k, c, p + 1 < end ? w + kPanel * panel_k : nullptr,
+          [](int64_t, int64_t) {},
+          [&](int64_t i, int64_t n) { write_head(a, t, head, row + i, n, p, c + i * kPanel); });
     }
   });
 }

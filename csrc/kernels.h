@@ -46,6 +46,7 @@ enum class Gated : int {
   softplus = 6,
 };
 enum class Unary : int {
+  none = -1,
   exp = 0,
   log = 1,
   tanh = 2,
@@ -112,10 +113,11 @@ struct LinearArgs {
   int64_t first_panel, num_panels;  // panels of outputs (gated: of gates) to compute; 0: all
   Gated gated;  // act(gate) * up of the halves, of whole panels and of x's dtype
   float limit;  // gated: bound of gates from above, and of up; 0: none
+  Unary activation;  // of the result, not gated and of x's dtype: none, gelu, gelu_tanh, relu or silu
   DType dtype, out_dtype;
 
   MEMBERS(x, x_stride, weight, bias, out, out_stride, m, n, k, first_panel, num_panels, gated, limit,
-          dtype, out_dtype)
+          activation, dtype, out_dtype)
   void resize(const StepSize& size) { m = size.rows; }
   Work work() const {
     const int64_t width = gated == Gated::none ? n : n / 2;
@@ -219,10 +221,11 @@ struct LinearQArgs {
   QuantFormat format;
   Gated gated;
   float limit;  // as above
+  Unary activation;
   DType dtype, out_dtype;
 
   MEMBERS(x, x_stride, weight, order, bias, out, out_stride, m, n, k, group, first_panel, num_panels,
-          format, gated, limit, dtype, out_dtype)
+          format, gated, limit, activation, dtype, out_dtype)
   void resize(const StepSize& size) { m = size.rows; }
   Work work() const {
     // Bytes of a number; of block types those of a block before it is packed

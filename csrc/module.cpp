@@ -58,7 +58,7 @@ constexpr int kCodes<CacheType> = 4;
 template <>
 constexpr int kCodes<QuantFormat> = 25;
 template <>
-constexpr int kCodes<Unary> = 13;
+constexpr int kCodes<Unary> = 14;
 template <>
 constexpr int kCodes<Gated> = 8;
 template <>
@@ -73,7 +73,8 @@ struct Given {
     if constexpr (std::is_pointer_v<T>) {
       return reinterpret_cast<T>(value);
     } else if constexpr (std::is_enum_v<T>) {
-      const int code = value + std::is_same_v<T, Gated>;  // its first code is -1
+      constexpr bool from_none = std::is_same_v<T, Gated> || std::is_same_v<T, Unary>;  // -1
+      const int code = value + from_none;
       if (code < 0 || code >= kCodes<T>)
         throw nb::value_error((std::string(name) + ": unknown code " + std::to_string(value)).c_str());
       return static_cast<T>(value);

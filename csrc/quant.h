@@ -28,6 +28,7 @@
 OCTAVO_BEGIN
 
 constexpr int64_t kQuantBlock8 = 2048;  // steps of K of a panel that stay in the cache
+constexpr int64_t kGroupsNbytes = 27648;  // bytes of the groups of a panel that stay in L1
 // int8 uses tiles for more rows than this; with fewer rows vectors are as fast as memory.
 constexpr int64_t kVectorRows = 4;
 
@@ -137,14 +138,16 @@ void quantize_row(const T* x, int64_t k, const QuantRows& to, const QuantRows& s
 
 // ---- 8 bits ----
 
-// c[R][V * W] += x[R][4 * quads] * w[quads][V * W][4]: the columns of a panel from col on
+// c[R][V * W] += x[R][4 * quads] * w[quads][V * W][4]: the columns of a panel from col on. `fetches`:
+// prefetch codes.
 template <int R, int V>
-void dots8(const int8_t* x, int64_t stride, const uint8_t* w, int64_t quads, int col, int32_t* c) {
+void dots8(const int8_t* x, int64_t stride, const uint8_t* w, int64_t quads, int col, bool fetches,
+           int32_t* c) {
   vi acc[R][V];
   UNROLL for (int i = 0; i < R; i++)
     UNROLL for (int j = 0; j < V; j++) acc[i][j] = load_raw<vi>(c + i * kPanel + j * W);
   for (int64_t q = 0; q < quads; q++, w += kQuad * kPanel) {
-    if (V == kVectors || col == 0)  // the first columns prefetch the whole panel
+    if (fetches)
       UNROLL for (int j = 0; j < kQuad * kPanel; j += 64) __builtin_prefetch(w + kAhead + j);
     dots<1, 128>(acc, x + q * kQuad, stride, [&](int, int j) {
       return decode<QuantFormat::int8>(load_raw<vu>(w + kQuad * col + j * kQuad * W));
@@ -156,13 +159,14 @@ void dots8(const int8_t* x, int64_t stride, const uint8_t* w, int64_t quads, int
 
 template <int R>
 INLINE void dots8(int rows, const int8_t* x, int64_t stride, const uint8_t* w, int64_t quads,
-                  int32_t* c) {
+                  bool fetches, int32_t* c) {
   if (rows == R) {
     constexpr int V = R * kVectors <= kAccumulators8 ? kVectors : kVectors / 2;
-    for (int col = 0; col < kPanel; col += V * W) dots8<R, V>(x, stride, w, quads, col, c + col);
+    for (int col = 0; col < kPanel; col += V * W)  // the first columns prefetch the whole panel
+      dots8<R, V>(x, stride, w, quads, col, fetches && col == 0, c + col);
     return;
   }
-  if constexpr (R > 1) dots8<R - 1>(rows, x, stride, w, quads, c);
+  if constexpr (R > 1) dots8<R - 1>(rows, x, stride, w, quads, fetches, c);
 }
 
 // K in a packed weight
@@ -183,18 +187,24 @@ INLINE void scale8(const LinearQArgs& a, const QuantRows& x, int64_t first, int6
 }
 
 // Multiplies rows first ... first + rows of x by the panel at column col.
+template <class B, class E>
 INLINE void panel8(const LinearQArgs& a, const QuantRows& x, int64_t first, int64_t rows, int64_t col,
-                   float* out) {
+                   float* out, B begin, E finish) {
   const int64_t quads = ceil_div(a.k, kQuad), block = kQuantBlock8 / kQuad;
   const uint8_t* w = static_cast<const uint8_t*>(a.weight) + col * padded_k8(a.k);
   alignas(64) int32_t c[kRowBlock * kPanel];
   memset(c, 0, rows * kPanel * sizeof(int32_t));
   for (int64_t q = 0; q < quads; q += block)
-    for (int64_t i = 0; i < rows; i += kQuantRows8)
-      dots8<kQuantRows8>(int(min<int64_t>(kQuantRows8, rows - i)),
-                         x.q + (first + i) * x.stride + q * kQuad, x.stride,
-                         w + q * kQuad * kPanel, min(block, quads - q), c + i * kPanel);
-  scale8(a, x, first, rows, col, c, out);
+    for (int64_t i = 0; i < rows; i += kQuantRows8) {
+      const bool last = q + block >= quads;
+      const int64_t n = min<int64_t>(kQuantRows8, rows - i);
+      if (last) begin_pass(i, kQuantRows8, rows, begin);
+      dots8<kQuantRows8>(int(n), x.q + (first + i) * x.stride + q * kQuad, x.stride,
+                         w + q * kQuad * kPanel, min(block, quads - q), i == 0, c + i * kPanel);
+      if (!last) continue;
+      scale8(a, x, first + i, n, col, c + i * kPanel, out + i * kPanel);
+      finish(i, n);
+    }
 }
 
 #if defined(OCTAVO_TILES)
@@ -231,10 +241,10 @@ constexpr int kGroupQuads = 2;
 #endif
 
 // c[R][V * W] += x[R][groups] * w[groups][V * W]: the columns of a panel from col on, and the groups
-// first ... end of rows row ... row + R
+// first ... end of rows row ... row + R. `fetches`: prefetch codes.
 template <int R, int V, QuantFormat F>
 void dots4(const LinearQArgs& a, const QuantRows& x, int64_t row, int64_t first, int64_t end,
-           const uint8_t* w, int col, float* c) {
+           const uint8_t* w, int col, bool fetches, float* c) {
   constexpr bool bytes = F == QuantFormat::int8_groups, nf4 = F == QuantFormat::nf4;
   constexpr int64_t step_nbytes = kGroupQuads * kQuad * kPanel / (bytes ? 1 : 2);
   using Scale = std::conditional_t<bytes || nf4, float, f16>;
@@ -269,7 +279,7 @@ void dots4(const LinearQArgs& a, const QuantRows& x, int64_t row, int64_t first,
       const int8_t* q = x.q + row * x.stride + g * a.group;
 #pragma GCC unroll 4
       for (int64_t o = 0; o < a.group; o += kQuad * kGroupQuads, p += step_nbytes, q += kQuad * kGroupQuads) {
-        if (col == 0)  // the first columns prefetch the whole panel
+        if (fetches)
           UNROLL for (int j = 0; j < step_nbytes; j += 64) __builtin_prefetch(p + kAhead + j);
         constexpr int most = bytes || nf4 || F == QuantFormat::int4_levels ? 128 : 15;
         dots<kGroupQuads, most>(acc, q, x.stride, [&](int h, int j) {
@@ -293,14 +303,15 @@ void dots4(const LinearQArgs& a, const QuantRows& x, int64_t row, int64_t first,
 
 template <int R, QuantFormat F>
 INLINE void dots4(int rows, const LinearQArgs& a, const QuantRows& x, int64_t row, int64_t first,
-                  int64_t end, const uint8_t* w, float* c) {
+                  int64_t end, const uint8_t* w, bool fetches, float* c) {
   if (rows == R) {
     constexpr int V = R == 1 || (W == 16 && R == 2) ? kVectors : kVectors / 2;
     for (int col = 0; col < kPanel; col += V * W)
-      dots4<R, V, F>(a, x, row, first, end, w, col, c + col);
+      // The first columns prefetch the whole panel.
+      dots4<R, V, F>(a, x, row, first, end, w, col, fetches && col == 0, c + col);
     return;
   }
-  if constexpr (R > 1) dots4<R - 1, F>(rows, a, x, row, first, end, w, c);
+  if constexpr (R > 1) dots4<R - 1, F>(rows, a, x, row, first, end, w, fetches, c);
 }
 
 template <QuantFormat F>
@@ -320,20 +331,31 @@ void add_outliers4(const LinearQArgs& a, const QuantRows& second, int64_t first,
     int32_t list[64];
     second.outliers.for_each(first + i, some, list, [&](int64_t count) {
       for (int64_t j = 0; j < count; j++)
-        dots4<R, F>(int(some), a, second, first + i, list[j], list[j] + 1, w, c + i * kPanel);
+        dots4<R, F>(int(some), a, second, first + i, list[j], list[j] + 1, w, i == 0, c + i * kPanel);
     });
   }
 }
 
-template <QuantFormat F>
+template <QuantFormat F, class B, class E>
 INLINE void panel4(const LinearQArgs& a, const QuantRows& x, const QuantRows& second, int64_t first,
-                   int64_t rows, int64_t col, float* out) {
+                   int64_t rows, int64_t col, float* out, B begin, E finish) {
   const uint8_t* w = codes_at<F>(a, col / kPanel, 0);
   memset(out, 0, rows * kPanel * sizeof(float));
-  for (int64_t i = 0; i < rows; i += kQuantRows4)
-    dots4<kQuantRows4, F>(int(min<int64_t>(kQuantRows4, rows - i)), a, x, first + i, 0, x.groups, w,
-                          out + i * kPanel);
-  add_outliers4<F>(a, second, first, rows, col, out);
+  constexpr int64_t some = kQuantRows4;
+  // Groups that stay in L1 for all rows
+  const int64_t all = x.groups * group_nbytes(a.group, F), parts = rows <= 2 * some ? 1 : ceil_div(all, kGroupsNbytes);
+  const int64_t stretch = ceil_div(x.groups, parts);
+  for (int64_t g = 0; g < x.groups; g += stretch)
+    for (int64_t i = 0; i < rows; i += some) {
+      const bool last = g + stretch >= x.groups;
+      const int64_t n = min(some, rows - i);
+      if (last) begin_pass(i, some, rows, begin);
+      dots4<kQuantRows4, F>(int(n), a, x, first + i, g, min(x.groups, g + stretch), w, i == 0,
+                            out + i * kPanel);
+      if (!last) continue;
+      add_outliers4<F>(a, second, first + i, n, col, out + i * kPanel);
+      finish(i, n);
+    }
 }
 
 // Calls f with a format that has groups, as a constant.
@@ -458,12 +480,13 @@ INLINE void linear_q_typed(const LinearQArgs& a, T) {
       continue;
     }
 #endif
-    for_tiles(a, T{}, row0, m, cost, [&](int64_t first, int64_t rows, int64_t col, float* c, int64_t) {
-      if (f == QuantFormat::int8) return panel8(a, x, first, rows, col, c);
-      with_groups(f, [&](auto format) {
-        panel4<decltype(format)::value>(a, x, second, first, rows, col, c);
-      });
-    });
+    for_tiles(a, T{}, row0, m, cost,
+              quantized_tiles([&](int64_t first, int64_t rows, int64_t col, float* c, auto begin, auto finish) {
+                if (f == QuantFormat::int8) return panel8(a, x, first, rows, col, c, begin, finish);
+                with_groups(f, [&](auto format) {
+                  panel4<decltype(format)::value>(a, x, second, first, rows, col, c, begin, finish);
+                });
+              }));
   }
 }
 

@@ -28,8 +28,8 @@ INLINE vf clamp(vf x, float low, float high) {
 }
 INLINE vf power_of_two(vi n) { return (vf)((n + 127) << 23); }  // -127 < n < 128
 
-INLINE vf exp(vf x) {
-  x = clamp(x, -105.0f, 89.0f);  // beyond this the result is zero or infinity
+// e^x for x within [-105, 89]
+INLINE vf exp_within(vf x) {
 #if defined(__AVX512F__)
   vf whole = (vf)_mm512_roundscale_ps((__m512)(x * 1.44269504f), _MM_FROUND_TO_NEAREST_INT);
 #else
@@ -51,11 +51,20 @@ INLINE vf exp(vf x) {
 #endif
 }
 
+INLINE vf exp(vf x) { return exp_within(clamp(x, -105.0f, 89.0f)); }  // beyond this zero or infinity
+
 // e^x if that is a normal number, else zero: on many processors an instruction with a subnormal
 // result takes as long as a hundred others. NaN stays NaN.
 INLINE vf exp_or_zero(vf x) {
   const float least = -0x1.5d589ep+6f;  // the smallest x with an exponential of at least 2^-126
   const vf e = exp(vmax(splat(least), x));
+  return x < least ? vf{} : e;
+}
+
+// As exp_or_zero, with the same bits, for x <= 0.
+INLINE vf exp_of_negative(vf x) {
+  const float least = -0x1.5d589ep+6f;
+  const vf e = exp_within(vmax(splat(least), x));
   return x < least ? vf{} : e;
 }
 
@@ -104,10 +113,11 @@ INLINE vf erf(vf x) {
   const float far[] = {-3.537195014e-04f, -1.127040036e+00f, -6.382256773e-01f, -1.030373687e-01f,
                        2.180531830e-02f,  -2.939607296e-03f, 1.855740092e-04f};
   vf t = a > 4.0f ? splat(4.0f) : a;
-  vf large = 1.0f - exp(polynomial(far, t));
+  vf large = 1.0f - exp_within(polynomial(far, t));
   return copy_sign(a < 1.0f ? small : large, x);
 }
 
+INLINE vf relu(vf x) { return x < 0.0f ? vf{} : x; }
 INLINE vf silu(vf x) { return x / (1.0f + exp(-x)); }
 INLINE vf sigmoid(vf x) { return 1.0f / (1.0f + exp(-x)); }
 INLINE vf gelu(vf x) { return 0.5f * x * (1.0f + erf(x * 0.70710678f)); }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Literal, TypeAlias, get_args
 
 import msgspec
@@ -123,11 +124,21 @@ class PoolingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
         return msgspec.structs.replace(self)
 
     def as_sampling_params(self) -> SamplingParams:
-        """Return the parameters with which the request passes through the engine."""
-        return SamplingParams(
-            max_tokens=1,
-            detokenize=False,
-            truncate_prompt_tokens=self.truncate_prompt_tokens,
-            truncation_side=self.truncation_side,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
+        """Return the parameters with which the request passes through the engine.
+
+        Other requests share them: do not change them.
+        """
+        return _passed(self.truncate_prompt_tokens, self.truncation_side)
+
+
+@lru_cache(maxsize=64)
+def _passed(
+    truncate_prompt_tokens: int | None, truncation_side: Literal["left", "right"]
+) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=1,
+        detokenize=False,
+        truncate_prompt_tokens=truncate_prompt_tokens,
+        truncation_side=truncation_side,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )

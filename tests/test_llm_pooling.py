@@ -46,6 +46,21 @@ def test_a_long_text_is_the_mean_of_its_parts(llm, expected):
     assert len(output.prompt_token_ids) == 150 + 3 * 2
 
 
+def test_no_empty_step_while_texts_are_computed(llm, monkeypatch):
+    core, sizes = llm.llm_engine.client.core, []
+    execute = core.executor.execute
+
+    def note(work):
+        sizes.append(work.total_num_scheduled_tokens)
+        return execute(work)
+
+    monkeypatch.setattr(core.executor, "execute", note)
+    for _ in range(3):
+        vectors(llm, ["a b c", "d"], PoolingParams(task="embed"))
+    assert len(sizes) == 3
+    assert min(sizes) > 0
+
+
 def test_through_the_asyncio_engine(model, llm):
     async def run():
         config = EngineConfig.from_kwargs(model=model, load_format="dummy")

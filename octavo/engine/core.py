@@ -269,6 +269,8 @@ class EngineCore:
                 break
             if not self.scheduler.has_requests() and (self._in_flight or not self._is_wanted):
                 break
+            if self._in_flight and self.scheduler.only_awaits_results and not self._is_wanted:
+                break
             self._schedule_step()
         return took
 

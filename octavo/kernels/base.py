@@ -16,6 +16,8 @@ from octavo.system.tensor import HostTensor, Tensor
 LongArray = NDArray[np.int64]
 Gelu = Literal["none", "tanh"]
 """Method of computing GELU: exactly, with erf, or by its tanh approximation."""
+Activation = Literal["gelu", "gelu_tanh", "relu", "silu"]
+"""Activation of the result of a linear layer."""
 ConvActivation = Literal["none", "silu"]
 """Activation of a convolution."""
 
@@ -552,6 +554,17 @@ class Ops(Protocol):
         """Return `act_and_mul` of `linear`: [T, K] to [T, N / 2], with the same bits."""
         ...
 
+    def linear_act(
+        self,
+        x: Tensor,
+        weight: PackedWeight | QuantizedWeight,
+        bias: Tensor | None,
+        activation: Activation,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Return `activate` of `linear`: [T, K] to [T, N], with the same bits."""
+        ...
+
     def gelu(self, x: Tensor, approximate: Gelu, out: Tensor | None = None) -> Tensor:
         """Apply GELU to a dense x (Hendrycks and Gimpel); `out` as in `linear`."""
         ...
@@ -1050,3 +1063,16 @@ class Ops(Protocol):
         Rows of blocks are rounded to `dtype`; other quantized weights are not supported.
         """
         ...
+
+
+def activate(ops: Ops, x: Tensor, activation: Activation, out: Tensor | None = None) -> Tensor:
+    """Apply an activation to a dense x; `out` as in `Ops.linear`."""
+    match activation:
+        case "gelu":
+            return ops.gelu(x, "none", out)
+        case "gelu_tanh":
+            return ops.gelu(x, "tanh", out)
+        case "relu":
+            return ops.relu(x, out)
+        case "silu":
+            return ops.silu(x, out)

@@ -13,6 +13,7 @@ from octavo import _native
 from octavo._native import kernels
 from octavo.kernels.base import (
     SAMPLING_ROW,
+    Activation,
     Arrived,
     Codes,
     Gelu,
@@ -41,6 +42,12 @@ from octavo.system.tensor import HostTensor, Tensor, empty, from_numpy
 
 _EXP, _LOG, _TANH, _ERF, _GELU, _SOFT_CAP = 0, 1, 2, 3, {"none": 4, "tanh": 5}, 6
 _RELU, _SCALE, _CLAMP, _SIGMOID, _SILU = 7, 8, 9, 11, 12
+_ACTIVATIONS: dict[Activation, int] = {
+    "gelu": _GELU["none"],
+    "gelu_tanh": _GELU["tanh"],
+    "relu": _RELU,
+    "silu": _SILU,
+}
 
 # Largest k for which a heap is the fastest way to find the largest.
 _FEW, _LOW_WORD = 64, 0xFFFFFFFF
@@ -211,6 +218,7 @@ class NativeOps(NativeStateOps, NativeExpertOps):
         out_dtype: str,
         gate: Gate | None = None,
         out: Tensor | None = None,
+        activation: Activation | None = None,
     ) -> Tensor:
         check_rows(x)
         assert x.shape[1] == weight.k
@@ -246,6 +254,7 @@ class NativeOps(NativeStateOps, NativeExpertOps):
             num_panels=0,
             gated=GATES[gate],
             limit=0.0,
+            activation=-1 if activation is None else _ACTIVATIONS[activation],
             dtype=DTYPE_CODES[x.dtype],
             out_dtype=DTYPE_CODES[out_dtype],
             **encoding,
@@ -617,6 +626,17 @@ class NativeOps(NativeStateOps, NativeExpertOps):
         if weight.n % (2 * weight.panel) == 0:
             return self._linear(x, weight, bias, x.dtype, activation, out)
         return self.act_and_mul(self._linear(x, weight, bias, x.dtype), activation, out)
+
+    def linear_act(
+        self,
+        x: Tensor,
+        weight: PackedWeight | QuantizedWeight,
+        bias: Tensor | None,
+        activation: Activation,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Apply the activation before the sums leave the cache."""
+        return self._linear(x, weight, bias, x.dtype, out=out, activation=activation)
 
     def gelu(self, x: Tensor, approximate: Gelu, out: Tensor | None = None) -> Tensor:
         return self._unary(_GELU[approximate], x, out)

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from octavo._native import ExpertLayer
 from octavo.kernels.base import (
+    Activation,
     Arrived,
     Codes,
     ConvActivation,
@@ -37,6 +38,7 @@ from octavo.kernels.base import (
     TokenSlots,
     Wkv7Inputs,
     Wkv7Parameters,
+    activate,
 )
 from octavo.kernels.dequantize import NF4_LEVELS, dequantize
 from octavo.kernels.routing import ExpertActivation, Gate, Routing, Score
@@ -477,6 +479,16 @@ class ReferenceOps:
         out: Tensor | None = None,
     ) -> Tensor:
         return self.act_and_mul(self.linear(x, weight, bias), activation, out)
+
+    def linear_act(
+        self,
+        x: Tensor,
+        weight: PackedWeight | QuantizedWeight,
+        bias: Tensor | None,
+        activation: Activation,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        return cast(Tensor, activate(self, self.linear(x, weight, bias), activation, out))
 
     def gelu(self, x: Tensor, approximate: Gelu, out: Tensor | None = None) -> Tensor:
         return into(out, F.gelu(x, approximate=approximate))

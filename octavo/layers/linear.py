@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from octavo.kernels.base import Ops, PackedWeight, QuantizedWeight
+from octavo.kernels.base import Activation, Ops, PackedWeight, QuantizedWeight, activate
 from octavo.kernels.routing import Gate
 from octavo.layers.shared import Columns
 from octavo.system.tensor import Tensor
@@ -42,6 +42,10 @@ class Linear:
         """
         return self.ops.linear_act_and_mul(x, self.weight, self.bias, activation, out)
 
+    def act(self, x: Tensor, activation: Activation, out: Tensor | None = None) -> Tensor:
+        """Map [T, in_features] to act(result) [T, out_features]; `out` as in `Ops.linear`."""
+        return self.ops.linear_act(x, self.weight, self.bias, activation, out)
+
 
 @dataclass(slots=True)
 class StackedLinear(Linear):
@@ -63,6 +67,10 @@ class StackedLinear(Linear):
     def act_and_mul(self, x: Tensor, activation: Gate, out: Tensor | None = None) -> Tensor:
         """Map [T, in_features] to [T, out_features / 2]; see `Linear`."""
         return self.ops.act_and_mul(self._multiply(x), activation, out)
+
+    def act(self, x: Tensor, activation: Activation, out: Tensor | None = None) -> Tensor:
+        """Map [T, in_features] to act(result) [T, out_features]; see `Linear`."""
+        return activate(self.ops, self._multiply(x), activation, out)
 
     def _multiply(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """Return the products with all weights: out [T, out_features]."""

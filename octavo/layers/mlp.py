@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from typing import get_args
 
-from octavo.kernels.base import Ops
+from octavo.kernels.base import Activation, Ops
 from octavo.kernels.routing import Gate
 from octavo.layers.linear import Linear
 from octavo.layers.norm import RMSNorm
 from octavo.layers.shared import Columns
 from octavo.layers.step import StepContext
 from octavo.system.tensor import Tensor
+
+_ACTIVATIONS: dict[str, Activation] = {name: name for name in get_args(Activation)}
 
 ActivatedLinear = Callable[[Linear, Tensor, Tensor | None], Tensor]
 """Linear layer with an activation: maps the layer and its input [T, K] to [T, I]; the third
@@ -81,16 +83,11 @@ def get_activation(
         positive = ops.relu(x, out)
         return ops.multiply(positive, positive, out=positive)
 
-    activations: dict[str, Callable[..., Tensor]] = {
-        "silu": ops.silu,
-        "relu": ops.relu,
-        "relu2": relu2,
-        "gelu": partial(ops.gelu, approximate="none"),
-        "gelu_tanh": partial(ops.gelu, approximate="tanh"),
-    }
     if name == "xielu":
         assert alphas is not None
         parameters = alphas
         return lambda up, x, out: ops.xielu(up(x), parameters, out)
-    activation = activations[name]
-    return lambda up, x, out: activation(up(x), out=out)
+    if name == "relu2":
+        return lambda up, x, out: relu2(up(x), out)
+    activation = _ACTIVATIONS[name]
+    return lambda up, x, out: up.act(x, activation, out)

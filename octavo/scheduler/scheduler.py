@@ -402,6 +402,21 @@ class Scheduler:
         )
 
     @property
+    def only_awaits_results(self) -> bool:
+        """True if a step scheduled now would be empty, since steps in flight compute all requests.
+
+        That is so if every request returns vectors or scores, and none waits.
+        """
+        return (
+            len(self.running) == len(self.requests)
+            and not (self._finished_req_ids or self._outputs)
+            and all(
+                r.pooling is not None and r.num_computed_tokens >= r.num_tokens
+                for r in self.running
+            )
+        )
+
+    @property
     def has_connector(self) -> bool:
         """True if the scheduler has a KV connector."""
         return self._connector is not None

@@ -174,7 +174,7 @@ struct Linear {
     const int64_t width = gated == Gated::none ? n : n / 2;
     std::vector<O> out(m * width);
     kernels().linear({x, k + 3, packed.data, with_bias ? bias.data() : nullptr, out.data(), width, m, n, k, 0, 0,
-                      gated, 0.0f, Type<T>::dtype, Type<O>::dtype});
+                      gated, 0.0f, Unary::none, Type<T>::dtype, Type<O>::dtype});
     return out;
   }
 };
@@ -313,7 +313,7 @@ void test_conversions() {
   const float unit = 1;
   kernels().pack_weight({&unit, 1, one.data, 0, 1, 1, 1, DType::f32, DType::f32});
   std::vector<T> narrow(n);
-  kernels().linear({wide.data(), 1, one.data, nullptr, narrow.data(), 1, n, 1, 1, 0, 0, Gated::none, 0.0f, DType::f32,
+  kernels().linear({wide.data(), 1, one.data, nullptr, narrow.data(), 1, n, 1, 1, 0, 0, Gated::none, 0.0f, Unary::none, DType::f32,
                     Type<T>::dtype});
   for (int64_t i = 0; i < n; i++) {
     const uint32_t want = code_of(wide[i], format);
@@ -398,7 +398,7 @@ struct QuantLinear {
   std::vector<T> run(const T* x, int64_t m, const T* bias, Gated gated = Gated::none) const {
     const int64_t width = gated == Gated::none ? n : n / 2;
     std::vector<T> out(m * width);
-    kernels().linear_q({x, k + 3, packed.data, nullptr, bias, out.data(), width, m, n, k, group, 0, 0, format, gated, 0.0f,
+    kernels().linear_q({x, k + 3, packed.data, nullptr, bias, out.data(), width, m, n, k, group, 0, 0, format, gated, 0.0f, Unary::none,
                         Type<T>::dtype, Type<T>::dtype});
     return out;
   }

@@ -5,6 +5,7 @@ import math
 import os
 from collections.abc import Callable
 from itertools import product
+from typing import get_args
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from octavo import _native
 from octavo.kernels import native
-from octavo.kernels.base import Gate, PackedWeight, QuantizedWeight
+from octavo.kernels.base import Activation, Gate, PackedWeight, QuantizedWeight, activate
 from octavo.kernels.native import NativeOps
 from octavo.kernels.reference import ReferenceOps
 from tests.torch_ops import native_ops, reference_ops
@@ -353,6 +354,29 @@ def test_gate_and_up_in_one_go(width: int, dtype: torch.dtype) -> None:
         x, b = strided(random(rows, 70, dtype=dtype)), bias if (rows + i) % 2 else None
         apart = ops.act_and_mul(ops.linear(x, weight, b), activation)
         assert_same(ops.linear_act_and_mul(x, weight, b, activation), apart)
+
+
+@dtypes
+def test_activation_after_a_product(dtype: torch.dtype) -> None:
+    """The same bits as apart; outputs of whole panels and not; formats with tiles and without."""
+    w = random(100, 70, dtype=dtype, seed=1)
+    bias = random(100, dtype=dtype, seed=2)
+    weights: list[PackedWeight | QuantizedWeight] = [ops.pack_weight(w)]
+    weights += [ops.quantize_weight([w], "int8", 0), ops.quantize_weight([w], "int4_levels", 32)]
+    for weight, rows, activation in product(weights, (1, 5, 100), get_args(Activation)):
+        x, b = strided(random(rows, 70, dtype=dtype)), bias if rows % 2 else None
+        apart = activate(ops, ops.linear(x, weight, b), activation)
+        assert_same(ops.linear_act(x, weight, b, activation), apart)
+
+
+@dtypes
+@pytest.mark.parametrize("k", [384, 3100])  # K in one block, and in several, of many rows
+def test_many_rows_have_the_bits_of_one(k: int, dtype: torch.dtype) -> None:
+    weight = ops.pack_weight(random(130, k, dtype=dtype, seed=1))
+    x = random(500, k, dtype=dtype)
+    together = ops.linear(x, weight)
+    for row in (0, 95, 96, 383, 384, 499):
+        assert_same(together[row : row + 1], ops.linear(x[row : row + 1], weight))
 
 
 @dtypes

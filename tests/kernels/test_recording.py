@@ -136,6 +136,10 @@ NOT_IN_STEPS |= {"gather", "ranks", "set_at_", "add_at_", "penalize_", "change_r
 CASES: dict[str, Callable[[Tensor], Tensor | tuple[Tensor, ...]]] = {
     "linear": lambda x: (ops.linear(x, packed, bias), ops.linear(x, quantized, bias)),
     "head_linear": lambda x: ops.head_linear(x.view(-1, 4, 16), heads, 4).flatten(1),
+    "linear_act": lambda x: (
+        ops.linear_act(x, packed, bias, "gelu"),
+        ops.linear_act(x, quantized, bias, "relu"),
+    ),
     "linear_act_and_mul": lambda x: ops.linear_act_and_mul(x, packed, bias, "silu"),
     "rms_norm": lambda x: ops.rms_norm(x, vector, 1e-5),
     "fused_add_rms_norm": lambda x: ops.fused_add_rms_norm(x, residual[: len(x)], vector, 1e-5),
