@@ -221,7 +221,7 @@ def memory_budget(
         setup.max_model_len,
         config.cache.block_size,
         len(setup.kv_cache_groups),
-        setup.spec.step_arrays,
+        setup.step_arrays,
     )
     rows *= setup.rank.world_size
     rows += state_nbytes(max_num_seqs, vocab_size)

@@ -15,6 +15,7 @@ from octavo.kernels.base import PackedWeight, QuantizedWeight
 from octavo.kernels.memory import Arena, placeholder
 from octavo.kernels.native import NativeOps
 from octavo.kv_cache.groups import KVCacheConfig
+from octavo.layers.adapter import Adapters
 from octavo.layers.step import Handed
 from octavo.layers.step_table import StepLayout
 from octavo.models.blocks.base import LargestStep, Parts
@@ -77,6 +78,7 @@ def measure_scratch(setup: WorkerSetup, asked: AttentionBackend, expert_slots: i
     check_caches(setup, asked)
     caches = [_view(cache, 16, setup.dtype, backend) for cache in spec.caches]
     weights = spec.weights()
+    adapters = Adapters(ops, config.lora.num_in_memory) if config.lora.enable_lora else None
     parts = Parts(
         {weight.name: _weight(weight, dtype) for weight in weights},
         ops,
@@ -85,9 +87,10 @@ def measure_scratch(setup: WorkerSetup, asked: AttentionBackend, expert_slots: i
         shared=(buffers := make_buffers(setup)),
         expert_slots=expert_slots,
         exchange=(exchange := make_exchange(setup)),
+        adapters=adapters,
     )
     kv = KVCacheConfig(1, config.cache.block_size, setup.kv_cache_groups)
-    layout = StepLayout(setup.largest_step, 1, len(kv.groups), spec.step_arrays)
+    layout = StepLayout(setup.largest_step, 1, len(kv.groups), setup.step_arrays)
     activations, logits = Arena(), Arena()
     model = build_model(spec, parts)
     if isinstance(model, EagleModel):
@@ -103,6 +106,7 @@ def measure_scratch(setup: WorkerSetup, asked: AttentionBackend, expert_slots: i
             StepBuffers(layout, placeholder(layout.nbytes, dtype="uint8").numpy()),
             setup.kept_layers,
             None if setup.rank.is_first else _received(setup, dtype),
+            adapters=adapters,
         ),
         ops,
         activations=activations,
