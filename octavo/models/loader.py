@@ -442,7 +442,7 @@ def _read(weight: Weight, tensors: Tensors) -> tuple[list[Part], list[HostTensor
             for tensor, source in zip(read, sources, strict=True)
         ]
         try:
-            parts += weight.form.cut(turned, _rows(sources[0], weight), sources[0].columns)
+            parts += weight.form.cut(turned, rows_of(sources[0], weight), sources[0].columns)
         except TensorError as error:
             raise _with_module(error, sources[0]) from None
     return parts, whole
@@ -455,8 +455,8 @@ def _with_module(error: TensorError, source: Source) -> ModelError:
     return ModelError(f"{source.name.rpartition('.')[0]}.{error}")
 
 
-def _rows(source: Source, weight: Weight) -> list[slice | IntArray]:
-    """Return the rows of a module that a weight needs."""
+def rows_of(source: Source, weight: Weight) -> list[slice | IntArray]:
+    """Return the rows of a module that a weight needs, in the order in which it has them."""
     parts = source.parts
     if source.alternate or source.transform in ("by_group", "by_shard", "halves"):
         rows = weight.whole_rows
