@@ -48,6 +48,7 @@ class AdapterSlots:
     """
 
     def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
         self._free = list(range(num_slots - 1, -1, -1))
         self._places: dict[str, _Place] = {}
         """Places by content hash, the least recently used one first."""

@@ -821,7 +821,6 @@ class Scheduler:
         self._num_preemptions += 1
         self._finished_req_ids.append(request.request_id)
         self.waiting.push(request)
-        self._release_turns()
 
     def _preempt_all(self) -> None:
         while self.running:
@@ -970,7 +969,8 @@ class Scheduler:
     def _release_turns(self) -> None:
         """Queue the requests that wait for the turn of their adapter, if another one may run."""
         for request_id in self._turns.release(self.running):
-            self.set_ready(request_id)
+            if self.requests[request_id].status == RequestStatus.WAITING_FOR_ADAPTER_TURN:
+                self.set_ready(request_id)
 
 
 def _is_first_prefill(request: Request) -> bool:
