@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from octavo._native import ExpertLayer
     from octavo.attention.base import AttentionBackend
     from octavo.kernels.base import Ops, PackedWeight, QuantizedWeight
+    from octavo.layers.adapter import AdaptedLinear, Adapters
     from octavo.layers.expert_exchange import ExpertExchange
     from octavo.layers.experts import Experts
     from octavo.layers.layer import Block
@@ -134,6 +135,7 @@ class Parts:
         cached: the layers of an expert cache, by the names of the blocks.
         expert_slots: number of experts that this cache has in memory; 0: there is no cache.
         exchange: exchange with other engines, if they divide the experts.
+        adapters: changes of adapters to linear layers; None: adapters are off.
     """
 
     def __init__(
@@ -147,6 +149,7 @@ class Parts:
         cached: Mapping[str, ExpertLayer] | None = None,
         expert_slots: int = 0,
         exchange: ExpertExchange | None = None,
+        adapters: Adapters | None = None,
     ) -> None:
         self.ops = ops
         self.dtype = dtype
@@ -158,6 +161,7 @@ class Parts:
         """All mixtures of experts that were built, in the order of the forward pass."""
         self._shared = shared
         self._weights = weights
+        self._adapters = adapters
         self._cached = cached or {}
         self._own = ""
         self._tables: dict[Table, Tensor] = {}
@@ -180,6 +184,20 @@ class Parts:
     def cached_experts(self) -> ExpertLayer | None:
         """The block's layer of the expert cache; None: all of its experts are in memory."""
         return self._cached.get(self._own)
+
+    def adapted(self, outputs: Sequence[int], inputs: int) -> AdaptedLinear | None:
+        """Return the changes of adapters to the linear layer that these are the parts of.
+
+        Only linear layers of the decoder's layers have them: others, such as the LM head, do not
+        compute one row for each token.
+
+        Args:
+            outputs: number of outputs of each stacked module that the rank computes.
+            inputs: number of inputs that the rank uses.
+        """
+        if self._adapters is None or not self._own.startswith("layers."):
+            return None
+        return self._adapters.layer(self._own, outputs, inputs)
 
     def linear(self, name: str) -> PackedWeight | QuantizedWeight:
         """Return a packed weight."""
