@@ -54,13 +54,22 @@ _CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 _PREFIX = "base_model.model."
 _WRAPPERS = re.compile(r"(?<![^.])(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 """Parts of names that wrappers of a training have added."""
-_FACTOR = re.compile(r"(.+)\.lora_([AB])(?:\.[\w-]+)?\.weight")
-"""Names of factors; older files also have the name of the adapter, such as default."""
+_NEWER = {
+    "embed_out": "lm_head",
+    ".block_sparse_moe.": ".mlp.",
+    ".block_sparse_moe.gate": ".mlp.router",
+    ".mlp.shared_mlp.": ".mlp.shared_experts.",
+    ".mlp.shared_expert.": ".mlp.shared_experts.",
+    ".self_attn.f_": ".self_attn.forget_gate.f_",
+}
+"""Parts of names of modules in checkpoints that transformers 5 has renamed (conversion_mapping.py),
+and their new names, which adapters that were trained with it have."""
+_FACTOR = re.compile(r"\.lora_([AB])(?:\.[\w-]+)?\.weight$")
+"""Ends of the names of factors; older files also have the name of the adapter, such as default."""
 _OTHER_TENSORS = {
     r"\.lora_magnitude_vector": "DoRA",
     r"\.lora_B(\.[\w-]+)?\.bias$": "LoRA with a bias of B",
     r"\.lora_embedding_[AB]": "LoRA of the embedding",
-    r"\.base_layer\.": "LoRA of the weights of experts, or whole weights beside LoRA",
 }
 """Names of other tensors, and the kind of adapter that they make."""
 _PLAIN = re.compile(r"\^?[\w.-]+")
@@ -98,6 +107,8 @@ class AdapterFile(Protocol):
     """Kind of adapter, for people: "LoRA" or "rsLoRA"."""
     base: str | None
     """Name of the model that it was trained for, or None."""
+    naming: str
+    """Files with equal texts have equal `names`."""
     factors: Mapping[str, Factors]
     """Factors of each module, by the module's name in the file."""
 
@@ -161,6 +172,7 @@ class PeftFolder:
         self._ranks = _Patterns(config, "rank_pattern")
         self._alphas = _Patterns(config, "alpha_pattern")
         self._stabilized = config.flag("use_rslora", False)
+        self.naming = "PEFT"
         self.kind = "rsLoRA" if self._stabilized else "LoRA"
         base = config.get("base_model_name_or_path")
         self.base = base if isinstance(base, str) and base else None
@@ -193,7 +205,9 @@ class PeftFolder:
     def names(self, module: str, expected: Expected) -> list[str]:
         """Implement `AdapterFile`."""
         stored = expected.stored_names(f"{module}.weight")
-        return [name.removesuffix(".weight") for name in stored if name.endswith(".weight")]
+        names = [name.removesuffix(".weight") for name in stored if name.endswith(".weight")]
+        renamed = [n.replace(old, new) for old, new in _NEWER.items() for n in names if old in n]
+        return names + renamed
 
     def row_order(self, source: Source, rows: int, head_size: int) -> None:
         """Implement `AdapterFile`: the order is that of the checkpoint."""
@@ -303,19 +317,16 @@ def _pair(file: Path, tensors: Mapping[str, StoredTensor]) -> dict[str, Factors]
     """
     found: dict[str, dict[str, StoredTensor]] = {}
     for name, tensor in tensors.items():
-        for pattern, kind in _OTHER_TENSORS.items():
-            if re.search(pattern, name):
-                raise AdapterError(
-                    f"{file}: {printable(name)}: {kind} is not supported. Train without it, or "
-                    f"{MERGE}."
-                )
-        match = _FACTOR.fullmatch(_WRAPPERS.sub("", name))
+        whole = _WRAPPERS.sub("", name)
+        match = _FACTOR.search(whole)
         if match is None:
+            kinds = (kind for end, kind in _OTHER_TENSORS.items() if re.search(end, whole))
+            kind = next(kinds, "LoRA with trained modules (modules_to_save, resized embeddings)")
             raise AdapterError(
-                f"{file}: {printable(name)} is not a factor of LoRA. Trained modules "
-                f"(modules_to_save, resized embeddings) are not supported: {MERGE}."
+                f"{file} has {printable(name)}: {kind} is not supported. Train without it, or "
+                f"{MERGE}."
             )
-        module, factor = match[1].removeprefix(_PREFIX), match[2]
+        module, factor = whole[: match.start()].removeprefix(_PREFIX), match[1]
         if factor in found.setdefault(module, {}):
             raise AdapterError(
                 f"{file} has lora_{factor} of {printable(module)} twice; save the adapter again."
@@ -402,7 +413,7 @@ def identity_of(file: Path) -> tuple[int, ...]:
 
 
 def _identity(found: os.stat_result) -> tuple[int, ...]:
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
 def check_place(path: Path, root: Path | None) -> None:

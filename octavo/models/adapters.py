@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +31,10 @@ from octavo.models.loader import rows_of
 from octavo.models.spec import ModelSpec
 from octavo.models.weights import Weight
 from octavo.quantization.base import IntArray
+from octavo.quantization.plain import PLAIN
 from octavo.system.tensor import HostTensor, from_numpy, numpy_dtype
+
+_NOT_LINEAR = "embeddings, norms, and weights that have other uses, too,"
 
 
 @dataclass(frozen=True)
@@ -41,9 +45,10 @@ class Slice:
     """First output of the layer, or of the rank's part of it."""
     end: int
     a: HostTensor
-    """A: [rank, inputs] in the model's type; the inputs are those of the layer's part."""
+    """A: [rank, inputs] in float32, float16 or bfloat16; the inputs are those of the layer's part.
+    All numbers are finite in the model's type, too."""
     b: HostTensor
-    """B: [end - begin, rank] in the model's type."""
+    """B: [end - begin, rank], likewise."""
     scale: float
 
 
@@ -52,7 +57,7 @@ class SliceShape:
     """Place and size of a slice that an adapter may have."""
 
     layer: str
-    """Prefix of the names of the linear layer's weights, e.g. layers.0.mixer.qkv_proj."""
+    """Prefix of the names of the linear layer's weights, e.g. layers.0.qkv_proj."""
     begin: int
     end: int
     inputs: int
@@ -95,6 +100,7 @@ class AdaptableModel:
             name.removesuffix(".weight") for name in spec.elsewhere if name.endswith(".weight")
         ]
         """Modules that only other stages need."""
+        self._left_out = [re.compile(pattern) for pattern in self.expected.ignored]
         self.head_size = next(
             (
                 block.head_size
@@ -116,18 +122,35 @@ class AdaptableModel:
                     self.others[name] = "these layers"
         for name in self.others:
             self.modules.pop(name, None)
+        self._by_stored: dict[str, dict[str, str]] = {}
+
+    def leaves_out(self, name: str) -> bool:
+        """Return True for a module of a part that Octavo does not compute, such as a tower."""
+        return any(pattern.fullmatch(f"{name}.weight") for pattern in self._left_out)
+
+    def by_stored(self, file: AdapterFile) -> dict[str, str]:
+        """Return the modules by the names that they may have in an adapter's file."""
+        if file.naming not in self._by_stored:
+            self._by_stored[file.naming] = {
+                stored: name
+                for name in (*self.modules, *self.others, *self.elsewhere)
+                for stored in file.names(name, self.expected)
+            }
+        return self._by_stored[file.naming]
 
     def _add(self, weight: Weight, *, is_tied_head: bool) -> None:
         begin = 0
         for source in weight.sources:
-            # The adapter of a tied LM head changes the head, not the embedding.
-            name = "lm_head" if is_tied_head else source.name.removesuffix(".weight")
+            name = source.name.removesuffix(".weight")
+            if is_tied_head:  # an adapter changes the head, not the embedding
+                self.others[name] = _NOT_LINEAR
+                name = "lm_head"
             if weight.expert is not None or source.index is not None:
                 self.others[name] = "experts"
-            elif weight.kind == "linear":
+            elif weight.kind == "linear" and weight.form == PLAIN:
                 begin = self._use(name, source, weight, begin)
             elif source.name.endswith(".weight"):
-                self.others[name] = "embeddings, norms, and weights that have other uses, too,"
+                self.others[name] = _NOT_LINEAR
 
     def _use(self, name: str, source: Source, weight: Weight, begin: int) -> int:
         """Add the use of a module from a linear layer's output `begin` on; return its end."""
@@ -184,8 +207,16 @@ class Adapter:
             for use in self._model.modules[name].uses
         ]
 
-    def read(self) -> LoadedAdapter:
+    @property
+    def identity(self) -> tuple[int, ...]:
+        """Device, number, size and times of the file: they change with its contents."""
+        return self.file.identity
+
+    def read(self, *, hashed: bool = True) -> LoadedAdapter:
         """Read the factors.
+
+        Args:
+            hashed: False for a file whose hash is known, since it has the same `identity`.
 
         Raises:
             AdapterError: a number is not finite, or the file is damaged or has changed.
@@ -196,30 +227,34 @@ class Adapter:
             for name in sorted(self._modules):
                 stored = self.file.factors[self._modules[name]]
                 a, b = data.read(stored.a), data.read(stored.b)
-                facts = name, self._scales[name].hex(), a.dtype.name, b.dtype.name, *b.shape
-                found.update(f"{facts} {a.shape}".encode())
-                for array in (a, b):
-                    found.update(np.ascontiguousarray(array).view(np.uint8).data)
+                if hashed:
+                    facts = name, self._scales[name].hex(), a.dtype.name, b.dtype.name, *b.shape
+                    found.update(f"{facts} {a.shape}".encode())
+                    for array in (a, b):
+                        found.update(np.ascontiguousarray(array).view(np.uint8).data)
+                for factor, array in (("A", a), ("B", b)):
+                    self._check_finite(array, name, factor)
                 if name in self._model.modules:
-                    factors[name] = self._convert(a, name, "A"), self._convert(b, name, "B")
+                    factors[name] = self._narrow(a), self._narrow(b)
             data.check()
-        return LoadedAdapter(found.hexdigest(), self._slices(factors))
+        return LoadedAdapter(found.hexdigest() if hashed else None, self._slices(factors))
 
-    def _convert(self, array: NDArray[Any], name: str, factor: str) -> NDArray[Any]:
-        """Return a factor in the model's type.
-
-        Raises:
-            AdapterError: a number is not finite.
-        """
-        with np.errstate(all="ignore"):  # numbers beyond the type become infinite
-            converted = array.astype(numpy_dtype(self._dtype), copy=False)
-        if not np.isfinite(converted).all():
+    def _check_finite(self, array: NDArray[Any], name: str, factor: str) -> None:
+        """Raise `AdapterError` if a number is not finite in the model's type."""
+        # Without their signs, floats are in the order of their bits; NaN is the largest.
+        bits = array.view(f"u{array.itemsize}")
+        largest = (bits & (2 ** (8 * array.itemsize - 1) - 1)).max(keepdims=True)
+        with np.errstate(over="ignore"):  # numbers beyond the type become infinite
+            largest = largest.view(array.dtype).astype(numpy_dtype(self._dtype))
+        if not np.isfinite(largest).all():
             raise AdapterError(
                 f"{self.file.file}: {factor} of {printable(self._modules[name])} has numbers that "
                 f"are NaN or infinite in {self._dtype}; train the adapter again, or set another "
                 "dtype."
             )
-        return converted
+
+    def _narrow(self, array: NDArray[Any]) -> NDArray[Any]:
+        return array.astype(numpy_dtype(self._dtype)) if array.itemsize == 8 else array
 
     def _slices(
         self, factors: Mapping[str, tuple[NDArray[Any], NDArray[Any]]]
@@ -231,13 +266,14 @@ class Adapter:
             rows = b if order is None else b[order]
             for use in module.uses:
                 own = [rows[part] for part in use.rows]
+                own = own if len(own) == 1 else [np.concatenate(own)]
                 shape = use.shape
                 slices.setdefault(shape.layer, []).append(
                     Slice(
                         shape.begin,
                         shape.end,
                         from_numpy(np.ascontiguousarray(a[:, use.columns])),
-                        from_numpy(np.ascontiguousarray(np.concatenate(own))),
+                        from_numpy(np.ascontiguousarray(own[0])),
                         self._scales[name],
                     )
                 )
@@ -250,8 +286,9 @@ class Adapter:
 class LoadedAdapter:
     """Factors of an adapter."""
 
-    content_hash: str
-    """SHA-256 of all factors of the file and their scales: adapters with one hash are equal."""
+    content_hash: str | None
+    """SHA-256 of all factors of the file and their scales: adapters with one hash are equal. None:
+    it was not computed."""
     slices: dict[str, list[Slice]]
     """Slices of each linear layer that it changes, see `SliceShape.layer`; in the order of the
     outputs."""
@@ -315,25 +352,35 @@ def _match_modules(file: AdapterFile, model: AdaptableModel) -> dict[str, str]:
     Raises:
         AdapterError: the model does not have a module, or adapters cannot change it.
     """
+    by_stored = model.by_stored(file)
     matched: dict[str, str] = {}
     refused: dict[str, list[str]] = {}
-    for name in (*model.modules, *model.others, *model.elsewhere):
-        for stored in file.names(name, model.expected):
-            if stored not in file.factors:
-                continue
-            if name in model.others:
-                refused.setdefault(model.others[name], []).append(stored)
-            if name in matched:
-                raise AdapterError(
-                    f"{file.file} has {printable(matched[name])} and {printable(stored)}, which "
-                    "are the same module; save the adapter again."
-                )
+    unknown = []
+    for stored in file.factors:
+        name = by_stored.get(stored)
+        if name is None and model.leaves_out(stored):
+            continue
+        if name is None:
+            unknown.append(stored)
+        elif name in model.others:
+            refused.setdefault(model.others[name], []).append(stored)
+        elif name in matched:
+            raise AdapterError(
+                f"{file.file} has {printable(matched[name])} and {printable(stored)}, which are "
+                "the same module; save the adapter again."
+            )
+        else:
             matched[name] = stored
-    if unknown := file.factors.keys() - set(matched.values()):
+    if unknown:
         base = "" if file.base is None else f" It was trained for {printable(file.base)}."
         raise AdapterError(
             f"{file.file} changes {len(unknown)} modules that {model.architecture} does not have: "
             f"{shorten_names(sorted(unknown))}.{base} Load an adapter of this model."
+        )
+    if not matched and not refused:
+        raise AdapterError(
+            f"{file.file} only changes parts of {model.architecture} that Octavo does not compute, "
+            f"such as {printable(next(iter(file.factors)))}. Load an adapter of its text part."
         )
     for kind, names in refused.items():
         raise AdapterError(

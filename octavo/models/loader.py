@@ -289,7 +289,7 @@ def _load(
     weight: Weight, tensors: Tensors, out: HostTensor | None, dtype: str, ops: Ops
 ) -> _Loaded:
     """Return a weight from the checkpoint, in the memory `out`: packed, if it is linear."""
-    parts, whole = _read(weight, tensors)
+    parts, whole = read_parts(weight, tensors)
     result: _Loaded
     if weight.kind == "linear":
         try:
@@ -421,8 +421,16 @@ def _same_bytes(tensor: HostTensor, dtype: str) -> NDArray[Any]:
     return array.view(np.uint16) if itemsize(dtype) == 2 else array
 
 
-def _read(weight: Weight, tensors: Tensors) -> tuple[list[Part], list[HostTensor]]:
-    """Return the parts of a weight, module by module, and the whole tensors that contain them."""
+def read_parts(weight: Weight, tensors: Tensors) -> tuple[list[Part], list[HostTensor]]:
+    """Return the parts of a weight, module by module, and the whole tensors that contain them.
+
+    Args:
+        weight: the weight.
+        tensors: the open checkpoint.
+
+    Raises:
+        ModelError: the numbers of a tensor are impossible.
+    """
     parts, whole = [], []
     step = weight.form.num_tensors
     for begin in range(0, len(weight.sources), step):

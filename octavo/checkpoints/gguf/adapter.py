@@ -59,6 +59,7 @@ class GGUFAdapter:
                 "adapters in GGUF; use the adapter's folder in PEFT's form."
             )
         self._architecture = known
+        self.naming = f"GGUF {architecture}"
         alpha = metadata.get("adapter.lora.alpha", 0.0)
         if type(alpha) not in (int, float) or not np.isfinite(alpha):
             raise AdapterError(
