@@ -220,7 +220,7 @@ def finite_scale(scale: float, path: Path) -> float:
     Raises:
         AdapterError: it is beyond float32.
     """
-    if not abs(scale) < np.finfo(np.float32).max:
+    if not abs(scale) < float(np.finfo(np.float32).max):
         raise AdapterError(f"{path}: the factor {scale} (alpha / rank) is too large; lower alpha.")
     return scale
 
