@@ -517,12 +517,12 @@ class FakeEngine:
         listeners: Sequence[StepListener] = (),
         make_connector: Callable[[KVCacheConfig], KVConnectorScheduler] | None = None,
         num_states: int = 0,
-        lora: LoRAConfig = LoRAConfig(),
+        lora: LoRAConfig | None = None,
         **config: object,
     ) -> None:
         groups = make_kv_cache_groups(caches)
         self.kv_config = KVCacheConfig(num_blocks, block_size, groups, num_states, 1 + num_drafts)
-        self.max_loras = lora.max_loras
+        self.max_loras = 0 if lora is None else lora.max_loras
         self.on_step: Callable[[SchedulerOutput], object] = lambda work: None
         self.now = 0.0
         config.setdefault("max_num_seqs", 8)

@@ -195,7 +195,7 @@ def make_engine_core(
             kv_events=kv_events,
             connector=connector,
             message_ends=spec.eos_token_ids,
-            lora=config.lora,
+            lora=config.lora if config.lora.enable_lora else None,
         )
         grammars = StructuredOutputManager(
             partial(_start_grammar_helper, config, spec, model_path),

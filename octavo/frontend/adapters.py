@@ -11,10 +11,14 @@ from octavo.errors import RequestError
 from octavo.lora_request import LoRARequest
 from octavo.messages import AdapterRef
 from octavo.models.adapters import AdaptableModel, open_adapter
+from octavo.models.blocks.base import is_adaptable
+from octavo.models.forms import without_forms
 from octavo.models.spec import ModelSpec
 from octavo.plan.memory_plan import resolve_dtype
 
-LoRARequests: TypeAlias = LoRARequest | list[LoRARequest | None] | tuple[LoRARequest | None, ...] | None
+LoRARequests: TypeAlias = (
+    LoRARequest | list[LoRARequest | None] | tuple[LoRARequest | None, ...] | None
+)
 """Adapter for all prompts, or for each of them."""
 
 _MOST_KNOWN = 10_000
@@ -66,9 +70,8 @@ class AdapterFiles:
         path = Path(request.lora_path).absolute()
         key = request.lora_int_id, str(path)
         with self._lock:
-            content_hash = None if request.load_inplace else self._known.pop(key, None)
-            if content_hash is None:
-                content_hash = self._read(path, root)
+            known = None if request.load_inplace else self._known.pop(key, None)
+            content_hash = known or self._read(path, root)
             self._known[key] = content_hash
             if len(self._known) > _MOST_KNOWN:
                 del self._known[next(iter(self._known))]
@@ -78,7 +81,9 @@ class AdapterFiles:
         """Return the content hash of an adapter whose files are right."""
         config = self._config
         if self._model is None:
-            self._model = AdaptableModel(self._spec)
+            names = {weight.name for weight in without_forms(self._spec).weights()}
+            layers = {name.removesuffix("weight") for name in names if is_adaptable(name)}
+            self._model = AdaptableModel(self._spec, layers)
         adapter = open_adapter(
             path,
             self._model,
@@ -86,11 +91,11 @@ class AdapterFiles:
             max_lora_rank=config.lora.max_lora_rank,
             root=root,
         )
-        return adapter.read().content_hash
+        content_hash = adapter.read().content_hash
+        assert content_hash is not None
+        return content_hash
 
-    def resolve_each(
-        self, requests: LoRARequests, count: int
-    ) -> list[AdapterRef | None]:
+    def resolve_each(self, requests: LoRARequests, count: int) -> list[AdapterRef | None]:
         """Return the adapter of each of `count` prompts, given one for all or one for each.
 
         Raises:

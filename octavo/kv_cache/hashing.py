@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from octavo.messages import AdapterRef
 from octavo.request import BlockHasher, Request
 
-# Functions that return the data besides token ids that determine a block's KV (such as the hashes of
-# media), for the positions from the second argument up to the third.
+# Functions that return the data besides token ids that determine a block's KV (such as the hashes
+# of media), for the positions from the second argument up to the third.
 ExtraKeys = Callable[[Request, int, int], Sequence[bytes]]
 
 

@@ -17,6 +17,7 @@ from octavo.checkpoints.base import Checkpoint, Source, Tensors
 from octavo.errors import ModelError
 from octavo.kernels.base import Ops, PackedWeight, QuantizedWeight
 from octavo.kernels.memory import map_memory, release_memory
+from octavo.layers.adapter import Adapters
 from octavo.layers.expert_exchange import ExpertExchange
 from octavo.layers.shared import SharedBuffers
 from octavo.models.base import Model
@@ -51,6 +52,7 @@ def load_model(
     shared: SharedBuffers | None = None,
     expert_slots: int = 0,
     exchange: ExpertExchange | None = None,
+    adapters: Adapters | None = None,
 ) -> Model:
     """Load a model.
 
@@ -70,6 +72,7 @@ def load_model(
         expert_slots: number of experts in memory, while all are in the cache's file; 0: all are in
             memory.
         exchange: exchange with other engines, if the spec has a share of the experts.
+        adapters: changes of adapters to linear layers; None: adapters are off.
         keep: a list to which the weights are added, so that they can be released and read again.
 
     Raises:
@@ -97,6 +100,7 @@ def load_model(
         cached=experts,
         expert_slots=expert_slots,
         exchange=exchange,
+        adapters=adapters,
     )
     model = build_model(spec, parts)
     if keep is not None:

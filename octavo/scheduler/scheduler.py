@@ -78,7 +78,7 @@ class Scheduler:
         kv_events: log of changes of the prefix cache.
         connector: the scheduler's half of a KV connector.
         message_ends: ids of the tokens that end messages; see `StateManager`.
-        lora: settings of adapters.
+        lora: settings of adapters; None: they are off.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Scheduler:
         kv_events: KVEventLog | None = None,
         connector: KVConnectorScheduler | None = None,
         message_ends: Iterable[int] = (),
-        lora: LoRAConfig = LoRAConfig(),
+        lora: LoRAConfig | None = None,
     ) -> None:
         self.config = config
         self.enable_caching = enable_caching
@@ -124,9 +124,9 @@ class Scheduler:
         self._held = HeldRequests()
         self.adapters: AdapterSlots | None = None
         """Adapters in memory; None: adapters are off."""
-        if lora.enable_lora:
+        if lora is not None:
             self.adapters = AdapterSlots(lora.num_in_memory)
-        self._turns = AdapterTurns(lora.max_loras)
+        self._turns = AdapterTurns(0 if lora is None else lora.max_loras)
         self._deadlines = Deadlines()
         self._in_flight: deque[ScheduledStep] = deque()
         self._finished_req_ids: list[str] = []

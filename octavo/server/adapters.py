@@ -30,9 +30,7 @@ async def unload_lora_adapter(request: Request) -> Response:
     state = _check(request)
     body = await read_model(request, UnloadAdapterBody, state.config.max_request_bytes)
     await state.adapters.unload(body.lora_name)
-    return answers.respond(
-        answers.AdapterUnloaded(id=body.lora_name, object="model", deleted=True)
-    )
+    return answers.respond(answers.AdapterUnloaded(id=body.lora_name, object="model", deleted=True))
 
 
 def _check(request: Request) -> ServerState:

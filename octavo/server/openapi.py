@@ -54,8 +54,8 @@ from octavo.server.schema import (
     GenerateBody,
     LoadAdapterBody,
     ScaleBody,
-    UnloadAdapterBody,
     TokenizeBody,
+    UnloadAdapterBody,
 )
 
 _SCHEMA_REF = "#/components/schemas/{model}"
@@ -357,9 +357,7 @@ OPERATIONS: dict[str, Operation] = {
     ),
     "/resume": Operation(answers.Resumed, _ADMIN),
     "/is_paused": Operation(answers.IsPaused, (*_GUARDED, 403)),
-    "/v1/load_lora_adapter": Operation(
-        answers.ModelCard, (*_WITH_BODY, 403, 404), LoadAdapterBody
-    ),
+    "/v1/load_lora_adapter": Operation(answers.ModelCard, (*_WITH_BODY, 403, 404), LoadAdapterBody),
     "/v1/unload_lora_adapter": Operation(
         answers.AdapterUnloaded, (*_WITH_BODY, 403, 404), UnloadAdapterBody
     ),

@@ -10,14 +10,17 @@ from pathlib import Path
 
 from octavo.errors import AdapterError, OctavoError
 from octavo.kernels.base import Ops
-from octavo.layers.adapter import Adapters, LoraSlice
+from octavo.kernels.lora import LoraTable, LoraWeight
+from octavo.kernels.memory import map_memory
+from octavo.kernels.sizes import lora_nbytes
+from octavo.layers.adapter import Adapters
 from octavo.messages import AdapterChange, AdapterLoaded, AdapterRef
-from octavo.models.adapters import AdaptableModel, open_adapter
+from octavo.models.adapters import AdaptableModel, Slice, open_adapter
 from octavo.plan.setup import WorkerSetup
 
 logger = logging.getLogger(__name__)
 
-_Slices = dict[str, list[LoraSlice]]
+_Weights = dict[str, list[LoraWeight | None]]
 
 
 class AdapterStore:
@@ -40,7 +43,7 @@ class AdapterStore:
         self._setup, self._ops, self._adapters, self._report = setup, ops, adapters, report
         self._model = AdaptableModel(setup.part, adapters.layers)
         self._thread = ThreadPoolExecutor(1, "octavo-adapters")
-        self._read: queue.SimpleQueue[tuple[int, _Slices]] = queue.SimpleQueue()
+        self._read: queue.SimpleQueue[tuple[int, _Weights]] = queue.SimpleQueue()
 
     def begin_step(self, changes: Sequence[AdapterChange]) -> None:
         """Put the adapters that were read into their slots, then begin the changes.
@@ -67,33 +70,54 @@ class AdapterStore:
         else:
             self._report(AdapterLoaded(slot))
 
-    def _pack(self, adapter: AdapterRef) -> _Slices:
-        """Read an adapter; return its packed slices by linear layer.
+    def _pack(self, adapter: AdapterRef) -> _Weights:
+        """Read an adapter; return its packed weights by linear layer.
 
         Raises:
             AdapterError: the files cannot be used, or have changed since they were checked.
         """
-        setup = self._setup
-        file = open_adapter(
+        setup, layers = self._setup, self._adapters.layers
+        loaded = open_adapter(
             Path(adapter.path),
             self._model,
             dtype=setup.dtype,
             max_lora_rank=setup.config.lora.max_lora_rank,
-        )
-        loaded = file.read()
+        ).read()
         if loaded.content_hash != adapter.content_hash:
             raise AdapterError(
                 f"The files of the adapter {adapter.name!r} in {adapter.path} have changed since "
                 "it was loaded; load it again."
             )
-        return {
-            layer: [
-                LoraSlice(one.begin, one.end, self._ops.pack_lora(one.a, one.b), one.scale)
-                for one in slices
-            ]
+        places = [
+            (layer, _module_of(layers[layer], one), one)
             for layer, slices in loaded.slices.items()
+            for one in slices
+        ]
+        sizes = [
+            layers[layer].weight_nbytes(module, one.a.shape[0], setup.dtype)
+            for layer, module, one in places
+        ]
+        memory = map_memory(sum(sizes))
+        weights: _Weights = {
+            layer: [None] * (len(layers[layer].bounds) - 1) for layer in loaded.slices
         }
+        begin = 0
+        for (layer, module, one), size in zip(places, sizes, strict=True):
+            (rank, inputs), outputs = one.a.shape, one.b.shape[0]
+            end = begin + lora_nbytes(rank, outputs, inputs, setup.dtype)
+            out = self._ops.to_device(memory[begin:end])
+            packed = self._ops.pack_lora(one.a, one.b, one.scale, setup.dtype, out)
+            weights[layer][module] = packed
+            begin += size
+        return weights
 
     def shutdown(self) -> None:
         """End the thread, after the adapter that it reads."""
         self._thread.shutdown(cancel_futures=True)
+
+
+def _module_of(table: LoraTable, one: Slice) -> int:
+    """Return the index of the module whose outputs a slice changes."""
+    module: int = table.bounds.tolist().index(one.begin)
+    assert table.bounds[module + 1] == one.end
+    return module

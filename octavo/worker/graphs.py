@@ -249,7 +249,8 @@ class CapturedSteps:
                 self._embeds = eager.model.embed_input_ids(table.input_ids)
 
         def record(has_adapters: bool) -> _Recorded:
-            plan, step_logits = _native.Plan(), _NO_LOGITS
+            plan = _native.Plan()
+            step_logits: Tensor = _NO_LOGITS
             step = eager.context(table, len(table.input_ids), 0, has_adapters=has_adapters)
             step.embeds = self._embeds
             with ops.record(plan, activations):

@@ -78,7 +78,9 @@ def measure_scratch(setup: WorkerSetup, asked: AttentionBackend, expert_slots: i
     check_caches(setup, asked)
     caches = [_view(cache, 16, setup.dtype, backend) for cache in spec.caches]
     weights = spec.weights()
-    adapters = Adapters(ops, config.lora.num_in_memory) if config.lora.enable_lora else None
+    lora, adapters = config.lora, None
+    if lora.enable_lora:
+        adapters = Adapters(ops, lora.num_in_memory, lora.max_lora_rank)
     parts = Parts(
         {weight.name: _weight(weight, dtype) for weight in weights},
         ops,
@@ -118,11 +120,15 @@ def measure_scratch(setup: WorkerSetup, asked: AttentionBackend, expert_slots: i
     inputs = max(weight.shape[1] for weight in weights if weight.kind == "linear")
     rows = max(tokens, setup.largest_step.samples)
     kernels += _native.linear_scratch(rows, inputs, threads)
+    adapter = 0
+    if adapters is not None:
+        kernels += adapters.scratch_nbytes(threads)
+        adapter = adapters.slot_nbytes(dtype)
     shared = 0 if buffers is None else buffers.nbytes
     exchanged = 0 if exchange is None else exchange.nbytes
     if exchange is not None and setup.balance_layout is not None:
         exchanged += setup.balance_layout.nbytes
-    return Scratch(activations.peak, logits.peak, kernels, shared, exchanged)
+    return Scratch(activations.peak, logits.peak, kernels, shared, exchanged, adapter)
 
 
 def check_caches(setup: WorkerSetup, backend: AttentionBackend) -> None:

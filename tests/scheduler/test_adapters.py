@@ -229,7 +229,9 @@ def test_a_step_has_at_most_max_loras_adapters():
         most.add(len(live))
     assert 2 in most
     for content, found in zip(contents, requests, strict=True):
-        alone = expected_output(found.sampling_params, [int(found.request_id), 1, 2], 128, None, content)
+        alone = expected_output(
+            found.sampling_params, [int(found.request_id), 1, 2], 128, None, content
+        )
         assert engine.tokens(found.request_id) == alone
     assert ("0", "WAITING_FOR_ADAPTER") in holds.held
     assert ("3", "WAITING_FOR_ADAPTER_TURN") in holds.held
