@@ -174,6 +174,9 @@ class AsyncLLM(AsyncPooling):
             None if self._recorder is None else self._recorder.put,
             self._tracer,
         )
+        if config.lora.enable_lora:
+            names = self._output_processor.adapter_names
+            self.metrics.watch_adapters(config.lora.max_loras, names)
         self.request_memory = RequestMemory(request_memory)
         """Memory of unfinished requests, and of answers on their way to a client."""
         self._sleep_level: int | None = None

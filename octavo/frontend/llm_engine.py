@@ -101,6 +101,9 @@ class LLMEngine:
         self._output_processor = OutputProcessor(
             self.tokenizer, self._metrics, record, self._tracer
         )
+        if self._metrics is not None and config.lora.enable_lora:
+            names = self._output_processor.adapter_names
+            self._metrics.watch_adapters(config.lora.max_loras, names)
         self.client: InprocClient | IsolatedClient
         if isolate or config.parallel.data_parallel_size > 1:
             from octavo.fleet.isolated import start_isolated
