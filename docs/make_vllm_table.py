@@ -296,6 +296,7 @@ def _routes() -> set[str]:
 def _metrics() -> set[str]:
     metrics = EngineMetrics("model", 1000)
     metrics.set_cache_config_info({})
+    metrics.watch_adapters(1, lambda: ([], []))
     families = text_string_to_metric_families(metrics.render().decode())
     return {family.name.removeprefix("octavo:") for family in families}
 
