@@ -56,8 +56,8 @@ from octavo.server.schema import (
     GenerationBody,
     LoadAdapterBody,
     ScaleBody,
-    UnloadAdapterBody,
     TokenizeBody,
+    UnloadAdapterBody,
 )
 from octavo.server.structured_outputs import StructuredOutputsBody
 from octavo.several_models.config import SeveralModelsConfig

@@ -11,7 +11,12 @@ from numpy.typing import NDArray
 from safetensors.torch import save_file
 from torch import Tensor
 
+from octavo.checkpoints.registry import open_checkpoint
+from octavo.config import EngineConfig
 from octavo.models.adapters import AdaptableModel, LoadedAdapter
+from octavo.models.blocks.base import is_adaptable
+from octavo.models.hub import resolve_folders
+from octavo.models.registry import read_spec
 
 PREFIX = "base_model.model."
 
@@ -42,6 +47,15 @@ def write_adapter(folder: Path, tensors: Mapping[str, Tensor], **fields: Any) ->
     (folder / "adapter_config.json").write_text(json.dumps(config | fields))
     save_file(dict(tensors), folder / "adapter_model.safetensors")
     return folder
+
+
+def builtin_model() -> AdaptableModel:
+    """Return the built-in model, without its LM head."""
+    config = EngineConfig()
+    path, _ = resolve_folders(config)
+    spec = read_spec(open_checkpoint(path, "auto"), config.model)
+    names = {weight.name.removesuffix("weight") for weight in spec.weights()}
+    return AdaptableModel(spec, {name for name in names if is_adaptable(name)})
 
 
 def deltas(loaded: LoadedAdapter, shapes: Mapping[str, tuple[int, int]]) -> dict[str, Any]:

@@ -186,6 +186,7 @@ def test_public_names():
         "EmbedsPrompt",
         "EngineArgs",
         "LLMEngine",
+        "LoRARequest",
         "PoolingOutput",
         "PoolingParams",
         "PoolingRequestOutput",

@@ -14,9 +14,8 @@ from msgspec.structs import replace
 from octavo import LLM, BeamSearchParams, LoRARequest, SamplingParams
 from octavo.config import BUILTIN_DRAFT_MODEL, BUILTIN_EAGLE_HEAD
 from octavo.errors import AdapterError, RequestError
-from octavo.models.adapters import AdaptableModel
 from octavo.sampling_params import StructuredOutputsParams
-from tests.adapters import make_factors, write_adapter
+from tests.adapters import builtin_model, make_factors, write_adapter
 from tests.e2e.harness import serve
 
 NAMES = "abcdefgh"
@@ -30,9 +29,8 @@ LORA = {"enable_lora": True, "max_loras": 4, "max_cpu_loras": 5}
 def folder(tmp_path_factory):
     """Eight adapters of the ranks 1 to 8; half of them change only some modules."""
     made = tmp_path_factory.mktemp("adapters")
-    with LLM(max_model_len=128, kv_cache_memory_bytes=2**24) as llm:
-        model = AdaptableModel(llm.llm_engine.spec)
-    modules = [name for name in model.modules if name != "lm_head"]
+    model = builtin_model()
+    modules = list(model.modules)
     for i, name in enumerate(NAMES):
         some = modules if i % 2 else modules[i::3]
         factors = make_factors(model, some, rank=i + 1, seed=i)
