@@ -27,7 +27,7 @@ CONFIG = "config.json"
         ({"notes.txt": ""}, r"has no config\.json: a model is a folder"),
         (
             {"adapter_config.json": ADAPTER},
-            "is an adapter for org/base, not a model; .*lora_modules",
+            "is an adapter for org/base, not .*lora_modules",
         ),
         ({"adapter_config.json": "{"}, "is an adapter, not a model; .*lora_modules"),
         ({"a-Q4.gguf": "GGUF"}, r"a-Q4\.gguf is damaged at the version"),
