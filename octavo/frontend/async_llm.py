@@ -175,8 +175,8 @@ class AsyncLLM(AsyncPooling):
             self._tracer,
         )
         if config.lora.enable_lora:
-            names = self._output_processor.adapter_names
-            self.metrics.watch_adapters(config.lora.max_loras, names)
+            adapter_names = self._output_processor.adapter_names
+            self.metrics.watch_adapters(config.lora.max_loras, adapter_names)
         self.request_memory = RequestMemory(request_memory)
         """Memory of unfinished requests, and of answers on their way to a client."""
         self._sleep_level: int | None = None
