@@ -6,6 +6,7 @@
 #include "attention.h"
 #include "delta_rule.h"
 #include "head_linear.h"
+#include "lora.h"
 #include "norm.h"
 #include "rotary.h"
 #include "routing.h"

@@ -741,6 +741,50 @@ struct RouteArgs {
   Work work() const { return {double(tokens) * (experts * 4 + top_k * 8), 0.0}; }
 };
 
+// Numbers of a panel of a LoRA adapter's A and B; see `PackLoraArgs`.
+constexpr int64_t kLoraLanes = 16, kLoraPanel = 64;
+
+// An adapter's change to some outputs of a linear layer: scale * (x * A^T) * B^T.
+struct LoraSlice {
+  const void* a;  // packed [rank, k]; null: no change
+  const void* b;  // packed [outputs, rank]
+  int64_t rank;
+  float scale;
+};
+
+// Adds the changes of each row's adapter to the results of a linear layer.
+struct LoraArgs {
+  const void* x;  // [rows, k], inputs of the layer
+  int64_t x_stride;
+  void* out;  // [rows, n], its results
+  int64_t out_stride;
+  const int32_t* slots;     // [rows], the adapter of each row; -1: none
+  const LoraSlice* slices;  // [adapters, num_slices]
+  const int64_t* bounds;    // [num_slices + 1], outputs that each slice changes
+  int64_t rows, k, num_slices, max_rank;
+  DType dtype, out_dtype;
+
+  MEMBERS(x, x_stride, out, out_stride, slots, slices, bounds, rows, k, num_slices, max_rank, dtype, out_dtype)
+  void resize(const StepSize& size) { rows = size.rows; }
+  Work work() const {
+    const double n = double(bounds[num_slices] - bounds[0]);
+    return {rows * (size_of(dtype) * double(k) + 2.0 * size_of(out_dtype) * n),
+            2.0 * rows * max_rank * (double(k) * num_slices + n)};
+  }
+};
+
+// Packs a matrix [rows, cols] of a LoRA adapter in panels of rows: A in panels of kLoraLanes, B of
+// kLoraPanel.
+struct PackLoraArgs {
+  const void* src;
+  int64_t src_stride;
+  void* dst;
+  int64_t rows, cols, panel;
+  DType src_dtype, dtype;
+
+  MEMBERS(src, src_stride, dst, rows, cols, panel, src_dtype, dtype)
+};
+
 // Feed-forward blocks of experts: inner = act(x * up^T) or act(gate) * up, and out = inner * down^T.
 // Rows of inner and out belong to pairs of a token and an expert, sorted by expert.
 //
@@ -910,6 +954,8 @@ struct Wkv7Args {
   KERNEL(sum_experts, SumExpertsArgs)    \
   KERNEL(token_shift, TokenShiftArgs)     \
   KERNEL(wkv7, Wkv7Args)                  \
+  KERNEL(pack_lora, PackLoraArgs)         \
+  KERNEL(add_lora, LoraArgs)              \
   KERNEL(selective_scan, SelectiveScanArgs)
 
 struct KernelTable {

@@ -55,8 +55,10 @@ from octavo.server.schema import (
     DetokenizeBody,
     GenerateBody,
     GenerationBody,
+    LoadAdapterBody,
     ScaleBody,
     TokenizeBody,
+    UnloadAdapterBody,
 )
 from octavo.server.structured_outputs import StructuredOutputsBody
 from octavo.several_models.config import SeveralModelsConfig
@@ -190,6 +192,8 @@ _EXAMPLES: dict[type[BaseModel], dict[str, Any]] = {
     GenerateBody: {"token_ids": [72, 105], "sampling_params": {"max_tokens": 5}},
     TokenizeBody: {"prompt": "Once upon a time"},
     DetokenizeBody: {"tokens": [72, 105]},
+    LoadAdapterBody: {"lora_name": "poems", "lora_path": "poems-v2"},
+    UnloadAdapterBody: {"lora_name": "poems"},
     ScaleBody: {"new_data_parallel_size": 2},
 }
 _CLIENT_METHODS = {

@@ -94,7 +94,6 @@ ABSENT_METRICS = {
     "hisparse_": _NO_OFFLOADING,
     "kv_block_": "it needs kv_cache_metrics, which is not supported",
     "kv_offload_": _NO_OFFLOADING,
-    "lora_requests_info": "adapters are not supported yet",
     "mm_cache_": "models accept text only",
     "mooncake_": _NO_OFFLOADING,
     "nixl_": _NO_OFFLOADING,
@@ -297,6 +296,7 @@ def _routes() -> set[str]:
 def _metrics() -> set[str]:
     metrics = EngineMetrics("model", 1000)
     metrics.set_cache_config_info({})
+    metrics.watch_adapters(1, lambda: ([], []))
     families = text_string_to_metric_families(metrics.render().decode())
     return {family.name.removeprefix("octavo:") for family in families}
 

@@ -216,6 +216,7 @@ def test_public_names():
         "EmbedsPrompt",
         "EngineArgs",
         "LLMEngine",
+        "LoRARequest",
         "PoolingOutput",
         "PoolingParams",
         "PoolingRequestOutput",

@@ -42,6 +42,7 @@ from octavo.errors import (
 from octavo.fleet.core_client import ElasticClient, WatchedClient
 from octavo.fleet.start import EngineProcesses, OnRecovery, Unfinished, start_engines
 from octavo.fleet.supervisor import Recovery
+from octavo.frontend.adapters import AdapterFiles
 from octavo.frontend.async_pooling import AsyncPooling
 from octavo.frontend.beam_search import (
     beam_search_nbytes,
@@ -67,7 +68,9 @@ from octavo.frontend.step_log import EngineDeath, StepLog
 from octavo.frontend.time_line import Stages
 from octavo.frontend.traces import make_tracer, read_trace_headers
 from octavo.kv_cache.block_map import BlockMap
+from octavo.lora_request import LoRARequest
 from octavo.messages import (
+    AdapterRef,
     EngineCoreOutputs,
     EngineCoreRequest,
     PauseMode,
@@ -159,6 +162,7 @@ class AsyncLLM(AsyncPooling):
         """Number of blocks of an engine's KV cache; 0 before the model is loaded."""
         self.step_log = StepLog()
         self._input_processor = self._make_input_processor()
+        self._adapters = AdapterFiles(config, self.spec)
         self._recorder: Recorder | None = None
         if record is not None:
             from octavo.engine.record import make_recorder
@@ -171,6 +175,9 @@ class AsyncLLM(AsyncPooling):
             None if self._recorder is None else self._recorder.put,
             self._tracer,
         )
+        if config.lora.enable_lora:
+            adapter_names = self._output_processor.adapter_names
+            self.metrics.watch_adapters(config.lora.max_loras, adapter_names)
         self.request_memory = RequestMemory(request_memory)
         """Memory of unfinished requests, and of answers on their way to a client."""
         self._sleep_level: int | None = None
@@ -351,7 +358,7 @@ class AsyncLLM(AsyncPooling):
         flow: int | None = None,
         add_special_tokens: bool = True,
         turn: int = 0,
-        lora_request: None = None,
+        lora_request: LoRARequest | None = None,
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
         data_parallel_rank: int | None = None,
@@ -369,7 +376,7 @@ class AsyncLLM(AsyncPooling):
             flow: class of the client's address: without tenants, flows share tokens.
             add_special_tokens: True if the tokenizer adds its special tokens to a text.
             turn: number of prompts before it in the same call: later ones let others pass.
-            lora_request: adapters are not supported.
+            lora_request: the adapter, with `enable_lora`; None: the model alone.
             trace_headers: W3C's headers traceparent and tracestate of a trace that the request
                 continues, and x-request-id; they matter only with `otlp_traces_endpoint`.
             priority: smaller is served earlier (with `scheduling_policy=priority`).
@@ -381,7 +388,7 @@ class AsyncLLM(AsyncPooling):
             UnmetDeadlineError: a deadline cannot be met.
             EngineDeadError: the engine has ended.
         """
-        refuse_unsupported(lora_request=lora_request, data_parallel_rank=data_parallel_rank)
+        refuse_unsupported(data_parallel_rank=data_parallel_rank)
         if priority:
             sampling_params = msgspec.structs.replace(sampling_params, priority=priority)
         options = self._envelope(
@@ -393,6 +400,8 @@ class AsyncLLM(AsyncPooling):
             turn=turn,
             trace_headers=trace_headers,
         )
+        adapter = await self.resolve_adapter(lora_request)
+        options = msgspec.structs.replace(options, adapter=adapter)
         stream = self.serve(
             prompt, sampling_params, request_id, options, add_special_tokens=add_special_tokens
         )
@@ -436,6 +445,7 @@ class AsyncLLM(AsyncPooling):
         flow: int | None = None,
         add_special_tokens: bool = True,
         turn: int = 0,
+        lora_request: LoRARequest | None = None,
     ) -> RequestOutput:
         """Find the most probable answers to a prompt; cancelling it ends all its requests.
 
@@ -454,6 +464,8 @@ class AsyncLLM(AsyncPooling):
             flow=flow,
             turn=turn,
         )
+        adapter = await self.resolve_adapter(lora_request)
+        options = msgspec.structs.replace(options, adapter=adapter)
         return await self.serve_beams(
             prompt, params, request_id, options, add_special_tokens=add_special_tokens
         )
@@ -485,6 +497,23 @@ class AsyncLLM(AsyncPooling):
             return await run_beam_search(
                 request, text, search, of_prompt, self.tokenizer, self._stream
             )
+
+    async def resolve_adapter(
+        self, lora_request: LoRARequest | None, root: Path | None = None
+    ) -> AdapterRef | None:
+        """Return the adapter of a request, after a check of its files on another thread.
+
+        Args:
+            lora_request: the adapter.
+            root: folder that must contain its files; None: they may be anywhere.
+
+        Raises:
+            AdapterError: the files cannot be used with this model.
+            RequestError: adapters are off, or `lora_request` is not a `LoRARequest`.
+        """
+        if lora_request is None:
+            return None
+        return await asyncio.to_thread(self._adapters.resolve, lora_request, root)
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """End a request, or several, within one step; ignore unknown ids."""

@@ -295,6 +295,20 @@ class OutputProcessor:
             if all(times.first_token_time is None for times in group.times.values()):
                 yield group.request
 
+    def adapter_names(self) -> tuple[list[str], list[str]]:
+        """Return the names of the adapters of live requests with a token, and of the others.
+
+        Any thread may call it. O(live requests).
+        """
+        running: dict[str, None] = {}
+        waiting: dict[str, None] = {}
+        for group in list(self._groups.values()):
+            if (adapter := group.request.options.adapter) is not None:
+                times = list(group.times.values())
+                is_waiting = all(its.first_token_time is None for its in times)
+                (waiting if is_waiting else running)[adapter.name] = None
+        return list(running), list(waiting)
+
     def num_running_in_background(self) -> int:
         """Return the number of core requests in the background with a token. O(live requests)."""
         waiting = {request.request_id for request in self.waiting()}

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo._native import ExpertLayer
+from octavo.kernels.lora import LoraTable, LoraWeight
 from octavo.kernels.routing import ExpertActivation, Gate, Routing
 from octavo.system.tensor import HostTensor, Tensor
 
@@ -413,6 +414,35 @@ class Ops(Protocol):
             weight: plain weight [H * N, K]: the rows of each head in turn.
             num_heads: H.
             out: memory for the result, with any strides of tokens and heads; not x itself.
+        """
+        ...
+
+    def pack_lora(
+        self, a: HostTensor, b: HostTensor, scale: float, dtype: str, out: Tensor | None = None
+    ) -> LoraWeight:
+        """Pack an adapter's matrices A [rank, K] and B [N, rank] for `add_lora`.
+
+        Args:
+            a: A.
+            b: B.
+            scale: factor of the product.
+            dtype: type of the result.
+            out: memory for the result: uint8 [`kernels.sizes.lora_nbytes`].
+        """
+        ...
+
+    def add_lora(self, out: Tensor, x: Tensor, slots: Tensor, table: LoraTable) -> None:
+        """Add each row's scale * (x A^T) B^T to the results of a linear layer: out [T, N].
+
+        Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models"; Chen et al., "Punica:
+        Multi-Tenant LoRA Serving". The product is a float32 number, and the sum is rounded once.
+        Rows without an adapter keep their bits.
+
+        Args:
+            out: results of the type of x or float32, in rows of any stride; changed in place.
+            x: inputs [T, K].
+            slots: int32 [T], the slot of each row's adapter; -1: none.
+            table: the adapters.
         """
         ...
 

@@ -34,6 +34,7 @@ from octavo.kernels.native_base import (
     check_rows,
 )
 from octavo.kernels.native_experts import NativeExpertOps
+from octavo.kernels.native_lora import NativeLoraOps
 from octavo.kernels.native_states import NativeStateOps
 from octavo.kernels.routing import Gate
 from octavo.kernels.sizes import order_nbytes, packed_nbytes, quantized_nbytes
@@ -101,7 +102,7 @@ def order_of(data: Tensor, k: int) -> Tensor:
     return order
 
 
-class NativeOps(NativeStateOps, NativeExpertOps):
+class NativeOps(NativeStateOps, NativeExpertOps, NativeLoraOps):
     """Implementation of `Ops` by the native kernels; see `Ops` for shapes and meaning.
 
     The bits of a row's result depend neither on the other rows of the call nor on the number of

@@ -41,6 +41,7 @@ from octavo.kernels.base import (
     activate,
 )
 from octavo.kernels.dequantize import NF4_LEVELS, dequantize
+from octavo.kernels.lora import LoraTable, LoraWeight
 from octavo.kernels.routing import ExpertActivation, Gate, Routing, Score
 from octavo.kernels.sampling_weights import sampling_weights
 from octavo.kernels.torch_tensors import Copying, as_torch, dtype_name, from_torch, torch_dtype
@@ -329,6 +330,24 @@ class ReferenceOps:
         if bias is not None:
             y += bias.float()
         return y.to(_either(out_dtype, x))
+
+    def pack_lora(
+        self, a: HostTensor, b: HostTensor, scale: float, dtype: str, out: Tensor | None = None
+    ) -> LoraWeight:
+        """Keep the matrices as they are; `out` is not supported."""
+        assert out is None
+        left, right = (self.to_device(x).to(torch_dtype(dtype)) for x in (a, b))
+        return LoraWeight(left, right, a.shape[0], b.shape[0], a.shape[1], scale)
+
+    def add_lora(self, out: Tensor, x: Tensor, slots: Tensor, table: LoraTable) -> None:
+        """Compute slot by slot."""
+        for slot, weights in enumerate(table.weights):
+            rows = slots == slot
+            for i, weight in enumerate(weights):
+                if weight is not None:
+                    inner = x[rows].float() @ weight.a.float().T * weight.scale
+                    columns = out[:, table.bounds[i] : table.bounds[i + 1]]
+                    columns[rows] = (columns[rows] + inner @ weight.b.float().T).to(out.dtype)
 
     def quantize_weight(
         self,

@@ -51,6 +51,32 @@ def quantized_nbytes(n: int, k: int, format: str, group_size: int, *, ordered: b
     return outputs * -(-k // group_size) * (group_size // 2 + 2 + (format == "int4_zeros"))
 
 
+def lora_panels(rank: int, n: int, k: int, dtype: str) -> tuple[int, int]:
+    """Return the bytes of the packed matrices A [rank, k] and B [n, rank] of an adapter."""
+    size = DTYPE_NBYTES[dtype]
+    return -(-rank // 16) * 16 * k * size, -(-n // 64) * 64 * rank * size
+
+
+def lora_nbytes(rank: int, n: int, k: int, dtype: str) -> int:
+    """Return the bytes of an adapter's packed weights for n outputs of a layer of k inputs."""
+    return sum(lora_panels(rank, n, k, dtype))
+
+
+def lora_scratch_nbytes(rank: int, slices: int, k: int, threads: int) -> int:
+    """Return an upper bound of the bytes that `Ops.add_lora` uses; see csrc/lora.h.
+
+    These are x A^T of 32 rows in each thread, or its sums over chunks of 512 inputs.
+
+    Args:
+        rank: largest rank of an adapter.
+        slices: number of stacked modules of the layer.
+        k: number of its inputs.
+        threads: number of threads.
+    """
+    row = slices * -(-rank // 16) * 16 * 4
+    return 32 * row * (threads + -(-k // 512))
+
+
 def delta_rule_nbytes(key_size: int, value_size: int, *, by_channel: bool) -> int:
     """Return an upper bound of the bytes that `Ops.gated_delta_rule` uses in each thread.
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from octavo.kernels.base import Activation, Ops, PackedWeight, QuantizedWeight, activate
 from octavo.kernels.routing import Gate
+from octavo.layers.adapter import AdaptedLinear
 from octavo.layers.shared import Columns
 from octavo.system.tensor import Tensor
 
@@ -22,6 +23,8 @@ class Linear:
     """Bias [out_features] in the model's dtype."""
     columns: Columns | None = None
     """This rank's columns of the result; None: there are no other columns."""
+    adapted: AdaptedLinear | None = None
+    """Changes of adapters; None: adapters are off."""
 
     def __call__(self, x: Tensor, out_dtype: str | None = None) -> Tensor:
         """Map [T, in_features] to [T, out_features], in `out_dtype` or else the model's dtype.
@@ -29,9 +32,9 @@ class Linear:
         With `columns`, return the columns of all ranks, in memory that must not be changed.
         """
         if self.columns is None:
-            return self.ops.linear(x, self.weight, self.bias, out_dtype)
+            return self._multiply(x, out_dtype)
         whole, own = self.columns.empty(x.shape[0], out_dtype or x.dtype)
-        self.ops.linear(x, self.weight, self.bias, out_dtype, own)
+        self._multiply(x, out_dtype, own)
         self.columns.join()
         return whole
 
@@ -40,11 +43,22 @@ class Linear:
 
         `out` as in `Ops.linear`.
         """
+        if self.adapted is not None and self.adapted.in_step:
+            return self.ops.act_and_mul(self._multiply(x, None), activation, out)
         return self.ops.linear_act_and_mul(x, self.weight, self.bias, activation, out)
 
     def act(self, x: Tensor, activation: Activation, out: Tensor | None = None) -> Tensor:
         """Map [T, in_features] to act(result) [T, out_features]; `out` as in `Ops.linear`."""
+        if self.adapted is not None and self.adapted.in_step:
+            return activate(self.ops, self._multiply(x, None), activation, out)
         return self.ops.linear_act(x, self.weight, self.bias, activation, out)
+
+    def _multiply(self, x: Tensor, out_dtype: str | None, out: Tensor | None = None) -> Tensor:
+        """Return this rank's columns; `out` as in `Ops.linear`."""
+        out = self.ops.linear(x, self.weight, self.bias, out_dtype, out)
+        if self.adapted is not None:
+            self.adapted.add(out, x)
+        return out
 
 
 @dataclass(slots=True)
@@ -54,26 +68,17 @@ class StackedLinear(Linear):
     weights: tuple[PackedWeight | QuantizedWeight, ...] = ()
     """Weights [out_features_i, in_features], from the first output on."""
 
-    def __call__(self, x: Tensor, out_dtype: str | None = None) -> Tensor:
-        """Map [T, in_features] to [T, out_features]; see `Linear`."""
-        assert out_dtype in (None, x.dtype)
-        if self.columns is None:
-            return self._multiply(x)
-        whole, own = self.columns.empty(x.shape[0], x.dtype)
-        self._multiply(x, own)
-        self.columns.join()
-        return whole
-
     def act_and_mul(self, x: Tensor, activation: Gate, out: Tensor | None = None) -> Tensor:
         """Map [T, in_features] to [T, out_features / 2]; see `Linear`."""
-        return self.ops.act_and_mul(self._multiply(x), activation, out)
+        return self.ops.act_and_mul(self._multiply(x, None), activation, out)
 
     def act(self, x: Tensor, activation: Activation, out: Tensor | None = None) -> Tensor:
         """Map [T, in_features] to act(result) [T, out_features]; see `Linear`."""
-        return activate(self.ops, self._multiply(x), activation, out)
+        return activate(self.ops, self._multiply(x, None), activation, out)
 
-    def _multiply(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+    def _multiply(self, x: Tensor, out_dtype: str | None, out: Tensor | None = None) -> Tensor:
         """Return the products with all weights: out [T, out_features]."""
+        assert out_dtype in (None, x.dtype)
         if out is None:
             width = sum(weight.n for weight in self.weights)
             out = self.ops.empty(x.shape[0], width, like=x)
@@ -83,6 +88,8 @@ class StackedLinear(Linear):
             bias = None if self.bias is None else self.bias[begin:end]
             self.ops.linear(x, weight, bias, None, out[:, begin:end])
             begin = end
+        if self.adapted is not None:
+            self.adapted.add(out, x)
         return out
 
 
@@ -100,6 +107,8 @@ class SummedLinear(Linear):
         assert self.columns is not None
         whole, own = self.columns.empty(x.shape[0], "float32")
         self.ops.linear(x, self.weight, None, "float32", own)
+        if self.adapted is not None:
+            self.adapted.add(own, x)
         self.columns.join()
         dtype = out_dtype or x.dtype
         if not self.columns.splits_rows:

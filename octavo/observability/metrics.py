@@ -1,10 +1,12 @@
 """Prometheus metrics: vLLM's names and meanings after the prefix `octavo:`, or after vLLM's own.
 
-All times are in seconds. Every metric has vLLM's labels `model_name` and `engine`.
+All times are in seconds. Every metric but that of adapters has vLLM's labels `model_name` and
+`engine`.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import zip_longest
@@ -423,6 +425,18 @@ class EngineMetrics:
             "num_requests_waiting": float(stats.num_waiting_reqs),
         }
 
+    def watch_adapters(
+        self, max_loras: int, find_names: Callable[[], tuple[list[str], list[str]]]
+    ) -> None:
+        """Show the adapters of unfinished requests from now on.
+
+        Args:
+            max_loras: the setting of this name.
+            find_names: returns the names of the adapters of requests that have tokens, and of those
+                that wait for their first token.
+        """
+        _AdapterInfo(self._registry, f"{self._prefix}:lora_requests_info", max_loras, find_names)
+
     def render(self) -> bytes:
         """Return all metrics in Prometheus' text format."""
         return generate_latest(self._registry)
@@ -488,6 +502,32 @@ class _Processes(Collector):
             for (family_name, name), value in values.items():
                 families[family_name].add_sample(name, {"engine": engine}, value)
         yield from families.values()
+
+
+class _AdapterInfo(Collector):
+    """vLLM's metric of adapters: their names are labels, and the value is the time."""
+
+    def __init__(
+        self,
+        registry: CollectorRegistry,
+        name: str,
+        max_loras: int,
+        find_names: Callable[[], tuple[list[str], list[str]]],
+    ) -> None:
+        self._name, self._max_loras, self._find_names = name, max_loras, find_names
+        registry.register(self)
+
+    def collect(self) -> Iterator[Metric]:
+        """Implement `Collector.collect`."""
+        running, waiting = self._find_names()
+        metric = Metric(self._name, "Adapters of unfinished requests.", "gauge")
+        labels = {
+            "max_lora": str(self._max_loras),
+            "running_lora_adapters": ",".join(running),
+            "waiting_lora_adapters": ",".join(waiting),
+        }
+        metric.add_sample(self._name, labels, time.time())
+        yield metric
 
 
 def join_pages(pages: Iterable[bytes]) -> bytes:

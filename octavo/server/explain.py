@@ -49,6 +49,8 @@ TITLES: Mapping[str, str] = {
     "grammar": "the grammar was compiled",
     "kv_load": "cached blocks were loaded from elsewhere",
     "asleep": "the engine was paused or asleep",
+    "adapter": "its adapter was read, or waited for a place in memory (max_cpu_loras)",
+    "adapter_turn": "other adapters ran, as many as a step may have (max_loras)",
     "queued": "queued",
     "step_of_others": "the engine computed a step without this request",
     "prefill": "the prompt was computed",
@@ -517,6 +519,8 @@ def _advice(
         memory,
         "More memory for the KV cache, or fewer seats, so that no request loses its blocks.",
     )
+    add("max_loras", spent.get("adapter_turn", 0.0), "More adapters in a step.")
+    add("max_cpu_loras", spent.get("adapter", 0.0), "Room for more adapters in memory.")
     add("resources", spent.get("kv_load", 0.0), "Faster storage of cached blocks.")
     holder = _holder(story, line)
     if holder is not None:

@@ -13,6 +13,7 @@ from octavo.config import EngineConfig, ServerConfig, config_fields, section_fie
 from octavo.server.field_docs import field_doc
 from octavo.server.openapi import OPERATIONS, InvocationBody
 from octavo.server.schema import ChatBody
+from tests.adapters import builtin_model, make_factors, write_adapter
 from tests.server.fake_engine import with_server
 from tests.server.test_run import serving
 
@@ -97,6 +98,8 @@ def url(tmp_path_factory):
         "--enable-tokenizer-info-endpoint",
     ]
     flags += ["--profiler-dir", str(folder), "--resume-grace", "600"]
+    write_adapter(folder / "poems-v2", make_factors(builtin_model()))
+    flags += ["--enable-lora", "--lora-root", str(folder)]
     with serving("ready", *flags) as process:
         body = {"prompt": "Once", "stream": True, "request_id": "abc"}
         httpx.post(f"{process.url}/v1/completions", json=body).raise_for_status()

@@ -81,7 +81,7 @@ def test_priorities_decide_who_is_first(llm, monkeypatch):
 
 
 def test_what_is_not_supported_is_refused_with_a_sentence(llm):
-    with pytest.raises(UnsupportedError, match="adapter into the"):
+    with pytest.raises(RequestError, match=r"give an octavo\.LoRARequest"):
         llm.generate("x", lora_request=object())
     with pytest.raises(UnsupportedError, match="text only"):
         llm.generate("x", mm_processor_kwargs={"a": 1})
@@ -98,7 +98,7 @@ def test_what_is_not_supported_is_refused_with_a_sentence(llm):
             call("x", use_tqdm=False)
     for settings, why in [
         ({"prefill_context_parallel_size": 2}, "prefill_context_parallel_size=2"),
-        ({"enable_lora": True}, "adapter"),
+        ({"enable_tower_connector_lora": True}, "adapter"),
         ({"runner": "pooling", "convert": "none"}, "forbids vectors"),
         ({"max_seq_len": 5}, "did you mean"),
     ]:
@@ -386,7 +386,7 @@ def test_an_async_engine_streams_and_ends(llm):
     async def run():
         engine = AsyncLLMEngine.from_engine_args(args, stat_loggers=[StatLogger])
         try:
-            with pytest.raises(UnsupportedError, match="adapter"):
+            with pytest.raises(RequestError, match="LoRARequest"):
                 await anext(engine.generate("x", GREEDY, "y", lora_request=object()))
 
             async def answer(i):

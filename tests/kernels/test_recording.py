@@ -12,6 +12,7 @@ from torch import Tensor
 
 from octavo import _native
 from octavo.kernels.base import SAMPLING_ROW, Ops, StateRates, Wkv7Inputs, Wkv7Parameters
+from octavo.kernels.lora import LoraTable
 from octavo.kernels.memory import Arena
 from octavo.kernels.native import NativeOps
 from octavo.kernels.routing import ExpertActivation, Routing
@@ -28,6 +29,7 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 
 
 weight, bias = random(128, DIM, seed=1), random(128, seed=2)
+halved = ops.pack_weight(weight[: DIM + 32])
 heads = ops.pack_weight(weight[:, :16].contiguous())
 packed, quantized = ops.pack_weight(weight), ops.quantize_weight([weight], "int8", 0)
 cos_sin, positions = random(ROWS, 8, seed=3), torch.arange(ROWS)
@@ -128,13 +130,40 @@ def summed(x: Tensor) -> Tensor:
     return ops.sum_experts(rows.view(-1, DIM), places, routed(x)[1])
 
 
-NOT_IN_STEPS = {"stack", "pack_weight", "quantize_weight", "pack_blocks", "pack_quantized", "empty"}
+adapters = LoraTable(2, [DIM, 32], DIM, 8)
+for slot in range(2):
+    adapters.set(
+        slot,
+        [
+            ops.pack_lora(random(8, DIM, seed=slot), random(n, 8, seed=9), 0.5, torch.float32)
+            for n in (DIM, 32)
+        ],
+    )
+adapter_slots = torch.arange(ROWS, dtype=torch.int32) % 3 - 1
+
+
+def adapted(x: Tensor) -> Tensor:
+    out = ops.linear(x, halved)
+    ops.add_lora(out, x, adapter_slots[: len(x)], adapters)
+    return out
+
+
+NOT_IN_STEPS = {
+    "stack",
+    "pack_lora",
+    "pack_weight",
+    "quantize_weight",
+    "pack_blocks",
+    "pack_quantized",
+    "empty",
+}
 NOT_IN_STEPS |= {"to_device", "to_host", "copy_to_host", "copy_", "copy_blocks"}
 NOT_IN_STEPS |= {"gather", "ranks", "set_at_", "add_at_", "penalize_", "change_rows"}
 """Operations that a recorded step does not have."""
 
 CASES: dict[str, Callable[[Tensor], Tensor | tuple[Tensor, ...]]] = {
     "linear": lambda x: (ops.linear(x, packed, bias), ops.linear(x, quantized, bias)),
+    "add_lora": adapted,
     "head_linear": lambda x: ops.head_linear(x.view(-1, 4, 16), heads, 4).flatten(1),
     "linear_act": lambda x: (
         ops.linear_act(x, packed, bias, "gelu"),

@@ -17,7 +17,7 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from octavo.config import EngineConfig, ServerConfig
-from octavo.errors import EngineDeadError, ProfilerError, ScalingError
+from octavo.errors import AdapterError, EngineDeadError, ProfilerError, ScalingError
 from octavo.frontend.beam_search import make_beam_search, prompt_params, run_beam_search
 from octavo.frontend.input_processor import InputProcessor, processing_time
 from octavo.frontend.output_processor import OutputProcessor, RequestOutputCollector
@@ -25,7 +25,13 @@ from octavo.frontend.pooling import pooling_output
 from octavo.frontend.request_memory import RequestMemory
 from octavo.frontend.step_log import StepLog
 from octavo.kv_cache.block_map import BlockMap
-from octavo.messages import EngineCoreOutput, EngineCoreRequest, FinishReason, LogprobsLists
+from octavo.messages import (
+    AdapterRef,
+    EngineCoreOutput,
+    EngineCoreRequest,
+    FinishReason,
+    LogprobsLists,
+)
 from octavo.models.blocks.pooler import NO_SENTENCES, PoolerSpec
 from octavo.observability.metrics import EngineMetrics
 from octavo.observability.scheduler_stats import SchedulerStats
@@ -281,6 +287,12 @@ class FakeAsyncLLM:
         self.sleeps.append((tags,))
         self.asleep = tags == ["weights"]
         return not self.asleep
+
+    async def resolve_adapter(self, lora_request, root=None):
+        if "bad" in lora_request.lora_path:
+            raise AdapterError(f"{lora_request.lora_path} is damaged.")
+        path = lora_request.lora_path
+        return AdapterRef(lora_request.lora_name, path, f"content of {path}")
 
     async def scale(self, size):
         if size > 8:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from octavo._native import ExpertLayer
     from octavo.attention.base import AttentionBackend
     from octavo.kernels.base import Ops, PackedWeight, QuantizedWeight
+    from octavo.layers.adapter import AdaptedLinear, Adapters
     from octavo.layers.expert_exchange import ExpertExchange
     from octavo.layers.experts import Experts
     from octavo.layers.layer import Block
@@ -122,6 +123,15 @@ class BlockSpec(ABC):
         )
 
 
+def is_adaptable(name: str) -> bool:
+    """Return True if adapters may change a linear layer, by its name.
+
+    Others than those of the decoder's layers, such as the LM head, do not compute one row for each
+    token.
+    """
+    return name.startswith("layers.")
+
+
 class Parts:
     """Weights, operations and buffers that a block is built from.
 
@@ -134,6 +144,7 @@ class Parts:
         cached: the layers of an expert cache, by the names of the blocks.
         expert_slots: number of experts that this cache has in memory; 0: there is no cache.
         exchange: exchange with other engines, if they divide the experts.
+        adapters: changes of adapters to linear layers; None: adapters are off.
     """
 
     def __init__(
@@ -147,6 +158,7 @@ class Parts:
         cached: Mapping[str, ExpertLayer] | None = None,
         expert_slots: int = 0,
         exchange: ExpertExchange | None = None,
+        adapters: Adapters | None = None,
     ) -> None:
         self.ops = ops
         self.dtype = dtype
@@ -158,6 +170,7 @@ class Parts:
         """All mixtures of experts that were built, in the order of the forward pass."""
         self._shared = shared
         self._weights = weights
+        self._adapters = adapters
         self._cached = cached or {}
         self._own = ""
         self._tables: dict[Table, Tensor] = {}
@@ -180,6 +193,17 @@ class Parts:
     def cached_experts(self) -> ExpertLayer | None:
         """The block's layer of the expert cache; None: all of its experts are in memory."""
         return self._cached.get(self._own)
+
+    def adapted(self, outputs: Sequence[int], inputs: int) -> AdaptedLinear | None:
+        """Return the changes of adapters to the linear layer that these are the parts of.
+
+        Args:
+            outputs: number of outputs of each stacked module that the rank computes.
+            inputs: number of inputs that the rank uses.
+        """
+        if self._adapters is None or not is_adaptable(self._own):
+            return None
+        return self._adapters.layer(self._own, outputs, inputs)
 
     def linear(self, name: str) -> PackedWeight | QuantizedWeight:
         """Return a packed weight."""

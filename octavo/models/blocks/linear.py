@@ -237,14 +237,16 @@ class LinearSpec:
             (part,) = self.parts
             columns = parts.columns(shared, self.whole_outputs, part)
         bias = parts.tensor("bias") if self.bias else None
+        outputs = [self._outputs_of(i, i + 1) for i in range(len(self.modules))]
+        adapted = parts.adapted(outputs, self.inputs)
         if len(weights) > 1:
             assert self.columns is None, "the sum over ranks has one module"
-            return StackedLinear(parts.ops, weights[0], bias, columns, weights)
+            return StackedLinear(parts.ops, weights[0], bias, columns, adapted, weights)
         (weight,) = weights
         if self.columns is None:
-            return Linear(parts.ops, weight, bias, columns)
+            return Linear(parts.ops, weight, bias, columns, adapted)
         assert shared is not None
         index, size = self.summand
         part = index * self.outputs, (index + 1) * self.outputs
         columns = parts.columns(shared, size * self.outputs, part, "float32")
-        return SummedLinear(parts.ops, weight, bias, columns, size)
+        return SummedLinear(parts.ops, weight, bias, columns, adapted, size)

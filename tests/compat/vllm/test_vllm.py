@@ -123,8 +123,8 @@ def test_pooling_models(installed, capsys):
     [
         ("from vllm import ModelRegistry", "registry of model classes"),
         (
-            "from vllm.lora.request import LoRARequest",
-            r"vllm.lora \(vLLM's support for LoRA adapters",
+            "from vllm.lora.layers import BaseLayerWithLoRA",
+            r"vllm.lora.layers \(part of vllm.lora, vLLM's layers of adapters",
         ),
         (
             "import vllm.v1.core.sched.output",
@@ -175,10 +175,10 @@ import httpx; httpx.get(f"http://127.0.0.1:{server.server_port}").raise_for_stat
 )
 def test_a_sentence_of_a_thread_and_of_a_process(tmp_path, start):
     script = tmp_path / "script.py"
-    script.write_text(f"def f(): import time; time.sleep(0.2); import vllm.lora\n{start}\n")
+    script.write_text(f"def f(): import time; time.sleep(0.2); import vllm.lora.ops\n{start}\n")
     done = run(str(script))
     (sentence,) = done.stderr.splitlines()
-    assert sentence.startswith(f"{script}:1: error: Octavo does not have vllm.lora")
+    assert sentence.startswith(f"{script}:1: error: Octavo does not have vllm.lora.ops")
 
 
 def test_a_server_that_refuses(tmp_path):
@@ -203,11 +203,11 @@ def test_flags_of_a_script_and_of_the_engine():
     ("line", "said"),
     [
         (
-            "from vllm.lora.request import LoRARequest",
-            "vllm.lora (vLLM's support for LoRA adapters",
+            "from vllm.lora.layers import BaseLayerWithLoRA",
+            "vllm.lora.layers (part of vllm.lora, vLLM's layers of adapters",
         ),
         ("import vllm; vllm.ModelRegistry", "does not have vllm.ModelRegistry"),
-        ("import vllm; vllm.LLM(enable_lora=True)", "merge the adapter"),
+        ("import vllm; vllm.LLM(cpu_offload_gb=4)", "quantization"),
         ("import frobnicate", "the package frobnicate is not installed"),
     ],
 )

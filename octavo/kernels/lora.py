@@ -1,0 +1,87 @@
+"""Adapters of one linear layer: packed weights, and the table in which kernels find them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from octavo.kernels.sizes import lora_nbytes
+from octavo.system.tensor import Tensor
+
+LANES, PANEL = 16, 64
+"""Rows of a panel of A and of B: kLoraLanes and kLoraPanel in csrc/kernels.h."""
+
+_LINE = 64  # bytes of a cache line
+
+_SLICE = np.dtype([("a", "u8"), ("b", "u8"), ("rank", "i8"), ("scale", "f4")], align=True)
+"""LoraSlice in csrc/kernels.h."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoraWeight:
+    """Packed weights of an adapter for some outputs of a linear layer, made by `Ops.pack_lora`.
+
+    Attributes:
+        a: [rank, K], packed.
+        b: [N, rank], packed.
+        rank: rank.
+        n: N, the number of outputs.
+        k: K, the number of inputs of the layer.
+        scale: factor of the product.
+    """
+
+    a: Tensor
+    b: Tensor
+    rank: int
+    n: int
+    k: int
+    scale: float
+
+
+class LoraTable:
+    """The adapters in the slots of one linear layer.
+
+    A change takes effect at the next call of `Ops.add_lora`, in a recorded step, too.
+
+    Args:
+        num_slots: number of adapters.
+        outputs: number of outputs of each stacked module of the layer, which one adapter changes
+            separately.
+        inputs: number of inputs of the layer.
+        max_rank: largest rank of an adapter.
+    """
+
+    def __init__(self, num_slots: int, outputs: Sequence[int], inputs: int, max_rank: int) -> None:
+        self.inputs = inputs
+        self.max_rank = max_rank
+        self.bounds = np.cumsum([0, *outputs])
+        """Bounds of the outputs of each module: int64 [modules + 1]."""
+        self.slices = np.zeros((num_slots, len(outputs)), _SLICE)
+        """Addresses, for kernels."""
+        self.weights: list[list[LoraWeight | None]] = [
+            [None] * len(outputs) for _ in range(num_slots)
+        ]
+        """Weights of each slot for each module; None: no change."""
+
+    def weight_nbytes(self, module: int, rank: int, dtype: str) -> int:
+        """Return the bytes of a packed weight for a module, up to the next cache line."""
+        outputs = int(self.bounds[module + 1] - self.bounds[module])
+        return -(-lora_nbytes(rank, outputs, self.inputs, dtype) // _LINE) * _LINE
+
+    def set(self, slot: int, weights: Sequence[LoraWeight | None]) -> None:
+        """Put an adapter in a slot: its weights for each module."""
+        for i, weight in enumerate(weights):
+            self.slices[slot, i] = (0, 0, 0, 0)
+            if weight is not None:
+                assert weight.rank <= self.max_rank
+                assert weight.k == self.inputs
+                assert weight.n == self.bounds[i + 1] - self.bounds[i]
+                address = weight.a.data_ptr(), weight.b.data_ptr()
+                self.slices[slot, i] = (*address, weight.rank, weight.scale)
+        self.weights[slot] = list(weights)
+
+    def clear(self, slot: int) -> None:
+        """Remove the adapter from a slot."""
+        self.set(slot, [None] * len(self.weights[slot]))
