@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from octavo.frontend.input_processor import EmbedsPrompt, TextPrompt, TokensPrompt
     from octavo.frontend.llm_engine import LLMEngine
     from octavo.llm import LLM
+    from octavo.lora_request import LoRARequest
     from octavo.outputs import (
         ClassificationOutput,
         ClassificationRequestOutput,
@@ -45,6 +46,7 @@ __all__ = [
     "EmbedsPrompt",
     "EngineArgs",
     "LLMEngine",
+    "LoRARequest",
     "PoolingOutput",
     "PoolingParams",
     "PoolingRequestOutput",
@@ -75,6 +77,7 @@ _LAZY = {
     "EngineArgs": "octavo.config.engine_args",
     "LLM": "octavo.llm",
     "LLMEngine": "octavo.frontend.llm_engine",
+    "LoRARequest": "octavo.lora_request",
     "PoolingOutput": "octavo.outputs",
     "PoolingParams": "octavo.pooling_params",
     "PoolingRequestOutput": "octavo.outputs",

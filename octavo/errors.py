@@ -13,6 +13,8 @@ The tree::
     |   |-- GrammarBusyError                other grammars had precedence; try again after
     |   |                                   `retry_after` seconds
     |   |-- NotFoundError                   unknown model or resource
+    |   |-- AdapterError                    the adapter cannot be used; names the file, the tensor
+    |   |                                   or the field, and the fix
     |   |-- StepFailedError                 the engine failed in a step; not the request's fault
     |   |-- GivenUpError                    the engine died repeatedly during the request
     |   |-- SleepError                      the engine sleeps, or cannot fall asleep or wake up
@@ -122,6 +124,13 @@ class NotFoundError(RequestError):
 
     def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message, param, code or "model_not_found")
+
+
+class AdapterError(RequestError):
+    """Adapter that is damaged, of another model, or of an unsupported kind."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, None, "invalid_adapter")
 
 
 class StepLostError(OctavoError):

@@ -16,6 +16,7 @@ from octavo.compat.call_arguments import apply_tokenization, refuse_unsupported
 from octavo.config import BUILTIN_MODEL, EngineConfig, ModelConfig
 from octavo.config.engine_settings import engine_settings
 from octavo.errors import OctavoError, RequestError
+from octavo.frontend.adapters import LoRARequests
 from octavo.frontend.beam_search import (
     Beam,
     beam_requests,
@@ -28,7 +29,8 @@ from octavo.frontend.input_processor import Prompt
 from octavo.frontend.interrupts import late_interrupts
 from octavo.frontend.llm_engine import LLMEngine, failed_output
 from octavo.llm_pooling import PoolingMethods, as_list
-from octavo.messages import EngineCoreRequest, PauseMode
+from octavo.lora_request import LoRARequest
+from octavo.messages import AdapterRef, EngineCoreRequest, PauseMode
 from octavo.observability.scheduler_stats import SchedulerStats
 from octavo.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
 from octavo.parsers.answer import Format
@@ -130,7 +132,7 @@ class LLM(PoolingMethods):
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: Bar = True,
-        lora_request: Sequence[None] | None = None,
+        lora_request: LoRARequests = None,
         priority: Sequence[int] | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
@@ -142,7 +144,8 @@ class LLM(PoolingMethods):
                 "prompt_embeds".
             sampling_params: one for all or one for each; None: the model's defaults.
             use_tqdm: True for a progress bar, or a function that makes one, as `tqdm` does.
-            lora_request: unsupported.
+            lora_request: an adapter for all prompts, or one for each (None: the model alone); with
+                `enable_lora`.
             priority: one for each prompt, lower ones are served earlier; with
                 `scheduling_policy="priority"`.
             tokenization_kwargs: `truncate_prompt_tokens` and `add_special_tokens`.
@@ -154,9 +157,9 @@ class LLM(PoolingMethods):
         Raises:
             RequestError: a prompt or parameter is wrong; nothing has been generated.
         """
-        refuse_unsupported(lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs)
+        refuse_unsupported(mm_processor_kwargs=mm_processor_kwargs)
         starts = self._starts(
-            as_list(prompts), sampling_params, True, priority, tokenization_kwargs
+            as_list(prompts), sampling_params, True, priority, tokenization_kwargs, lora_request
         )
         return self._run(starts, use_tqdm=use_tqdm)
 
@@ -164,7 +167,7 @@ class LLM(PoolingMethods):
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        lora_request: Sequence[None] | None = None,
+        lora_request: LoRARequests = None,
         priority: Sequence[int] | None = None,
         use_tqdm: Bar = True,
         tokenization_kwargs: Mapping[str, Any] | None = None,
@@ -187,9 +190,9 @@ class LLM(PoolingMethods):
         Raises:
             RequestError: a prompt or parameter is wrong; nothing has been submitted.
         """
-        refuse_unsupported(lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs)
+        refuse_unsupported(mm_processor_kwargs=mm_processor_kwargs)
         starts = self._starts(
-            as_list(prompts), sampling_params, True, priority, tokenization_kwargs
+            as_list(prompts), sampling_params, True, priority, tokenization_kwargs, lora_request
         )
         return self._enqueue(starts)
 
@@ -221,6 +224,7 @@ class LLM(PoolingMethods):
         self,
         prompts: Prompt | Sequence[Prompt],
         params: BeamSearchParams,
+        lora_request: LoRARequests = None,
         *,
         use_tqdm: bool = False,
     ) -> list[BeamSearchOutput]:
@@ -229,14 +233,17 @@ class LLM(PoolingMethods):
         Args:
             prompts: as for `generate`.
             params: parameters for all prompts.
+            lora_request: as for `generate`.
             use_tqdm: show a progress bar for each step.
 
         Raises:
             RequestError: a prompt or parameter is wrong, or a request fails.
         """
+        given = as_list(prompts)
+        adapters = self.llm_engine.adapters.resolve_each(lora_request, len(given))
         processed = [
-            self._process(prompt, prompt_params(params), add_special_tokens=True)
-            for prompt in as_list(prompts)
+            self._process(prompt, prompt_params(params), add_special_tokens=True, adapter=adapter)
+            for prompt, adapter in zip(given, adapters, strict=True)
         ]
         vocab_size = self.llm_engine.spec.vocab_size
         searches = [make_beam_search(params, request, vocab_size) for request, _ in processed]
@@ -281,7 +288,7 @@ class LLM(PoolingMethods):
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: Bar = True,
-        lora_request: Sequence[None] | None = None,
+        lora_request: LoRARequests = None,
         chat_template: str | None = None,
         chat_template_content_format: str = "auto",
         add_generation_prompt: bool = True,
@@ -316,7 +323,6 @@ class LLM(PoolingMethods):
             RequestError: a conversation or parameter is wrong.
         """
         refuse_unsupported(
-            lora_request=lora_request,
             mm_processor_kwargs=mm_processor_kwargs,
             chat_template_content_format=chat_template_content_format,
         )
@@ -330,7 +336,7 @@ class LLM(PoolingMethods):
         )
         reader = self._message_reader(chat_template, tools)
         params = [reader.limit(its) for its in self._params_for(prompts, sampling_params)]
-        starts = self._starts(prompts, params, False, None, tokenization_kwargs)
+        starts = self._starts(prompts, params, False, None, tokenization_kwargs, lora_request)
         outputs = self._run(starts, use_tqdm=use_tqdm)
         for prompt, its_params, output in zip(prompts, params, outputs, strict=True):
             reader.read(prompt, its_params, output)
@@ -341,7 +347,7 @@ class LLM(PoolingMethods):
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: Bar = True,
-        lora_request: Sequence[None] | None = None,
+        lora_request: LoRARequests = None,
         priority: Sequence[int] | None = None,
         chat_template: str | None = None,
         chat_template_content_format: str = "auto",
@@ -354,7 +360,6 @@ class LLM(PoolingMethods):
     ) -> list[str]:
         """Submit conversations without computing them; see `enqueue` and `chat`."""
         refuse_unsupported(
-            lora_request=lora_request,
             mm_processor_kwargs=mm_processor_kwargs,
             chat_template_content_format=chat_template_content_format,
         )
@@ -368,7 +373,7 @@ class LLM(PoolingMethods):
         )
         reader = self._message_reader(chat_template, tools)
         params = [reader.limit(its) for its in self._params_for(prompts, sampling_params)]
-        starts = self._starts(prompts, params, False, priority, tokenization_kwargs)
+        starts = self._starts(prompts, params, False, priority, tokenization_kwargs, lora_request)
         request_ids = self._enqueue(starts)
         for request_id, prompt, its_params in zip(request_ids, prompts, params, strict=True):
             self._chats[request_id] = partial(reader.read, prompt, its_params)
@@ -380,6 +385,7 @@ class LLM(PoolingMethods):
         sampling_params: SamplingParams | None = None,
         *,
         add_special_tokens: bool = True,
+        lora_request: LoRARequest | None = None,
     ) -> Iterator[RequestOutput]:
         """Generate one answer piece by piece: each output has only the new part.
 
@@ -391,7 +397,9 @@ class LLM(PoolingMethods):
         finished = False
         try:
             with late_interrupts():
-                request_id = self._add(prompt, params, RequestOutputKind.DELTA, add_special_tokens)
+                adapter = self.llm_engine.adapters.resolve(lora_request)
+                kind = RequestOutputKind.DELTA
+                request_id = self._add(prompt, params, kind, add_special_tokens, adapter)
                 inbox = self._inboxes[request_id]
             while not finished:
                 if not inbox:
@@ -551,15 +559,25 @@ class LLM(PoolingMethods):
         params: SamplingParams,
         output_kind: RequestOutputKind,
         add_special_tokens: bool,
+        adapter: AdapterRef | None,
     ) -> str:
-        request, text = self._process(prompt, params, add_special_tokens=add_special_tokens)
+        request, text = self._process(
+            prompt, params, add_special_tokens=add_special_tokens, adapter=adapter
+        )
         params = msgspec.structs.replace(params, output_kind=output_kind)
         return self.llm_engine.start(request, params, text)
 
     def _process(
-        self, prompt: Prompt, params: SamplingParams, *, add_special_tokens: bool
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        add_special_tokens: bool,
+        adapter: AdapterRef | None,
     ) -> tuple[EngineCoreRequest, str | None]:
-        return self.llm_engine.process(prompt, params, add_special_tokens=add_special_tokens)
+        return self.llm_engine.process(
+            prompt, params, add_special_tokens=add_special_tokens, adapter=adapter
+        )
 
     def _step(self) -> list[str]:
         """Run a step; return the ids of the requests with new outputs."""
@@ -603,9 +621,11 @@ class LLM(PoolingMethods):
         add_special_tokens: bool,
         priority: Sequence[int] | None,
         tokenization_kwargs: Mapping[str, Any] | None,
+        lora_request: LoRARequests,
     ) -> list[Callable[[], str]]:
         """Return a call for each request of a batch that starts it."""
         params = self._params_for(prompts, sampling_params)
+        adapters = self.llm_engine.adapters.resolve_each(lora_request, len(prompts))
         if priority is not None:
             if len(priority) != len(prompts):
                 raise ValueError(
@@ -617,13 +637,12 @@ class LLM(PoolingMethods):
                 for its_params, its_priority in zip(params, priority, strict=True)
             ]
         starts: list[Callable[[], str]] = []
-        for prompt, its_params in zip(prompts, params, strict=True):
+        for prompt, its_params, adapter in zip(prompts, params, adapters, strict=True):
             its_params, special = apply_tokenization(
                 its_params, tokenization_kwargs, add_special_tokens
             )
-            starts.append(
-                partial(self._add, prompt, its_params, RequestOutputKind.FINAL_ONLY, special)
-            )
+            kind = RequestOutputKind.FINAL_ONLY
+            starts.append(partial(self._add, prompt, its_params, kind, special, adapter))
         return starts
 
     def _enqueue(self, starts: Sequence[Callable[[], str]]) -> list[str]:

@@ -9,8 +9,8 @@ from typing import Any
 
 import msgspec
 
-from octavo.compat.call_arguments import refuse_unsupported
 from octavo.errors import RequestError
+from octavo.frontend.adapters import LoRARequests
 from octavo.frontend.input_processor import Prompt
 from octavo.frontend.llm_engine import LLMEngine
 from octavo.frontend.pooling import (
@@ -19,6 +19,7 @@ from octavo.frontend.pooling import (
     windows_output,
     with_result,
 )
+from octavo.messages import AdapterRef
 from octavo.models.blocks.pooler import PoolerSpec
 from octavo.outputs import (
     ClassificationOutput,
@@ -57,7 +58,7 @@ class PoolingMethods(ABC):
         pooling_params: Params = None,
         *,
         use_tqdm: bool | Callable[..., Any] = True,
-        lora_request: Sequence[None] | None = None,
+        lora_request: LoRARequests = None,
         pooling_task: str | None = None,
         truncate_prompt_tokens: int | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
@@ -69,7 +70,8 @@ class PoolingMethods(ABC):
                 "text_pair" beside "prompt" is the second text of a pair.
             pooling_params: one for all or one for each; None: the defaults.
             use_tqdm: True for a progress bar, or a function that makes one, as `tqdm` does.
-            lora_request: unsupported.
+            lora_request: an adapter for all texts, or one for each (None: the model alone); with
+                `enable_lora`.
             pooling_task: one of `PoolingTask`; None: that of the parameters, or the model's first.
             truncate_prompt_tokens: as in `PoolingParams`, for all texts.
             tokenization_kwargs: `truncate_prompt_tokens` and `add_special_tokens`.
@@ -77,7 +79,6 @@ class PoolingMethods(ABC):
         Raises:
             RequestError: a prompt or a parameter is wrong, or a request fails.
         """
-        refuse_unsupported(lora_request=lora_request)
         texts = as_list(prompts)
         given = pooling_params or PoolingParams()
         params = [given] * len(texts) if isinstance(given, PoolingParams) else list(given)
@@ -102,9 +103,11 @@ class PoolingMethods(ABC):
         passed = {id(its): its.as_sampling_params() for its in whole}
         poolers: list[PoolerSpec] = []
 
-        def start(prompt: Prompt, its_params: PoolingParams) -> str:
+        adapters = self.llm_engine.adapters.resolve_each(lora_request, len(texts))
+
+        def start(prompt: Prompt, its_params: PoolingParams, adapter: AdapterRef | None) -> str:
             request, pooler = self.llm_engine.process_pooling(
-                prompt, its_params, add_special_tokens=special
+                prompt, its_params, add_special_tokens=special, adapter=adapter
             )
             poolers.append(pooler)
             return self.llm_engine.start(request, passed[id(its_params)], None)
@@ -115,8 +118,8 @@ class PoolingMethods(ABC):
             for text, its in zip(texts, params, strict=True)
         ]
         starts = [
-            partial(start, part, its)
-            for its_parts, its in zip(parts, whole, strict=True)
+            partial(start, part, its, adapter)
+            for its_parts, its, adapter in zip(parts, whole, adapters, strict=True)
             for part, _ in its_parts
         ]
         outputs = self._run(starts, use_tqdm=use_tqdm)
@@ -139,7 +142,7 @@ class PoolingMethods(ABC):
         *,
         use_tqdm: bool | Callable[..., Any] = True,
         pooling_params: Params = None,
-        lora_request: Sequence[None] | None = None,
+        lora_request: LoRARequests = None,
         truncate_prompt_tokens: int | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[EmbeddingRequestOutput]:
@@ -161,7 +164,7 @@ class PoolingMethods(ABC):
         *,
         use_tqdm: bool | Callable[..., Any] = True,
         pooling_params: Params = None,
-        lora_request: Sequence[None] | None = None,
+        lora_request: LoRARequests = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[ClassificationRequestOutput]:
         """Return the scores of the classes for each text; arguments and errors as for `encode`."""
@@ -182,7 +185,7 @@ class PoolingMethods(ABC):
         pooling_params: Params = None,
         *,
         use_tqdm: bool | Callable[..., Any] = True,
-        lora_request: Sequence[None] | None = None,
+        lora_request: LoRARequests = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         """Return the rewards of each text, of all tokens if the model scores tokens.
@@ -209,7 +212,7 @@ class PoolingMethods(ABC):
         truncate_prompt_tokens: int | None = None,
         pooling_params: PoolingParams | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
-        lora_request: Sequence[None] | None = None,
+        lora_request: LoRARequests = None,
         chat_template: str | None = None,
         instruction: str | None = None,
     ) -> list[ScoringRequestOutput]:
@@ -225,7 +228,7 @@ class PoolingMethods(ABC):
             truncate_prompt_tokens: as in `PoolingParams`.
             pooling_params: parameters of all pairs.
             use_tqdm: as for `encode`.
-            lora_request: unsupported.
+            lora_request: an adapter for all texts.
             chat_template: a template, or its file, for messages of the roles query and document;
                 None: that of `LLM`, or the model's.
             instruction: task of the reranker, for its template; None: the template's own.

@@ -184,6 +184,17 @@ class PoolingSpec(msgspec.Struct, array_like=True, frozen=True):
     """Index of the first token of the second text of a pair; 0: there is one text."""
 
 
+class AdapterRef(msgspec.Struct, array_like=True, frozen=True):
+    """Adapter whose files a front end has checked."""
+
+    name: str
+    path: str
+    """Folder of the adapter."""
+    content_hash: str
+    """Hash of all that changes answers. Adapters with equal ones are the same, whatever their names
+    are; the worker rejects files with another one."""
+
+
 class RequestOptions(msgspec.Struct, array_like=True, frozen=True):
     """The envelope of a request: its properties besides the prompt and the sampling parameters.
 
@@ -215,6 +226,8 @@ class RequestOptions(msgspec.Struct, array_like=True, frozen=True):
     trace_headers: dict[str, str] | None = None
     """Headers traceparent, tracestate and x-request-id, for the request's span; see
     `observability/tracing.py`."""
+    adapter: AdapterRef | None = None
+    """Adapter of the request; None: the model alone."""
 
     @property
     def share(self) -> str | int | None:
@@ -411,6 +424,8 @@ class NewRequestData(msgspec.Struct, array_like=True):
     """Slot with the state after `num_computed_tokens` tokens; -1: none were computed."""
     pooling: PoolingSpec | None = None
     """Result in place of tokens; see `EngineCoreRequest`."""
+    adapter_slot: int = -1
+    """Slot of its adapter; -1: it has none."""
 
 
 class ScheduledRequest(msgspec.Struct, array_like=True):
@@ -430,6 +445,24 @@ class ScheduledRequest(msgspec.Struct, array_like=True):
     snapshots: list[tuple[int, int]] = []
     """Pairs (n, slot): copy the state after the request's first n tokens to the slot, once they are
     computed."""
+
+
+class AdapterChange(msgspec.Struct, array_like=True, frozen=True):
+    """Change of a worker's adapters."""
+
+    slot: int
+    adapter: AdapterRef | None
+    """Adapter to read, beside the steps; None: the slot becomes empty."""
+
+
+class AdapterLoaded(msgspec.Struct, array_like=True, frozen=True):
+    """Result of reading an adapter on a worker."""
+
+    slot: int
+    error: str | None = None
+    """Reason why the slot stays empty."""
+    error_kind: str = "AdapterError"
+    """Name of the error class in `octavo.errors` for `error`."""
 
 
 class SchedulerOutput(msgspec.Struct, array_like=True):
@@ -452,6 +485,8 @@ class SchedulerOutput(msgspec.Struct, array_like=True):
     serves: bool = False
     """True for a step without requests that takes part in a step of other engines, which need this
     engine's experts."""
+    adapter_changes: list[AdapterChange] = []
+    """Changes of the adapters to begin before this step, in order."""
 
 
 class KVConnectorOutput(msgspec.Struct, array_like=True, omit_defaults=True):

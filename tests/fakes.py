@@ -15,13 +15,15 @@ from concurrent.futures import Future
 import msgspec
 import numpy as np
 
-from octavo.config import SchedulerConfig
+from octavo.config import LoRAConfig, SchedulerConfig
 from octavo.executor.base import Executor, find_method
 from octavo.kv_cache.groups import KVCacheConfig, make_kv_cache_groups
 from octavo.kv_cache.hashing import make_block_hasher
 from octavo.kv_connector.base import KVConnectorScheduler
 from octavo.layers.state_table import STATE_ARRAYS
 from octavo.messages import (
+    AdapterLoaded,
+    AdapterRef,
     CoreSamplingParams,
     EngineCoreOutput,
     FinishReason,
@@ -67,12 +69,14 @@ def expected_output(
     prompt: Sequence[int],
     max_model_len: int,
     allowed: Callable[[int], Sequence[int]] | None = None,
+    adapter: str | None = None,
 ) -> list[int]:
     """Return the output of a request that runs alone, computed without a scheduler.
 
-    `allowed`: the tokens that its grammar allows at each place of the output.
+    `allowed`: the tokens that its grammar allows at each place of the output. `adapter`: the
+    content of its adapter.
     """
-    prefix = 0
+    prefix = first_hash(adapter)
     for token in prompt:
         prefix = extend_hash(prefix, token)
     output: list[int] = []
@@ -89,9 +93,14 @@ def expected_output(
             return output
 
 
-def pooled(tokens: Sequence[int]) -> bytes:
+def first_hash(adapter: str | None) -> int:
+    """Return the hash of no tokens, with the content of an adapter."""
+    return 0 if adapter is None else int.from_bytes(adapter.encode())
+
+
+def pooled(tokens: Sequence[int], adapter: str | None = None) -> bytes:
     """Return the vector of a text."""
-    prefix = 0
+    prefix = first_hash(adapter)
     for token in tokens:
         prefix = extend_hash(prefix, token)
     return str(prefix).encode()
@@ -103,7 +112,10 @@ def scheduled_tokens(work: SchedulerOutput) -> dict[str, int]:
 
 
 class _Row:
-    def __init__(self, data: NewRequestData, block_ids: list[list[int]]) -> None:
+    def __init__(
+        self, data: NewRequestData, block_ids: list[list[int]], adapter: str | None
+    ) -> None:
+        self.adapter = adapter
         self.tokens = list(data.token_ids)
         self.slots: list[list[int]] = [[] for _ in block_ids]
         """Expected content of the slots of its tokens for each group, as far as computed."""
@@ -120,7 +132,7 @@ class _Row:
         prefixes = self.prefixes
         while len(prefixes) <= position:
             at = len(prefixes)
-            prefix = extend_hash(prefixes[-1] if at else 0, self.tokens[at])
+            prefix = extend_hash(prefixes[-1] if at else first_hash(self.adapter), self.tokens[at])
             prefixes.append(prefix)
             for group, slots in enumerate(self.slots):
                 slots.append(prefix + group)
@@ -205,6 +217,10 @@ class FakeWorker:
         self._counts: dict[str, int] = {}
         self._drafts: dict[str, list[int]] = {}
         """Tokens to compute and drafts of each request, of the step that has begun."""
+        self.adapters: dict[int, str] = {}
+        """Contents of the slots of adapters."""
+        self.reading: dict[int, str] = {}
+        """Contents that are being read, by slot."""
         self.num_copies = 0
         self.num_accepted = 0
         self.awake = True
@@ -273,6 +289,14 @@ class FakeWorker:
     def _update_rows(self, work: SchedulerOutput) -> None:
         for req_id in work.finished_req_ids:
             del self.rows[req_id]  # it must have a row
+        for change in work.adapter_changes:
+            if change.adapter is None:
+                assert change.slot not in self.reading
+                gone = self.adapters.pop(change.slot, None)  # absent if it could not be read
+                assert gone is None or all(row.adapter != gone for row in self.rows.values())
+            else:
+                assert change.slot not in self.adapters.keys() | self.reading
+                self.reading[change.slot] = change.adapter.content_hash
         copies = work.blocks_to_copy
         assert not {source for source, _ in copies} & {copy for _, copy in copies}
         for source, copy in copies:
@@ -284,7 +308,9 @@ class FakeWorker:
             new_blocks = request.new_block_ids or [[]] * len(self.config.paged_groups)
             if request.new is not None:
                 assert request.req_id not in self.rows
-                self.rows[request.req_id] = _Row(request.new, new_blocks)
+                slot = request.new.adapter_slot
+                adapter = None if slot < 0 else self.adapters[slot]
+                self.rows[request.req_id] = _Row(request.new, new_blocks, adapter)
             else:
                 row = self.rows[request.req_id]
                 for table, ids in zip(row.tables, new_blocks, strict=True):
@@ -346,7 +372,7 @@ class FakeWorker:
             assert not (row.pooling.reads_all and row.num_skipped), "a prefix is missing"
             assert not row.pooling.whole or count == len(row.tokens), "a text is divided"
             if first + count == len(row.tokens):
-                out.pooled[req_id] = pooled(row.tokens)
+                out.pooled[req_id] = pooled(row.tokens, row.adapter)
             if req_id in self.fail:
                 out.errors[req_id] = "made to fail"
             out.sampled_token_ids.append([])
@@ -491,10 +517,12 @@ class FakeEngine:
         listeners: Sequence[StepListener] = (),
         make_connector: Callable[[KVCacheConfig], KVConnectorScheduler] | None = None,
         num_states: int = 0,
+        lora: LoRAConfig | None = None,
         **config: object,
     ) -> None:
         groups = make_kv_cache_groups(caches)
         self.kv_config = KVCacheConfig(num_blocks, block_size, groups, num_states, 1 + num_drafts)
+        self.max_loras = 0 if lora is None else lora.max_loras
         self.on_step: Callable[[SchedulerOutput], object] = lambda work: None
         self.now = 0.0
         config.setdefault("max_num_seqs", 8)
@@ -511,6 +539,7 @@ class FakeEngine:
             listeners=listeners,
             connector=None if make_connector is None else make_connector(self.kv_config),
             message_ends=MESSAGE_ENDS,
+            lora=lora,
         )
         self.executor = FakeWorker(self.kv_config, num_drafts, fail)
         self.hasher = make_block_hasher(block_size) if caching else None
@@ -539,11 +568,13 @@ class FakeEngine:
         leader: Request | None = None,
         scope: str | None = None,
         pooling: PoolingSpec | None = None,
+        adapter: str | None = None,
         **params: object,
     ) -> Request:
         """Add a request; `stop` are stop tokens besides `stop_token_ids`, such as EOS.
 
         `output`: tokens that it already has. With a `scope` it is hashed even without caching.
+        `adapter`: content of its adapter.
         """
         self._arrivals += 1
         sampling = core_params(**{"max_tokens": 8, "all_stop_token_ids": list(stop)} | params)
@@ -562,12 +593,22 @@ class FakeEngine:
             first_token_deadline=first_token_deadline,
             tenant=tenant,
             pooling=pooling,
+            adapter=None if adapter is None else AdapterRef(f"name of {adapter}", "/x", adapter),
         )
         hasher = make_block_hasher(self.kv_config.block_size) if scope else self.hasher
         request = Request(core, hasher if hashed else None, cache_scope=scope, leader=leader)
         self.scheduler.add_request(request)
         self.outputs[request_id] = []
         return request
+
+    def finish_reading(self, error: str | None = None) -> None:
+        """Let the worker finish, or fail, to read the oldest adapter, if it reads one."""
+        for slot, content in [*self.executor.reading.items()][:1]:
+            del self.executor.reading[slot]
+            if error is None:
+                self.executor.adapters[slot] = content
+            self.scheduler.update_adapter(AdapterLoaded(slot, error))
+            self.scheduler.check_integrity()
 
     def schedule(self) -> SchedulerOutput:
         """Schedule and execute a step, whose result stays in flight."""
@@ -577,6 +618,7 @@ class FakeEngine:
         self.in_flight.append((work, self.executor.execute(work)))
         self.on_step(work)
         assert set(self.executor.rows) == {r.request_id for r in self.scheduler.running}
+        assert len({row.adapter for row in self.executor.rows.values()} - {None}) <= self.max_loras
         self.steps.append(work)
         return work
 
@@ -591,7 +633,11 @@ class FakeEngine:
         return outputs
 
     def step(self) -> list[EngineCoreOutput]:
-        """Schedule until `depth` steps are in flight, then process the oldest."""
+        """Schedule until `depth` steps are in flight, then process the oldest.
+
+        The worker finishes to read an adapter before.
+        """
+        self.finish_reading()
         while len(self.in_flight) < self.depth:
             self.schedule()
         return self.update()
@@ -603,8 +649,11 @@ class FakeEngine:
         in a bounded number of steps, even if many wait after it.
         """
         left, idle_steps = len(self.scheduler.requests), 0
-        while self.scheduler.has_requests() or self.in_flight:
-            self.step() if self.scheduler.has_requests() else self.update()
+        while self.scheduler.has_requests() or self.in_flight or self.executor.reading:
+            if self.scheduler.has_requests() or self.executor.reading:
+                self.step()
+            else:
+                self.update()
             idle_steps += 1
             if len(self.scheduler.requests) < left:
                 left, idle_steps = len(self.scheduler.requests), 0

@@ -54,6 +54,10 @@ class RanksExecutor(Executor):
         for rank in self.ranks:
             rank.register_transfer_callback(callback)
 
+    def register_adapter_callback(self, callback):
+        for rank in self.ranks:
+            rank.register_adapter_callback(callback)
+
     def execute(self, work):
         return _Step([rank.execute(work) for rank in self.ranks], self.teller)
 

@@ -17,6 +17,7 @@ from octavo.errors import reason_of
         (errors.UnsupportedError("m", "tools"), 400, "unsupported_parameter", "tools"),
         (errors.NotFoundError("m", "model"), 404, "model_not_found", "model"),
         (errors.NotFoundError("m", code="other"), 404, "other", None),
+        (errors.AdapterError("m"), 400, "invalid_adapter", None),
         (errors.QueueFullError("m", retry_after=7), 429, "queue_full", None),
         (errors.DeadlineError("m"), 408, "deadline_exceeded", "deadline_ms"),
         (errors.FirstTokenError("m"), 408, "deadline_exceeded", "max_ttft_ms"),

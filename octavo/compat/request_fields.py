@@ -222,6 +222,7 @@ POOLING_INSTEAD: Mapping[str, str] = {
 
 DETOKENIZE: Unsupported = {"skip_special_tokens": _OFF}
 SCALE: Unsupported = {}
+ADAPTER: Unsupported = {}
 
 # Alternatives to the fields.
 INSTEAD: Mapping[str, str] = {

@@ -40,12 +40,6 @@ ELSEWHERE: Mapping[str, str] = {
         "/reset_mm_cache",
         "/reset_encoder_cache",
     ),
-    **_all(
-        "adapters are not supported yet; merge the adapter into the weights and serve the merged "
-        "model",
-        "/v1/load_lora_adapter",
-        "/v1/unload_lora_adapter",
-    ),
     **_all("use POST /sleep with --enable-sleep-mode", "/release_kv_cache_memory"),
     **_all(
         "weights do not change while the server runs; restart it with the new weights",

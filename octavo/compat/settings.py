@@ -199,24 +199,31 @@ FOREIGN: dict[str, Foreign] = {
         ),
         _group("use octavo bench tune to find settings for a goal", performance_mode="balanced"),
         _group(
-            "adapters are not supported yet; merge the adapter into the weights and serve the "
-            "merged model",
-            enable_lora=False,
-            lora_modules=[],
+            "models accept text only, and have no adapters for pictures or sounds; leave it out",
             default_mm_loras={},
             enable_tower_connector_lora=False,
         ),
+        _group("adapters have the model's type; leave it out, or set dtype", lora_dtype="auto"),
         _group(
-            "it tunes adapters (enable_lora), which are not supported",
-            max_loras=ANY,
-            max_lora_rank=ANY,
-            max_cpu_loras=ANY,
-            lora_dtype=ANY,
-            lora_target_modules=ANY_LIST,
+            "an adapter changes all modules that its files name; leave it out, or train the "
+            "adapter without the others",
+            lora_target_modules=[],
+        ),
+        _group(
+            "an adapter's numbers are divided among processes as the model's are, always",
             fully_sharded_loras=EITHER,
+        ),
+        _group(
+            "a step computes the adapters of its requests only, always",
             specialize_active_lora=EITHER,
+        ),
+        _group(
+            "it tunes adapters of experts, which are not supported",
             enable_mixed_moe_lora_format=EITHER,
             enable_moe_shared_loras=EITHER,
+        ),
+        _group(
+            "it tunes adapters of classifiers' heads, which are not supported",
             max_lora_cls_labels=ANY,
         ),
         _group(

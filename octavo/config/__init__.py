@@ -27,6 +27,7 @@ from octavo.config.environment import (
     traces_from_environment,
     unknown_variables,
 )
+from octavo.config.lora import LoRAConfig, LoRAModule
 from octavo.config.model import (
     BUILTIN_DRAFT_MODEL,
     BUILTIN_EAGLE_HEAD,
@@ -73,6 +74,8 @@ __all__ = [
     "HIDDEN",
     "KVEventsConfig",
     "KVTransferConfig",
+    "LoRAConfig",
+    "LoRAModule",
     "LoadConfig",
     "ModelConfig",
     "ObservabilityConfig",

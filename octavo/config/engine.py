@@ -10,6 +10,7 @@ import msgspec
 
 from octavo.config.cache import CacheConfig
 from octavo.config.device import DeviceConfig
+from octavo.config.lora import LoRAConfig
 from octavo.config.model import LoadConfig, ModelConfig, read_hub_address
 from octavo.config.observability import ObservabilityConfig
 from octavo.config.parallel import ParallelConfig
@@ -29,6 +30,7 @@ class EngineConfig(Section, frozen=True):
     device: DeviceConfig = DeviceConfig()
     parallel: ParallelConfig = ParallelConfig()
     speculation: SpeculationConfig = SpeculationConfig()
+    lora: LoRAConfig = LoRAConfig()
     observability: ObservabilityConfig = ObservabilityConfig()
 
     @property
@@ -127,6 +129,7 @@ class EngineConfig(Section, frozen=True):
             model.pooler_config.check()
         if self.speculation.speculative_config is not None:
             self.speculation.speculative_config.check()
+        self.lora.check(model.served_model_name or [model.model])
         _ = self.observability.traces_url  # reject a bad URL
         self._check_executor()
 

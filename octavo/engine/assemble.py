@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from octavo.checkpoints.registry import open_checkpoint
 from octavo.config import EngineConfig
+from octavo.engine.adapters import AdapterInbox
 from octavo.engine.checks import check_settings
 from octavo.engine.core import EngineCore
 from octavo.engine.worker_setup import make_worker_setup
@@ -176,6 +177,10 @@ def make_engine_core(
         if executor.wave is not None:
             executor.wave.watch(wake)
         connector, transfers = _connect_workers(setup, executor, wake)
+        adapters = None
+        if config.lora.enable_lora:
+            adapters = AdapterInbox(setup.rank.world_size, wake)
+            executor.register_adapter_callback(adapters.put)
         scheduler = Scheduler(
             config.scheduler,
             kv_cache,
@@ -190,6 +195,7 @@ def make_engine_core(
             kv_events=kv_events,
             connector=connector,
             message_ends=spec.eos_token_ids,
+            lora=config.lora if config.lora.enable_lora else None,
         )
         grammars = StructuredOutputManager(
             partial(_start_grammar_helper, config, spec, model_path),
@@ -207,6 +213,7 @@ def make_engine_core(
             enable_sleep_mode=config.model.enable_sleep_mode,
             listeners=listeners,
             transfers=transfers,
+            adapters=adapters,
         )
         logger.info("model loaded in %.2f s", time.monotonic() - started)
         resident = [resident_memory(pid) for pid in (None, *executor.pids)]

@@ -13,6 +13,7 @@ from typing import Any, get_args
 
 import msgspec
 
+from octavo.engine.adapters import AdapterInbox
 from octavo.errors import (
     EngineDeadError,
     ProfilerError,
@@ -98,6 +99,7 @@ class EngineCore:
         enable_sleep_mode: True if `sleep` may free memory.
         listeners: observers of the steps; `shutdown` closes them.
         transfers: finished transfers of the scheduler's KV connector, as the workers report them.
+        adapters: adapters that the workers have read; None: adapters are off.
     """
 
     def __init__(
@@ -112,9 +114,11 @@ class EngineCore:
         enable_sleep_mode: bool = False,
         listeners: Sequence[StepListener] = (),
         transfers: TransferInbox | None = None,
+        adapters: AdapterInbox | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.transfers = transfers
+        self.adapters = adapters
         self.executor = executor
         self.structured_output = structured_output
         self._clock = clock
@@ -203,6 +207,7 @@ class EngineCore:
             or self.scheduler.has_requests()
             or (self.structured_output is not None and self.structured_output.has_finished)
             or (self.transfers is not None and self.transfers.has_finished)
+            or (self.adapters is not None and self.adapters.has_finished)
             or self._is_wanted
         )
 
@@ -212,7 +217,7 @@ class EngineCore:
         return self.executor.wave is not None and self.executor.wave.wanted
 
     def wait(self, seconds: float) -> None:
-        """Wait for loads of blocks or the compilation of grammars, if there is no other work.
+        """Wait for loads of blocks or adapters, or for grammars, if there is no other work.
 
         Args:
             seconds: the longest wait.
@@ -221,6 +226,8 @@ class EngineCore:
             return
         if self.transfers is not None and self.scheduler.num_loads:
             self.transfers.wait(seconds)
+        elif self.adapters is not None and self.scheduler.num_loading_adapters:
+            self.adapters.wait(seconds)
         elif self.structured_output is not None:
             self.structured_output.wait(seconds)
 
@@ -243,11 +250,14 @@ class EngineCore:
         return outputs
 
     def _queue_ready_requests(self) -> None:
-        """Queue the requests with compiled grammars or loaded KV blocks."""
+        """Queue the requests with compiled grammars, loaded KV blocks or loaded adapters."""
         if self.structured_output is not None and self.structured_output.has_finished:
             self._take_grammars()
         if self.transfers is not None and self.transfers.has_finished:
             self.scheduler.update_connector_output(self.transfers.take())
+        if self.adapters is not None and self.adapters.has_finished:
+            for loaded in self.adapters.take():
+                self.scheduler.update_adapter(loaded)
 
     def _run_ahead(self) -> bool:
         """Schedule and sample steps until the executor is full.

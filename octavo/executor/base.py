@@ -11,6 +11,7 @@ from typing import Any, Protocol, TypeVar
 from octavo.errors import UnsupportedError
 from octavo.kv_cache.groups import KVCacheConfig
 from octavo.messages import (
+    AdapterLoaded,
     GrammarOutput,
     KVConnectorOutput,
     ModelRunnerOutput,
@@ -133,6 +134,18 @@ class Executor(ABC):
             f"{type(self).__name__} does not support kv_transfer_config; use "
             "distributed_executor_backend=uni or mp.",
             "kv_transfer_config",
+        )
+
+    def register_adapter_callback(self, callback: Callable[[AdapterLoaded], object]) -> None:
+        """Register a callback for adapters that a worker has read; any thread may call it.
+
+        Raises:
+            UnsupportedError: this executor's workers have no adapters.
+        """
+        raise UnsupportedError(
+            f"{type(self).__name__} does not support enable_lora; use "
+            "distributed_executor_backend=uni or mp.",
+            "enable_lora",
         )
 
     @abstractmethod

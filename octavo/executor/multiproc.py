@@ -45,6 +45,7 @@ from octavo.executor.worker_messages import (
     Drafted,
     Execute,
     FromWorker,
+    ReadAdapter,
     Ready,
     Returned,
     Sample,
@@ -57,6 +58,7 @@ from octavo.executor.worker_messages import (
 )
 from octavo.kv_cache.groups import KVCacheConfig
 from octavo.messages import (
+    AdapterLoaded,
     GrammarOutput,
     KVConnectorOutput,
     ModelRunnerOutput,
@@ -181,6 +183,10 @@ class MultiprocExecutor(Executor):
     def register_transfer_callback(self, callback: Callable[[KVConnectorOutput], object]) -> None:
         """Implement `Executor`."""
         self._group.register_transfers(callback)
+
+    def register_adapter_callback(self, callback: Callable[[AdapterLoaded], object]) -> None:
+        """Implement `Executor`."""
+        self._group.on_adapter = callback
 
     def shutdown(self) -> None:
         """Implement `Executor`."""
@@ -350,6 +356,8 @@ class WorkerGroup(ABC):
         self._ending = False
         self._callbacks: list[Callable[[Exception], object]] = []
         self._on_transfer: Callable[[KVConnectorOutput], object] = lambda output: None
+        self.on_adapter: Callable[[AdapterLoaded], object] = lambda loaded: None
+        """Callback of `Executor.register_adapter_callback`."""
         self._steps: dict[int, _Step] = {}
         self._num_steps = 0
         self._calls: dict[int, list[Future[Any]]] = {}
@@ -474,6 +482,8 @@ class WorkerGroup(ABC):
                 worker.ready.set_result(None)
             case Transferred(output=output):
                 self._on_transfer(output)
+            case ReadAdapter(loaded=loaded):
+                self.on_adapter(loaded)
             case Died(failure=failure):
                 if worker.ready.done():
                     self._fail(f"{worker} failed: {failure}")

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from octavo.executor.base import Executor, Wave, find_method
 from octavo.kv_cache.groups import KVCacheConfig
 from octavo.messages import (
+    AdapterLoaded,
     GrammarOutput,
     KVConnectorOutput,
     ModelRunnerOutput,
@@ -82,6 +83,10 @@ class UniProcExecutor(Executor):
     def register_transfer_callback(self, callback: Callable[[KVConnectorOutput], object]) -> None:
         """Implement `Executor`."""
         self._worker.register_transfer_callback(callback)
+
+    def register_adapter_callback(self, callback: Callable[[AdapterLoaded], object]) -> None:
+        """Implement `Executor`."""
+        self._worker.register_adapter_callback(callback)
 
     def shutdown(self) -> None:
         """Implement `Executor`."""

@@ -18,6 +18,7 @@ from octavo.config import EngineConfig
 from octavo.errors import OctavoError, make_error
 from octavo.executor.message_queue import QueueHandle
 from octavo.messages import (
+    AdapterLoaded,
     GrammarOutput,
     KVConnectorOutput,
     ModelRunnerOutput,
@@ -254,6 +255,12 @@ class Transferred(msgspec.Struct, array_like=True, tag=6):
     output: KVConnectorOutput
 
 
+class ReadAdapter(msgspec.Struct, array_like=True, tag=7):
+    """Result of reading an adapter."""
+
+    loaded: AdapterLoaded
+
+
 class Died(msgspec.Struct, array_like=True, tag=5):
     """Error of a worker that cannot start or continue, and ends."""
 
@@ -261,4 +268,4 @@ class Died(msgspec.Struct, array_like=True, tag=5):
 
 
 ToWorker = Execute | Sample | Call
-FromWorker = Drafted | Sampled | StepFailed | Ready | Returned | Died | Transferred
+FromWorker = Drafted | Sampled | StepFailed | Ready | Returned | Died | Transferred | ReadAdapter

@@ -35,6 +35,7 @@ from octavo.executor.worker_messages import (
     Execute,
     Failure,
     FromWorker,
+    ReadAdapter,
     Ready,
     Returned,
     Sample,
@@ -148,6 +149,8 @@ def serve(
         worker: Worker = found(plain, get_platform(plain.config.device.device))
         if setup.config.cache.kv_transfer_config is not None:
             worker.register_transfer_callback(lambda output: pipe.write(Transferred(output)))
+        if setup.config.lora.enable_lora:
+            worker.register_adapter_callback(lambda loaded: pipe.write(ReadAdapter(loaded)))
         gc.freeze()  # excludes the present objects from collections
         loaded()
         pipe.write(Ready())

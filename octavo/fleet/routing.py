@@ -178,7 +178,8 @@ class Router:
         """Return chained hashes of the prompt's first full blocks for the prefix cache."""
         if not self._caching or request.prompt_embeds is not None:
             return []
-        parent, hashes, size = root_hash(request.options.cache_salt), [], self._block_size
+        options, hashes, size = request.options, [], self._block_size
+        parent = root_hash(options.cache_salt, adapter=options.adapter)
         tokens = request.prompt_token_ids
         for index in range(min(len(tokens) // size, _MOST_HASHED)):
             parent = hash_block(parent, tokens[index * size : (index + 1) * size])

@@ -43,6 +43,7 @@ from octavo.errors import (
 from octavo.fleet.core_client import ElasticClient, WatchedClient
 from octavo.fleet.start import EngineProcesses, OnRecovery, Unfinished, start_engines
 from octavo.fleet.supervisor import Recovery
+from octavo.frontend.adapters import AdapterFiles
 from octavo.frontend.async_pooling import AsyncPooling
 from octavo.frontend.beam_search import (
     beam_search_nbytes,
@@ -68,7 +69,9 @@ from octavo.frontend.step_log import EngineDeath, StepLog
 from octavo.frontend.time_line import Stages
 from octavo.frontend.traces import make_tracer, read_trace_headers
 from octavo.kv_cache.block_map import BlockMap
+from octavo.lora_request import LoRARequest
 from octavo.messages import (
+    AdapterRef,
     EngineCoreOutputs,
     EngineCoreRequest,
     PauseMode,
@@ -160,6 +163,7 @@ class AsyncLLM(AsyncPooling):
         """Number of blocks of an engine's KV cache; 0 before the model is loaded."""
         self.step_log = StepLog()
         self._input_processor = self._make_input_processor()
+        self._adapters = AdapterFiles(config, self.spec)
         self._recorder: Recorder | None = None
         if record is not None:
             self._recorder = make_recorder(record, config, path, tokenizer_path)
@@ -350,7 +354,7 @@ class AsyncLLM(AsyncPooling):
         flow: int | None = None,
         add_special_tokens: bool = True,
         turn: int = 0,
-        lora_request: None = None,
+        lora_request: LoRARequest | None = None,
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
         data_parallel_rank: int | None = None,
@@ -368,7 +372,7 @@ class AsyncLLM(AsyncPooling):
             flow: class of the client's address: without tenants, flows share tokens.
             add_special_tokens: True if the tokenizer adds its special tokens to a text.
             turn: number of prompts before it in the same call: later ones let others pass.
-            lora_request: adapters are not supported.
+            lora_request: the adapter, with `enable_lora`; None: the model alone.
             trace_headers: W3C's headers traceparent and tracestate of a trace that the request
                 continues, and x-request-id; they matter only with `otlp_traces_endpoint`.
             priority: smaller is served earlier (with `scheduling_policy=priority`).
@@ -380,7 +384,7 @@ class AsyncLLM(AsyncPooling):
             UnmetDeadlineError: a deadline cannot be met.
             EngineDeadError: the engine has ended.
         """
-        refuse_unsupported(lora_request=lora_request, data_parallel_rank=data_parallel_rank)
+        refuse_unsupported(data_parallel_rank=data_parallel_rank)
         if priority:
             sampling_params = msgspec.structs.replace(sampling_params, priority=priority)
         options = self._envelope(
@@ -392,6 +396,8 @@ class AsyncLLM(AsyncPooling):
             turn=turn,
             trace_headers=trace_headers,
         )
+        adapter = await self.resolve_adapter(lora_request)
+        options = msgspec.structs.replace(options, adapter=adapter)
         stream = self.serve(
             prompt, sampling_params, request_id, options, add_special_tokens=add_special_tokens
         )
@@ -435,6 +441,7 @@ class AsyncLLM(AsyncPooling):
         flow: int | None = None,
         add_special_tokens: bool = True,
         turn: int = 0,
+        lora_request: LoRARequest | None = None,
     ) -> RequestOutput:
         """Find the most probable answers to a prompt; cancelling it ends all its requests.
 
@@ -453,6 +460,8 @@ class AsyncLLM(AsyncPooling):
             flow=flow,
             turn=turn,
         )
+        adapter = await self.resolve_adapter(lora_request)
+        options = msgspec.structs.replace(options, adapter=adapter)
         return await self.serve_beams(
             prompt, params, request_id, options, add_special_tokens=add_special_tokens
         )
@@ -484,6 +493,23 @@ class AsyncLLM(AsyncPooling):
             return await run_beam_search(
                 request, text, search, of_prompt, self.tokenizer, self._stream
             )
+
+    async def resolve_adapter(
+        self, lora_request: LoRARequest | None, root: Path | None = None
+    ) -> AdapterRef | None:
+        """Return the adapter of a request, after a check of its files on another thread.
+
+        Args:
+            lora_request: the adapter.
+            root: folder that must contain its files; None: they may be anywhere.
+
+        Raises:
+            AdapterError: the files cannot be used with this model.
+            RequestError: adapters are off, or `lora_request` is not a `LoRARequest`.
+        """
+        if lora_request is None:
+            return None
+        return await asyncio.to_thread(self._adapters.resolve, lora_request, root)
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """End a request, or several, within one step; ignore unknown ids."""

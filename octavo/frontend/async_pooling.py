@@ -5,16 +5,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
+from pathlib import Path
 
 import msgspec
 
-from octavo.compat.call_arguments import refuse_unsupported
 from octavo.errors import RequestError
 from octavo.frontend.input_processor import InputProcessor, Prompt, processing_time
 from octavo.frontend.pooling import pooling_output, windows_output
 from octavo.frontend.request_memory import RequestMemory, pooling_nbytes
 from octavo.frontend.time_line import Stages
-from octavo.messages import EngineCoreRequest, RequestOptions
+from octavo.lora_request import LoRARequest
+from octavo.messages import AdapterRef, EngineCoreRequest, RequestOptions
 from octavo.models.blocks.pooler import PoolerSpec
 from octavo.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
 from octavo.pooling_params import PoolingParams
@@ -54,6 +55,12 @@ class AsyncPooling(ABC):
     ) -> AsyncGenerator[RequestOutput, None]:
         """Stream the outputs of a processed request; closing the stream aborts it."""
 
+    @abstractmethod
+    async def resolve_adapter(
+        self, lora_request: LoRARequest | None, root: Path | None = None
+    ) -> AdapterRef | None:
+        """Return the adapter of a request; see `AdapterFiles.resolve`."""
+
     async def encode(
         self,
         prompt: Prompt,
@@ -65,7 +72,7 @@ class AsyncPooling(ABC):
         flow: int | None = None,
         add_special_tokens: bool = True,
         turn: int = 0,
-        lora_request: None = None,
+        lora_request: LoRARequest | None = None,
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
     ) -> AsyncGenerator[PoolingRequestOutput[PoolingOutput], None]:
@@ -73,7 +80,6 @@ class AsyncPooling(ABC):
 
         Args and Raises: as for `generate`, with the parameters of the result in `pooling_params`.
         """
-        refuse_unsupported(lora_request=lora_request)
         options = msgspec.structs.replace(
             self._envelope(
                 deadline=deadline,
@@ -83,6 +89,7 @@ class AsyncPooling(ABC):
                 trace_headers=trace_headers,
             ),
             priority=priority,
+            adapter=await self.resolve_adapter(lora_request),
         )
         yield await self.serve_pooling(
             prompt, pooling_params, request_id, options, add_special_tokens=add_special_tokens

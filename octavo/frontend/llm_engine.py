@@ -13,18 +13,20 @@ import msgspec
 
 from octavo.checkpoints.registry import open_checkpoint
 from octavo.checkpoints.sharded_state import SHARDED_PATTERN
-from octavo.compat.call_arguments import apply_tokenization, refuse_unsupported
+from octavo.compat.call_arguments import apply_tokenization
 from octavo.config import EngineConfig, ModelConfig
 from octavo.engine.assemble import make_engine_core
 from octavo.engine.checks import check_offline
 from octavo.errors import EngineDeadError, OctavoError, RequestError, UnsupportedError
 from octavo.fleet.core_client import InprocClient
+from octavo.frontend.adapters import AdapterFiles
 from octavo.frontend.environment import apply_environment
 from octavo.frontend.input_processor import InputProcessor, Prompt
 from octavo.frontend.interrupts import late_interrupts
 from octavo.frontend.output_processor import OutputProcessor
 from octavo.frontend.traces import make_tracer, read_trace_headers
-from octavo.messages import EngineCoreRequest, PauseMode, RequestOptions
+from octavo.lora_request import LoRARequest
+from octavo.messages import AdapterRef, EngineCoreRequest, PauseMode, RequestOptions
 from octavo.models.blocks.pooler import PoolerSpec
 from octavo.models.hub import resolve_folders
 from octavo.models.registry import read_spec
@@ -123,6 +125,8 @@ class LLMEngine:
         )
         """Settings of the model, with the resolved `max_model_len`."""
         self.input_processor = InputProcessor(settings, self.spec, self.tokenizer, max_model_len)
+        self.adapters = AdapterFiles(config, self.spec)
+        """Adapters of requests."""
         self._request_ids = itertools.count()
         self.inboxes: dict[str, list[RequestOutput | OctavoError]] = {}
         """Outputs and errors of each live request of `start` that the caller has not removed."""
@@ -148,7 +152,7 @@ class LLMEngine:
         prompt: Prompt,
         params: SamplingParams,
         arrival_time: float | None = None,
-        lora_request: None = None,
+        lora_request: LoRARequest | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
@@ -160,7 +164,7 @@ class LLMEngine:
             prompt: text, token ids, or a dict with one of them.
             params: the sampling parameters; not changed.
             arrival_time: seconds since 1970; default: now.
-            lora_request: adapters are not supported.
+            lora_request: the adapter; None: the model alone.
             tokenization_kwargs: `truncate_prompt_tokens` and `add_special_tokens`.
             trace_headers: W3C's headers traceparent and tracestate of a trace that the request
                 continues, and x-request-id; they matter only with `otlp_traces_endpoint`.
@@ -174,7 +178,6 @@ class LLMEngine:
         """
         if not isinstance(request_id, str):
             raise RequestError(f"request_id={request_id!r} is not a string.", "request_id")
-        refuse_unsupported(lora_request=lora_request)
         params, special = apply_tokenization(params, tokenization_kwargs)
         if priority:
             params = msgspec.structs.replace(params, priority=priority)
@@ -186,6 +189,7 @@ class LLMEngine:
                 arrival_time=arrival_time,
                 add_special_tokens=special,
                 trace_headers=trace_headers,
+                adapter=self.adapters.resolve(lora_request),
             )
             self._hand_in(request, params, text)
             self._added.add(request_id)
@@ -422,6 +426,7 @@ class LLMEngine:
         arrival_time: float | None = None,
         add_special_tokens: bool = True,
         trace_headers: Mapping[str, str] | None = None,
+        adapter: AdapterRef | None = None,
     ) -> tuple[EngineCoreRequest, str | None]:
         """Return the core request of a prompt, and its text; see `InputProcessor.process`."""
         if request_id is None:
@@ -436,12 +441,18 @@ class LLMEngine:
                 trace_headers=read_trace_headers(trace_headers)
                 if trace_headers is not None and self._tracer is not None
                 else None,
+                adapter=adapter,
             ),
             add_special_tokens=add_special_tokens,
         )
 
     def process_pooling(
-        self, prompt: Prompt, params: PoolingParams, *, add_special_tokens: bool = True
+        self,
+        prompt: Prompt,
+        params: PoolingParams,
+        *,
+        add_special_tokens: bool = True,
+        adapter: AdapterRef | None = None,
     ) -> tuple[EngineCoreRequest, PoolerSpec]:
         """Return the core request of a text; see `InputProcessor.process_pooling`."""
         request_id = next(i for i in map(str, self._request_ids) if i not in self._added)
@@ -449,7 +460,7 @@ class LLMEngine:
             request_id,
             prompt,
             params,
-            RequestOptions(clock.now()),
+            RequestOptions(clock.now(), adapter=adapter),
             add_special_tokens=add_special_tokens,
         )
 

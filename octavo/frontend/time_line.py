@@ -25,6 +25,8 @@ _HELD = {
     "WAITING_FOR_FSM": "grammar",
     "WAITING_FOR_REMOTE_KVS": "kv_load",
     "WAITING_FOR_WAKE_UP": "asleep",
+    "WAITING_FOR_ADAPTER": "adapter",
+    "WAITING_FOR_ADAPTER_TURN": "adapter_turn",
 }
 """Causes by the name of the status of a held request."""
 STEPS = frozenset({"prefill", "recompute", "decode", "failed_step"})

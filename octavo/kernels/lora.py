@@ -7,10 +7,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from octavo.kernels.sizes import lora_nbytes
 from octavo.system.tensor import Tensor
 
 LANES, PANEL = 16, 64
 """Rows of a panel of A and of B: kLoraLanes and kLoraPanel in csrc/kernels.h."""
+
+_LINE = 64  # bytes of a cache line
 
 _SLICE = np.dtype([("a", "u8"), ("b", "u8"), ("rank", "i8"), ("scale", "f4")], align=True)
 """LoraSlice in csrc/kernels.h."""
@@ -61,6 +64,11 @@ class LoraTable:
             [None] * len(outputs) for _ in range(num_slots)
         ]
         """Weights of each slot for each module; None: no change."""
+
+    def weight_nbytes(self, module: int, rank: int, dtype: str) -> int:
+        """Return the bytes of a packed weight for a module, up to the next cache line."""
+        outputs = int(self.bounds[module + 1] - self.bounds[module])
+        return -(-lora_nbytes(rank, outputs, self.inputs, dtype) // _LINE) * _LINE
 
     def set(self, slot: int, weights: Sequence[LoraWeight | None]) -> None:
         """Put an adapter in a slot: its weights for each module."""

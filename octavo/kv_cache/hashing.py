@@ -6,20 +6,25 @@ import hashlib
 import struct
 from collections.abc import Callable, Sequence
 
+from octavo.messages import AdapterRef
 from octavo.request import BlockHasher, Request
 
-# Functions that return the data besides token ids that determine a block's KV (such as an adapter's
-# id or the hashes of media), for the positions from the second argument up to the third.
+# Functions that return the data besides token ids that determine a block's KV (such as the hashes
+# of media), for the positions from the second argument up to the third.
 ExtraKeys = Callable[[Request, int, int], Sequence[bytes]]
 
 
-def root_hash(cache_salt: str | None, cache_scope: str | None = None) -> bytes:
+def root_hash(
+    cache_salt: str | None, cache_scope: str | None = None, adapter: AdapterRef | None = None
+) -> bytes:
     """Return the parent hash of a request's first block.
 
-    Salt and scope are only used here: every later hash depends on them through the chain.
+    Salt, scope and adapter are only used here: every later hash depends on them through the chain.
     """
     salt = b"" if cache_salt is None else b"salt:" + cache_salt.encode()
     root = hashlib.sha256(b"octavo-kv:" + salt).digest()
+    if adapter is not None:
+        root = hashlib.sha256(b"octavo-kv-adapter:" + root + adapter.content_hash.encode()).digest()
     if cache_scope is None:
         return root
     return hashlib.sha256(b"octavo-kv-scope:" + root + cache_scope.encode()).digest()
@@ -60,7 +65,7 @@ def make_block_hasher(block_size: int, extra_keys: ExtraKeys | None = None) -> B
         if len(tokens) - start < block_size:
             return []
         salt, scope = request.options.cache_salt, request.cache_scope
-        parent = hashes[-1] if hashes else root_hash(salt, scope)
+        parent = hashes[-1] if hashes else root_hash(salt, scope, request.options.adapter)
         new = []
         for end in range(start + block_size, len(tokens) + 1, block_size):
             extra = extra_keys(request, end - block_size, end) if extra_keys is not None else ()

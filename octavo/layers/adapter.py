@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from octavo.kernels.base import Ops
 from octavo.kernels.lora import LoraTable, LoraWeight
+from octavo.kernels.sizes import lora_scratch_nbytes
 from octavo.system.tensor import Tensor
 
 
@@ -63,6 +64,21 @@ class Adapters:
         """
         table = self.layers[name] = LoraTable(self._num_slots, outputs, inputs, self._max_rank)
         return AdaptedLinear(self, table)
+
+    def slot_nbytes(self, dtype: str) -> int:
+        """Return the bytes of an adapter of the largest rank that changes all layers."""
+        return sum(
+            table.weight_nbytes(module, table.max_rank, dtype)
+            for table in self.layers.values()
+            for module in range(len(table.bounds) - 1)
+        )
+
+    def scratch_nbytes(self, threads: int) -> int:
+        """Return an upper bound of the bytes that `Ops.add_lora` uses."""
+        return max(
+            lora_scratch_nbytes(table.max_rank, len(table.bounds) - 1, table.inputs, threads)
+            for table in self.layers.values()
+        )
 
     def set(self, slot: int, weights: Mapping[str, Sequence[LoraWeight | None]]) -> None:
         """Put an adapter in a slot, between two steps; it takes effect at once.

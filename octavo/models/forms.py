@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import fields, is_dataclass, replace
-from functools import cache
 from itertools import accumulate
 from typing import Any, TypeVar
 
 from octavo.checkpoints.config_json import ConfigJson
+from octavo.checkpoints.patterns import compile_safely
 from octavo.errors import ConfigError, ModelError, reason_of
 from octavo.models.blocks.layer import LayerSpec
 from octavo.models.blocks.linear import LinearSpec
@@ -26,9 +25,6 @@ _QUANTIZED = ("quantization_config", "compression_config")
 """Fields of config.json that describe a quantized checkpoint."""
 _CLASSES = {"Linear", "LMHead"}
 """Texts that stand for all modules of a class."""
-_MOST_WAYS = 2**21
-"""Limit of the ways in which a name could match a pattern: each takes nanoseconds."""
-_LONG_NAME = 60  # characters of a module's name
 _MOST_SHOWN = 100  # characters of a pattern in an error message
 _LEFT_OUT = ("modules_to_not_convert", "ignored_layers", "ignore")
 """Fields in a quantization description that list modules without quantization."""
@@ -131,6 +127,11 @@ def assign(
     )
 
 
+def without_forms(spec: _Spec) -> _Spec:
+    """Return the spec, in which all weights are plain."""
+    return _with_forms(spec, lambda module: PLAIN)
+
+
 def quant_method(config: ConfigJson) -> str | None:
     """Return the method by which a checkpoint is quantized, from config.json; None: it is not."""
     name = next((name for name in _QUANTIZED if config.has(name)), None)
@@ -187,42 +188,12 @@ def _pattern(text: str, config: ConfigJson) -> re.Pattern[str]:
         ModelError: it is not supported.
     """
     try:
-        return _compiled(text.removeprefix("re:"))
+        return compile_safely(text.removeprefix("re:"))
     except (re.error, RecursionError, OverflowError) as error:
         raise ModelError(
             f"{config.where}: {text[:_MOST_SHOWN]!r} is not a regular expression that Octavo "
             f"supports ({reason_of(error)}); name the modules instead."
         ) from None
-
-
-@cache
-def _compiled(pattern: str) -> re.Pattern[str]:
-    """Return a pattern that takes little time for a name.
-
-    Repeats can divide a name in many ways, and each way can use other alternatives.
-
-    Raises:
-        re.error: the pattern is none, or could take long.
-    """
-    plain = re.sub(r"\\.|\[[^]]*\]", "c", pattern)
-    if re.search(r"\)[*+{]", plain):
-        raise re.error("it repeats a group")
-    if re.search(r"\(\?[a-z]*x", plain):
-        raise re.error("it has the flag x, which hides repeats")
-    plain = plain.replace("(?", "(")
-    repeats, ways, open_groups = len(re.findall(r"[*+?{]", plain)), 1, [1]
-    for character in f"{plain})":
-        match character:
-            case "(":
-                open_groups.append(1)
-            case "|":
-                open_groups[-1] += 1
-            case ")":
-                ways *= open_groups.pop()
-                open_groups = open_groups or [1]
-    if repeats > 4 or ways * math.comb(_LONG_NAME + repeats, repeats) > _MOST_WAYS:
-        raise re.error("it has more than 4 repeats, or too many alternatives besides")
-    return re.compile(pattern)
 
 
 def _with_forms(

@@ -17,6 +17,7 @@ from octavo.checkpoints.base import Checkpoint, Source, Tensors
 from octavo.errors import ModelError
 from octavo.kernels.base import Ops, PackedWeight, QuantizedWeight
 from octavo.kernels.memory import map_memory, release_memory
+from octavo.layers.adapter import Adapters
 from octavo.layers.expert_exchange import ExpertExchange
 from octavo.layers.shared import SharedBuffers
 from octavo.models.base import Model
@@ -51,6 +52,7 @@ def load_model(
     shared: SharedBuffers | None = None,
     expert_slots: int = 0,
     exchange: ExpertExchange | None = None,
+    adapters: Adapters | None = None,
 ) -> Model:
     """Load a model.
 
@@ -70,6 +72,7 @@ def load_model(
         expert_slots: number of experts in memory, while all are in the cache's file; 0: all are in
             memory.
         exchange: exchange with other engines, if the spec has a share of the experts.
+        adapters: changes of adapters to linear layers; None: adapters are off.
         keep: a list to which the weights are added, so that they can be released and read again.
 
     Raises:
@@ -97,6 +100,7 @@ def load_model(
         cached=experts,
         expert_slots=expert_slots,
         exchange=exchange,
+        adapters=adapters,
     )
     model = build_model(spec, parts)
     if keep is not None:
@@ -289,7 +293,7 @@ def _load(
     weight: Weight, tensors: Tensors, out: HostTensor | None, dtype: str, ops: Ops
 ) -> _Loaded:
     """Return a weight from the checkpoint, in the memory `out`: packed, if it is linear."""
-    parts, whole = _read(weight, tensors)
+    parts, whole = read_parts(weight, tensors)
     result: _Loaded
     if weight.kind == "linear":
         try:
@@ -421,8 +425,16 @@ def _same_bytes(tensor: HostTensor, dtype: str) -> NDArray[Any]:
     return array.view(np.uint16) if itemsize(dtype) == 2 else array
 
 
-def _read(weight: Weight, tensors: Tensors) -> tuple[list[Part], list[HostTensor]]:
-    """Return the parts of a weight, module by module, and the whole tensors that contain them."""
+def read_parts(weight: Weight, tensors: Tensors) -> tuple[list[Part], list[HostTensor]]:
+    """Return the parts of a weight, module by module, and the whole tensors that contain them.
+
+    Args:
+        weight: the weight.
+        tensors: the open checkpoint.
+
+    Raises:
+        ModelError: the numbers of a tensor are impossible.
+    """
     parts, whole = [], []
     step = weight.form.num_tensors
     for begin in range(0, len(weight.sources), step):
@@ -442,7 +454,7 @@ def _read(weight: Weight, tensors: Tensors) -> tuple[list[Part], list[HostTensor
             for tensor, source in zip(read, sources, strict=True)
         ]
         try:
-            parts += weight.form.cut(turned, _rows(sources[0], weight), sources[0].columns)
+            parts += weight.form.cut(turned, rows_of(sources[0], weight), sources[0].columns)
         except TensorError as error:
             raise _with_module(error, sources[0]) from None
     return parts, whole
@@ -455,8 +467,8 @@ def _with_module(error: TensorError, source: Source) -> ModelError:
     return ModelError(f"{source.name.rpartition('.')[0]}.{error}")
 
 
-def _rows(source: Source, weight: Weight) -> list[slice | IntArray]:
-    """Return the rows of a module that a weight needs."""
+def rows_of(source: Source, weight: Weight) -> list[slice | IntArray]:
+    """Return the rows of a module that a weight needs, in the order in which it has them."""
     parts = source.parts
     if source.alternate or source.transform in ("by_group", "by_shard", "halves"):
         rows = weight.whole_rows

@@ -18,6 +18,7 @@ class Scratch:
         shared: bytes of the buffers that all ranks share.
         exchanged: bytes of the rows that engines with divided experts exchange, and of experts that
             move among them.
+        adapter: bytes of an adapter of the largest rank that changes all layers.
     """
 
     activations: int
@@ -25,6 +26,7 @@ class Scratch:
     kernels: int
     shared: int = 0
     exchanged: int = 0
+    adapter: int = 0
 
     @classmethod
     def most(cls, found: Sequence[Scratch]) -> Scratch:

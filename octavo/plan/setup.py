@@ -12,7 +12,8 @@ from octavo.config import EngineConfig
 from octavo.errors import ConfigError
 from octavo.kv_cache.groups import KVCacheGroup, make_kv_cache_groups, select_layers
 from octavo.kv_connector.layout import KVLayout
-from octavo.layers.step_table import StepSize
+from octavo.layers.adapter_table import ADAPTER_SLOTS
+from octavo.layers.step_table import StepArray, StepSize
 from octavo.models.expert_sizes import ExpertSizes, divide_slots
 from octavo.models.spec import ModelSpec, divide_layers
 from octavo.models.state_cache import StateCache
@@ -129,6 +130,12 @@ class WorkerSetup:
     def part(self) -> ModelSpec:
         """Part of the model that this rank computes."""
         return self._of_stage(self.spec.split(self.rank).split_experts(self.expert_rank))
+
+    @property
+    def step_arrays(self) -> tuple[StepArray, ...]:
+        """Arrays of a step that the model's blocks and its adapters need."""
+        arrays = tuple(self.part.step_arrays)
+        return (*arrays, ADAPTER_SLOTS) if self.config.lora.enable_lora else arrays
 
     @property
     def whole_layers(self) -> ModelSpec:

@@ -38,6 +38,9 @@ if TYPE_CHECKING:
 
 # Maximum default size of the KV cache: the machine has other users than the engine.
 DEFAULT_KV_NBYTES = 4 * 2**30
+# Copies of an adapter while the worker reads it, and again while the front end checks it: in the
+# model's type, and in the order of the layers.
+ADAPTER_COPIES = 4
 # Interpreter and libraries (62 MiB after import), messages.
 RUNTIME_NBYTES = 72 * 2**20
 # The same without the front end's libraries (48 MiB after import).
@@ -221,7 +224,7 @@ def memory_budget(
         setup.max_model_len,
         config.cache.block_size,
         len(setup.kv_cache_groups),
-        setup.spec.step_arrays,
+        setup.step_arrays,
     )
     rows *= setup.rank.world_size
     rows += state_nbytes(max_num_seqs, vocab_size)
@@ -262,6 +265,7 @@ def memory_budget(
             activations += ranks * setup.group_layout.slot_nbytes  # the received hidden states
     if setup.rank.world_size > 1:
         activations += dataclasses.replace(setup, scratches=scratches).group_nbytes
+    lora, adapter = config.lora, ranks * sum(scratch.adapter for scratch in scratches)
     exchanged = sum(scratch.exchanged for scratch in scratches)
     activations += exchanged // config.parallel.num_local_engines
     return MemoryBudget(
@@ -274,6 +278,11 @@ def memory_budget(
             ),
             MemoryItem("weights", weights),
             MemoryItem("experts", experts, note=note),
+            MemoryItem(
+                "adapters",
+                (lora.num_in_memory + ADAPTER_COPIES) * adapter,
+                note=f" for {lora.num_in_memory} of rank {lora.max_lora_rank}, and to read them",
+            ),
             MemoryItem("activations", activations, "step"),
             MemoryItem("logits", logits, "step"),
             MemoryItem("sampling", sampling, "sampling", ", freed after each step"),

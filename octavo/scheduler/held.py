@@ -10,6 +10,8 @@ HELD = (
     RequestStatus.WAITING_FOR_FSM,
     RequestStatus.WAITING_FOR_REMOTE_KVS,
     RequestStatus.WAITING_FOR_WAKE_UP,
+    RequestStatus.WAITING_FOR_ADAPTER,
+    RequestStatus.WAITING_FOR_ADAPTER_TURN,
 )
 """Statuses of held requests."""
 

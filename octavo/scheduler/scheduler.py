@@ -18,13 +18,14 @@ import bisect
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
-from octavo.config import SchedulerConfig
+from octavo.config import LoRAConfig, SchedulerConfig
 from octavo.errors import RequestError
 from octavo.kv_cache.events import KVEventLog
 from octavo.kv_cache.groups import KVCacheConfig
 from octavo.kv_cache.manager import KVCacheManager
 from octavo.kv_connector.base import KVConnectorScheduler
 from octavo.messages import (
+    AdapterLoaded,
     EngineCoreOutput,
     FinishReason,
     KVConnectorOutput,
@@ -36,6 +37,7 @@ from octavo.messages import (
 )
 from octavo.observability.scheduler_stats import SchedulerStats
 from octavo.request import QueueKey, Request, RequestStatus
+from octavo.scheduler.adapters import AdapterSlots, AdapterTurns
 from octavo.scheduler.checks import check_books, check_fits
 from octavo.scheduler.deadlines import Deadlines, describe_expiry
 from octavo.scheduler.fairness import CREDIT_STEPS, OUTPUT_WEIGHT, PROMPT_WEIGHT, TenantCounters
@@ -76,6 +78,7 @@ class Scheduler:
         kv_events: log of changes of the prefix cache.
         connector: the scheduler's half of a KV connector.
         message_ends: ids of the tokens that end messages; see `StateManager`.
+        lora: settings of adapters; None: they are off.
     """
 
     def __init__(
@@ -94,6 +97,7 @@ class Scheduler:
         kv_events: KVEventLog | None = None,
         connector: KVConnectorScheduler | None = None,
         message_ends: Iterable[int] = (),
+        lora: LoRAConfig | None = None,
     ) -> None:
         self.config = config
         self.enable_caching = enable_caching
@@ -118,6 +122,11 @@ class Scheduler:
         self._arrivals = Arrivals(config.scheduling_policy)
         self.waiting = WaitingQueue(self._tenants)
         self._held = HeldRequests()
+        self.adapters: AdapterSlots | None = None
+        """Adapters in memory; None: adapters are off."""
+        if lora is not None:
+            self.adapters = AdapterSlots(lora.num_in_memory)
+        self._turns = AdapterTurns(0 if lora is None else lora.max_loras)
         self._deadlines = Deadlines()
         self._in_flight: deque[ScheduledStep] = deque()
         self._finished_req_ids: list[str] = []
@@ -139,8 +148,8 @@ class Scheduler:
 
         Raises:
             ContextLengthError: the request can never run; see `check_fits`.
-            RequestError: its id is in use, its prompt is empty, its output is complete, or the KV
-                connector rejects its parameters.
+            RequestError: its id is in use, its prompt is empty, its output is complete, the KV
+                connector rejects its parameters, or it has an adapter and adapters are off.
         """
         if request.request_id in self.requests:
             raise RequestError(f"Request id {request.request_id!r} is in use.", "request_id")
@@ -153,6 +162,7 @@ class Scheduler:
             num_usable_blocks=self.kv_cache_manager.pool.num_usable_blocks,
         )
         self._check_transfer(request)
+        self._check_adapter(request)
         # The context also limits the output. Later code needs only `max_tokens`.
         left = self.max_model_len - request.num_prompt_tokens
         if request.pooling is not None:
@@ -163,8 +173,10 @@ class Scheduler:
         self._deadlines.add(request)
         self._tenants.arrive(request.options.share)
         request.competes = True
-        if self.paused and request.status == RequestStatus.WAITING:
-            request.status = RequestStatus.WAITING_FOR_WAKE_UP
+        if self.adapters is not None:
+            self.adapters.add(request)
+        if request.status == RequestStatus.WAITING:
+            request.status = self._find_wait(request) or request.status
         if request.status in HELD:
             self._hold(request, request.status)
         else:
@@ -203,7 +215,7 @@ class Scheduler:
 
         Args:
             request_id: a request that waits.
-            status: the reason, WAITING_FOR_FSM, ..._REMOTE_KVS or ..._WAKE_UP.
+            status: the reason, one of `HELD`.
         """
         request = self.requests[request_id]
         self.waiting.remove(request)
@@ -217,17 +229,35 @@ class Scheduler:
     def set_ready(self, request_id: str) -> None:
         """Move a held request to its place in the queue; ignore a finished one.
 
-        While the scheduler is paused, the request is held until the pause ends.
+        While the scheduler is paused, the request is held until the pause ends; then, until its
+        adapter is in memory.
         """
         request = self._held.get(request_id)
         if request is None:
             return
-        if self.paused:
-            self._hold(request, RequestStatus.WAITING_FOR_WAKE_UP)
+        if (status := self._find_wait(request)) is not None:
+            self._hold(request, status)
             return
         self.waiting.push(self._held.release(request_id))
         for listener in self._listeners:
             listener.on_ready(request)
+
+    def _find_wait(self, request: Request) -> RequestStatus | None:
+        """Return the status of a request that cannot be queued yet; None: it can."""
+        if self.paused:
+            return RequestStatus.WAITING_FOR_WAKE_UP
+        if self.adapters is not None and not self.adapters.is_ready(request):
+            return RequestStatus.WAITING_FOR_ADAPTER
+        return None
+
+    def update_adapter(self, loaded: AdapterLoaded) -> None:
+        """Queue the requests whose adapter all workers have read, or fail them."""
+        assert self.adapters is not None
+        for request_id in self.adapters.finish(loaded):
+            if loaded.error is not None:
+                self.fail_request(request_id, loaded.error, loaded.error_kind)
+            elif self.requests[request_id].status == RequestStatus.WAITING_FOR_ADAPTER:
+                self.set_ready(request_id)
 
     def fail_request(self, request_id: str, message: str, error_kind: str = "RequestError") -> None:
         """End a request in any state; the next outputs contain the error.
@@ -288,6 +318,8 @@ class Scheduler:
         )
         output.blocks_to_copy = self.kv_cache_manager.take_blocks_to_copy()
         output.finished_req_ids, self._finished_req_ids = self._finished_req_ids, []
+        if self.adapters is not None:
+            output.adapter_changes = self.adapters.take_changes()
         if self._loads is not None:
             self._loads.complete_step(output)
         if step.entries:
@@ -398,6 +430,7 @@ class Scheduler:
             len(self.requests) > len(self._held)
             or self._finished_req_ids
             or self._outputs
+            or (self.adapters is not None and self.adapters.has_changes)
             or (self._held and self._clock() >= self.next_held_deadline)
         )
 
@@ -410,6 +443,11 @@ class Scheduler:
     def num_loads(self) -> int:
         """Number of requests with blocks being loaded."""
         return self.kv_cache_manager.num_loads
+
+    @property
+    def num_loading_adapters(self) -> int:
+        """Number of adapters that the workers read."""
+        return 0 if self.adapters is None else self.adapters.num_loading
 
     @property
     def forced_per_request(self) -> int:
@@ -489,6 +527,8 @@ class Scheduler:
         most = self.config.max_num_seqs
         check_books(self.requests, self.running, others, self._in_flight, most)
         self.kv_cache_manager.check_integrity(self.running)
+        if self.adapters is not None:
+            self.adapters.check_integrity(self.requests.values())
 
     def _check_transfer(self, request: Request) -> None:
         """Raise `RequestError` if the KV connector rejects a request's parameters."""
@@ -499,6 +539,15 @@ class Scheduler:
                 "kv_transfer_params: this server has no KV connector; leave them out, or start it "
                 "with --kv-transfer-config.",
                 "kv_transfer_params",
+            )
+
+    def _check_adapter(self, request: Request) -> None:
+        """Raise `RequestError` if a request has an adapter, and adapters are off."""
+        if request.options.adapter is not None and self.adapters is None:
+            raise RequestError(
+                f"The adapter {request.options.adapter.name!r} cannot be used: adapters are off; "
+                "start the engine with enable_lora (--enable-lora).",
+                "lora_request",
             )
 
     def _find_busy(self) -> frozenset[Request]:
@@ -632,6 +681,9 @@ class Scheduler:
         manager, options = self.kv_cache_manager, request.options
         if manager.waits_for_leader(request):
             return self._note_wait(request, WaitReason.LEADER)
+        if not self._turns.may_start(request, self.running):
+            self.hold(request.request_id, RequestStatus.WAITING_FOR_ADAPTER_TURN)
+            return False
         whole = request.whole or not self.config.enable_chunked_prefill
         while True:
             hit, start = manager.get_computed_blocks(request)
@@ -663,6 +715,7 @@ class Scheduler:
             self._preempt(self.running.pop(), request)
             step.preempted = True
         self.waiting.start(request)
+        self._turns.note_start(request)
         request.status = RequestStatus.RUNNING
         bisect.insort(self.running, request, key=_queue_key)
         if request.first_scheduled_time is None:
@@ -680,6 +733,7 @@ class Scheduler:
             private=request.options.cache_salt is not None,
             prompt_embeds=request.prompt_embeds,
             pooling=request.pooling,
+            adapter_slot=-1 if self.adapters is None else self.adapters.slot_of(request),
         )
         if manager.states is not None:
             data.state_slots, data.state_source = manager.states.live_slots(request)
@@ -903,10 +957,20 @@ class Scheduler:
         else:
             self.waiting.remove(request)
         request.status = status
+        if self.adapters is not None:
+            self.adapters.remove(request)
+            self._turns.blocked.discard(req_id)
 
     def _drop_finished_from_running(self) -> None:
         running = RequestStatus.RUNNING
         self.running = [request for request in self.running if request.status is running]
+        self._release_turns()
+
+    def _release_turns(self) -> None:
+        """Queue the requests that wait for the turn of their adapter, if another one may run."""
+        for request_id in self._turns.release(self.running):
+            if self.requests[request_id].status == RequestStatus.WAITING_FOR_ADAPTER_TURN:
+                self.set_ready(request_id)
 
 
 def _is_first_prefill(request: Request) -> bool:

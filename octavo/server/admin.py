@@ -65,7 +65,7 @@ async def reset_prefix_cache(request: Request) -> Response:
     With `reset_running_requests=true` these start over and hold none. With `reset_external=true`
     the store of a KV connector is cleared too, unless other engines share it.
     """
-    _check_admin(request)
+    check_admin(request)
     restart, external = (
         _flag(request, name) for name in ("reset_running_requests", "reset_external")
     )
@@ -96,7 +96,7 @@ async def sleep(request: Request) -> Response:
     `mode` is for running requests: abort (the default) ends them with finish_reason "abort", wait
     finishes them first, keep continues them later.
     """
-    _check_admin(request)
+    check_admin(request)
     engine = await _sleeping_engine(request)
     level = request.query_params.get("level", "1")
     if level not in ("0", "1", "2"):
@@ -107,7 +107,7 @@ async def sleep(request: Request) -> Response:
 
 async def wake_up(request: Request) -> Response:
     """Wake the engine up; with `tags` (weights, kv_cache) only these parts of it."""
-    _check_admin(request)
+    check_admin(request)
     engine = await _sleeping_engine(request)
     tags = request.query_params.getlist("tags") or None
     awake = await engine.wake_up(tags)
@@ -128,7 +128,7 @@ async def pause(request: Request) -> Response:
     `mode` is for running requests: abort (the default) ends them with finish_reason "abort", wait
     finishes them first, keep continues them later. `clear_cache=false` keeps cached prefixes.
     """
-    _check_admin(request)
+    check_admin(request)
     mode = _pause_mode(request)
     clear = _flag(request, "clear_cache", "true")
     engine = await _ready_engine(request)
@@ -138,7 +138,7 @@ async def pause(request: Request) -> Response:
 
 async def resume(request: Request) -> Response:
     """Continue after `/pause`."""
-    _check_admin(request)
+    check_admin(request)
     await (await _ready_engine(request)).resume_generation()
     return answers.respond(answers.Resumed(status="resumed"))
 
@@ -207,7 +207,7 @@ def _check_operator(request: Request) -> None:
         raise AdminError(request.url.path, has_key=state.api_keys.has_admin)
 
 
-def _check_admin(request: Request) -> None:
+def check_admin(request: Request) -> None:
     """Check the same of a POST, and that no web page of another site sent it.
 
     A page can send neither a key nor a JSON type to another site unasked, and a browser adds
@@ -226,7 +226,7 @@ def _check_admin(request: Request) -> None:
 
 
 async def _profiled_engine(request: Request) -> AsyncLLM:
-    _check_admin(request)
+    check_admin(request)
     state = state_of(request)
     if state.engine_config.observability.profiler_dir is None:
         raise RouteError(404, "Profiles are off; start the server with --profiler-dir DIR.")
@@ -234,7 +234,7 @@ async def _profiled_engine(request: Request) -> AsyncLLM:
 
 
 async def _elastic_engine(request: Request) -> AsyncLLM:
-    _check_admin(request)
+    check_admin(request)
     state = state_of(request)
     if not state.engine_config.parallel.enable_elastic_ep:
         raise RouteError(

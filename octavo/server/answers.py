@@ -91,16 +91,25 @@ class TokenizerInfo(TypedDict):
 
 
 class ModelCard(Answer):
-    """One served name."""
+    """One served name, or an adapter."""
 
     id: str
     object: Literal["model"]
     created: int
     owned_by: str
     root: str
-    parent: None
+    parent: str | None
+    """Of an adapter: the name of its model."""
     max_model_len: int | None
     permission: list[str]
+
+
+class AdapterUnloaded(Answer):
+    """POST /v1/unload_lora_adapter."""
+
+    id: str
+    object: Literal["model"]
+    deleted: bool
 
 
 class ModelList(Answer):

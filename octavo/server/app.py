@@ -20,7 +20,17 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from octavo.errors import ConfigError, OctavoError
-from octavo.server import admin, batches, conversations, files, health, model_list, responses, tei
+from octavo.server import (
+    adapters,
+    admin,
+    batches,
+    conversations,
+    files,
+    health,
+    model_list,
+    responses,
+    tei,
+)
 from octavo.server.anthropic import count_tokens, create_message
 from octavo.server.batch_runner import BatchRunner
 from octavo.server.chat import create_batch_chat_completion, create_chat_completion
@@ -92,6 +102,8 @@ ROUTES: tuple[tuple[str, Endpoint, str], ...] = (
     ("/metrics", health.metrics, "GET"),
     ("/v1/models", model_list.list_models, "GET"),
     ("/v1/models/{model:path}", model_list.get_model, "GET"),
+    ("/v1/load_lora_adapter", adapters.load_lora_adapter, "POST"),
+    ("/v1/unload_lora_adapter", adapters.unload_lora_adapter, "POST"),
     ("/v1/completions", resumable(create_completion), "POST"),
     ("/v1/chat/completions", resumable(create_chat_completion), "POST"),
     ("/v1/chat/completions/batch", create_batch_chat_completion, "POST"),

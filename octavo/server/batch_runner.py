@@ -498,7 +498,7 @@ class _Job:
                 check_input,
                 runner.files.path(file.id),
                 batch.endpoint,
-                state.model_names,
+                state.all_names,
                 state.config.max_request_bytes,
             )
         if checked.errors:

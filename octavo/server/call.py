@@ -51,6 +51,7 @@ class Call:
             self.context.request_id = body.request_id
         self.id = f"{id_prefix}-{self.context.request_id}"
         self.model_name = body.model or self.state.model_names[0]
+        self._adapter = self.state.adapters.find(body.model)
         self.explains = bool(body.explain)
         self._path = request.scope["path"]
         self._parsed = time.monotonic()
@@ -151,6 +152,7 @@ class Call:
             flow=flow_of(self.context.address),
             background=self.context.background,
             trace_headers=trace_headers,
+            adapter=None if self._adapter is None else self._adapter.ref,
         )
 
 

@@ -7,31 +7,28 @@ import json
 from starlette.requests import Request
 from starlette.responses import Response
 
-from octavo.errors import NotFoundError
 from octavo.server import answers
-from octavo.server.errors import RouteError, show
+from octavo.server.errors import RouteError
+from octavo.server.served_adapters import ServedAdapter
 from octavo.server.state import ServerState, state_of
 
 
 async def list_models(request: Request) -> Response:
-    """List the names under which the model is served."""
+    """List the names under which the model is served, and its adapters."""
     state = state_of(request)
-    return answers.respond(
-        answers.ModelList(object="list", data=[_model_card(state, n) for n in state.model_names])
-    )
+    cards = [_model_card(state, name) for name in state.model_names]
+    cards += [adapter_card(state, adapter) for adapter in state.adapters]
+    return answers.respond(answers.ModelList(object="list", data=cards))
 
 
 async def get_model(request: Request) -> Response:
-    """Return one of the served names."""
+    """Return one of the served names, or an adapter."""
     state = state_of(request)
     name = request.path_params["model"]
-    if name not in state.model_names:
-        raise NotFoundError(
-            f"The model {show(name)} does not exist here; this server has "
-            f"{', '.join(state.model_names)}.",
-            "model",
-        )
-    return answers.respond(_model_card(state, name))
+    state.check_model(name)
+    adapter = state.adapters.find(name)
+    card = _model_card(state, name) if adapter is None else adapter_card(state, adapter)
+    return answers.respond(card)
 
 
 async def tokenizer_info(request: Request) -> Response:
@@ -51,6 +48,16 @@ async def tokenizer_info(request: Request) -> Response:
     }
     # Its integers may have more than 64 bits: model_max_length is often a substitute for infinity.
     return Response(json.dumps(config), media_type="application/json")
+
+
+def adapter_card(state: ServerState, adapter: ServedAdapter) -> answers.ModelCard:
+    """Return the description of an adapter, as vLLM makes it."""
+    return {
+        **_model_card(state, adapter.name),
+        "created": adapter.created,
+        "root": adapter.path,
+        "parent": adapter.parent,
+    }
 
 
 def _model_card(state: ServerState, name: str) -> answers.ModelCard:

@@ -52,8 +52,10 @@ from octavo.server.schema import (
     CompletionBody,
     DetokenizeBody,
     GenerateBody,
+    LoadAdapterBody,
     ScaleBody,
     TokenizeBody,
+    UnloadAdapterBody,
 )
 
 _SCHEMA_REF = "#/components/schemas/{model}"
@@ -355,6 +357,10 @@ OPERATIONS: dict[str, Operation] = {
     ),
     "/resume": Operation(answers.Resumed, _ADMIN),
     "/is_paused": Operation(answers.IsPaused, (*_GUARDED, 403)),
+    "/v1/load_lora_adapter": Operation(answers.ModelCard, (*_WITH_BODY, 403, 404), LoadAdapterBody),
+    "/v1/unload_lora_adapter": Operation(
+        answers.AdapterUnloaded, (*_WITH_BODY, 403, 404), UnloadAdapterBody
+    ),
     "/scale_elastic_ep": Operation(answers.Scaled, (*_WITH_BODY, 403, 409), ScaleBody),
     "/is_scaling_elastic_ep": Operation(answers.IsScaling, (*_ADMIN, 404)),
     "/start_profile": Operation(answers.ProfileStarted, (*_ADMIN, 404, 409)),

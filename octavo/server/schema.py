@@ -12,6 +12,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, Str
 
 from octavo.compat import request_fields as known_fields
 from octavo.errors import RequestError
+from octavo.lora_request import MAX_ADAPTER_NAME
 from octavo.sampling_params import (
     MAX_BEAM_WIDTH,
     MAX_LOGIT_BIAS,
@@ -797,6 +798,30 @@ class ScaleBody(Body):
     """New number of engines."""
     drain_timeout: Annotated[float, Field(ge=0)] | None = None
     """No effect; requests continue on other engines instead of being drained."""
+
+
+class LoadAdapterBody(Body):
+    """Body of POST /v1/load_lora_adapter."""
+
+    unsupported = known_fields.ADAPTER
+
+    lora_name: Annotated[str, Field(min_length=1, max_length=MAX_ADAPTER_NAME)]
+    """Name by which requests choose the adapter."""
+    lora_path: Annotated[str, Field(min_length=1, max_length=4096)]
+    """Folder of the adapter, in --lora-root."""
+    load_inplace: bool = False
+    """True to replace an adapter with the same name."""
+
+
+class UnloadAdapterBody(Body):
+    """Body of POST /v1/unload_lora_adapter."""
+
+    unsupported = known_fields.ADAPTER
+
+    lora_name: Annotated[str, Field(min_length=1, max_length=MAX_ADAPTER_NAME)]
+    """Name of the adapter."""
+    lora_int_id: int | None = None
+    """No effect: the name is enough."""
 
 
 class DetokenizeBody(Body):

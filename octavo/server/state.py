@@ -37,6 +37,7 @@ from octavo.server.http_state import HttpState
 from octavo.server.object_store import ObjectStore
 from octavo.server.recent_prompts import RecentPrompts
 from octavo.server.resumable_streams import StreamRegistry
+from octavo.server.served_adapters import ServedAdapters
 from octavo.server.state_dir import StateDir
 from octavo.server.stats_log import StatsLog
 from octavo.server.stories import Stories
@@ -60,6 +61,8 @@ MAX_RETRY_AFTER = 60
 _PLACES_SHARE = 4
 # Interval of checks of an idle engine; requests notice the death of a busy one.
 _WATCH_INTERVAL = 0.5
+# Most names that an error lists.
+_MOST_NAMED = 20
 
 
 class ServerState(HttpState):
@@ -80,6 +83,7 @@ class ServerState(HttpState):
         super().__init__(config)
         self.engine_config = engine_config
         self.model_names = engine_config.model.served_model_name or [engine_config.model.model]
+        self.adapters = ServedAdapters(engine_config.lora, self.model_names)
         self.created = int(time.time())
         self.system_fingerprint = _fingerprint(engine_config)
         self.engine: AsyncLLM | None = None
@@ -128,7 +132,13 @@ class ServerState(HttpState):
         self._loading = asyncio.create_task(self._load())
 
     async def _begin(self) -> AsyncLLM:
-        self.engine = await self._start_engine()
+        engine = await self._start_engine()
+        try:
+            await self.adapters.open(engine)
+        except BaseException:
+            await engine.shutdown()
+            raise
+        self.engine = engine
         self.streams.memory = self.engine.request_memory
         self.objects.use_memory(self.engine.request_memory)
         return self.engine
@@ -237,12 +247,17 @@ class ServerState(HttpState):
         Raises:
             NotFoundError: the model is unknown; the message has the known ones.
         """
-        if name is not None and name not in self.model_names:
+        if name is not None and name not in self.all_names:
             raise NotFoundError(
                 f"The model {show(name)} does not exist here; this server has "
-                f"{', '.join(self.model_names)}.",
+                f"{', '.join(self.all_names[:_MOST_NAMED])}.",
                 "model",
             )
+
+    @property
+    def all_names(self) -> list[str]:
+        """Names of the model and of its adapters."""
+        return [*self.model_names, *(adapter.name for adapter in self.adapters)]
 
     def tenant(self, api_key: str | None) -> str | None:
         """Return the tenant of a request; None if the server has fewer than two keys."""

@@ -20,6 +20,8 @@ from octavo.attention.base import AttentionBackend
 from octavo.kernels.base import Ops
 from octavo.kernels.memory import Arena
 from octavo.kernels.native import NativeOps
+from octavo.layers.adapter import Adapters
+from octavo.layers.adapter_table import ADAPTER_SLOTS
 from octavo.layers.step import Handed, StepContext
 from octavo.layers.step_table import StepTable
 from octavo.models.base import Model
@@ -100,6 +102,7 @@ class EagerSteps:
         kept_layers: layers with hidden states to return.
         received: input of a stage other than the first one.
         progress: see `StepContext`.
+        adapters: the model's adapters; None: it has none.
     """
 
     def __init__(
@@ -114,8 +117,10 @@ class EagerSteps:
         kept_layers: tuple[int, ...] = (),
         received: Handed | None = None,
         progress: _native.StepProgress | None = None,
+        adapters: Adapters | None = None,
     ) -> None:
         self._buffers = buffers
+        self.adapters = adapters
         self.model = model
         self._ops = ops
         self.backend = backend
@@ -137,7 +142,12 @@ class EagerSteps:
         self.model.serve_experts()
 
     def context(
-        self, table: StepTable[Tensor], max_query_len: int, max_seq_len: int
+        self,
+        table: StepTable[Tensor],
+        max_query_len: int,
+        max_seq_len: int,
+        *,
+        has_adapters: bool = False,
     ) -> StepContext:
         """Return the context of a step for the model's blocks.
 
@@ -145,7 +155,10 @@ class EagerSteps:
             table: the step's arrays, of exactly its size.
             max_query_len: most tokens of a request in the step.
             max_seq_len: longest context.
+            has_adapters: True if some tokens of the step have adapters.
         """
+        if self.adapters is not None:
+            self.adapters.slots = table.extra[ADAPTER_SLOTS.name] if has_adapters else None
         metadata = {
             group: self._kinds[group].metadata(table, group, max_query_len, max_seq_len)
             for group in set(self._groups)  # a stage may have no layer of a group
@@ -171,7 +184,12 @@ class EagerSteps:
         table = inputs.table.first(inputs.size)
         max_seq_len = int(table.seq_lens.max())
         tensors: StepTable[Tensor] = table.map(self._ops.to_device)
-        step = self.context(tensors, int(inputs.counts.max()), max_seq_len)
+        step = self.context(
+            tensors,
+            int(inputs.counts.max()),
+            max_seq_len,
+            has_adapters=has_adapters(inputs),
+        )
         if inputs.embeds and self.model.spec.has_embed:
             assert isinstance(self.model, DecoderModel)
             step.embeds = self.model.embed_input_ids(tensors.input_ids)
@@ -184,8 +202,21 @@ class EagerSteps:
         return StepResult(hidden, self.model.head(hidden, tensors.logits_indices), step.kept)
 
 
+@dataclass(frozen=True, slots=True)
+class _Recorded:
+    """Recorded forward pass, and the places of its results; see `StepResult`."""
+
+    plan: _native.Plan
+    hidden: Tensor
+    logits: Tensor
+    kept: dict[int, Tensor]
+    handed: Handed | None
+
+
 class CapturedSteps:
     """Runner of a recorded forward pass: a plan of native kernel calls.
+
+    A model with adapters has a second plan, for steps in which some tokens have adapters.
 
     Args:
         eager: the runner to record. Its model and backend must be the native ones.
@@ -208,25 +239,33 @@ class CapturedSteps:
     ) -> None:
         self._buffers = buffers = eager.buffers(0, 0)
         self._ops = ops
-        self._owners = eager, activations, logits  # keeps the memory that the plan refers to
-        self._plan = _native.Plan()
+        self._owners = eager, activations, logits  # keeps the memory that the plans refer to
         table: StepTable[Tensor] = buffers.table.map(ops.to_device)
-        step = eager.context(table, len(table.input_ids), 0)
         self._look_up = _native.Plan()
         self._embeds: Tensor | None = None
         if prompt_embeds and eager.model.spec.has_embed:
             assert isinstance(eager.model, DecoderModel)
             with ops.record(self._look_up, activations):
-                self._embeds = step.embeds = eager.model.embed_input_ids(table.input_ids)
-        with ops.record(self._plan, activations):
-            self._hidden = eager.model.forward(table.input_ids, step)
-        self._logits: Tensor = _NO_LOGITS
-        self._handed = step.handed
-        if step.handed is None and eager.model.spec.generates:
-            self._plan.bind("samples")
-            with ops.record(self._plan, logits):
-                self._logits = eager.model.head(self._hidden, table.logits_indices)
-        self._kept = step.kept
+                self._embeds = eager.model.embed_input_ids(table.input_ids)
+
+        def record(has_adapters: bool) -> _Recorded:
+            plan = _native.Plan()
+            step_logits: Tensor = _NO_LOGITS
+            step = eager.context(table, len(table.input_ids), 0, has_adapters=has_adapters)
+            step.embeds = self._embeds
+            with ops.record(plan, activations):
+                hidden = eager.model.forward(table.input_ids, step)
+            if step.handed is None and eager.model.spec.generates:
+                plan.bind("samples")
+                with ops.record(plan, logits):
+                    step_logits = eager.model.head(hidden, table.logits_indices)
+            return _Recorded(plan, hidden, step_logits, step.kept, step.handed)
+
+        self._plain = record(False)
+        self._adapted: _Recorded | None = None
+        """Step with adapters; None: the model has none."""
+        if eager.adapters is not None:
+            self._adapted = record(True)
         self._service = _native.Plan()
         if isinstance(eager.model, DecoderModel) and eager.model.exchanges:
             with ops.record(self._service, activations):
@@ -251,10 +290,19 @@ class CapturedSteps:
         if self._embeds is not None:
             self._look_up.run(size.tokens, size.requests, size.samples)
             _put_embeds(self._ops, self._embeds, inputs.embeds)
-        self._plan.run(size.tokens, size.requests, size.samples)
-        kept = {layer: hidden[: size.tokens] for layer, hidden in self._kept.items()}
-        hidden, logits = self._hidden[: size.tokens], self._logits[: size.samples]
-        return StepResult(hidden, logits, kept, handed=self._handed)
+        step = self._plain
+        if self._adapted is not None and has_adapters(inputs):
+            step = self._adapted
+        step.plan.run(size.tokens, size.requests, size.samples)
+        kept = {layer: hidden[: size.tokens] for layer, hidden in step.kept.items()}
+        hidden, logits = step.hidden[: size.tokens], step.logits[: size.samples]
+        return StepResult(hidden, logits, kept, handed=step.handed)
+
+
+def has_adapters(inputs: StepInputs) -> bool:
+    """Return True if some tokens of a step have adapters."""
+    slots = inputs.table.extra.get(ADAPTER_SLOTS.name)
+    return slots is not None and bool((slots[: inputs.size.tokens] >= 0).any())
 
 
 def _put_embeds(ops: Ops, x: Tensor, embeds: Sequence[tuple[int, HostTensor]]) -> None:

@@ -18,6 +18,7 @@ from octavo.checkpoints.registry import open_checkpoint
 from octavo.kernels.base import HostCopy
 from octavo.kernels.memory import release_memory
 from octavo.kv_cache.groups import KVCacheConfig
+from octavo.layers.adapter import Adapters
 from octavo.messages import (
     CoreSamplingParams,
     ExpertLoad,
@@ -180,6 +181,10 @@ class ModelRunner:
                 lambda kind: make_processor(kind, vllm_config, device),
             ),
         ]
+        self.adapters: Adapters | None = None
+        """Adapters in the model's linear layers; None: they are off."""
+        if config.lora.enable_lora:
+            self.adapters = Adapters(self.ops, config.lora.num_in_memory, config.lora.max_lora_rank)
         buffers, exchange = make_buffers(setup), make_exchange(setup)
         with loading_bar(config.model.model, shown=setup.rank.number == 0) as progress:
             checkpoint = open_checkpoint(
@@ -197,6 +202,7 @@ class ModelRunner:
                 shared=buffers,
                 expert_slots=setup.expert_slots,
                 exchange=exchange,
+                adapters=self.adapters,
             )
         self.group = Group(setup, buffers) if setup.rank.world_size > 1 else None
         """Memory shared with other ranks; None for one rank."""
@@ -328,7 +334,7 @@ class ModelRunner:
         setup = self.setup
         kv_tensors, kv_caches = self._make_caches(kv)
         max_num_seqs = setup.largest_step.requests
-        batch = InputBatch(max_num_seqs, setup.max_model_len, kv, setup.part.step_arrays)
+        batch = InputBatch(max_num_seqs, setup.max_model_len, kv, setup.step_arrays)
         received = make_received(setup, self.model.dtype)
         eager = EagerSteps(
             self.model,
@@ -341,6 +347,7 @@ class ModelRunner:
             setup.kept_layers,
             received,
             self.progress,
+            self.adapters,
         )
         steps = self.platform.make_steps(setup, self.ops, eager, batch, capture=capture)
         serve = None if self.expert_group is None else cast("ExpertSteps", steps).serve

@@ -15,6 +15,7 @@ from octavo.kernels.base import PackedWeight, QuantizedWeight
 from octavo.kernels.memory import Arena, placeholder
 from octavo.kernels.native import NativeOps
 from octavo.kv_cache.groups import KVCacheConfig
+from octavo.layers.adapter import Adapters
 from octavo.layers.step import Handed
 from octavo.layers.step_table import StepLayout
 from octavo.models.blocks.base import LargestStep, Parts
@@ -77,6 +78,9 @@ def measure_scratch(setup: WorkerSetup, asked: AttentionBackend, expert_slots: i
     check_caches(setup, asked)
     caches = [_view(cache, 16, setup.dtype, backend) for cache in spec.caches]
     weights = spec.weights()
+    lora, adapters = config.lora, None
+    if lora.enable_lora:
+        adapters = Adapters(ops, lora.num_in_memory, lora.max_lora_rank)
     parts = Parts(
         {weight.name: _weight(weight, dtype) for weight in weights},
         ops,
@@ -85,9 +89,10 @@ def measure_scratch(setup: WorkerSetup, asked: AttentionBackend, expert_slots: i
         shared=(buffers := make_buffers(setup)),
         expert_slots=expert_slots,
         exchange=(exchange := make_exchange(setup)),
+        adapters=adapters,
     )
     kv = KVCacheConfig(1, config.cache.block_size, setup.kv_cache_groups)
-    layout = StepLayout(setup.largest_step, 1, len(kv.groups), spec.step_arrays)
+    layout = StepLayout(setup.largest_step, 1, len(kv.groups), setup.step_arrays)
     activations, logits = Arena(), Arena()
     model = build_model(spec, parts)
     if isinstance(model, EagleModel):
@@ -103,6 +108,7 @@ def measure_scratch(setup: WorkerSetup, asked: AttentionBackend, expert_slots: i
             StepBuffers(layout, placeholder(layout.nbytes, dtype="uint8").numpy()),
             setup.kept_layers,
             None if setup.rank.is_first else _received(setup, dtype),
+            adapters=adapters,
         ),
         ops,
         activations=activations,
@@ -114,11 +120,15 @@ def measure_scratch(setup: WorkerSetup, asked: AttentionBackend, expert_slots: i
     inputs = max(weight.shape[1] for weight in weights if weight.kind == "linear")
     rows = max(tokens, setup.largest_step.samples)
     kernels += _native.linear_scratch(rows, inputs, threads)
+    adapter = 0
+    if adapters is not None:
+        kernels += adapters.scratch_nbytes(threads)
+        adapter = adapters.slot_nbytes(dtype)
     shared = 0 if buffers is None else buffers.nbytes
     exchanged = 0 if exchange is None else exchange.nbytes
     if exchange is not None and setup.balance_layout is not None:
         exchanged += setup.balance_layout.nbytes
-    return Scratch(activations.peak, logits.peak, kernels, shared, exchanged)
+    return Scratch(activations.peak, logits.peak, kernels, shared, exchanged, adapter)
 
 
 def check_caches(setup: WorkerSetup, backend: AttentionBackend) -> None:

@@ -7,12 +7,13 @@ from typing import Any
 
 from octavo.errors import EngineDeadError, StepLostError
 from octavo.kv_cache.groups import KVCacheConfig
-from octavo.messages import GrammarOutput, KVConnectorOutput, SchedulerOutput
+from octavo.messages import AdapterLoaded, GrammarOutput, KVConnectorOutput, SchedulerOutput
 from octavo.observability.profiler import drain_kernels, span
 from octavo.plan.memory import MemoryBudget
 from octavo.plan.setup import WorkerSetup
 from octavo.system.device import trim_memory
 from octavo.system.distributed import group_failure
+from octavo.worker.adapters import AdapterStore
 from octavo.worker.following import FollowingRunner
 from octavo.worker.kv_transfer import KVTransfers, make_transfers
 from octavo.worker.model_runner import Drafts, ModelRunner, PendingOutput
@@ -41,6 +42,15 @@ class Worker:
             self._runner: ModelRunner | None = runner(setup, platform, self.device, *more)
         self._transfers: KVTransfers | None = None
         self._on_transfer: Callable[[KVConnectorOutput], object] = lambda output: None
+        self._on_adapter: Callable[[AdapterLoaded], object] = lambda loaded: None
+        self._adapters: AdapterStore | None = None
+        if self._runner.adapters is not None:
+            self._adapters = AdapterStore(
+                setup,
+                self._runner.ops,
+                self._runner.adapters,
+                lambda loaded: self._on_adapter(loaded),
+            )
         self._step = 0  # number of the current one; the engine core counts in the same way
 
     @property
@@ -71,6 +81,10 @@ class Worker:
         """Implement `Executor`."""
         self._on_transfer = callback
 
+    def register_adapter_callback(self, callback: Callable[[AdapterLoaded], object]) -> None:
+        """Implement `Executor`."""
+        self._on_adapter = callback
+
     def kv_handshake_metadata(self) -> Any:
         """Return this rank's metadata for the scheduler's half of a KV connector."""
         return None if self._transfers is None else self._transfers.handshake_metadata()
@@ -87,6 +101,8 @@ class Worker:
                 tokens=scheduler_output.total_num_scheduled_tokens,
             )
             try:
+                if self._adapters is not None:
+                    self._adapters.begin_step(scheduler_output.adapter_changes)
                 if self._transfers is None:
                     self.runner.execute_model(scheduler_output, announce)
                 else:
@@ -168,6 +184,9 @@ class Worker:
         if self._transfers is not None:
             self._transfers.shutdown()
             self._transfers = None
+        if self._adapters is not None:
+            self._adapters.shutdown()
+            self._adapters = None
         if self._runner is not None and self._runner.expert_relay is not None:
             self._runner.expert_relay.close()
         self._runner = None

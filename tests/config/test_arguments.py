@@ -44,7 +44,7 @@ def test_what_asks_for_nothing_changes_nothing(serve, words):
     ("words", "said"),
     [
         (["-pcp", "2"], "--prefill-context-parallel-size='2' is not supported: "),
-        (["--enable-lora"], "--enable-lora is not supported: "),
+        (["--enable-tower-connector-lora"], "--enable-tower-connector-lora is not supported: "),
         (["-cc.mode=3"], "--compilation-config='{\"mode\": 3}' is not supported: "),
         (["--max-num-seqs", "1.5"], "'1.5' is not a whole number"),
         (["--port", "1", "--port", "1"], "--port is given twice"),

@@ -15,6 +15,8 @@ from octavo.config import (
     EngineConfig,
     EplbConfig,
     LoadConfig,
+    LoRAConfig,
+    LoRAModule,
     ModelConfig,
     SchedulerConfig,
     ServerConfig,
@@ -73,6 +75,35 @@ def test_only_what_was_set_is_shown():
     assert repr(config) == shown
 
 
+def test_adapters_of_a_server():
+    lora = EngineConfig.from_kwargs(
+        enable_lora=True,
+        max_loras=2,
+        lora_modules=["a=/x=y", '{"name": "b", "path": "c", "base_model_name": "d"}'],
+    ).lora
+    assert lora.modules == [
+        LoRAModule(name="a", path="/x=y"),
+        LoRAModule(name="b", path="c", base_model_name="d"),
+    ]
+    assert lora.num_in_memory == 2
+    assert LoRAConfig().num_in_memory == 0
+    assert LoRAConfig(enable_lora=True, max_cpu_loras=7).num_in_memory == 7
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"max_loras": 3, "max_cpu_loras": 2}, "max_cpu_loras=2 is less than max_loras=3"),
+        ({"lora_modules": ["a=b", "a=c"]}, "names 'a' twice"),
+        ({"lora_modules": ["m=b"]}, "'m' is the name of the model"),
+        ({"lora_modules": ["a=b"], "enable_lora": False}, "lora_modules=['a=b'] needs adapters"),
+        ({"lora_root": "/x", "enable_lora": False}, "lora_root='/x' needs adapters"),
+    ],
+)
+def test_contradictory_settings_of_adapters(settings, said):
+    assert said in refused(**{"served_model_name": ["m"], "enable_lora": True, **settings})
+
+
 def test_sections_are_frozen():
     with pytest.raises(AttributeError):
         EngineConfig().model.model = "x"
@@ -108,6 +139,12 @@ BAD = {
     "enable_sleep_mode": [1, "yes", None],
     "enforce_eager": ["no", 1],
     "enable_prompt_embeds": ["no", 1],
+    "enable_lora": ["yes", 1, None],
+    "max_loras": [0, -1, 1.5, None, "1"],
+    "max_lora_rank": [0, 513, 1.5, None],
+    "max_cpu_loras": [0, -1, 1.5],
+    "lora_modules": [5, [5], [None], None, ["a"], ["=a"], ["a="], ['{"name": "a"}'], ["{"]],
+    "lora_root": [5, ["a"]],
     "load_format": ["npz", None],
     "download_dir": [5],
     "weight_cache": [1, ""],
@@ -514,7 +551,7 @@ def test_a_list_is_several_words_or_json_or_the_flag_again(field, words):
     if not argv[0].startswith("--"):
         argv.insert(0, field.flag)
     given = given_settings(parser.parse_args(argv), [field])
-    section = ServerConfig if field.section == "" else ModelConfig
+    section = {"": ServerConfig, "model": ModelConfig, "lora": LoRAConfig}[field.section]
     assert getattr(build_section(section, given), field.name) == ["a", "b", "c"]
 
 

@@ -9,15 +9,18 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 import octavo.kv_cache.states
+from octavo.config import LoRAConfig
 from octavo.kv_cache.groups import make_kv_cache_groups
 from octavo.messages import FinishReason, PoolingSpec
 from octavo.models.state_cache import StateCache
 from octavo.request import Request, RequestStatus
+from octavo.scheduler.adapters import key_of
 from tests.fakes import STATE, VOCAB, FakeEngine, expected_output, pages, pooled
 from tests.params import unpack_logprobs
 from tests.transfers import FakeTransfers, make_connector
 
 MAX_MODEL_LEN = 64
+UNREAD = "the adapter cannot be read"
 
 windows = st.sampled_from(
     [(None,), (None, None), (11,), (None, 9), (24, None, 24), (5, 12, None), (9, 9, 9, None)]
@@ -273,9 +276,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         outputs = self.engine.outputs[name]
         tokens = self.engine.tokens(name)
         prompt = request.all_token_ids[: request.num_prompt_tokens]
-        alone = expected_output(request.sampling_params, prompt, MAX_MODEL_LEN)
+        adapter = key_of(request)
+        alone = expected_output(request.sampling_params, prompt, MAX_MODEL_LEN, adapter=adapter)
         if request.pooling is not None:
-            self.check_text(name, prompt, outputs)
+            self.check_text(name, prompt, outputs, adapter)
             return
         if name in self.ended_early:
             assert tokens == alone[: len(tokens)]
@@ -286,7 +290,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             deadline = last.error_kind == "DeadlineError" and request.options.deadline is not None
             deadline |= last.error_kind == "FirstTokenError" and not tokens
             step_failed = last.error == "the step failed"
-            assert deadline or step_failed or name in self.engine.executor.fail
+            unread = last.error == UNREAD and adapter is not None
+            assert deadline or step_failed or unread or name in self.engine.executor.fail
             return
         assert tokens == alone
         is_stop = alone[-1] in request.stop_token_ids
@@ -295,12 +300,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             rows = [o.new_prompt_logprobs for o in outputs if o.new_prompt_logprobs is not None]
             assert [t for r in rows for (t,) in unpack_logprobs(r)[0]] == prompt[1:]
 
-    def check_text(self, name, prompt, outputs):
+    def check_text(self, name, prompt, outputs, adapter):
         if name in self.ended_early and not outputs:
             return
         *_, last = outputs
         if last.finish_reason == FinishReason.STOP:
-            assert last.pooled == pooled(prompt)
+            assert last.pooled == pooled(prompt, adapter)
         else:
             assert last.finish_reason in (FinishReason.ERROR, FinishReason.ABORT)
             assert last.pooled is None
@@ -360,6 +365,35 @@ class ConnectorMachine(SchedulerMachine):
         assert connector._file is None or not connector._file._pins
 
 
+class AdapterMachine(SchedulerMachine):
+    """Machine whose requests have adapters, which are read late or not at all."""
+
+    @initialize(data=st.data(), max_loras=st.integers(1, 3), more=st.integers(0, 2))
+    def start(self, data, max_loras, more):
+        lora = LoRAConfig(enable_lora=True, max_loras=max_loras, max_cpu_loras=max_loras + more)
+        super().start(data.draw(engines(lora=lora)))
+
+    @rule(prompt=prompts, params=parameters, adapter=st.sampled_from("abcdef"), n=st.integers(1, 3))
+    def requests_with_adapters_arrive(self, prompt, params, adapter, n):
+        for _ in range(n):
+            self.add(prompt, params, adapter=adapter)
+
+    @rule(prompt=prompts, params=parameters, adapter=st.sampled_from("ab"))
+    def text_with_an_adapter_arrives(self, prompt, params, adapter):
+        params = params | {"max_tokens": 1, "prompt_logprobs": None}
+        self.add(prompt, params, pooling=PoolingSpec("embed"), adapter=adapter)
+
+    @precondition(lambda self: self.engine.executor.reading)
+    @rule(fails=st.sampled_from([False, False, True]))
+    def an_adapter_is_read(self, fails):
+        self.engine.finish_reading(UNREAD if fails else None)
+
+    def teardown(self):
+        super().teardown()
+        if hasattr(self, "engine"):
+            assert len(self.scheduler.adapters.in_memory) <= self.scheduler.adapters.num_slots
+
+
 TestConnectorMachine = ConnectorMachine.TestCase
 TestConnectorMachine.settings = settings(
     max_examples=50,
@@ -367,6 +401,9 @@ TestConnectorMachine.settings = settings(
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
+
+TestAdapterMachine = AdapterMachine.TestCase
+TestAdapterMachine.settings = TestConnectorMachine.settings
 
 TestSchedulerMachine = SchedulerMachine.TestCase
 TestSchedulerMachine.settings = settings(

@@ -43,7 +43,7 @@ _QUERIES_KEYS_VALUES = ("in_proj_qkv.weight", "conv1d.weight")
 """Ends of the names of tensors with rows for queries, then keys, then the heads of values."""
 _OUTPUTS = "linear_attn.out_proj"
 """End of the name of a module whose inputs are the results of the heads of values."""
-_GROUPED = ("in_proj_qkvz.weight", "in_proj_ba.weight")
+GROUPED = ("in_proj_qkvz.weight", "in_proj_ba.weight")
 """Ends of the names of tensors whose rows are in the order of groups of heads, as in the model."""
 _MOST_PARTS = 1000
 _MOST_EXPERTS = 4096
@@ -503,7 +503,7 @@ class GGUFTensors:
                 raise ModelError(f"{stored.file}: {stored.name} has {rows} rows for {heads} heads.")
             halves = data.reshape(heads, rows // heads // 2, 2, -1)
             data = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(-1)
-        if source.transform == "by_group" and not source.name.endswith(_GROUPED):
+        if source.transform == "by_group" and not source.name.endswith(GROUPED):
             data = _by_group(data.reshape(shape[0], -1), source).reshape(-1)
         if self._heads.linear_values > self._heads.linear_keys:
             data = self._by_key_head(source.name, data, shape, dtype)

@@ -11,7 +11,6 @@ VLLM_VERSION = "0.33"
 
 _OWN_CODE = "write it for Octavo's own interface (docs/architecture.md, Recipes), or leave it out"
 _POOLING = "use LLM.encode, LLM.embed, LLM.classify and LLM.score (docs/pooling_http.md)"
-_ADAPTERS = "merge the adapter into the weights and load the merged model"
 _MEDIA = "models accept text only; leave it out"
 _PARSERS = "parse the text of the answer yourself, or request JSON with structured outputs"
 _KV_CONNECTORS = (
@@ -73,7 +72,7 @@ _PARTS: dict[str, tuple[str, str]] = {
     "ir": ("vLLM's intermediate representation of operations", _OWN_CODE),
     "kernels": ("vLLM's kernels", _OWN_CODE),
     "logging_utils": ("vLLM's log formats", "use log_level and log_format"),
-    "lora": ("vLLM's support for LoRA adapters", _ADAPTERS),
+    "lora": ("vLLM's layers of adapters", "use LoRARequest of vllm.lora.request (docs/lora.md)"),
     "model_executor": ("vLLM's code of models, layers and loaders", _OWN_CODE),
     "model_executor.determinism": (
         "vLLM's batch-invariant kernels",

@@ -123,6 +123,15 @@ class BlockSpec(ABC):
         )
 
 
+def is_adaptable(name: str) -> bool:
+    """Return True if adapters may change a linear layer, by its name.
+
+    Others than those of the decoder's layers, such as the LM head, do not compute one row for each
+    token.
+    """
+    return name.startswith("layers.")
+
+
 class Parts:
     """Weights, operations and buffers that a block is built from.
 
@@ -188,14 +197,11 @@ class Parts:
     def adapted(self, outputs: Sequence[int], inputs: int) -> AdaptedLinear | None:
         """Return the changes of adapters to the linear layer that these are the parts of.
 
-        Only linear layers of the decoder's layers have them: others, such as the LM head, do not
-        compute one row for each token.
-
         Args:
             outputs: number of outputs of each stacked module that the rank computes.
             inputs: number of inputs that the rank uses.
         """
-        if self._adapters is None or not self._own.startswith("layers."):
+        if self._adapters is None or not is_adaptable(self._own):
             return None
         return self._adapters.layer(self._own, outputs, inputs)
 

@@ -1,0 +1,437 @@
+"""Files of adapters: low-rank changes of the weights of a model (LoRA).
+
+The change of a weight W [outputs, inputs] is scale * B A, with B [outputs, rank] and A [rank,
+inputs]. PEFT writes a folder with adapter_config.json and adapter_model.safetensors (or .bin):
+https://huggingface.co/docs/peft/developer_guides/checkpoint
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.checkpoints.base import FLOATS, Expected, Source, shorten_names
+from octavo.checkpoints.config_json import ConfigJson
+from octavo.checkpoints.mapped_file import StoredTensor
+from octavo.checkpoints.model_files import printable, require_file
+from octavo.checkpoints.patterns import compile_safely
+from octavo.checkpoints.safetensors_header import read_header
+from octavo.checkpoints.torch_header import read_torch_header
+from octavo.errors import AdapterError, ModelError, reason_of
+from octavo.system.tensor import numpy_dtype
+
+CONFIG = "adapter_config.json"
+WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+"""Names of the file of the tensors, the preferred one first."""
+MERGE = "merge it into the model with peft (merge_and_unload), and serve the result"
+"""Advice for adapters of other kinds."""
+_KINDS = {
+    "use_dora": "DoRA",
+    "lora_bias": "LoRA with a bias of B",
+    "use_qalora": "QA-LoRA",
+    "use_bdlora": "block-diagonal LoRA",
+    "alora_invocation_tokens": "activated LoRA (aLoRA)",
+    "modules_to_save": "LoRA with trained modules",
+    "trainable_token_indices": "LoRA with trained tokens",
+    "target_parameters": "LoRA of the weights of experts",
+    "layer_replication": "LoRA with repeated layers",
+    "arrow_config": "Arrow",
+    "kasa_config": "KaSA",
+    "monteclora_config": "MonteCLoRA",
+}
+"""Fields of adapter_config.json that, if set, make another kind of adapter."""
+_CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""Beginnings of values of init_lora_weights for which the training changes the base, too."""
+_PREFIX = "base_model.model."
+_WRAPPERS = re.compile(r"(?<![^.])(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+"""Parts of names that wrappers of a training have added."""
+_NEWER = {
+    "embed_out": "lm_head",
+    ".block_sparse_moe.": ".mlp.",
+    ".block_sparse_moe.gate": ".mlp.router",
+    ".mlp.shared_mlp.": ".mlp.shared_experts.",
+    ".mlp.shared_expert.": ".mlp.shared_experts.",
+    ".self_attn.f_": ".self_attn.forget_gate.f_",
+}
+"""Parts of names of modules in checkpoints that transformers 5 has renamed (conversion_mapping.py),
+and their new names, which adapters that were trained with it have."""
+_FACTOR = re.compile(r"\.lora_([AB])(?:\.[\w-]+)?\.weight$")
+"""Ends of the names of factors; older files also have the name of the adapter, such as default."""
+_OTHER_TENSORS = {
+    r"\.lora_magnitude_vector": "DoRA",
+    r"\.lora_B(\.[\w-]+)?\.bias$": "LoRA with a bias of B",
+    r"\.lora_embedding_[AB]": "LoRA of the embedding",
+}
+"""Names of other tensors, and the kind of adapter that they make."""
+_PLAIN = re.compile(r"\^?[\w.-]+")
+"""Keys of patterns that are names, or ends of names."""
+_MOST_PATTERNS = 64
+"""Limit of the keys that are other regular expressions: each is tried for each module."""
+_LONGEST_PATTERN = 1000
+"""Limit of the characters of such a key."""
+
+
+@dataclass(frozen=True)
+class Factors:
+    """Two factors of the change of a module's weight."""
+
+    a: StoredTensor
+    """A: [rank, inputs]."""
+    b: StoredTensor
+    """B: [outputs, rank]."""
+
+    @property
+    def rank(self) -> int:
+        """Number of rows of A."""
+        return self.a.shape[0]
+
+
+class AdapterFile(Protocol):
+    """Files of an adapter, of which only the descriptions have been read."""
+
+    path: Path
+    file: Path
+    """File of the tensors."""
+    identity: tuple[int, ...]
+    """`identity_of` the file before it was read."""
+    kind: str
+    """Kind of adapter, for people: "LoRA" or "rsLoRA"."""
+    base: str | None
+    """Name of the model that it was trained for, or None."""
+    naming: str
+    """Files with equal texts have equal `names`."""
+    factors: Mapping[str, Factors]
+    """Factors of each module, by the module's name in the file."""
+
+    def scale(self, module: str) -> float:
+        """Return the factor of the change of a module.
+
+        Raises:
+            AdapterError: the factor contradicts the tensors, or is not finite.
+        """
+        ...
+
+    def names(self, module: str, expected: Expected) -> list[str]:
+        """Return the names that a module of the model may have in the file.
+
+        Args:
+            module: its name in the model's checkpoint.
+            expected: tensors of that checkpoint.
+        """
+        ...
+
+    def row_order(self, source: Source, rows: int, head_size: int) -> NDArray[np.int64] | None:
+        """Return the row of B in the file for each row of a weight; None: the order is the same.
+
+        Args:
+            source: the weight in the model's checkpoint.
+            rows: number of its outputs.
+            head_size: size of a head of queries or keys; 0: the model has none.
+        """
+        ...
+
+
+@contextmanager
+def adapter_errors() -> Iterator[None]:
+    """Raise `AdapterError` for all errors of files."""
+    try:
+        yield
+    except ModelError as error:
+        raise AdapterError(str(error)) from None
+    except OSError as error:
+        raise AdapterError(f"{error.filename} cannot be read: {reason_of(error)}.") from None
+
+
+class PeftFolder:
+    """`AdapterFile` in PEFT's form.
+
+    Args:
+        path: the folder.
+
+    Raises:
+        AdapterError: the adapter is damaged, or of a kind that is not supported.
+        ModelError: a file is missing or damaged.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        config = ConfigJson.load(path / CONFIG)
+        _refuse_other_kinds(config)
+        self._config = config
+        self._rank = config.integer("r")
+        self._alpha = config.number("lora_alpha")
+        self._ranks = _Patterns(config, "rank_pattern")
+        self._alphas = _Patterns(config, "alpha_pattern")
+        self._stabilized = config.flag("use_rslora", False)
+        self.naming = "PEFT"
+        self.kind = "rsLoRA" if self._stabilized else "LoRA"
+        base = config.get("base_model_name_or_path")
+        self.base = base if isinstance(base, str) and base else None
+        self.file = next((path / name for name in WEIGHTS if (path / name).exists()), path)
+        if self.file == path:
+            raise AdapterError(
+                f"{path} has no {WEIGHTS[0]}; save the adapter with save_pretrained, or download "
+                "it again."
+            )
+        self.identity = identity_of(self.file)
+        is_torch = self.file.suffix == ".bin"
+        tensors = read_torch_header(self.file) if is_torch else read_header(self.file)
+        self.factors: Mapping[str, Factors] = _pair(self.file, tensors)
+
+    def scale(self, module: str) -> float:
+        """Implement `AdapterFile`, as PEFT computes it."""
+        rank = self._ranks.find(module)
+        rank = self._rank if rank is None else rank
+        stored = self.factors[module].rank
+        if rank != stored:
+            raise AdapterError(
+                f"{self.file}: the factors of {printable(module)} have rank {stored}, and "
+                f"{CONFIG} says {rank} (r, or rank_pattern); correct it, or download the adapter "
+                "again."
+            )
+        alpha = self._alphas.find(module)
+        alpha = self._alpha if alpha is None else alpha
+        return finite_scale(alpha / (math.sqrt(rank) if self._stabilized else rank), self.path)
+
+    def names(self, module: str, expected: Expected) -> list[str]:
+        """Implement `AdapterFile`."""
+        stored = expected.stored_names(f"{module}.weight")
+        names = [name.removesuffix(".weight") for name in stored if name.endswith(".weight")]
+        renamed = [n.replace(old, new) for old, new in _NEWER.items() for n in names if old in n]
+        return names + renamed
+
+    def row_order(self, source: Source, rows: int, head_size: int) -> None:
+        """Implement `AdapterFile`: the order is that of the checkpoint."""
+        return
+
+
+def finite_scale(scale: float, path: Path) -> float:
+    """Return the factor of a change, after a check.
+
+    Raises:
+        AdapterError: it is beyond float32.
+    """
+    if not abs(scale) < float(np.finfo(np.float32).max):
+        raise AdapterError(f"{path}: the factor {scale} (alpha / rank) is too large; lower alpha.")
+    return scale
+
+
+def _refuse_other_kinds(config: ConfigJson) -> None:
+    """Raise `AdapterError` if a config describes another kind of adapter than LoRA."""
+    kind = config.get("peft_type")
+    if kind not in (None, "LORA"):
+        raise AdapterError(
+            f"{config.where}: peft_type={printable(str(kind))} is not supported; supported: LORA. "
+            f"Train a LoRA, or {MERGE}."
+        )
+    for field, name in _KINDS.items():
+        if config.get(field):
+            raise AdapterError(
+                f"{config.where}: {field} is set: {name} is not supported. Train without it, or "
+                f"{MERGE}."
+            )
+    bias = config.get("bias")
+    if bias not in (None, "none"):
+        raise AdapterError(
+            f"{config.where}: bias={printable(str(bias))}: LoRA with trained biases is not "
+            f"supported. Train with bias=none, or {MERGE}."
+        )
+    start = config.get("init_lora_weights")
+    if isinstance(start, str) and start.lower().startswith(_CHANGED_BASE):
+        raise AdapterError(
+            f"{config.where}: init_lora_weights={printable(start)}: the adapter belongs to a base "
+            "that its training has changed. Save it as a LoRA of the original model "
+            "(save_pretrained with path_initial_model_for_weight_conversion)."
+        )
+
+
+class _Patterns:
+    """Numbers of single modules, by patterns of their names: rank_pattern or alpha_pattern.
+
+    As in PEFT, the first key that matches the end of the name, after a dot, counts. A dot in a key
+    that is otherwise a name stands for a dot only.
+
+    Args:
+        config: adapter_config.json.
+        field: the field.
+
+    Raises:
+        ModelError: a key is not a regular expression that is supported, or a number is none.
+    """
+
+    def __init__(self, config: ConfigJson, field: str) -> None:
+        section = config.section(field)
+        self._ends: dict[str, int] = {}
+        self._others: dict[int, re.Pattern[str]] = {}
+        self._numbers: list[Any] = []
+        for index, key in enumerate(section.names()):
+            if field == "rank_pattern":
+                self._numbers.append(section.integer(key))
+            else:
+                self._numbers.append(section.number(key))
+            if _PLAIN.fullmatch(key):
+                self._ends[key] = index
+                continue
+            if len(self._others) == _MOST_PATTERNS:
+                raise AdapterError(
+                    f"{section.where}: more than {_MOST_PATTERNS} keys are regular expressions; "
+                    "name the modules instead."
+                )
+            try:
+                if len(key) > _LONGEST_PATTERN:
+                    raise re.error(f"it has more than {_LONGEST_PATTERN} characters")
+                self._others[index] = compile_safely(f"({key})$")
+            except (re.error, RecursionError, OverflowError) as error:
+                raise AdapterError(
+                    f"{section.where}: {printable(key)!r} is not a regular expression that Octavo "
+                    f"supports ({reason_of(error)}); name the modules instead."
+                ) from None
+
+    def find(self, module: str) -> Any:
+        """Return the number of a module, or None."""
+        begins = [0, *(dot.end() for dot in re.finditer(r"\.", module))]
+        ends = [f"^{module}", *(module[begin:] for begin in begins)]
+        found = [self._ends[end] for end in ends if end in self._ends]
+        found += [
+            index
+            for index, pattern in self._others.items()
+            if any(pattern.match(module, begin) for begin in begins)
+        ]
+        return self._numbers[min(found)] if found else None
+
+
+def _pair(file: Path, tensors: Mapping[str, StoredTensor]) -> dict[str, Factors]:
+    """Return the factors of each module.
+
+    Raises:
+        AdapterError: some tensors are not factors of LoRA, or a factor is missing.
+    """
+    found: dict[str, dict[str, StoredTensor]] = {}
+    for name, tensor in tensors.items():
+        whole = _WRAPPERS.sub("", name)
+        match = _FACTOR.search(whole)
+        if match is None:
+            kinds = (kind for end, kind in _OTHER_TENSORS.items() if re.search(end, whole))
+            kind = next(kinds, "LoRA with trained modules (modules_to_save, resized embeddings)")
+            raise AdapterError(
+                f"{file} has {printable(name)}: {kind} is not supported. Train without it, or "
+                f"{MERGE}."
+            )
+        module, factor = whole[: match.start()].removeprefix(_PREFIX), match[1]
+        if factor in found.setdefault(module, {}):
+            raise AdapterError(
+                f"{file} has lora_{factor} of {printable(module)} twice; save the adapter again."
+            )
+        found[module][factor] = tensor
+    if not found:
+        raise AdapterError(f"{file} has no tensors; save the adapter again.")
+    return pair_factors(file, found)
+
+
+def pair_factors(file: Path, found: Mapping[str, Mapping[str, StoredTensor]]) -> dict[str, Factors]:
+    """Return the factors A and B of each module, after a check of their types and ranks.
+
+    Raises:
+        AdapterError: a factor is missing, has a wrong type, or the two have different ranks.
+    """
+    alone = [module for module, pair in found.items() if len(pair) != 2]
+    if alone:
+        raise AdapterError(
+            f"{file} has only one of the two factors (A, B) of {shorten_names(alone)}; download "
+            "the adapter again."
+        )
+    for module, pair in found.items():
+        for factor, tensor in pair.items():
+            if tensor.dtype not in FLOATS:
+                raise AdapterError(
+                    f"{file}: {factor} of {printable(module)} has type {tensor.dtype}; supported: "
+                    f"{', '.join(FLOATS)}. Save the adapter in one of these."
+                )
+        a, b = pair["A"].shape, pair["B"].shape
+        if len(a) != 2 or len(b) != 2 or a[0] != b[1] or 0 in (*a, *b):
+            raise AdapterError(
+                f"{file}: A {list(a)} and B {list(b)} of {printable(module)} are not "
+                "[rank, inputs] and [outputs, rank]; download the adapter again."
+            )
+    return {module: Factors(pair["A"], pair["B"]) for module, pair in found.items()}
+
+
+class AdapterData:
+    """Numbers of an adapter's file, which are read, not mapped: the file may be cut off meanwhile.
+
+    Args:
+        adapter: the description of the file.
+
+    Raises:
+        AdapterError: the file has changed since its description was read, or ends too early.
+        OSError: the file cannot be read.
+    """
+
+    def __init__(self, adapter: AdapterFile) -> None:
+        self._file, self._identity = adapter.file, adapter.identity
+        self._stream = self._file.open("rb", buffering=0)
+
+    def __enter__(self) -> AdapterData:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stream.close()
+
+    def check(self) -> None:
+        """Raise `AdapterError` if the file has changed."""
+        if _identity(os.fstat(self._stream.fileno())) != self._identity:
+            raise AdapterError(f"{self._file} has changed while it was read; load it again.")
+
+    def read(self, stored: StoredTensor) -> NDArray[Any]:
+        """Return the numbers of a tensor, in a type of numpy or ml_dtypes."""
+        dtype = numpy_dtype(stored.dtype)
+        spans = zip(stored.shape, stored.strides or (), strict=False)
+        count = math.prod(stored.shape)
+        if stored.strides is not None:
+            count = 1 + sum((size - 1) * stride for size, stride in spans) // dtype.itemsize
+        self._stream.seek(stored.begin)
+        numbers: NDArray[Any] = np.fromfile(self._stream, dtype, count)
+        if len(numbers) != count:
+            raise AdapterError(f"{self._file} has changed while it was read; load it again.")
+        if stored.strides is None:
+            return numbers.reshape(stored.shape)
+        return np.ndarray(stored.shape, dtype, numbers, 0, stored.strides)
+
+
+def identity_of(file: Path) -> tuple[int, ...]:
+    """Return what distinguishes a file from others and from its later contents."""
+    return _identity(file.stat())
+
+
+def _identity(found: os.stat_result) -> tuple[int, ...]:
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
+
+def check_place(path: Path, root: Path | None) -> None:
+    """Check that an adapter's files are inside of a folder, and are regular files.
+
+    Args:
+        path: the adapter's folder or file.
+        root: the folder; None: any place is allowed.
+
+    Raises:
+        AdapterError: a path, or the target of a link, is outside of the folder.
+        ModelError: a file is a pipe or a device.
+    """
+    files = [path / name for name in (CONFIG, *WEIGHTS)] if path.is_dir() else [path]
+    for file in (path, *files):
+        if root is not None and not file.resolve().is_relative_to(root.resolve()):
+            raise AdapterError(
+                f"{file} is outside of {root} (lora_root); move the adapter into that folder."
+            )
+    for file in files:
+        require_file(file)

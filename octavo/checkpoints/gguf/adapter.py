@@ -1,0 +1,119 @@
+"""Adapters in GGUF files, as llama.cpp's convert_lora_to_gguf.py writes them.
+
+Format: https://github.com/ggml-org/llama.cpp/blob/master/src/llama-adapter.cpp
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.checkpoints.adapter import MERGE, Factors, finite_scale, identity_of, pair_factors
+from octavo.checkpoints.base import FLOATS, Expected, Source
+from octavo.checkpoints.gguf.architectures import ARCHITECTURES, stored_name
+from octavo.checkpoints.gguf.file import GROUPED
+from octavo.checkpoints.gguf.header import GGUFHeader
+from octavo.checkpoints.mapped_file import StoredTensor
+from octavo.checkpoints.model_files import printable
+from octavo.errors import AdapterError
+
+_FACTOR = re.compile(r"(.+)\.weight\.lora_([ab])")
+_TOKENS = "adapter.alora.invocation_tokens"
+
+
+class GGUFAdapter:
+    """`AdapterFile` in GGUF.
+
+    Args:
+        path: the file.
+
+    Raises:
+        AdapterError: the adapter is of a kind that is not supported.
+        ModelError: the file is damaged.
+    """
+
+    kind = "LoRA"
+
+    def __init__(self, path: Path) -> None:
+        self.path = self.file = path
+        self.identity = identity_of(path)
+        header = GGUFHeader(path)
+        metadata = header.metadata
+        for key, required in (("general.type", "adapter"), ("adapter.type", "lora")):
+            if metadata.get(key) != required:
+                raise AdapterError(
+                    f"{path}: {key}={printable(str(metadata.get(key)))}; it must be {required}. "
+                    "Name the GGUF file of a LoRA."
+                )
+        if _TOKENS in metadata:
+            raise AdapterError(f"{path}: {_TOKENS}: activated LoRA (aLoRA) is not supported.")
+        architecture = metadata.get("general.architecture")
+        known = ARCHITECTURES.get(architecture) if isinstance(architecture, str) else None
+        if known is None or known.tiled:
+            raise AdapterError(
+                f"{path}: general.architecture={printable(str(architecture))} is not supported for "
+                "adapters in GGUF; use the adapter's folder in PEFT's form."
+            )
+        self._architecture = known
+        self.naming = f"GGUF {architecture}"
+        alpha = metadata.get("adapter.lora.alpha", 0.0)
+        if type(alpha) not in (int, float) or not np.isfinite(alpha):
+            raise AdapterError(
+                f"{path}: adapter.lora.alpha={printable(str(alpha))} is not a finite number."
+            )
+        self._alpha = float(alpha)
+        base = metadata.get("general.base_model.0.repo_url") or metadata.get(
+            "general.base_model.0.name"
+        )
+        self.base = base if isinstance(base, str) and base else None
+        self.factors: Mapping[str, Factors] = self._read_factors(header)
+
+    def _read_factors(self, header: GGUFHeader) -> dict[str, Factors]:
+        found: dict[str, dict[str, StoredTensor]] = {}
+        for name, tensor in header.tensors.items():
+            match = _FACTOR.fullmatch(name)
+            if match is None:
+                raise AdapterError(
+                    f"{self.path}: {printable(name)} is not a factor of LoRA. Trained modules are "
+                    f"not supported: {MERGE}."
+                )
+            if tensor.type not in FLOATS:
+                raise AdapterError(
+                    f"{self.path}: {printable(name)} has type {tensor.type.upper()}, and factors "
+                    "must be floats; convert the adapter with --outtype f16."
+                )
+            stored = StoredTensor(self.path, tensor.shape, tensor.type, tensor.begin)
+            found.setdefault(match[1], {})[match[2].upper()] = stored
+        if not found:
+            raise AdapterError(f"{self.path} has no tensors; convert the adapter again.")
+        return pair_factors(self.path, found)
+
+    def scale(self, module: str) -> float:
+        """Implement `AdapterFile`, as llama.cpp computes it: without alpha, the factor is 1."""
+        scale = self._alpha / self.factors[module].rank if self._alpha else 1.0
+        return finite_scale(scale, self.path)
+
+    def names(self, module: str, expected: Expected) -> list[str]:
+        """Implement `AdapterFile`."""
+        known = self._architecture
+        name = stored_name(f"{module}.weight", known.names, known.layers)
+        return [] if name is None else [name.removesuffix(".weight")]
+
+    def row_order(self, source: Source, rows: int, head_size: int) -> NDArray[np.int64] | None:
+        """Implement `AdapterFile`: undo the converter's changes, as `GGUFTensors.read` does."""
+        permutes = source.name.endswith(("q_proj.weight", "k_proj.weight"))
+        if self._architecture.permuted and permutes:
+            if head_size == 0 or rows % head_size or head_size % 2:
+                raise AdapterError(
+                    f"{self.path}: {source.name} has {rows} rows for heads of {head_size}; the "
+                    "adapter belongs to another model."
+                )
+            pairs = np.arange(rows).reshape(rows // head_size, head_size // 2, 2)
+            return pairs.swapaxes(1, 2).ravel()
+        if source.transform == "by_group" and not source.name.endswith(GROUPED):
+            return np.argsort(source.row_order(rows))
+        return None

@@ -1,0 +1,115 @@
+"""Settings of LoRA adapters."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from octavo.config.section import PositiveInt, Section
+from octavo.errors import ConfigError
+
+
+class LoRAModule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Adapter that a server offers from its start."""
+
+    name: Annotated[str, Meta(min_length=1, max_length=256)]
+    """Value of `model` in requests for the adapter."""
+    path: Annotated[str, Meta(min_length=1)]
+    """Folder of the adapter."""
+    base_model_name: str | None = None
+    """Name of the adapter's model in /v1/models; None: the served model's."""
+
+
+class LoRAConfig(Section, frozen=True):
+    """LoRA adapters: small changes of the model's weights that requests choose."""
+
+    enable_lora: Annotated[
+        bool, Meta(description="Serve LoRA adapters of the model; see docs/lora.md.")
+    ] = False
+    max_loras: Annotated[
+        int, Meta(description="Maximum number of different adapters in a step.", ge=1)
+    ] = 1
+    max_lora_rank: Annotated[
+        int,
+        Meta(
+            description="Maximum rank of an adapter; memory is planned for this rank.",
+            ge=1,
+            le=512,
+        ),
+    ] = 16
+    max_cpu_loras: Annotated[
+        PositiveInt | None,
+        Meta(
+            description="Maximum number of adapters in memory, at least max_loras; default:"
+            " max_loras. Others are read again when a request needs them."
+        ),
+    ] = None
+    lora_modules: Annotated[
+        list[str],
+        Meta(
+            description="Adapters that a server offers from its start: name=path, or JSON such as"
+            ' {"name": "a", "path": "/adapters/a"}.'
+        ),
+    ] = []
+    lora_root: Annotated[
+        str | None,
+        Meta(
+            description="Folder of the adapters that /v1/load_lora_adapter may load; default: it"
+            " may load none."
+        ),
+    ] = None
+
+    @property
+    def num_in_memory(self) -> int:
+        """Most adapters in memory; 0 if adapters are off."""
+        if not self.enable_lora:
+            return 0
+        return self.max_loras if self.max_cpu_loras is None else self.max_cpu_loras
+
+    @property
+    def modules(self) -> list[LoRAModule]:
+        """The parsed `lora_modules`.
+
+        Raises:
+            ConfigError: one of them has another form.
+        """
+        return [_parse(text) for text in self.lora_modules]
+
+    def check(self, model_names: list[str]) -> None:
+        """Raise ConfigError if the settings contradict each other, or the names of the model."""
+        if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
+            raise ConfigError(
+                f"max_cpu_loras={self.max_cpu_loras} is less than max_loras={self.max_loras}: the "
+                "adapters of a step must be in memory. Raise the first or lower the second."
+            )
+        names = [module.name for module in self.modules]
+        double = next((name for name in names if names.count(name) > 1), None)
+        if double is not None:
+            raise ConfigError(f"lora_modules names {double!r} twice; give each another name.")
+        same = next((name for name in names if name in model_names), None)
+        if same is not None:
+            raise ConfigError(
+                f"lora_modules: {same!r} is the name of the model; give the adapter another name."
+            )
+        for name, value in (("lora_modules", self.lora_modules), ("lora_root", self.lora_root)):
+            if value and not self.enable_lora:
+                raise ConfigError(
+                    f"{name}={value!r} needs adapters; add enable_lora, or leave {name} out."
+                )
+
+
+def _parse(text: str) -> LoRAModule:
+    try:
+        if text.lstrip().startswith("{"):
+            return msgspec.json.decode(text, type=LoRAModule)
+        name, sign, path = text.partition("=")
+        if sign:
+            return msgspec.convert({"name": name, "path": path}, LoRAModule)
+    except msgspec.MsgspecError as error:
+        raise ConfigError(f"lora_modules={text!r} is not allowed: {error}.") from None
+    raise ConfigError(
+        f'lora_modules={text!r} is not allowed; write name=path, or {{"name": "...", "path": '
+        '"..."}.'
+    )

@@ -1,0 +1,123 @@
+"""Adapters of a worker: read and packed beside the steps, changed between steps."""
+
+from __future__ import annotations
+
+import logging
+import queue
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from octavo.errors import AdapterError, OctavoError
+from octavo.kernels.base import Ops
+from octavo.kernels.lora import LoraTable, LoraWeight
+from octavo.kernels.memory import map_memory
+from octavo.kernels.sizes import lora_nbytes
+from octavo.layers.adapter import Adapters
+from octavo.messages import AdapterChange, AdapterLoaded, AdapterRef
+from octavo.models.adapters import AdaptableModel, Slice, open_adapter
+from octavo.plan.setup import WorkerSetup
+
+logger = logging.getLogger(__name__)
+
+_Weights = dict[str, list[LoraWeight | None]]
+
+
+class AdapterStore:
+    """Reader of a worker's adapters.
+
+    Args:
+        setup: the worker's setup.
+        ops: operations that pack weights.
+        adapters: the live adapters of the model.
+        report: callback for the result of each read, on any thread.
+    """
+
+    def __init__(
+        self,
+        setup: WorkerSetup,
+        ops: Ops,
+        adapters: Adapters,
+        report: Callable[[AdapterLoaded], object],
+    ) -> None:
+        self._setup, self._ops, self._adapters, self._report = setup, ops, adapters, report
+        self._model = AdaptableModel(setup.part, adapters.layers)
+        self._thread = ThreadPoolExecutor(1, "octavo-adapters")
+        self._read: queue.SimpleQueue[tuple[int, _Weights]] = queue.SimpleQueue()
+
+    def begin_step(self, changes: Sequence[AdapterChange]) -> None:
+        """Put the adapters that were read into their slots, then begin the changes.
+
+        No step may run meanwhile.
+        """
+        while not self._read.empty():
+            self._adapters.set(*self._read.get())
+        for change in changes:
+            if change.adapter is None:
+                self._adapters.clear(change.slot)
+            else:
+                self._thread.submit(self._load, change.slot, change.adapter)
+
+    def _load(self, slot: int, adapter: AdapterRef) -> None:
+        try:
+            self._read.put((slot, self._pack(adapter)))
+        except OctavoError as error:
+            self._report(AdapterLoaded(slot, str(error), type(error).__name__))
+        except Exception as error:  # such as a MemoryError; other adapters are not affected
+            logger.exception("the adapter %s could not be read", adapter.path)
+            message = f"The adapter {adapter.name!r} could not be read: {error!r}"
+            self._report(AdapterLoaded(slot, message))
+        else:
+            self._report(AdapterLoaded(slot))
+
+    def _pack(self, adapter: AdapterRef) -> _Weights:
+        """Read an adapter; return its packed weights by linear layer.
+
+        Raises:
+            AdapterError: the files cannot be used, or have changed since they were checked.
+        """
+        setup, layers = self._setup, self._adapters.layers
+        loaded = open_adapter(
+            Path(adapter.path),
+            self._model,
+            dtype=setup.dtype,
+            max_lora_rank=setup.config.lora.max_lora_rank,
+        ).read()
+        if loaded.content_hash != adapter.content_hash:
+            raise AdapterError(
+                f"The files of the adapter {adapter.name!r} in {adapter.path} have changed since "
+                "it was loaded; load it again."
+            )
+        places = [
+            (layer, _module_of(layers[layer], one), one)
+            for layer, slices in loaded.slices.items()
+            for one in slices
+        ]
+        sizes = [
+            layers[layer].weight_nbytes(module, one.a.shape[0], setup.dtype)
+            for layer, module, one in places
+        ]
+        memory = map_memory(sum(sizes))
+        weights: _Weights = {
+            layer: [None] * (len(layers[layer].bounds) - 1) for layer in loaded.slices
+        }
+        begin = 0
+        for (layer, module, one), size in zip(places, sizes, strict=True):
+            (rank, inputs), outputs = one.a.shape, one.b.shape[0]
+            end = begin + lora_nbytes(rank, outputs, inputs, setup.dtype)
+            out = self._ops.to_device(memory[begin:end])
+            packed = self._ops.pack_lora(one.a, one.b, one.scale, setup.dtype, out)
+            weights[layer][module] = packed
+            begin += size
+        return weights
+
+    def shutdown(self) -> None:
+        """End the thread, after the adapter that it reads."""
+        self._thread.shutdown(cancel_futures=True)
+
+
+def _module_of(table: LoraTable, one: Slice) -> int:
+    """Return the index of the module whose outputs a slice changes."""
+    module: int = table.bounds.tolist().index(one.begin)
+    assert table.bounds[module + 1] == one.end
+    return module

@@ -1,0 +1,59 @@
+"""Adapters with random numbers, as PEFT and llama.cpp write them."""
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors.torch import save_file
+from torch import Tensor
+
+from octavo.models.adapters import AdaptableModel, LoadedAdapter
+
+PREFIX = "base_model.model."
+
+
+def make_factors(
+    model: AdaptableModel,
+    modules: Iterable[str] | None = None,
+    rank: int = 4,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+) -> dict[str, Tensor]:
+    """Return random factors of some modules of a model, or of all, with PEFT's names."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for name in model.modules if modules is None else modules:
+        module = model.modules[name]
+        a = torch.randn(rank, module.inputs, generator=generator)
+        b = torch.randn(module.outputs, rank, generator=generator)
+        tensors[f"{PREFIX}{name}.lora_A.weight"] = (a / module.inputs**0.5).to(dtype)
+        tensors[f"{PREFIX}{name}.lora_B.weight"] = (b / rank**0.5).to(dtype)
+    return tensors
+
+
+def write_adapter(folder: Path, tensors: Mapping[str, Tensor], **fields: Any) -> Path:
+    """Write an adapter's folder; `fields` are those of adapter_config.json."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "base_model_name_or_path": "org/base"}
+    (folder / "adapter_config.json").write_text(json.dumps(config | fields))
+    save_file(dict(tensors), folder / "adapter_model.safetensors")
+    return folder
+
+
+def deltas(loaded: LoadedAdapter, shapes: Mapping[str, tuple[int, int]]) -> dict[str, Any]:
+    """Return the changes of the weights of linear layers, in float64.
+
+    Args:
+        loaded: the adapter.
+        shapes: shape of the weight of each layer.
+    """
+    found: dict[str, NDArray[np.float64]] = {name: np.zeros(it) for name, it in shapes.items()}
+    for name, slices in loaded.slices.items():
+        for it in slices:
+            b, a = (np.asarray(x.numpy(), np.float64) for x in (it.b, it.a))
+            found[name][it.begin : it.end] += it.scale * (b @ a)
+    return found

@@ -1,0 +1,309 @@
+"""Folders of adapters: kinds that are refused by name, and damaged or hostile files."""
+
+import contextlib
+import importlib.util
+import json
+import os
+import re
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from octavo.checkpoints.adapter import PeftFolder
+from octavo.errors import AdapterError
+from octavo.models.adapters import open_adapter_file
+from tests.adapters import PREFIX, write_adapter
+
+Q = "model.layers.0.self_attn.q_proj"
+FACTORS = {
+    f"{PREFIX}{Q}.lora_A.weight": torch.ones(4, 32),
+    f"{PREFIX}{Q}.lora_B.weight": torch.ones(32, 4),
+}
+WEIGHTS = "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_adapter(tmp_path / "a", FACTORS)
+
+
+def refusal(path: Path, root: Path | None = None) -> str:
+    with pytest.raises(AdapterError) as caught:
+        open_adapter_file(path, root)
+    message = str(caught.value)
+    assert len(message) < 1000
+    assert str(path.name) in message
+    return message
+
+
+def test_an_adapter(folder: Path) -> None:
+    file = open_adapter_file(folder)
+    assert (file.kind, file.base, file.file.name) == ("LoRA", "org/base", WEIGHTS)
+    assert list(file.factors) == [Q]
+    assert file.factors[Q].rank == 4
+    assert file.scale(Q) == 2.0
+
+
+def test_a_file_of_torch(folder: Path) -> None:
+    """It is read without pickle; a transposed tensor is a view."""
+    tensors = dict(FACTORS)
+    tensors[f"{PREFIX}{Q}.lora_A.weight"] = torch.arange(128.0).view(32, 4).T
+    (folder / WEIGHTS).unlink()
+    torch.save(tensors, folder / "adapter_model.bin")
+    from octavo.checkpoints.adapter import AdapterData
+
+    file = open_adapter_file(folder)
+    assert file.file.name == "adapter_model.bin"
+    with AdapterData(file) as data:
+        a = data.read(file.factors[Q].a)
+    assert (a == tensors[f"{PREFIX}{Q}.lora_A.weight"].numpy()).all()
+    torch.save({"x": print}, folder / "adapter_model.bin")
+    assert "cannot be read" in refusal(folder)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("peft_type", "IA3", "peft_type=IA3 is not supported; supported: LORA"),
+        ("peft_type", ["LORA"], "is not supported; supported: LORA"),
+        ("use_dora", True, "use_dora is set: DoRA is not supported"),
+        ("lora_bias", True, "LoRA with a bias of B is not supported"),
+        ("bias", "all", "bias=all: LoRA with trained biases is not supported"),
+        ("modules_to_save", ["lm_head"], "LoRA with trained modules is not supported"),
+        ("trainable_token_indices", [1, 2], "LoRA with trained tokens is not supported"),
+        ("target_parameters", ["experts.up_proj"], "weights of experts is not supported"),
+        ("layer_replication", [[0, 4], [2, 5]], "repeated layers is not supported"),
+        ("alora_invocation_tokens", [5, 6], "aLoRA"),
+        ("use_qalora", True, "QA-LoRA is not supported"),
+        ("init_lora_weights", "pissa_niter_16", "path_initial_model_for_weight_conversion"),
+        ("init_lora_weights", "olora", "init_lora_weights=olora: the adapter belongs to a base"),
+        ("r", 0, "r=0 is not supported; it must be a whole number >= 1"),
+        ("r", None, "the field r is missing"),
+        ("r", True, "r=True is not supported"),
+        ("lora_alpha", "16", "lora_alpha='16' is not supported; it must be a finite number"),
+        ("lora_alpha", 10**400, "it must be a finite number"),
+        ("lora_alpha", None, "the field lora_alpha is missing"),
+        ("use_rslora", "yes", "it must be true or false"),
+        ("rank_pattern", [1], "it must be an object"),
+        ("rank_pattern", {"q_proj": 1.5}, "q_proj=1.5 is not supported"),
+        ("alpha_pattern", {"q_proj": float("nan")}, "q_proj=nan is not supported"),
+        ("alpha_pattern", {"(": 1}, "'(' is not a regular expression"),
+        ("alpha_pattern", {"(a+)+b": 1}, "'(a+)+b' is not a regular expression that Octavo"),
+        ("alpha_pattern", {"a?" * 600: 1}, "it has more than 1000 characters"),
+        ("rank_pattern", {f"a{i}|b": 1 for i in range(65)}, "more than 64 keys are regular"),
+    ],
+)
+def test_configs_that_are_refused(field: str, value: Any, message: str, folder: Path) -> None:
+    write_adapter(folder, FACTORS, **{field: value})
+    assert message in refusal(folder)
+
+
+def test_a_scale_beyond_float32(folder: Path) -> None:
+    write_adapter(folder, FACTORS, lora_alpha=1e300)
+    with pytest.raises(AdapterError, match="too large; lower alpha"):
+        open_adapter_file(folder).scale(Q)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (f"{Q}.lora_magnitude_vector", "DoRA is not supported"),
+        (f"{Q}.lora_magnitude_vector.default.weight", "DoRA is not supported"),
+        (f"{Q}.lora_B.bias", "LoRA with a bias of B is not supported"),
+        ("model.embed_tokens.lora_embedding_A", "LoRA of the embedding is not supported"),
+        ("lm_head.weight", "LoRA with trained modules"),
+        ("model.embed_tokens.modules_to_save.default.weight", "LoRA with trained modules"),
+        ("\x1b[31m" * 500, "LoRA with trained modules"),
+        ("", "LoRA with trained modules"),
+    ],
+)
+def test_tensors_that_are_refused(name: str, message: str, folder: Path) -> None:
+    write_adapter(folder, FACTORS | {f"{PREFIX}{name}": torch.ones(4)})
+    assert message in refusal(folder)
+
+
+A, B = FACTORS
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ({}, "has no tensors"),
+        ({A: FACTORS[A]}, f"only one of the two factors (A, B) of {Q}"),
+        (FACTORS | {A: torch.ones(5, 32)}, "A [5, 32] and B [32, 4]"),
+        (FACTORS | {A: torch.ones(4)}, "are not [rank, inputs] and [outputs, rank]"),
+        (FACTORS | {A: torch.ones(0, 32), B: torch.ones(32, 0)}, "A [0, 32]"),
+        (FACTORS | {B: torch.ones(32, 4, dtype=torch.int8)}, "has type int8; supported: float64"),
+        (FACTORS | {A.replace("lora_A.", "lora_A.x."): torch.ones(4, 32)}, "twice"),
+    ],
+)
+def test_factors_that_are_wrong(
+    tensors: dict[str, torch.Tensor], message: str, folder: Path
+) -> None:
+    write_adapter(folder, tensors)
+    assert message in refusal(folder)
+
+
+def header(text: str | bytes, data: bytes = bytes(1024), length: int | None = None) -> bytes:
+    raw = text.encode() if isinstance(text, str) else text
+    return struct.pack("<Q", len(raw) if length is None else length) + raw + data
+
+
+def entry(name: str, dtype: str, shape: list[int], begin: int, end: int) -> str:
+    described = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+    return f"{json.dumps(name)}:{json.dumps(described)}"
+
+
+TWO = (entry(A, "F32", [4, 32], 0, 512), entry(B, "F32", [32, 4], 512, 1024))
+HOSTILE = {
+    "no bytes": b"",
+    "few bytes": b"\x01\x02",
+    "header of 10 GB": header("{}", length=10 * 2**30),
+    "header beyond the file": header("{}", b"", 4096),
+    "negative length": b"\xff" * 8 + b"{}",
+    "no JSON": header("not JSON"),
+    "a list": header("[]"),
+    "not UTF-8": header(b'{"\xff\xfe":{}}'),
+    "deep": header("[" * 100_000 + "]" * 100_000),
+    "deep objects": header('{"a":' * 100_000 + "1" + "}" * 100_000),
+    "overlap": header("{" + TWO[0] + "," + entry(B, "F32", [32, 4], 256, 768) + "}"),
+    "same place": header("{" + TWO[0] + "," + entry(B, "F32", [32, 4], 0, 512) + "}"),
+    "beyond the end": header("{" + TWO[0] + "," + entry(B, "F32", [32, 4], 2**40, 2**41) + "}"),
+    "negative offset": header("{" + entry(A, "F32", [4, 32], -512, 0) + "}"),
+    "reversed": header("{" + entry(A, "F32", [4, 32], 512, 0) + "}"),
+    "too small a place": header("{" + TWO[0] + "," + entry(B, "F32", [32, 4], 512, 900) + "}"),
+    "sizes that overflow": header("{" + entry(A, "F32", [2**33, 2**33], 0, 1024) + "}"),
+    "negative size": header("{" + entry(A, "F32", [-4, -32], 0, 512) + "}"),
+    "size of text": header('{"a":{"dtype":"F32","shape":["4"],"data_offsets":[0,16]}}'),
+    "unknown type": header("{" + entry(A, "F3", [4, 32], 0, 512) + "}"),
+    "no type": header('{"a":{"shape":[4],"data_offsets":[0,16]}}'),
+    "a number": header('{"a":1}'),
+    "one key twice": header("{" + TWO[0] + "," + TWO[0] + "}", bytes(1024)),
+    "cut off": header("{" + ",".join(TWO) + "}", bytes(1000)),
+    "more bytes": header("{" + ",".join(TWO) + "}", bytes(2000)),
+    "Git-LFS": b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n",
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_hostile_weights(case: str, folder: Path) -> None:
+    (folder / WEIGHTS).write_bytes(HOSTILE[case])
+    assert "download" in refusal(folder)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", "null", "1", '"LORA"', "{", '{"r": 1' + "0" * 5000 + "}", '{"a":' * 100_000, "\xff"],
+)
+def test_hostile_configs(text: str, folder: Path) -> None:
+    (folder / CONFIG).write_text(text, "latin-1")
+    refusal(folder)
+
+
+def test_a_config_that_is_too_large(folder: Path) -> None:
+    with (folder / CONFIG).open("wb") as stream:
+        stream.truncate(2**35)
+    assert "more than" in refusal(folder)
+
+
+@settings(
+    deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(data=st.data())
+def test_damaged_files_raise_adapter_errors(data: st.DataObject, folder: Path) -> None:
+    """A changed or cut-off file is read, or refused with the one error."""
+    write_adapter(folder, FACTORS)
+    name = data.draw(st.sampled_from([CONFIG, WEIGHTS]))
+    contents = bytearray((folder / name).read_bytes())
+    for _ in range(data.draw(st.integers(1, 4))):
+        contents[data.draw(st.integers(0, min(len(contents) - 1, 400)))] = data.draw(
+            st.integers(0, 255)
+        )
+    if data.draw(st.booleans()):
+        del contents[data.draw(st.integers(0, len(contents))) :]
+    (folder / name).write_bytes(contents)
+    with contextlib.suppress(AdapterError):
+        assert open_adapter_file(folder).factors
+
+
+def test_places(folder: Path, tmp_path: Path) -> None:
+    """With a root, neither paths nor links lead elsewhere; without one, they may."""
+    assert open_adapter_file(folder, tmp_path).base == "org/base"
+    other = tmp_path / "other"
+    other.mkdir()
+    assert f"is outside of {other} (lora_root)" in refusal(folder, other)
+    assert "is outside of" in refusal(other / ".." / "a", other)
+    (other / "link").symlink_to(folder)
+    assert open_adapter_file(other / "link").base == "org/base"
+    assert "is outside of" in refusal(other / "link", other)
+    inner = other / "inner"
+    inner.mkdir()
+    (inner / CONFIG).write_bytes((folder / CONFIG).read_bytes())
+    (inner / WEIGHTS).symlink_to(folder / WEIGHTS)
+    assert open_adapter_file(inner).base == "org/base"
+    assert f"{WEIGHTS} is outside of" in refusal(inner, other)
+    assert open_adapter_file(other / "link", tmp_path).base == "org/base"
+
+
+def test_folders_that_are_no_adapters(folder: Path, tmp_path: Path) -> None:
+    assert "There is no adapter" in refusal(tmp_path / "none")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert f"has no {CONFIG}" in refusal(empty)
+    (folder / WEIGHTS).unlink()
+    assert f"has no {WEIGHTS}" in refusal(folder)
+    os.mkfifo(folder / WEIGHTS)
+    assert "is not a regular file" in refusal(folder)
+    (folder / WEIGHTS).unlink()
+    (folder / WEIGHTS).symlink_to(folder / WEIGHTS)
+    refusal(folder)
+    text = tmp_path / "text.gguf"
+    text.write_text("text")
+    assert "not a GGUF file" in refusal(text)
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("peft") is None,
+    reason="peft is not installed: pip install --no-deps peft accelerate",
+)
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    keys=st.lists(
+        st.lists(
+            st.sampled_from(
+                ["q_proj", "proj", "self_attn", "layers", "0", "1", r"\d", ".*", "(0|1)", "^model"]
+            ),
+            min_size=1,
+            max_size=4,
+        ).map(".".join),
+        max_size=5,
+        unique=True,
+    )
+)
+def test_patterns_find_what_peft_finds(keys: list[str], folder: Path) -> None:
+    from peft.utils.other import get_pattern_key
+
+    alphas = {key: index + 1.0 for index, key in enumerate(keys)}
+    modules = [f"model.layers.{i}.self_attn.{x}" for i in (0, 1, 10) for x in ("q_proj", "k_proj")]
+    tensors = {}
+    for module in modules:
+        tensors |= {name.replace(Q, module): tensor.clone() for name, tensor in FACTORS.items()}
+    write_adapter(folder, tensors, alpha_pattern=alphas, lora_alpha=400)
+    file = open_adapter_file(folder)
+    for module in modules:
+        expected = alphas.get(get_pattern_key(list(alphas), module), 400)
+        assert file.scale(module) == expected / 4
+
+
+def test_errors_are_found_by_their_code(folder: Path) -> None:
+    write_adapter(folder, FACTORS, use_dora=True)
+    with pytest.raises(AdapterError) as caught:
+        PeftFolder(folder)
+    assert (caught.value.status, caught.value.code) == (400, "invalid_adapter")
+    assert re.search("Train without it, or merge it into the model", caught.value.message)

@@ -1,0 +1,419 @@
+"""Adapters: their slices of linear layers change the weights as PEFT does."""
+
+import importlib.util
+import os
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from octavo.checkpoints.registry import open_checkpoint
+from octavo.errors import AdapterError
+from octavo.models.adapters import (
+    AdaptableModel,
+    Adapter,
+    LoadedAdapter,
+    open_adapter,
+    open_adapter_file,
+)
+from octavo.models.forms import without_forms
+from octavo.models.loader import read_parts
+from octavo.models.spec import ModelSpec
+from octavo.system.distributed import Rank
+from octavo.system.tensor import numpy_dtype
+from tests.adapters import PREFIX, deltas, make_factors, write_adapter
+from tests.models.harness import make_hf, save_config, spec_of
+from tests.models.test_parity import CASES, TEXT_PARTS
+
+needs_peft = pytest.mark.skipif(
+    importlib.util.find_spec("peft") is None,
+    reason="peft is not installed: pip install --no-deps peft accelerate",
+)
+LLAMA: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+Q, K, V = (
+    f"model.layers.{layer}.self_attn.{name}_proj" for layer, name in ((0, "q"), (0, "k"), (1, "v"))
+)
+RANKS = (Rank(), Rank(0, 2), Rank(1, 2), Rank(1, 2, reduces=True))
+
+# A case for each layout of a checkpoint: rows, Conv1D, groups of heads, parts of heads, halves,
+# fused projections, norms over all heads, latents, several streams, linear attention, experts.
+LAYOUTS = ("llama", "llama-mqa-tied-bias", "gpt2", "bloom", "falcon-7b", "falcon-40b", "codegen")
+LAYOUTS += ("phi3", "glm", "gpt-neox", "mpt", "olmo2", "gemma3n", "gemma4", "qwen3.5", "opt-350m")
+LAYOUTS += ("olmo-hybrid", "lfm2", "gpt-oss", "qwen2-moe", "llama4")
+
+
+def linear_weights(folder: Path, spec: ModelSpec) -> dict[str, NDArray[np.float64]]:
+    """Return the weights of all linear layers, as they are before they are packed."""
+    spec, found = without_forms(spec), {}
+    tensors = open_checkpoint(folder).open(spec.expected)
+    for weight in spec.weights():
+        if weight.kind == "linear":
+            parts = [
+                np.asarray(part.numpy(), np.float64) for (part,) in read_parts(weight, tensors)[0]
+            ]
+            found[weight.name.removesuffix("weight")] = np.concatenate(parts)
+    return found
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> AdaptableModel:
+    return AdaptableModel(save_config(tmp_path / "base", "LlamaForCausalLM", LLAMA))
+
+
+def load(folder: Path, model: AdaptableModel, **kwargs: Any) -> LoadedAdapter:
+    hashed = kwargs.pop("hashed", True)
+    options = {"dtype": "float32", "max_lora_rank": 16} | kwargs
+    return open_adapter(folder, model, **options).read(hashed=hashed)
+
+
+@needs_peft
+@pytest.mark.parametrize("case", LAYOUTS)
+def test_slices_change_the_weights_as_peft_does(case: str, tmp_path: Path) -> None:
+    """For whole models, and for parts of ranks that are split by outputs or by inputs."""
+    from peft import LoraConfig, get_peft_model
+
+    architecture, config = CASES[case]
+    hf = make_hf(architecture, **config)
+    hf.save_pretrained(tmp_path / "base")
+    names = [
+        name
+        for name, module in hf.named_modules()
+        if type(module).__name__ in ("Linear", "Conv1D") and ".experts." not in name
+    ]
+    wanted = LoraConfig(
+        r=4,
+        lora_alpha=7,
+        target_modules=names,
+        init_lora_weights=False,
+        rank_pattern={r"\w+\.0\..*": 3},
+        alpha_pattern={"^" + names[-1]: 5},
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # fan_in_fan_out is set by PEFT itself
+        torch.manual_seed(1)
+        adapted = get_peft_model(hf, wanted)
+        adapted.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
+        adapted.merge_and_unload().save_pretrained(tmp_path / "merged")
+    for rank in RANKS:
+        spec = spec_of(tmp_path / "base").split(rank)
+        before, after = (linear_weights(tmp_path / name, spec) for name in ("base", "merged"))
+        loaded = load(tmp_path / "adapter", AdaptableModel(spec))
+        assert loaded.slices.keys() <= before.keys()
+        changes = deltas(loaded, {name: weight.shape for name, weight in before.items()})
+        for name, change in changes.items():
+            assert np.abs(after[name] - before[name] - change).max() < 1e-5, name
+        assert any(np.abs(change).max() > 0.1 for change in changes.values())
+
+
+def slices_of(name: str, loaded: LoadedAdapter) -> list[tuple[int, int, float]]:
+    return [(it.begin, it.end, it.scale) for it in loaded.slices[name]]
+
+
+def test_modules_of_a_fused_layer_are_its_slices(model: AdaptableModel, tmp_path: Path) -> None:
+    """Each has its own A; queries are 32 outputs, keys and values 16 each."""
+    tensors = make_factors(model, [Q, K])
+    loaded = load(write_adapter(tmp_path / "a", tensors), model)
+    assert list(loaded.slices) == ["layers.0.qkv_proj."]
+    assert slices_of("layers.0.qkv_proj.", loaded) == [(0, 32, 2.0), (32, 48, 2.0)]
+    first, second = loaded.slices["layers.0.qkv_proj."]
+    for it, name in ((first, Q), (second, K)):
+        assert np.array_equal(it.a.numpy(), tensors[f"{PREFIX}{name}.lora_A.weight"].numpy())
+        assert np.array_equal(it.b.numpy(), tensors[f"{PREFIX}{name}.lora_B.weight"].numpy())
+
+
+def test_sizes_are_known_before_the_numbers_are_read(model: AdaptableModel, tmp_path: Path) -> None:
+    folder = write_adapter(tmp_path / "a", make_factors(model, [Q, V]))
+    adapter = open_adapter(folder, model, dtype="float32", max_lora_rank=4)
+    assert [(it.layer, it.begin, it.end, it.inputs, rank) for it, rank in adapter.slices] == [
+        ("layers.0.qkv_proj.", 0, 32, 32, 4),
+        ("layers.1.qkv_proj.", 48, 64, 32, 4),
+    ]
+    all_slices = {(it.layer, it.begin, it.end, it.inputs) for it in model.slices}
+    assert ("layers.1.down_proj.", 0, 32, 48) in all_slices
+    assert len(all_slices) == 2 * 7 + 1
+    assert adapter.base == "org/base"
+
+
+NAMES = {
+    "without the prefix": lambda name: name.removeprefix(PREFIX),
+    "of the model without LM head": lambda name: name.replace("model.model.", "model."),
+    "with the adapter's name": lambda name: name.replace(".weight", ".default.weight"),
+    "FSDP": lambda name: name.replace("layers.", "layers._fsdp_wrapped_module."),
+    "compiled": lambda name: f"_orig_mod.{name}",
+    "checkpointed": lambda name: name.replace(
+        "self_attn.", "_checkpoint_wrapped_module.self_attn."
+    ),
+}
+
+
+@pytest.mark.parametrize("form", NAMES)
+def test_names_of_other_tools(form: str, model: AdaptableModel, tmp_path: Path) -> None:
+    """The adapter is the same one, and so is its hash."""
+    tensors = make_factors(model, [Q, V])
+    expected = load(write_adapter(tmp_path / "a", tensors), model)
+    renamed = {NAMES[form](name): tensor for name, tensor in tensors.items()}
+    assert renamed.keys().isdisjoint(tensors)
+    found = load(write_adapter(tmp_path / "b", renamed), model)
+    assert found.content_hash == expected.content_hash
+    assert found.slices.keys() == expected.slices.keys()
+
+
+def test_names_of_newer_transformers(tmp_path: Path) -> None:
+    config = CASES["gpt-neox"][1]
+    model = AdaptableModel(save_config(tmp_path / "base", "GPTNeoXForCausalLM", config))
+    tensors = make_factors(model, ["embed_out"])
+    renamed = {name.replace("embed_out", "lm_head"): it for name, it in tensors.items()}
+    assert list(load(write_adapter(tmp_path / "a", renamed), model).slices) == ["lm_head."]
+
+
+def test_the_adapter_of_a_tied_lm_head_changes_the_head_only(tmp_path: Path) -> None:
+    config = LLAMA | {"tie_word_embeddings": True}
+    model = AdaptableModel(save_config(tmp_path / "base", "LlamaForCausalLM", config))
+    folder = write_adapter(tmp_path / "a", make_factors(model, ["lm_head"]))
+    assert list(load(folder, model).slices) == ["lm_head."]
+    tensors = {f"{PREFIX}model.embed_tokens.lora_{x}.weight": torch.ones(4, 4) for x in "AB"}
+    with pytest.raises(AdapterError, match="embed_tokens: LoRA of embeddings, norms"):
+        load(write_adapter(tmp_path / "b", tensors), model)
+
+
+def test_the_hash_covers_numbers_and_scales(model: AdaptableModel, tmp_path: Path) -> None:
+    tensors = make_factors(model, [Q, V])
+
+    def hash_of(**fields: Any) -> str:
+        return load(write_adapter(tmp_path / "a", tensors, **fields), model).content_hash
+
+    first = hash_of()
+    assert hash_of(base_model_name_or_path="other", target_modules=["x"]) == first
+    assert hash_of(alpha_pattern={"q_proj": 8}) == first
+    assert hash_of(lora_alpha=9) != first
+    assert hash_of(alpha_pattern={"v_proj": 9}) != first
+    assert hash_of(use_rslora=True) != first
+    tensors[f"{PREFIX}{Q}.lora_B.weight"][5, 3] += 1e-6
+    assert hash_of() != first
+    assert load(tmp_path / "a", model, max_lora_rank=4, hashed=False).content_hash is None
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("stored", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_types_of_files_and_models(
+    stored: torch.dtype, dtype: str, model: AdaptableModel, tmp_path: Path
+) -> None:
+    tensors = make_factors(model, [Q], dtype=stored)
+    loaded = load(write_adapter(tmp_path / "a", tensors), model, dtype=dtype)
+    (it,) = loaded.slices["layers.0.qkv_proj."]
+    found = it.b.numpy().astype(numpy_dtype(dtype)).astype(np.float64)
+    exact = tensors[f"{PREFIX}{Q}.lora_B.weight"].double()
+    assert np.array_equal(found, exact.to(getattr(torch, dtype)).double().numpy())
+
+
+@pytest.mark.parametrize(
+    ("number", "stored", "dtype"),
+    [
+        (torch.nan, torch.float32, "float32"),
+        (-torch.nan, torch.bfloat16, "float32"),
+        (torch.inf, torch.float16, "float32"),
+        (-torch.inf, torch.float64, "float32"),
+        (-65520.0, torch.float32, "float16"),
+        (1e39, torch.float64, "bfloat16"),
+    ],
+)
+@pytest.mark.parametrize("factor", "AB")
+def test_numbers_that_are_not_finite(
+    factor: str,
+    number: float,
+    stored: torch.dtype,
+    dtype: str,
+    model: AdaptableModel,
+    tmp_path: Path,
+) -> None:
+    tensors = make_factors(model, [V, Q], dtype=stored)
+    tensors[f"{PREFIX}{V}.lora_{factor}.weight"][1, 2] = number
+    folder = write_adapter(tmp_path / "a", tensors)
+    with pytest.raises(AdapterError, match=f"{factor} of {V} has numbers that are NaN or infinite"):
+        load(folder, model, dtype=dtype)
+
+
+def test_the_largest_numbers_are_finite(model: AdaptableModel, tmp_path: Path) -> None:
+    tensors = make_factors(model, [Q])
+    tensors[f"{PREFIX}{Q}.lora_A.weight"][0, 0] = -65519.0
+    load(write_adapter(tmp_path / "a", tensors), model, dtype="float16")
+
+
+def test_adapters_of_other_models(model: AdaptableModel, tmp_path: Path) -> None:
+    config = LLAMA | {"hidden_size": 64, "num_hidden_layers": 3}
+    larger = AdaptableModel(save_config(tmp_path / "larger", "LlamaForCausalLM", config))
+    folder = write_adapter(tmp_path / "a", make_factors(larger, [Q]))
+    with pytest.raises(
+        AdapterError, match=r"weight \[64, 64\], and that of the model is \[32, 32\]"
+    ):
+        load(folder, model)
+    names = [f"model.layers.{i}.self_attn.{x}_proj" for i in (0, 2) for x in "qk"]
+    folder = write_adapter(tmp_path / "b", make_factors(larger, names))
+    with pytest.raises(AdapterError) as caught:
+        load(folder, model)
+    assert "2 modules that LlamaForCausalLM does not have: model.layers.2." in str(caught.value)
+    assert "It was trained for org/base." in str(caught.value)
+    tensors = make_factors(model, [Q])
+    far = {name.replace("layers.0", "layers.99"): tensor for name, tensor in tensors.items()}
+    with pytest.raises(AdapterError, match=r"does not have: model.layers.99.self_attn.q_proj\."):
+        load(write_adapter(tmp_path / "c", far), model)
+
+
+def test_ranks(model: AdaptableModel, tmp_path: Path) -> None:
+    folder = write_adapter(tmp_path / "a", make_factors(model, [Q], 16), r=16)
+    load(folder, model, max_lora_rank=16)
+    with pytest.raises(AdapterError, match="q_proj has rank 16, and max_lora_rank=8; raise"):
+        load(folder, model, max_lora_rank=8)
+    write_adapter(tmp_path / "a", make_factors(model, [Q], 16), r=8)
+    with pytest.raises(AdapterError, match=r"rank 16, and adapter_config.json says 8"):
+        load(folder, model)
+    tensors = make_factors(model, [Q], 2) | make_factors(model, [V], 8)
+    write_adapter(tmp_path / "a", tensors, r=8, rank_pattern={"layers.0.self_attn.q_proj": 2})
+    assert slices_of("layers.0.qkv_proj.", load(folder, model)) == [(0, 32, 4.0)]
+    assert slices_of("layers.1.qkv_proj.", load(folder, model)) == [(48, 64, 1.0)]
+
+
+def test_rslora(model: AdaptableModel, tmp_path: Path) -> None:
+    folder = write_adapter(tmp_path / "a", make_factors(model, [Q]), use_rslora=True, lora_alpha=3)
+    assert slices_of("layers.0.qkv_proj.", load(folder, model)) == [(0, 32, 1.5)]
+    assert open_adapter_file(folder).kind == "rsLoRA"
+
+
+def test_experts_are_refused_and_shared_ones_are_not(tmp_path: Path) -> None:
+    architecture, config = CASES["qwen2-moe"]
+    model = AdaptableModel(save_config(tmp_path / "base", architecture, config))
+    shared = next(name for name in model.modules if "shared_expert.up_proj" in name)
+    assert load(write_adapter(tmp_path / "a", make_factors(model, [shared])), model).slices
+    expert = next(name for name in model.others if ".experts.3." in name)
+    tensors = {f"{PREFIX}{expert}.lora_{x}.weight": torch.ones(4, 4) for x in "AB"}
+    with pytest.raises(AdapterError, match=r"experts.3.* LoRA of experts is not supported"):
+        load(write_adapter(tmp_path / "b", tensors), model)
+
+
+def test_layers_that_are_not_adaptable(tmp_path: Path) -> None:
+    spec = save_config(tmp_path / "base", "LlamaForCausalLM", LLAMA)
+    whole = AdaptableModel(spec)
+    model = AdaptableModel(spec, {it.layer for it in whole.slices} - {"lm_head."})
+    assert load(write_adapter(tmp_path / "a", make_factors(whole, [Q])), model).slices
+    with pytest.raises(AdapterError, match="lm_head: LoRA of these layers is not supported"):
+        load(write_adapter(tmp_path / "b", make_factors(whole, [Q, "lm_head"])), model)
+
+
+def test_stages_have_their_own_slices_and_one_hash(tmp_path: Path) -> None:
+    spec = save_config(tmp_path / "base", "LlamaForCausalLM", LLAMA)
+    whole = AdaptableModel(spec)
+    folder = write_adapter(tmp_path / "a", make_factors(whole))
+    stages = [load(folder, AdaptableModel(spec.stage(i, i + 1))) for i in range(2)]
+    expected = load(folder, whole)
+    assert {stage.content_hash for stage in stages} == {expected.content_hash}
+    layers = [len([name for name in it.slices if name.startswith("layers.0.")]) for it in stages]
+    assert layers == [4, 4]
+    assert "lm_head." in stages[1].slices
+    assert "lm_head." not in stages[0].slices
+    far = {
+        name.replace("layers.1", "layers.7"): it for name, it in make_factors(whole, [V]).items()
+    }
+    with pytest.raises(AdapterError, match=r"does not have: model.layers.7"):
+        load(write_adapter(tmp_path / "b", far), AdaptableModel(spec.stage(0, 1)))
+
+
+def test_changes_of_towers_are_left_out(tmp_path: Path) -> None:
+    architecture, config = TEXT_PARTS["qwen2.5-vl"]
+    model = AdaptableModel(save_config(tmp_path / "base", architecture, config))
+    text = next(name for name in model.modules if name.endswith("q_proj"))
+    tensors = make_factors(model, [text])
+    tower = {
+        f"{PREFIX}model.visual.blocks.0.attn.qkv.lora_{x}.weight": torch.ones(4, 4) for x in "AB"
+    }
+    assert len(load(write_adapter(tmp_path / "a", tensors | tower), model).slices) == 1
+    with pytest.raises(AdapterError, match=r"only changes parts of Qwen2_5_VL.* does not compute"):
+        load(write_adapter(tmp_path / "b", tower), model)
+
+
+def test_modules_that_are_named_twice(model: AdaptableModel, tmp_path: Path) -> None:
+    tensors = make_factors(model, [Q])
+    bare = {name.replace("model.model.", "model."): it.clone() for name, it in tensors.items()}
+    with pytest.raises(AdapterError, match="which are the same module"):
+        load(write_adapter(tmp_path / "a", tensors | bare), model)
+
+
+def test_a_file_that_changes_after_its_check(model: AdaptableModel, tmp_path: Path) -> None:
+    folder = write_adapter(tmp_path / "a", make_factors(model, [Q]))
+    file = folder / "adapter_model.safetensors"
+
+    def opened() -> Adapter:
+        return open_adapter(folder, model, dtype="float32", max_lora_rank=16)
+
+    adapter = opened()
+    assert adapter.identity == opened().identity
+    os.truncate(file, file.stat().st_size - 8)
+    with pytest.raises(AdapterError, match="has changed while it was read; load it again"):
+        adapter.read()
+    write_adapter(folder, make_factors(model, [Q]))
+    adapter = opened()
+    write_adapter(folder, make_factors(model, [Q], seed=1))
+    assert adapter.identity != opened().identity
+    with pytest.raises(AdapterError, match="has changed while it was read"):
+        adapter.read()
+    adapter = opened()
+    file.unlink()
+    with pytest.raises(AdapterError, match="cannot be read: No such file"):
+        adapter.read()
+
+
+@settings(
+    deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(data=st.data())
+def test_random_adapters(data: st.DataObject, model: AdaptableModel, tmp_path: Path) -> None:
+    """Any modules, ranks, alphas, patterns and types: the changes are scale * B A."""
+    names = data.draw(st.lists(st.sampled_from(sorted(model.modules)), min_size=1, unique=True))
+    ranks = st.integers(1, 6)
+    rank, alpha = data.draw(ranks), data.draw(st.floats(-64, 64))
+    keys = st.sampled_from(sorted({"q_proj", "mlp.up_proj", r".*\.1\.mlp\..*", *names}))
+    rank_pattern = data.draw(st.dictionaries(keys, ranks, max_size=3))
+    alpha_pattern = data.draw(st.dictionaries(keys, st.floats(0, 64), max_size=3))
+    stabilized = data.draw(st.booleans())
+
+    def first(pattern: dict[str, Any], name: str, default: Any) -> Any:
+        return next((v for k, v in pattern.items() if re.match(rf"(.*\.)?({k})$", name)), default)
+
+    tensors: dict[str, torch.Tensor] = {}
+    for index, name in enumerate(names):
+        tensors |= make_factors(model, [name], first(rank_pattern, name, rank), index)
+    folder = write_adapter(
+        tmp_path / "a",
+        tensors,
+        r=rank,
+        lora_alpha=alpha,
+        rank_pattern=rank_pattern,
+        alpha_pattern=alpha_pattern,
+        use_rslora=stabilized,
+    )
+    shapes: dict[str, list[int]] = {}
+    for it in model.slices:
+        shapes[it.layer] = [max(it.end, shapes.get(it.layer, [0])[0]), it.inputs]
+    expected = {layer: np.zeros(shape) for layer, shape in shapes.items()}
+    for name in names:
+        r = first(rank_pattern, name, rank)
+        scale = first(alpha_pattern, name, alpha) / (r**0.5 if stabilized else r)
+        a, b = (tensors[f"{PREFIX}{name}.lora_{x}.weight"].double().numpy() for x in "AB")
+        (use,) = model.modules[name].uses
+        expected[use.shape.layer][use.shape.begin : use.shape.end] += scale * (b @ a)
+    found = deltas(load(folder, model), {layer: (n, k) for layer, (n, k) in shapes.items()})
+    for layer, change in expected.items():
+        assert np.abs(found[layer] - change).max() < 1e-9 * (1 + np.abs(change).max())
