@@ -223,20 +223,19 @@ void pack_lora(const PackLoraArgs& a) {
       using T = decltype(t);
       const S* src = static_cast<const S*>(a.src);
       T* dst = static_cast<T*>(a.dst);
-      alignas(64) float column[kLoraPanel];
-      for (int64_t first = 0; first < a.rows; first += a.panel)
-        for (int64_t col = 0; col < a.cols; col++, dst += a.panel) {
-          for (int64_t i = 0; i < a.panel; i++) {
-            column[i] = 0;
-            if (first + i < a.rows) {
-              const S* number = src + (first + i) * a.src_stride + col;
-              if constexpr (std::is_same_v<S, float>)
-                column[i] = *number;
-              else
-                column[i] = load(number, 1)[0];
+      for (int64_t first = 0; first < a.rows; first += a.panel, dst += a.panel * a.cols)
+        for (int64_t col = 0; col < a.cols; col += W) {
+          const int64_t count = min<int64_t>(W, a.cols - col);
+          for (int64_t part = 0; part < a.panel; part += W) {
+            vu v[W] = {};
+            UNROLL for (int i = 0; i < W; i++) {
+              const int64_t row = first + part + i;
+              if (row < a.rows) v[i] = (vu)load(src + row * a.src_stride + col, int(count));
             }
+            transpose(v);
+            UNROLL for (int i = 0; i < W; i++)
+              if (i < count) store(dst + (col + i) * a.panel + part, (vf)v[i]);
           }
-          for_lanes(a.panel, [&](int64_t i, int n) { store(dst + i, load(column + i, n), n); });
         }
     });
   });
