@@ -298,6 +298,8 @@ class _Patterns:
 
     def find(self, module: str) -> Any:
         """Return the number of a module, or None."""
+        if not self._numbers:
+            return None
         begins = [0, *(dot.end() for dot in re.finditer(r"\.", module))]
         ends = [f"^{module}", *(module[begin:] for begin in begins)]
         found = [self._ends[end] for end in ends if end in self._ends]

@@ -75,9 +75,9 @@ def model(tmp_path: Path) -> AdaptableModel:
 
 
 def load(folder: Path, model: AdaptableModel, **kwargs: Any) -> LoadedAdapter:
-    hashed = kwargs.pop("hashed", True)
+    known = kwargs.pop("known", False)
     options = {"dtype": "float32", "max_lora_rank": 16} | kwargs
-    return open_adapter(folder, model, **options).read(hashed=hashed)
+    return open_adapter(folder, model, **options).read(known=known)
 
 
 @needs_peft
@@ -204,7 +204,7 @@ def test_the_hash_covers_numbers_and_scales(model: AdaptableModel, tmp_path: Pat
     assert hash_of(use_rslora=True) != first
     tensors[f"{PREFIX}{Q}.lora_B.weight"][5, 3] += 1e-6
     assert hash_of() != first
-    assert load(tmp_path / "a", model, max_lora_rank=4, hashed=False).content_hash is None
+    assert load(tmp_path / "a", model, known=True).content_hash is None
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
