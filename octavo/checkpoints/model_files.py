@@ -80,8 +80,8 @@ def _of_another_kind(folder: Path) -> ModelError | None:
     adapter = folder / "adapter_config.json"
     if adapter.exists():
         return ModelError(
-            f"{folder} is an adapter{_base_of(adapter)}, not a model; adapters are not supported. "
-            "Merge it with peft (merge_and_unload, then save_pretrained) and name that folder."
+            f"{folder} is an adapter{_base_of(adapter)}, not a model. Name the model, and add "
+            f"enable_lora and lora_modules NAME={folder}."
         )
     for file in sorted(folder.glob("*.gguf")):
         return ModelError(f"{folder} holds GGUF files; name one of them, such as {file}.")

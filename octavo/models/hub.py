@@ -1,4 +1,4 @@
-"""Folder of a model by its name: built in, local, or downloaded from the Hugging Face hub."""
+"""Folder of a model or an adapter by its name: built in, local, or downloaded from the hub."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from octavo.checkpoints.adapter import CONFIG, WEIGHTS
 from octavo.checkpoints.gguf.file import find_gguf
 from octavo.checkpoints.model_files import require_file
 from octavo.config import (
@@ -23,7 +24,7 @@ from octavo.config import (
     EngineConfig,
     hub_offline,
 )
-from octavo.errors import HubError, ModelError, reason_of
+from octavo.errors import AdapterError, HubError, ModelError, reason_of
 from octavo.models.hub_headers import fetch_headers
 
 _BUILTIN = {
@@ -126,6 +127,43 @@ def resolve_model(
     return files[0]
 
 
+def resolve_adapter(
+    name: str, *, revision: str | None = None, download_dir: str | None = None
+) -> Path:
+    """Return the folder of an adapter, or its GGUF file; download it if necessary.
+
+    A local path never causes network traffic. With HF_HUB_OFFLINE set, or without a network, an
+    earlier download is used.
+
+    Args:
+        name: a folder, a GGUF file, or a hub id such as org/name.
+        revision: branch, tag or commit on the hub.
+        download_dir: folder for downloads; default: the hub client's cache.
+
+    Raises:
+        AdapterError: there is no such folder or file, or the download fails.
+    """
+    path = Path(name).expanduser()
+    if path.exists():
+        return path
+    if path.suffix.lower() in _WEIGHT_FILES or _is_path(name):
+        raise AdapterError(
+            f"There is no adapter {name}; name its folder, its GGUF file, or a hub id (org/name)."
+        )
+    try:
+        folder = _download(name, revision, download_dir, [CONFIG, WEIGHTS[0]])
+        if not (folder / WEIGHTS[0]).exists():
+            folder = _download(name, revision, download_dir, [CONFIG, WEIGHTS[1]])
+    except HubError as error:
+        raise AdapterError(str(error)) from None
+    return folder
+
+
+def _is_path(name: str) -> bool:
+    """Return True for a name that is a path, and no hub id."""
+    return name.startswith((".", "/", "~", "\\")) or name.count("/") > 1
+
+
 def _find(folder: Path, patterns: list[str]) -> list[Path]:
     """Return the files of a folder that match one of the patterns, by name."""
     return sorted(file for pattern in patterns for file in folder.glob(pattern))
@@ -178,7 +216,7 @@ def local_folder(model: str) -> Path | None:
             f"The file {model} does not exist; name a GGUF file or the model's folder "
             "(config.json, safetensors, tokenizer)."
         )
-    if model.startswith((".", "/", "~", "\\")) or model.count("/") > 1:
+    if _is_path(model):
         raise ModelError(f"There is no folder {model}.")
     return None
 

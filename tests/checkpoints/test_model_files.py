@@ -25,8 +25,14 @@ CONFIG = "config.json"
     [
         ({}, r"is empty; name a folder with config\.json"),
         ({"notes.txt": ""}, r"has no config\.json: a model is a folder"),
-        ({"adapter_config.json": ADAPTER}, "is an adapter for org/base, not a model; .*Merge it"),
-        ({"adapter_config.json": "{"}, "is an adapter, not a model; .*Merge it"),
+        (
+            {"adapter_config.json": ADAPTER},
+            "is an adapter for org/base, not a model. Name the model, and add enable_lora",
+        ),
+        (
+            {"adapter_config.json": "{"},
+            "is an adapter, not a model. Name the model, and add enable_lora",
+        ),
         ({"a-Q4.gguf": "GGUF"}, r"a-Q4\.gguf is damaged at the version"),
         ({"a.gguf": "GGUF", "b.gguf": ""}, r"holds several GGUF models: a\.gguf, b\.gguf"),
         # The tokenizer is missing, too: the config is checked first.
