@@ -10,6 +10,7 @@ OCTAVO_BEGIN
 
 constexpr int64_t kLoraChunk = 512;  // inputs of a chunk
 constexpr int64_t kFewLoraRows = 32;  // number of rows up to which threads share the parts of a product
+constexpr int64_t kLoraAhead = 64;  // inputs whose rows of A are fetched ahead
 constexpr int kChains = W == 16 ? 4 : 2;
 constexpr int kShrinkRows = W == 16 ? 4 : 2;  // rows that share a load of A
 constexpr int kExpandRows = W == 16 ? 4 : 1;  // rows that share a load of B
@@ -22,6 +23,7 @@ INLINE void shrink(const float* x, const T* a, int64_t k, float* sums, int64_t s
   constexpr int V = kLoraLanes / W;
   vf acc[kChains][R][V] = {};
   const auto add = [&](int c, int64_t i) {
+    if (R == 1) __builtin_prefetch(a + (i + kLoraAhead) * kLoraLanes);
     UNROLL for (int v = 0; v < V; v++) {
       const vf w = load(a + i * kLoraLanes + v * W);
       UNROLL for (int r = 0; r < R; r++) acc[c][r][v] = fma(x[r * kLoraChunk + i], w, acc[c][r][v]);
@@ -46,11 +48,15 @@ INLINE void expand(const float* u, int64_t stride, const T* b, int64_t rank, O* 
                    int64_t width) {
   constexpr int V = kLoraPanel / W;
   vf acc[R][V] = {};
-  for (int64_t i = 0; i < rank; i++)
+  for (int64_t i = 0; i < rank; i++) {
+    const T* next = b + (i + rank) * kLoraPanel;  // of the next panel
+    if (R == 1)
+      for (int64_t j = 0; j < kLoraPanel; j += 64 / int64_t(sizeof(T))) __builtin_prefetch(next + j);
     UNROLL for (int v = 0; v < V; v++) {
       const vf w = load(b + i * kLoraPanel + v * W);
       UNROLL for (int r = 0; r < R; r++) acc[r][v] = fma(u[r * stride + i], w, acc[r][v]);
     }
+  }
   UNROLL for (int r = 0; r < R; r++)
     UNROLL for (int v = 0; v < V; v++) {
       const int64_t left = width - v * W;
@@ -122,19 +128,24 @@ struct Lora {
 
   int64_t panels(int64_t i) const { return ceil_div(a.bounds[i + 1] - a.bounds[i], kLoraPanel); }
 
-  // Threads share the chunks of the first product, then the panels of the second one.
+  // Threads share the chunks of the first product, then the panels of the second one. Successive parts
+  // are neighbours in memory.
   void share_parts(int64_t cost) const {
-    const int64_t tiles = ceil_div(a.rows, kShrinkRows), numbers = a.rows * stride;
+    struct {
+      int64_t row, count;
+    } runs[kFewLoraRows];
+    int64_t num_runs = 0, numbers = a.rows * stride, all = 0;
+    for_runs(0, a.rows, kExpandRows, [&](int64_t row, int64_t count) { runs[num_runs++] = {row, count}; });
+    for (int64_t i = 0; i < a.num_slices; i++) all += panels(i);
     float* u = static_cast<float*>(scratch(chunks * numbers * sizeof(float)));
-    parallel_for(tiles * chunks, cost, [&](int64_t task) {
-      const int64_t row = task % tiles * kShrinkRows, chunk = task / tiles;
-      const int64_t end = min(a.rows, row + kShrinkRows);
+    parallel_for(num_runs * chunks, cost / 2, [&](int64_t task) {
+      const auto [row, count] = runs[task / chunks];
+      const int64_t chunk = task % chunks;
       float* part = u + chunk * numbers + row * stride;
-      memset(part, 0, (end - row) * stride * sizeof(float));
-      add_chunk(row, end, chunk, part);
+      memset(part, 0, count * stride * sizeof(float));
+      add_chunk(row, row + count, chunk, part);
     });
-    for (int64_t row = 0; row < a.rows; row++) {
-      if (a.slots[row] < 0) continue;
+    for_runs(0, a.rows, 1, [&](int64_t row, int64_t) {
       for (int64_t i = 0; i < a.num_slices; i++) {
         float* sum = u + row * stride + i * padded;
         for_lanes(slice(row, i).rank, [&](int64_t j, int n) {
@@ -143,15 +154,12 @@ struct Lora {
           store(sum + j, total * slice(row, i).scale, n);
         });
       }
-    }
-    int64_t all = 0;
-    for (int64_t i = 0; i < a.num_slices; i++) all += panels(i);
-    parallel_for(all, cost, [&](int64_t panel) {
-      int64_t i = 0;
+    });
+    parallel_for(num_runs * all, cost / 2, [&](int64_t task) {
+      const auto [row, count] = runs[task / all];
+      int64_t i = 0, panel = task % all;
       for (; panel >= panels(i); i++) panel -= panels(i);
-      for_runs(0, a.rows, kExpandRows, [&](int64_t row, int64_t count) {
-        if (slice(row, i).a) add_panel(row, count, u + row * stride, i, panel);
-      });
+      if (slice(row, i).a) add_panel(row, count, u + row * stride, i, panel);
     });
   }
 
@@ -215,20 +223,19 @@ void pack_lora(const PackLoraArgs& a) {
       using T = decltype(t);
       const S* src = static_cast<const S*>(a.src);
       T* dst = static_cast<T*>(a.dst);
-      alignas(64) float column[kLoraPanel];
-      for (int64_t first = 0; first < a.rows; first += a.panel)
-        for (int64_t col = 0; col < a.cols; col++, dst += a.panel) {
-          for (int64_t i = 0; i < a.panel; i++) {
-            column[i] = 0;
-            if (first + i < a.rows) {
-              const S* number = src + (first + i) * a.src_stride + col;
-              if constexpr (std::is_same_v<S, float>)
-                column[i] = *number;
-              else
-                column[i] = load(number, 1)[0];
+      for (int64_t first = 0; first < a.rows; first += a.panel, dst += a.panel * a.cols)
+        for (int64_t col = 0; col < a.cols; col += W) {
+          const int64_t count = min<int64_t>(W, a.cols - col);
+          for (int64_t part = 0; part < a.panel; part += W) {
+            vu v[W] = {};
+            UNROLL for (int i = 0; i < W; i++) {
+              const int64_t row = first + part + i;
+              if (row < a.rows) v[i] = (vu)load(src + row * a.src_stride + col, int(count));
             }
+            transpose(v);
+            UNROLL for (int i = 0; i < W; i++)
+              if (i < count) store(dst + (col + i) * a.panel + part, (vf)v[i]);
           }
-          for_lanes(a.panel, [&](int64_t i, int n) { store(dst + i, load(column + i, n), n); });
         }
     });
   });
