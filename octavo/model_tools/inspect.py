@@ -40,6 +40,7 @@ from octavo.models.blocks.rwkv7 import ChannelMixSpec, TimeMixSpec
 from octavo.models.blocks.short_conv import ShortConvSpec
 from octavo.models.blocks.sum import SumSpec
 from octavo.models.forms import quant_method
+from octavo.models.hub import builtin_adapter
 from octavo.models.loader import check_inputs
 from octavo.models.registry import read_spec
 from octavo.models.spec import ModelSpec
@@ -77,7 +78,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         AdapterError, ConfigError, ModelError, HubError: settings, model or adapter are unusable.
     """
     kwargs = model_kwargs(args)
-    path = Path(kwargs["model"]).expanduser()
+    path = builtin_adapter(kwargs["model"]) or Path(kwargs["model"]).expanduser()
     adapter = is_adapter(path)
     result = describe_adapter(path) if adapter else inspect(kwargs)
     if args.json:

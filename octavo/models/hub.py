@@ -15,6 +15,7 @@ from octavo.checkpoints.adapter import CONFIG, WEIGHTS
 from octavo.checkpoints.gguf.file import find_gguf
 from octavo.checkpoints.model_files import require_file
 from octavo.config import (
+    BUILTIN_ADAPTERS,
     BUILTIN_DRAFT_MODEL,
     BUILTIN_EAGLE_HEAD,
     BUILTIN_ENCODER,
@@ -27,8 +28,9 @@ from octavo.config import (
 from octavo.errors import AdapterError, HubError, ModelError, reason_of
 from octavo.models.hub_headers import fetch_headers
 
+_BUILTIN_FOLDER = Path(__file__).parent.parent / "builtin"
 _BUILTIN = {
-    name: Path(__file__).parent.parent / "builtin" / name.split("/")[1]
+    name: _BUILTIN_FOLDER / name.split("/")[1]
     for name in (
         BUILTIN_MODEL,
         BUILTIN_DRAFT_MODEL,
@@ -38,6 +40,7 @@ _BUILTIN = {
         BUILTIN_RERANKER,
     )
 }
+_ADAPTERS = {name: _BUILTIN_FOLDER / name.split("/")[1] for name in BUILTIN_ADAPTERS}
 _LISTED = (BUILTIN_MODEL, BUILTIN_DRAFT_MODEL, BUILTIN_ENCODER, BUILTIN_RERANKER)
 """Built-in models that are complete; heads are parts of a model."""
 # Configuration, tokenizer, chat template, and some heads; weights are added by load format.
@@ -132,18 +135,19 @@ def resolve_adapter(
 ) -> Path:
     """Return the folder of an adapter, or its GGUF file; download it if necessary.
 
-    A local path never causes network traffic. With HF_HUB_OFFLINE set, or without a network, an
-    earlier download is used.
+    A built-in name or a local path never causes network traffic. With HF_HUB_OFFLINE set, or
+    without a network, an earlier download is used.
 
     Args:
-        name: a folder, a GGUF file, or a hub id such as org/name.
+        name: octavo/stories-letters or -llama-calls, a folder, a GGUF file, or a hub id such as
+            org/name.
         revision: branch, tag or commit on the hub.
         download_dir: folder for downloads; default: the hub client's cache.
 
     Raises:
         AdapterError: there is no such folder or file, or the download fails.
     """
-    path = Path(name).expanduser()
+    path = builtin_adapter(name) or Path(name).expanduser()
     if path.exists():
         return path
     if path.suffix.lower() in _WEIGHT_FILES or _is_path(name):
@@ -157,6 +161,11 @@ def resolve_adapter(
     except HubError as error:
         raise AdapterError(str(error)) from None
     return folder
+
+
+def builtin_adapter(name: str) -> Path | None:
+    """Return the folder of a built-in adapter; None if the name is another one."""
+    return _ADAPTERS.get(name)
 
 
 def _is_path(name: str) -> bool:
@@ -197,6 +206,8 @@ def local_folder(model: str) -> Path | None:
                 f"{_BUILTIN[model]} has no config.json. Install the package again."
             )
         return _BUILTIN[model]
+    if model in _ADAPTERS:
+        return _ADAPTERS[model]  # the reader of the model says that it is an adapter
     path = Path(model).expanduser()
     if path.is_dir():
         for file in path.iterdir():

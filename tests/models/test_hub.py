@@ -10,7 +10,9 @@ import huggingface_hub
 import pytest
 from huggingface_hub import errors
 
+from octavo.checkpoints.registry import open_checkpoint
 from octavo.config import (
+    BUILTIN_ADAPTERS,
     BUILTIN_DRAFT_MODEL,
     BUILTIN_EAGLE_HEAD,
     BUILTIN_ENCODER,
@@ -129,6 +131,16 @@ def test_local_adapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     for name in ("/no/such/folder", "./lora2", "a/b/c", "other.gguf"):
         with pytest.raises(AdapterError, match="There is no adapter"):
             resolve_adapter(name)
+
+
+@pytest.mark.usefixtures("no_network")
+@pytest.mark.parametrize("name", BUILTIN_ADAPTERS)
+def test_builtin_adapters(name: str) -> None:
+    folder = resolve_adapter(name)
+    assert folder.parts[-3:] == ("octavo", "builtin", name.split("/")[1])
+    assert (folder / "adapter_model.safetensors").exists()
+    with pytest.raises(ModelError, match="is an adapter for octavo/stories, not a model"):
+        open_checkpoint(resolve_model(name))
 
 
 @pytest.mark.parametrize("stored", ["adapter_model.safetensors", "adapter_model.bin"])
