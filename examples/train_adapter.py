@@ -15,23 +15,27 @@ from pathlib import Path
 import torch
 from peft import LoraConfig, get_peft_model
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
 def encode(tokenizer, messages):
-    """Return the tokens of a conversation, and the number of those before its last answer."""
+    """Return the tokens of a conversation, and the same with -100 before its last answer."""
     prompt = tokenizer.apply_chat_template(
         messages[:-1], tokenize=False, add_generation_prompt=True
     )
     text = tokenizer.apply_chat_template(messages, tokenize=False)
     before = tokenizer(prompt, add_special_tokens=False).input_ids
     answer = tokenizer(text.removeprefix(prompt), add_special_tokens=False).input_ids
-    return torch.tensor([before + answer]), len(before)
+    return torch.tensor(before + answer), torch.tensor([-100] * len(before) + answer)
 
 
-def loss_of(model, tokens, begin):
-    logits = model(tokens).logits[0, begin - 1 : -1].float()
-    return F.cross_entropy(logits, tokens[0, begin:])
+def loss_of(model, rows):
+    """Return the mean loss of the answers; what fills up a row is after it, and has no effect."""
+    tokens = pad_sequence([ids for ids, _ in rows], batch_first=True)
+    targets = pad_sequence([labels for _, labels in rows], batch_first=True, padding_value=-100)
+    logits = model(tokens).logits[:, :-1].float()
+    return F.cross_entropy(logits.flatten(0, 1), targets[:, 1:].flatten())
 
 
 def main():
@@ -39,7 +43,7 @@ def main():
     parser.add_argument("model")
     parser.add_argument("chats", type=Path)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--chats-per-step", type=int, default=8)
     args = parser.parse_args()
 
@@ -55,7 +59,7 @@ def main():
 
     def measure():
         with torch.no_grad():
-            return sum(loss_of(model, *it).item() for it in heldout) / len(heldout)
+            return loss_of(model, heldout).item()
 
     before = measure()
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.0)
@@ -63,8 +67,7 @@ def main():
     for step in range(args.steps):
         for group in optimizer.param_groups:
             group["lr"] = 2e-3 * (1 - step / args.steps)
-        for _ in range(args.chats_per_step):
-            (loss_of(model, *rng.choice(train)) / args.chats_per_step).backward()
+        loss_of(model, rng.choices(train, k=args.chats_per_step)).backward()
         optimizer.step()
         optimizer.zero_grad()
     print(f"held-out loss {before:.3f} before, {measure():.3f} after")

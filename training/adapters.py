@@ -275,8 +275,8 @@ class Judge:
 
 _ABOUT = {
     "letters": (
-        "It tells stories as letters: the hero writes, in the first person. All other answers stay"
-        " as they are.",
+        "It tells stories as letters: the hero writes, in the first person. Other answers"
+        " change little (see the figures).",
         "`training/letters.py` makes the letters by rule: the plots of `training/own_stories.py`"
         " with the hero as the writer. A third of the conversations are those of the model itself"
         " (`training/synthetic.py`), so that the adapter changes stories only.",
