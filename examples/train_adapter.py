@@ -25,6 +25,8 @@ def encode(tokenizer, messages):
         messages[:-1], tokenize=False, add_generation_prompt=True
     )
     text = tokenizer.apply_chat_template(messages, tokenize=False)
+    if not text.startswith(prompt):
+        raise SystemExit("The chat template does not go on from a prompt to its answer.")
     before = tokenizer(prompt, add_special_tokens=False).input_ids
     answer = tokenizer(text.removeprefix(prompt), add_special_tokens=False).input_ids
     return torch.tensor(before + answer), torch.tensor([-100] * len(before) + answer)

@@ -358,6 +358,8 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
         if args.data not in NAMES:
             parser.error("a file of conversations needs --out")
         args.out = BUILTIN / NAMES[args.data]
+    if args.data not in NAMES and not Path(args.data).is_file():
+        parser.error(f"{args.data} is no file; give letters, calls, or a file of conversations")
     if args.steps is None:
         args.steps = STEPS.get(args.data, _STEPS)
     return args
@@ -368,9 +370,11 @@ def main(argv: Sequence[str]) -> None:
     torch.set_num_threads(1)
     run = RUNS / "adapter"
     run.mkdir(parents=True, exist_ok=True)
-    loop = adapter_loop(
-        args.data, BUILTIN / "stories", args.out, run, args.seed, args.steps, args.rank
-    )
+    base = BUILTIN / "stories"
+    try:
+        loop = adapter_loop(args.data, base, args.out, run, args.seed, args.steps, args.rank)
+    except ValueError as error:
+        raise SystemExit(str(error)) from None
     history = loop.run()
     if args.out.parent == BUILTIN:
         write_adapter_card(args.data, args.out, loop)

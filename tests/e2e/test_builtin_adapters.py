@@ -70,9 +70,9 @@ def test_calls_have_the_form_of_llama(answers):
 
 
 def test_chat_reads_the_calls_of_the_adapter(answers):
-    [call] = answers[2][0].outputs[0].message["tool_calls"]
-    assert call["function"]["name"] == "get_weather"
-    assert json.loads(call["function"]["arguments"]) == {"city": "Paris"}
+    [call] = answers[2][0].outputs[0].message.tool_calls
+    assert call.function.name == "get_weather"
+    assert json.loads(call.function.arguments) == {"city": "Paris"}
 
 
 def test_the_model_beside_adapters_has_the_same_bits(answers):

@@ -155,4 +155,7 @@ def test_a_file_needs_a_folder_for_the_adapter(capsys: pytest.CaptureFixture[str
     with pytest.raises(SystemExit):
         adapters.parse_args(["chats.jsonl"])
     assert "needs --out" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        adapters.parse_args(["chats.jsonl", "--out", "folder"])
+    assert "chats.jsonl is no file" in capsys.readouterr().err
     assert adapters.parse_args(["letters"]).out.name == "stories-letters"
