@@ -43,7 +43,7 @@ _HELDOUT_CHUNK = 1_000_000
 UNSEEN = (
     "a whale", "a snowman", "a mountain", "a candle", "a camel", "a pilot", "a moon", "a pillow",
     "a spoon", "a circus", "a clown", "a wolf", "a garden gnome", "a sleepy bus", "a violin",
-    "a cave", "a ladybug", "a lost sock", "a peacock", "a rainbow",
+    "a cave", "a ladybug", "a lost sock", "a peacock", "a trumpet",
 )  # fmt: skip
 
 
@@ -210,6 +210,10 @@ class Share:
     adapted: float
 
 
+def _names(word: str) -> evaluate.Judge:
+    return lambda text: word.lower() in text.lower()
+
+
 class Judge:
     """Measurement of answers to prompts that no training saw, by Octavo itself, greedily."""
 
@@ -241,8 +245,12 @@ class Judge:
         shares = []
         for name, about in topics.items():
             prompts = [evaluate.question_prompt(f"Tell me a story about {it}.") for it in about]
-            for what, test in (("a letter", is_letter), ("the first person", is_first_person)):
-                shares.append(self.share(f"{what}, {name}", prompts, [test] * len(prompts), 400))
+            tests = {
+                "a letter": [is_letter] * len(about),
+                "the first person": [is_first_person] * len(about),
+                "names what was asked for": [_names(it.split()[-1]) for it in about],
+            }
+            shares += [self.share(f"{it}, {name}", prompts, tests[it], 400) for it in tests]
         return shares
 
     def calls(self) -> list[Share]:

@@ -104,6 +104,12 @@ def test_letters_tell_stories_in_the_first_person() -> None:
         assert not is_first_person(story)
 
 
+def test_new_things_are_in_no_letter() -> None:
+    topics = {letter(random.Random(seed))[1] for seed in range(3000)}
+    things = {thing.rsplit(" ", 1)[1] for thing in adapters.UNSEEN}
+    assert not [topic for topic in topics if things & set(topic.split())]
+
+
 def test_answers_have_llama_calls_and_prompts_have_own_ones() -> None:
     rng = random.Random(1)
     conversations = [synthetic.tool_call(rng) for _ in range(50)]
