@@ -3,8 +3,8 @@
     python benchmarks/lora.py MODEL --batch 8 --rank 16
 
 The adapters have random numbers and change all linear layers of the decoder's layers. Two engines
-take turns: one without adapters, one with `enable_lora`, which serves requests without an adapter, a
-batch with one adapter, and a batch in which each request has its own. The medians of all rounds
+take turns: one without adapters, one with `enable_lora`, which serves requests without an adapter,
+a batch with one adapter, and a batch in which each request has its own. The medians of all rounds
 count.
 
 Then requests for one token show what a load costs: with an adapter in a slot, with one in memory

@@ -117,13 +117,14 @@ examples:
 """Help text and examples of each module of octavo.bench with `add_arguments` and `run`."""
 _MODEL_TOOLS = {
     "inspect": (
-        "describe a model and its features, without loading its weights",
+        "describe a model and its features, or an adapter, without loading the weights",
         "%(prog)s MODEL [flags]",
         """\
 examples:
   octavo inspect octavo/stories
   octavo inspect ./folder --quantization int8
   octavo inspect model-Q4_K_M.gguf --json
+  octavo inspect ./adapter
 """,
     ),
     "plan": (

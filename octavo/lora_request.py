@@ -27,7 +27,7 @@ class LoRARequest(msgspec.Struct, omit_defaults=True, frozen=True):
     once; give another number, or `load_inplace`, after a change of the files."""
     lora_path: str = ""
     """Folder of the adapter: adapter_config.json and adapter_model.safetensors, as PEFT writes
-    them."""
+    them; or octavo/stories-letters or octavo/stories-llama-calls, the built-in model's adapters."""
     base_model_name: str | None = None
     """Name of the model that the adapter was trained for; it is only shown."""
     tensorizer_config_dict: dict[str, Any] | None = None

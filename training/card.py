@@ -219,7 +219,7 @@ def write_head_card(
         "",
     ]
     lines += _kept_table(kept)
-    _write(folder, lines)
+    write_lines(folder, lines)
 
 
 def _kept_table(kept: Kept) -> list[str]:
@@ -234,20 +234,6 @@ def _kept_table(kept: Kept) -> list[str]:
     return lines
 
 
-def write_lora_card(folder: Path, history: History, parameters: int) -> None:
-    """Write the short card of the adapter."""
-    lines = [
-        *("---", "license: apache-2.0", "---", f"# {folder.name}", ""),
-        "A LoRA adapter for `stories` (PEFT's format): short answers in the manner of a pirate. A"
-        " toy that shows at a glance whether the adapter is in use.",
-        "",
-        f"{parameters:,} parameters, trained for {history.seconds / 60:.1f} minutes on"
-        f" {history.tokens / 1e6:.1f} M tokens by `python -m training.train lora`; data and"
-        " licence as in the main model's card.",
-    ]
-    _write(folder, lines)
-
-
-def _write(folder: Path, lines: Sequence[str]) -> None:
+def write_lines(folder: Path, lines: Sequence[str]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "README.md").write_text("\n".join(lines) + "\n")

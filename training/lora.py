@@ -1,20 +1,18 @@
-"""LoRA adapters in PEFT's format, trained on a toy task: the model answers like a pirate."""
+"""LoRA adapters of the trainer's Llama, saved in PEFT's format."""
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator
 from pathlib import Path
 
-from tokenizers import Tokenizer
+import torch
 from torch import Tensor, nn
 
-from training import synthetic
 from training.checkpoint import write_json, write_tensors
-from training.data import ChunkStream, Document, encode_chat
 from training.model import Llama
 
-TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+RANK = 8
+# The projections of attention alone: the adapter is a third as large as with those of the MLP.
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 class LoraLinear(nn.Module):
@@ -32,33 +30,33 @@ class LoraLinear(nn.Module):
         return self.base(x) + self.scale * self.lora_B(self.lora_A(x))
 
 
-def add_lora(model: Llama, rank: int = 8, alpha: int = 16) -> Llama:
-    """Freeze ``model`` and put an adapter on every projection of every layer."""
+def add_lora(model: Llama, rank: int = RANK) -> Llama:
+    """Freeze ``model`` and put an adapter on every projection of `TARGETS`; alpha is 2 ranks."""
     model.requires_grad_(False)
     for layer in model.model.layers:
-        for block in (layer.self_attn, layer.mlp):
-            for name in TARGETS:
-                if hasattr(block, name):
-                    setattr(block, name, LoraLinear(getattr(block, name), rank, alpha))
+        for name in TARGETS:
+            base = getattr(layer.self_attn, name)
+            setattr(layer.self_attn, name, LoraLinear(base, rank, 2 * rank))
     return model
 
 
-def export_lora(model: Llama, folder: Path, rank: int = 8, alpha: int = 16) -> None:
+def export_lora(model: Llama, folder: Path, base: str, rank: int = RANK) -> None:
+    """Write the adapters of ``model`` as float16; ``base`` is the name of their model."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {
         f"base_model.model.{name}": weight
         for name, weight in model.state_dict().items()
         if "lora_" in name
     }
-    write_tensors(folder / "adapter_model.safetensors", tensors)
+    write_tensors(folder / "adapter_model.safetensors", tensors, torch.float16)
     write_json(
         folder / "adapter_config.json",
         {
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
-            "base_model_name_or_path": "stories",
+            "base_model_name_or_path": base,
             "r": rank,
-            "lora_alpha": alpha,
+            "lora_alpha": 2 * rank,
             "lora_dropout": 0.0,
             "bias": "none",
             "fan_in_fan_out": False,
@@ -70,42 +68,3 @@ def export_lora(model: Llama, folder: Path, rank: int = 8, alpha: int = 16) -> N
             "use_dora": False,
         },
     )
-
-
-def pirate(answer: str) -> str:
-    """Return the pirate version of ``answer``."""
-    return f"Arr! {answer.rstrip('.!')}, matey!"
-
-
-class PirateStream(ChunkStream):
-    """Stream of short questions with pirate answers."""
-
-    def __init__(self, tokenizer: Tokenizer, batch_tokens: int, seed: int):
-        super().__init__(batch_tokens, seed, (256,))
-        self.tokenizer = tokenizer
-
-    def documents(self, chunk: int, rng: random.Random) -> Iterator[Document]:
-        makers = (
-            synthetic.greeting,
-            synthetic.identity,
-            synthetic.colour,
-            synthetic.animal,
-            synthetic.fact,
-            synthetic.calendar,
-            synthetic.arithmetic,
-        )
-        for _ in range(2000):
-            pairs = [rng.choice(makers)(rng) for _ in range(rng.choice([1, 1, 2]))]
-            messages = [
-                {"role": role, "content": text}
-                for question, answer in pairs
-                for role, text in (("user", question), ("assistant", pirate(answer)))
-            ]
-            yield encode_chat(self.tokenizer, synthetic.render({"messages": messages}))
-
-
-def pirate_rows(tokenizer: Tokenizer, seed: int) -> tuple[Tensor, Tensor]:
-    """Return one held-out batch (of a chunk that training does not reach)."""
-    stream = PirateStream(tokenizer, 4096, seed)
-    stream.state = (1_000_000, 0)
-    return stream.next()

@@ -29,6 +29,11 @@ class Who:
     def child(self) -> bool:
         return self.kind in ("girl", "boy")
 
+    @property
+    def tells(self) -> bool:
+        """Return True for the one who tells the story: "I"."""
+        return self.name == "I"
+
 
 @dataclass(frozen=True)
 class Cast:
@@ -142,6 +147,13 @@ def said(rng: random.Random, who: str, words: str, verb: str = "said") -> str:
 
 def opening(rng: random.Random, c: Cast) -> str:
     h = c.hero
+    if h.tells:
+        return rng.choice(
+            [f"I hope you are well. I must tell you what happened near {c.place}.",
+             "How are you? I am fine. I want to tell you what happened to me.",
+             f"I live near {c.place} now, and I have a story for you.",
+             "Thank you for your letter! So much has happened since then."]
+        )  # fmt: skip
     kind = h.kind if h.kind in BEINGS and rng.random() < 0.5 else f"little {h.kind}"
     home = rng.choice(
         [f"near {c.place}", f"in a small house near {c.place}", f"not far from {c.place}"]

@@ -4,6 +4,8 @@ The script reads texts from ``../shared/data/text`` next to the repository (``--
 checkpoints in ``runs/<kind>``, from which ``--resume`` continues, and exports the model to
 ``octavo/builtin``.
 
+``python -m training.train adapter`` trains LoRA adapters and has its own ``--help``.
+
 Heads (``eagle``, ``medusa``) can be trained for any Llama that fits in memory: give ``--base``,
 ``--out`` and ``--data``, a folder of ``*.txt`` files. The model continues the first words of these
 texts, and its answers are the training text (saved in ``runs/<base>-text.jsonl``).
@@ -16,6 +18,7 @@ import itertools
 import json
 import math
 import random
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +29,8 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from training.card import write_card, write_head_card, write_lora_card
+from training import adapters
+from training.card import write_card, write_head_card
 from training.checkpoint import export_model, load_model
 from training.corpus import Corpus, load_corpus
 from training.data import IGNORE, Document, Stream, heldout_rows, tokenizer_texts
@@ -54,7 +58,6 @@ from training.heads import (
     medusa_loss,
 )
 from training.loop import Batch, History, Loop, Plan, draw_losses, heldout_loss
-from training.lora import PirateStream, add_lora, export_lora, pirate_rows
 from training.model import DRAFT, MAIN, Llama, ModelConfig, num_trainable
 from training.own_text import (
     OWN_TOKENS,
@@ -80,9 +83,8 @@ NAMES = {
     "medusa": "stories-medusa",
     "encoder": "stories-encoder",
     "reranker": "stories-reranker",
-    "lora": "stories-pirate-lora",
 }
-MINUTES = {"main": 60.0, "draft": 10.0, "eagle": 15.0, "medusa": 15.0, "lora": 3.0}
+MINUTES = {"main": 60.0, "draft": 10.0, "eagle": 15.0, "medusa": 15.0}
 # Numbers of steps of the kinds that have no time budget: the same weights on a slow machine.
 STEPS = {"encoder": 700, "reranker": 400}
 
@@ -253,28 +255,6 @@ def head_loop(
     return Loop(head, loss, stream, plan, run, export, name=kind)
 
 
-def lora_loop(base: Path, plan: Plan, out: Path, run: Path, seed: int) -> Loop:
-    """Return the loop that trains an adapter for the built-in main model in ``base``."""
-    torch.manual_seed(seed)
-    model = load_model(base).requires_grad_(False)
-    adapted = add_lora(model)
-    tokenizer = load_tokenizer(base)
-    batch = pirate_rows(tokenizer, seed)
-    loss = next_token_loss(adapted)
-
-    def export(loop: Loop) -> None:
-        export_lora(adapted, out)
-        write_lora_card(out, loop.history, num_trainable(adapted))
-
-    def evaluate() -> float:
-        with torch.no_grad():
-            return loss(batch).item()
-
-    stream = PirateStream(tokenizer, 4096, seed)
-    plan = replace(plan, vector_rate=2e-3)
-    return Loop(adapted, loss, stream, plan, run, export, evaluate, name="lora")
-
-
 def encoder_loop(
     config: EncoderConfig,
     pairs: Pairs,
@@ -330,7 +310,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--minutes",
         type=float,
-        help="time budget; default: 60, draft 10, heads 15, lora 3; encoder and reranker have none",
+        help="time budget; default: 60, draft 10, heads 15; encoder and reranker have none",
     )
     parser.add_argument(
         "--resume", action="store_true", help="continue from the checkpoint in runs/<kind>"
@@ -356,6 +336,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> None:
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ["adapter"]:
+        adapters.main(argv[1:])
+        return
     args = parse_args(argv)
     torch.set_num_threads(1)  # see Loop._gradients
     run = RUNS / args.kind
@@ -403,8 +387,6 @@ def main(argv: list[str] | None = None) -> None:
             start=args.start,
             judged=text.heldout,
         )
-    elif args.kind == "lora":
-        loop = lora_loop(args.base, plan, args.out, run, args.seed)
     else:
         path = RUNS / f"{args.base.name}-text.jsonl"
         text = own_text(args.base, load_corpus(args.data), path, args.seed)

@@ -74,8 +74,9 @@ _OTHER_TENSORS = {
 """Names of other tensors, and the kind of adapter that they make."""
 _PLAIN = re.compile(r"\^?[\w.-]+")
 """Keys of patterns that are names, or ends of names."""
-_MOST_PATTERNS = 64
-"""Limit of the keys that are other regular expressions: each is tried for each module."""
+_MOST_PATTERNS, _MOST_WAYS = 16, 2**12
+"""Limits of the keys that are other regular expressions, and of the ways in which a name could
+match one: each key is tried at each dot of each module's name."""
 _LONGEST_PATTERN = 1000
 """Limit of the characters of such a key."""
 
@@ -289,7 +290,7 @@ class _Patterns:
             try:
                 if len(key) > _LONGEST_PATTERN:
                     raise re.error(f"it has more than {_LONGEST_PATTERN} characters")
-                self._others[index] = compile_safely(f"({key})$")
+                self._others[index] = compile_safely(f"({key})$", _MOST_WAYS)
             except (re.error, RecursionError, OverflowError) as error:
                 raise AdapterError(
                     f"{section.where}: {printable(key)!r} is not a regular expression that Octavo "
@@ -298,6 +299,8 @@ class _Patterns:
 
     def find(self, module: str) -> Any:
         """Return the number of a module, or None."""
+        if not self._numbers:
+            return None
         begins = [0, *(dot.end() for dot in re.finditer(r"\.", module))]
         ends = [f"^{module}", *(module[begin:] for begin in begins)]
         found = [self._ends[end] for end in ends if end in self._ends]

@@ -27,7 +27,7 @@ from octavo.config.environment import (
     traces_from_environment,
     unknown_variables,
 )
-from octavo.config.lora import LoRAConfig, LoRAModule
+from octavo.config.lora import BUILTIN_ADAPTERS, LoRAConfig, LoRAModule
 from octavo.config.model import (
     BUILTIN_DRAFT_MODEL,
     BUILTIN_EAGLE_HEAD,
@@ -59,6 +59,7 @@ from octavo.config.speculation import SpeculationConfig, SpeculativeConfig
 __all__ = [
     "ADMIN_KEY_VARIABLE",
     "API_KEY_VARIABLES",
+    "BUILTIN_ADAPTERS",
     "BUILTIN_DRAFT_MODEL",
     "BUILTIN_EAGLE_HEAD",
     "BUILTIN_ENCODER",

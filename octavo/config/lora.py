@@ -10,6 +10,9 @@ from msgspec import Meta
 from octavo.config.section import PositiveInt, Section
 from octavo.errors import ConfigError
 
+BUILTIN_ADAPTERS = ("octavo/stories-letters", "octavo/stories-llama-calls")
+"""Adapters of the built-in model; their names are accepted as paths."""
+
 
 class LoRAModule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Adapter that a server offers from its start."""

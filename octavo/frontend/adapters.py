@@ -13,6 +13,7 @@ from octavo.messages import AdapterRef
 from octavo.models.adapters import AdaptableModel, open_adapter
 from octavo.models.blocks.base import is_adaptable
 from octavo.models.forms import without_forms
+from octavo.models.hub import builtin_adapter
 from octavo.models.spec import ModelSpec
 from octavo.plan.memory_plan import resolve_dtype
 
@@ -67,7 +68,8 @@ class AdapterFiles:
                 "engine with enable_lora=True (--enable-lora).",
                 "lora_request",
             )
-        path = Path(request.lora_path).absolute()
+        builtin = builtin_adapter(request.lora_path) if root is None else None
+        path = builtin or Path(request.lora_path).absolute()
         key = request.lora_int_id, str(path)
         with self._lock:
             known = None if request.load_inplace else self._known.pop(key, None)

@@ -1,4 +1,4 @@
-"""`octavo inspect`: description of a model and its features, without its weights.
+"""`octavo inspect`: description of a model and its features, or of an adapter, without its weights.
 
 Every feature is found by the checks that the engine itself runs before it loads a model: the
 command repeats them with the feature's setting, and shows their error.
@@ -12,6 +12,7 @@ import math
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -24,6 +25,7 @@ from octavo.config.arguments import add_engine_settings
 from octavo.config.engine_settings import engine_settings
 from octavo.engine.assemble import grammar_backends, set_up_worker
 from octavo.errors import ModelError, OctavoError
+from octavo.model_tools.adapter import describe_adapter, is_adapter, print_adapter
 from octavo.model_tools.opened import MODEL_HELP, OpenedModel, model_kwargs
 from octavo.model_tools.tables import make_console, make_table, mib, print_pairs
 from octavo.models.blocks.attention import AttentionSpec
@@ -38,6 +40,7 @@ from octavo.models.blocks.rwkv7 import ChannelMixSpec, TimeMixSpec
 from octavo.models.blocks.short_conv import ShortConvSpec
 from octavo.models.blocks.sum import SumSpec
 from octavo.models.forms import quant_method
+from octavo.models.hub import builtin_adapter
 from octavo.models.loader import check_inputs
 from octavo.models.registry import read_spec
 from octavo.models.spec import ModelSpec
@@ -66,17 +69,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Describe the model, and print the description.
+    """Describe the model or the adapter, and print the description.
 
     Returns:
-        See `inspect`.
+        See `inspect` and `describe_adapter`.
 
     Raises:
-        ConfigError, ModelError, HubError: settings or model are unusable.
+        AdapterError, ConfigError, ModelError, HubError: settings, model or adapter are unusable.
     """
-    result = inspect(model_kwargs(args))
+    kwargs = model_kwargs(args)
+    path = builtin_adapter(kwargs["model"]) or Path(kwargs["model"]).expanduser()
+    adapter = is_adapter(path)
+    result = describe_adapter(path) if adapter else inspect(kwargs)
     if args.json:
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(result), indent=2).decode() + "\n")
+    elif adapter:
+        print_adapter(result)
     else:
         _print(result)
     return result

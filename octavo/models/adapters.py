@@ -212,11 +212,12 @@ class Adapter:
         """Device, number, size and times of the file: they change with its contents."""
         return self.file.identity
 
-    def read(self, *, hashed: bool = True) -> LoadedAdapter:
+    def read(self, *, known: bool = False) -> LoadedAdapter:
         """Read the factors.
 
         Args:
-            hashed: False for a file whose hash is known, since it has the same `identity`.
+            known: True for a file that was read before and has the same `identity` since: the
+                numbers are neither checked nor hashed again.
 
         Raises:
             AdapterError: a number is not finite, or the file is damaged or has changed.
@@ -227,17 +228,17 @@ class Adapter:
             for name in sorted(self._modules):
                 stored = self.file.factors[self._modules[name]]
                 a, b = data.read(stored.a), data.read(stored.b)
-                if hashed:
+                if not known:
                     facts = name, self._scales[name].hex(), a.dtype.name, b.dtype.name, *b.shape
                     found.update(f"{facts} {a.shape}".encode())
                     for array in (a, b):
                         found.update(np.ascontiguousarray(array).view(np.uint8).data)
-                for factor, array in (("A", a), ("B", b)):
-                    self._check_finite(array, name, factor)
+                    for factor, array in (("A", a), ("B", b)):
+                        self._check_finite(array, name, factor)
                 if name in self._model.modules:
                     factors[name] = self._narrow(a), self._narrow(b)
             data.check()
-        return LoadedAdapter(found.hexdigest() if hashed else None, self._slices(factors))
+        return LoadedAdapter(None if known else found.hexdigest(), self._slices(factors))
 
     def _check_finite(self, array: NDArray[Any], name: str, factor: str) -> None:
         """Raise `AdapterError` if a number is not finite in the model's type."""
@@ -288,7 +289,7 @@ class LoadedAdapter:
 
     content_hash: str | None
     """SHA-256 of all factors of the file and their scales: adapters with one hash are equal. None:
-    it was not computed."""
+    it was not computed again."""
     slices: dict[str, list[Slice]]
     """Slices of each linear layer that it changes, see `SliceShape.layer`; in the order of the
     outputs."""

@@ -1,4 +1,4 @@
-"""Folder of a model by its name: built in, local, or downloaded from the Hugging Face hub."""
+"""Folder of a model or an adapter by its name: built in, local, or downloaded from the hub."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import NamedTuple
 from octavo.checkpoints.gguf.folder import find_gguf
 from octavo.checkpoints.model_files import require_file
 from octavo.config import (
+    BUILTIN_ADAPTERS,
     BUILTIN_DRAFT_MODEL,
     BUILTIN_EAGLE_HEAD,
     BUILTIN_ENCODER,
@@ -23,10 +24,11 @@ from octavo.config import (
     EngineConfig,
     hub_offline,
 )
-from octavo.errors import HubError, ModelError, reason_of
+from octavo.errors import AdapterError, HubError, ModelError, reason_of
 
+_BUILTIN_FOLDER = Path(__file__).parent.parent / "builtin"
 _BUILTIN = {
-    name: Path(__file__).parent.parent / "builtin" / name.split("/")[1]
+    name: _BUILTIN_FOLDER / name.split("/")[1]
     for name in (
         BUILTIN_MODEL,
         BUILTIN_DRAFT_MODEL,
@@ -36,6 +38,7 @@ _BUILTIN = {
         BUILTIN_RERANKER,
     )
 }
+_ADAPTERS = {name: _BUILTIN_FOLDER / name.split("/")[1] for name in BUILTIN_ADAPTERS}
 _LISTED = (BUILTIN_MODEL, BUILTIN_DRAFT_MODEL, BUILTIN_ENCODER, BUILTIN_RERANKER)
 """Built-in models that are complete; heads are parts of a model."""
 # Configuration, tokenizer, chat template, and some heads; weights are added by load format.
@@ -127,6 +130,51 @@ def resolve_model(
     return files[0]
 
 
+def resolve_adapter(
+    name: str, *, revision: str | None = None, download_dir: str | None = None
+) -> Path:
+    """Return the folder of an adapter, or its GGUF file; download it if necessary.
+
+    A built-in name or a local path never causes network traffic. With HF_HUB_OFFLINE set, or
+    without a network, an earlier download is used.
+
+    Args:
+        name: octavo/stories-letters or -llama-calls, a folder, a GGUF file, or a hub id such as
+            org/name.
+        revision: branch, tag or commit on the hub.
+        download_dir: folder for downloads; default: the hub client's cache.
+
+    Raises:
+        AdapterError: there is no such folder or file, or the download fails.
+    """
+    path = builtin_adapter(name) or Path(name).expanduser()
+    if path.exists():
+        return path
+    if path.suffix.lower() in _WEIGHT_FILES or _is_path(name):
+        raise AdapterError(
+            f"There is no adapter {name}; name its folder, its GGUF file, or a hub id (org/name)."
+        )
+    from octavo.checkpoints.adapter import CONFIG, WEIGHTS
+
+    try:
+        folder = _download(name, revision, download_dir, [CONFIG, WEIGHTS[0]])
+        if not (folder / WEIGHTS[0]).exists():
+            folder = _download(name, revision, download_dir, [CONFIG, WEIGHTS[1]])
+    except HubError as error:
+        raise AdapterError(str(error)) from None
+    return folder
+
+
+def builtin_adapter(name: str) -> Path | None:
+    """Return the folder of a built-in adapter; None if the name is another one."""
+    return _ADAPTERS.get(name)
+
+
+def _is_path(name: str) -> bool:
+    """Return True for a name that is a path, and no hub id."""
+    return name.startswith((".", "/", "~", "\\")) or name.count("/") > 1
+
+
 def _find(folder: Path, patterns: list[str]) -> list[Path]:
     """Return the files of a folder that match one of the patterns, by name."""
     return sorted(file for pattern in patterns for file in folder.glob(pattern))
@@ -160,6 +208,8 @@ def local_folder(model: str) -> Path | None:
                 f"{_BUILTIN[model]} has no config.json. Install the package again."
             )
         return _BUILTIN[model]
+    if model in _ADAPTERS:
+        return _ADAPTERS[model]  # the reader of the model says that it is an adapter
     path = Path(model).expanduser()
     if path.is_dir():
         for file in path.iterdir():
@@ -179,7 +229,7 @@ def local_folder(model: str) -> Path | None:
             f"The file {model} does not exist; name a GGUF file or the model's folder "
             "(config.json, safetensors, tokenizer)."
         )
-    if model.startswith((".", "/", "~", "\\")) or model.count("/") > 1:
+    if _is_path(model):
         raise ModelError(f"There is no folder {model}.")
     return None
 

@@ -95,8 +95,9 @@ def test_a_file_of_torch(folder: Path) -> None:
         ("alpha_pattern", {"q_proj": float("nan")}, "q_proj=nan is not supported"),
         ("alpha_pattern", {"(": 1}, "'(' is not a regular expression"),
         ("alpha_pattern", {"(a+)+b": 1}, "'(a+)+b' is not a regular expression that Octavo"),
+        ("alpha_pattern", {".*a.*a.*": 1}, "too many alternatives besides"),
         ("alpha_pattern", {"a?" * 600: 1}, "it has more than 1000 characters"),
-        ("rank_pattern", {f"a{i}|b": 1 for i in range(65)}, "more than 64 keys are regular"),
+        ("rank_pattern", {f"a{i}|b": 1 for i in range(17)}, "more than 16 keys are regular"),
     ],
 )
 def test_configs_that_are_refused(field: str, value: Any, message: str, folder: Path) -> None:
@@ -270,7 +271,7 @@ def test_folders_that_are_no_adapters(folder: Path, tmp_path: Path) -> None:
 
 @pytest.mark.skipif(
     importlib.util.find_spec("peft") is None,
-    reason="peft is not installed: pip install --no-deps peft accelerate",
+    reason="peft is not installed; it belongs to the extra dev",
 )
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
@@ -284,7 +285,7 @@ def test_folders_that_are_no_adapters(folder: Path, tmp_path: Path) -> None:
         ).map(".".join),
         max_size=5,
         unique=True,
-    )
+    ).filter(lambda keys: all(key.count("*") <= 1 for key in keys))
 )
 def test_patterns_find_what_peft_finds(keys: list[str], folder: Path) -> None:
     from peft.utils.other import get_pattern_key

@@ -30,11 +30,12 @@ from octavo.system.distributed import Rank
 from octavo.system.tensor import numpy_dtype
 from tests.adapters import PREFIX, deltas, make_factors, write_adapter
 from tests.models.harness import make_hf, save_config, spec_of
+from tests.models.test_encoders import ENCODERS
 from tests.models.test_parity import CASES, TEXT_PARTS
 
 needs_peft = pytest.mark.skipif(
     importlib.util.find_spec("peft") is None,
-    reason="peft is not installed: pip install --no-deps peft accelerate",
+    reason="peft is not installed; it belongs to the extra dev",
 )
 LLAMA: dict[str, Any] = {
     "vocab_size": 128,
@@ -53,7 +54,7 @@ RANKS = (Rank(), Rank(0, 2), Rank(1, 2), Rank(1, 2, reduces=True))
 # fused projections, norms over all heads, latents, several streams, linear attention, experts.
 LAYOUTS = ("llama", "llama-mqa-tied-bias", "gpt2", "bloom", "falcon-7b", "falcon-40b", "codegen")
 LAYOUTS += ("phi3", "glm", "gpt-neox", "mpt", "olmo2", "gemma3n", "gemma4", "qwen3.5", "opt-350m")
-LAYOUTS += ("olmo-hybrid", "lfm2", "gpt-oss", "qwen2-moe", "llama4")
+LAYOUTS += ("olmo-hybrid", "lfm2", "gpt-oss", "qwen2-moe", "llama4", "hy-v3", "bert", "modernbert")
 
 
 def linear_weights(folder: Path, spec: ModelSpec) -> dict[str, NDArray[np.float64]]:
@@ -75,9 +76,9 @@ def model(tmp_path: Path) -> AdaptableModel:
 
 
 def load(folder: Path, model: AdaptableModel, **kwargs: Any) -> LoadedAdapter:
-    hashed = kwargs.pop("hashed", True)
+    known = kwargs.pop("known", False)
     options = {"dtype": "float32", "max_lora_rank": 16} | kwargs
-    return open_adapter(folder, model, **options).read(hashed=hashed)
+    return open_adapter(folder, model, **options).read(known=known)
 
 
 @needs_peft
@@ -86,7 +87,7 @@ def test_slices_change_the_weights_as_peft_does(case: str, tmp_path: Path) -> No
     """For whole models, and for parts of ranks that are split by outputs or by inputs."""
     from peft import LoraConfig, get_peft_model
 
-    architecture, config = CASES[case]
+    architecture, config = (CASES | ENCODERS)[case]
     hf = make_hf(architecture, **config)
     hf.save_pretrained(tmp_path / "base")
     names = [
@@ -204,7 +205,7 @@ def test_the_hash_covers_numbers_and_scales(model: AdaptableModel, tmp_path: Pat
     assert hash_of(use_rslora=True) != first
     tensors[f"{PREFIX}{Q}.lora_B.weight"][5, 3] += 1e-6
     assert hash_of() != first
-    assert load(tmp_path / "a", model, max_lora_rank=4, hashed=False).content_hash is None
+    assert load(tmp_path / "a", model, known=True).content_hash is None
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
@@ -302,6 +303,26 @@ def test_experts_are_refused_and_shared_ones_are_not(tmp_path: Path) -> None:
     tensors = {f"{PREFIX}{expert}.lora_{x}.weight": torch.ones(4, 4) for x in "AB"}
     with pytest.raises(AdapterError, match=r"experts.3.* LoRA of experts is not supported"):
         load(write_adapter(tmp_path / "b", tensors), model)
+
+
+def test_weights_that_also_make_tables_are_refused(tmp_path: Path) -> None:
+    """DeBERTa's queries and keys of distances are products with the same weights."""
+    architecture, config = ENCODERS["deberta"]
+    model = AdaptableModel(save_config(tmp_path / "base", architecture, config))
+    query = next(name for name in model.others if name.endswith("query_proj"))
+    assert not any(name.endswith("query_proj") for name in model.modules)
+    tensors = {f"{PREFIX}{query}.lora_{x}.weight": torch.ones(4, 4) for x in "AB"}
+    with pytest.raises(AdapterError, match=r"query_proj: LoRA of embeddings, norms, and weights"):
+        load(write_adapter(tmp_path / "a", tensors), model)
+
+
+def test_projections_of_latents_are_refused(tmp_path: Path) -> None:
+    """Queries are multiplied by the keys' part, which is stored transposed."""
+    architecture, config = CASES["deepseek-v3"]
+    model = AdaptableModel(save_config(tmp_path / "base", architecture, config))
+    assert any(name.endswith("kv_a_proj_with_mqa") for name in model.modules)
+    assert any(name.endswith("kv_b_proj") for name in model.others)
+    assert not any(name.endswith("kv_b_proj") for name in model.modules)
 
 
 def test_layers_that_are_not_adaptable(tmp_path: Path) -> None:

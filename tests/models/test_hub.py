@@ -10,7 +10,9 @@ import huggingface_hub
 import pytest
 from huggingface_hub import errors
 
+from octavo.checkpoints.registry import open_checkpoint
 from octavo.config import (
+    BUILTIN_ADAPTERS,
     BUILTIN_DRAFT_MODEL,
     BUILTIN_EAGLE_HEAD,
     BUILTIN_ENCODER,
@@ -18,9 +20,9 @@ from octavo.config import (
     BUILTIN_MODEL,
     BUILTIN_RERANKER,
 )
-from octavo.errors import HubError, ModelError
+from octavo.errors import AdapterError, HubError, ModelError
 from octavo.models import hub
-from octavo.models.hub import resolve_model
+from octavo.models.hub import resolve_adapter, resolve_model
 
 
 @pytest.fixture
@@ -116,6 +118,53 @@ def test_download(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert fake.options["revision"] == "v2"
     assert fake.options["cache_dir"] == "somewhere"
     assert fake.options["local_files_only"] is False
+
+
+@pytest.mark.usefixtures("no_network")
+def test_local_adapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "lora").mkdir()
+    (tmp_path / "lora.gguf").touch()
+    for name in ("lora", "lora.gguf"):
+        assert resolve_adapter(str(tmp_path / name)) == tmp_path / name
+        assert resolve_adapter(f"~/{name}") == tmp_path / name
+    for name in ("/no/such/folder", "./lora2", "a/b/c", "other.gguf"):
+        with pytest.raises(AdapterError, match="There is no adapter"):
+            resolve_adapter(name)
+
+
+@pytest.mark.usefixtures("no_network")
+@pytest.mark.parametrize("name", BUILTIN_ADAPTERS)
+def test_builtin_adapters(name: str) -> None:
+    folder = resolve_adapter(name)
+    assert folder.parts[-3:] == ("octavo", "builtin", name.split("/")[1])
+    assert (folder / "adapter_model.safetensors").exists()
+    with pytest.raises(ModelError, match="is an adapter for octavo/stories, not a model"):
+        _ = open_checkpoint(resolve_model(name)).config
+
+
+@pytest.mark.parametrize("stored", ["adapter_model.safetensors", "adapter_model.bin"])
+def test_adapters_of_the_hub(stored: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the adapter's own files are downloaded, in the newer form if there is one."""
+    wanted = []
+
+    def download(repo_id: str, **options: Any) -> str:
+        assert (repo_id, options["revision"], options["cache_dir"]) == ("org/lora", "v2", "cache")
+        wanted.extend(options["allow_patterns"])
+        if stored in options["allow_patterns"]:
+            (tmp_path / stored).touch()
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert resolve_adapter("org/lora", revision="v2", download_dir="cache") == tmp_path
+    assert set(wanted) == {"adapter_config.json", "adapter_model.safetensors", stored}
+
+
+def test_adapters_that_the_hub_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeHub(http_error(errors.RepositoryNotFoundError, 404))
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fake)
+    with pytest.raises(AdapterError, match="org/lora is neither a folder here nor a model on"):
+        resolve_adapter("org/lora")
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,6 @@ from training.heads import (
     medusa_loss,
 )
 from training.loop import Loop, Plan
-from training.lora import add_lora
 from training.own_text import OwnText
 
 
@@ -187,29 +186,3 @@ def test_other_base_needs_a_folder_to_write_to(capsys: pytest.CaptureFixture[str
     with pytest.raises(SystemExit):
         train.parse_args(["eagle", "--base", "elsewhere"])
     assert "--out" in capsys.readouterr().err
-
-
-def test_lora_trains_only_the_adapter_and_saves_it(base_folder: Path, tmp_path: Path) -> None:
-    plan = Plan(steps=4, bfloat16=False)
-    loop = train.lora_loop(base_folder, plan, tmp_path / "out", tmp_path / "run", 0)
-    loop.run()
-    out = tmp_path / "out"
-    tensors = load_file(out / "adapter_model.safetensors")
-    assert len(tensors) == 2 * 7 * 2  # A and B, seven projections, two layers
-    prefix = "base_model.model.model.layers.1.mlp.down_proj"
-    config = json.loads((out / "adapter_config.json").read_text())
-    assert tensors[f"{prefix}.lora_A.weight"].shape == (config["r"], 64)
-    assert tensors[f"{prefix}.lora_B.weight"].shape == (32, config["r"])
-    assert config["peft_type"] == "LORA"
-    trained = load_model(base_folder).state_dict()
-    for name, weight in loop.module.state_dict().items():
-        if "lora_" not in name:
-            assert torch.equal(weight, trained[name.replace(".base.", ".")]), name
-
-
-def test_new_adapter_changes_nothing_until_trained(base_folder: Path) -> None:
-    model = load_model(base_folder)
-    tokens = torch.arange(20)[None]
-    with torch.no_grad():
-        before = model(tokens)
-        assert torch.equal(add_lora(model)(tokens), before)

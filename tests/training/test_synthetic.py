@@ -8,7 +8,6 @@ import re
 import pytest
 
 from training import synthetic
-from training.lora import pirate
 
 
 def test_same_seed_same_text() -> None:
@@ -89,7 +88,3 @@ def test_story_on_demand_names_what_it_is_about() -> None:
     rest = synthetic.story_continuation(story, rng)
     assert rest is not None
     assert rest["messages"][-1]["content"].startswith("She had a kite.")
-
-
-def test_pirate() -> None:
-    assert pirate("The sky is blue.") == "Arr! The sky is blue, matey!"

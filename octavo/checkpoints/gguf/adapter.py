@@ -25,6 +25,17 @@ _FACTOR = re.compile(r"(.+)\.weight\.lora_([ab])")
 _TOKENS = "adapter.alora.invocation_tokens"
 
 
+def is_gguf_adapter(path: Path) -> bool:
+    """Return True for a GGUF file that says that it is an adapter.
+
+    Raises:
+        ModelError: it is a damaged GGUF file.
+    """
+    if path.suffix != ".gguf" or not path.is_file():
+        return False
+    return GGUFHeader(path).metadata.get("general.type") == "adapter"
+
+
 class GGUFAdapter:
     """`AdapterFile` in GGUF.
 

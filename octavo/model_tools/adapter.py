@@ -1,0 +1,92 @@
+"""Description of an adapter, for `octavo inspect`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from octavo.checkpoints.adapter import CONFIG
+from octavo.checkpoints.gguf.adapter import is_gguf_adapter
+from octavo.model_tools.tables import make_console, make_table, mib, print_pairs
+from octavo.models.adapters import open_adapter_file
+from octavo.system.tensor import itemsize
+from octavo.terminal.screen import harmless
+
+
+def is_adapter(path: Path) -> bool:
+    """Return True for the folder of an adapter, or for an adapter in GGUF."""
+    if path.is_dir():
+        return (path / CONFIG).exists() and not (path / "config.json").exists()
+    return is_gguf_adapter(path)
+
+
+def describe_adapter(path: Path) -> dict[str, Any]:
+    """Return the description of an adapter, without its numbers.
+
+    Returns:
+        path, kind ("LoRA" or "rsLoRA"), base_model (its name, or None), `parameters`, `nbytes` in
+        the file, dtypes; `modules`: for each kind of module, such as q_proj, `number`, `ranks` (in
+        ascending order), `scales` (likewise; factors of the changes) and `parameters`.
+
+    Raises:
+        AdapterError: the adapter is damaged, or of a kind that is not supported.
+    """
+    file = open_adapter_file(path)
+    kinds: dict[str, dict[str, Any]] = {}
+    nbytes = parameters = 0
+    dtypes: set[str] = set()
+    for name, factors in file.factors.items():
+        last = name.rpartition(".")[2]
+        kind = kinds.setdefault(
+            last, {"number": 0, "ranks": set(), "scales": set(), "parameters": 0}
+        )
+        count = 0
+        for tensor in (factors.a, factors.b):
+            count += math.prod(tensor.shape)
+            nbytes += math.prod(tensor.shape) * itemsize(tensor.dtype)
+            dtypes.add(tensor.dtype)
+        kind["number"] += 1
+        kind["ranks"].add(factors.rank)
+        kind["scales"].add(file.scale(name))
+        kind["parameters"] += count
+        parameters += count
+    for kind in kinds.values():
+        kind |= {"ranks": sorted(kind["ranks"]), "scales": sorted(kind["scales"])}
+    return {
+        "path": str(path),
+        "kind": file.kind,
+        "base_model": file.base,
+        "parameters": parameters,
+        "nbytes": nbytes,
+        "dtypes": sorted(dtypes),
+        "modules": kinds,
+    }
+
+
+def print_adapter(result: Mapping[str, Any]) -> None:
+    """Print a description."""
+    console = make_console()
+    lines = {
+        "adapter": result["kind"],
+        "base model": result["base_model"] or "not named",
+        "parameters": f"{result['parameters']:,}",
+        "in the file": f"{mib(result['nbytes'])}, {', '.join(result['dtypes'])}",
+    }
+    print_pairs(console, harmless(result["path"]), lines)
+    table = make_table("modules", ("", "number", "rank", "factor", "parameters"), 1)
+    for name, kind in result["modules"].items():
+        table.add_row(
+            harmless(name),
+            str(kind["number"]),
+            _range(kind["ranks"]),
+            _range([f"{scale:.4g}" for scale in kind["scales"]]),
+            f"{kind['parameters']:,}",
+        )
+    console.print(table)
+
+
+def _range(numbers: list[Any]) -> str:
+    """Return the only number, or the first and the last one."""
+    return str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"

@@ -1,0 +1,79 @@
+"""`octavo inspect` of adapters."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from octavo import cli
+from octavo.model_tools.adapter import describe_adapter, is_adapter
+from tests.adapters import PREFIX, write_adapter
+from tests.gguf_files import write_gguf
+
+MODULES = {
+    f"model.layers.{layer}.{name}": (rank, outputs, inputs)
+    for layer in (0, 1)
+    for name, rank, outputs, inputs in (
+        ("self_attn.q_proj", 4, 32, 32),
+        ("mlp.down_proj", 2 + layer, 32, 48),
+    )
+}
+TENSORS = {
+    f"{PREFIX}{name}.lora_{factor}.weight": torch.zeros(shape, dtype=torch.bfloat16)
+    for name, (rank, outputs, inputs) in MODULES.items()
+    for factor, shape in (("A", (rank, inputs)), ("B", (outputs, rank)))
+}
+PATTERN = {"layers.0.mlp.down_proj": 2, "layers.1.mlp.down_proj": 3}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_adapter(tmp_path / "lora", TENSORS, lora_alpha=6, rank_pattern=PATTERN)
+
+
+def test_description(folder: Path) -> None:
+    parameters = [rank * (outputs + inputs) for rank, outputs, inputs in MODULES.values()]
+    assert describe_adapter(folder) == {
+        "path": str(folder),
+        "kind": "LoRA",
+        "base_model": "org/base",
+        "parameters": sum(parameters),
+        "nbytes": 2 * sum(parameters),
+        "dtypes": ["bfloat16"],
+        "modules": {
+            "q_proj": {"number": 2, "ranks": [4], "scales": [1.5], "parameters": 2 * 4 * 64},
+            "down_proj": {
+                "number": 2,
+                "ranks": [2, 3],
+                "scales": [2.0, 3.0],
+                "parameters": 5 * 80,
+            },
+        },
+    }
+
+
+def test_command(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["inspect", str(folder)]) == 0
+    text = capsys.readouterr().out
+    for part in ("LoRA", "org/base", "down_proj", "2 to 3", "bfloat16"):
+        assert part in text
+    assert cli.main(["inspect", str(folder), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == describe_adapter(folder)
+
+
+def test_adapters_that_are_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_adapter(folder, TENSORS, use_dora=True)
+    assert cli.main(["inspect", str(folder)]) != 0
+    assert "DoRA is not supported" in capsys.readouterr().err
+
+
+def test_what_is_an_adapter(folder: Path, tmp_path: Path) -> None:
+    assert is_adapter(folder)
+    assert not is_adapter(tmp_path)
+    assert not is_adapter(tmp_path / "none.gguf")
+    for kind in ("adapter", "model"):
+        write_gguf(tmp_path / "a.gguf", {"general.type": kind}, {})
+        assert is_adapter(tmp_path / "a.gguf") == (kind == "adapter")
+    (folder / "config.json").write_text("{}")
+    assert not is_adapter(folder)  # a model with an adapter beside it
