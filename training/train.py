@@ -89,8 +89,8 @@ MINUTES = {"main": 60.0, "draft": 10.0, "eagle": 15.0, "medusa": 15.0, "lora": 3
 # Kinds that have no time budget: the same weights on a slow machine. One worker, so that a text's
 # rivals are the whole batch. bfloat16 is slower for small matrices.
 PLANS = {
-    "encoder": Plan(steps=120, bfloat16=False, workers=1, vector_rate=1e-3, matrix_rate=0.01),
-    "reranker": Plan(steps=400, bfloat16=False, workers=1),
+    "encoder": Plan(steps=1000, bfloat16=False, workers=1, vector_rate=5e-4, matrix_rate=0.01),
+    "reranker": Plan(steps=1000, bfloat16=False, workers=1),
 }
 
 
