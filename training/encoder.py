@@ -12,9 +12,10 @@ import math
 import random
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from itertools import islice
+from heapq import heapify, heappop, heappush
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -37,31 +38,38 @@ from training.corpus import Corpus
 from training.loop import Batch
 from training.model import rope_tables, rotate
 from training.pairs import Pairs
+from training.teacher import Lessons
 
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 PAD = 0
 TEMPERATURE = 0.05
 # Share of the batches, number of pairs and longest text in tokens of each kind.
 RECIPE = {
-    "notes": (0.25, 160, 32),
-    "facts": (0.15, 112, 48),
-    "titles": (0.2, 32, 160),
-    "stories": (0.25, 64, 96),
+    "notes": (0.12, 96, 32),
+    "facts": (0.12, 64, 48),
+    "titles": (0.12, 24, 160),
+    "stories": (0.15, 48, 96),
+    "quotes": (0.12, 48, 96),
     "books": (0.15, 48, 96),
+    "extracts": (0.12, 48, 96),
+    "lines": (0.12, 64, 48),
 }
+LESSON_SHARE = 0.25
+WORD_STEPS = 1200
+"""Number of steps that train the encoder's embeddings alone, as a bag of words, at first."""
+_LESSON = 96
 _QUERY_TOKENS = 48
 _RIVALS = 3
 _GROUPS = 32
-_ENDINGS = 256
 
 
 @dataclass(frozen=True)
 class EncoderConfig:
     """Shape of an encoder; the field names are those of its ``config.json``."""
 
-    vocab_size: int = 4096
+    vocab_size: int = 5376
     hidden_size: int = 128
-    intermediate_size: int = 256
+    intermediate_size: int = 128
     num_hidden_layers: int = 3
     num_attention_heads: int = 4
     max_position_embeddings: int = 512
@@ -169,6 +177,18 @@ class Encoder(nn.Module):
             if name.endswith("Wo.weight"):
                 nn.init.normal_(weight, std=0.02 / math.sqrt(2 * config.num_hidden_layers))
 
+    def start_from(self, vectors: Tensor) -> None:
+        """Set the embeddings to the principal components of vectors ``[vocab_size, any]``.
+
+        Each has length 1. They are turned at random, so that no dimension is small in all.
+        """
+        centred = vectors - vectors.mean(0)
+        parts = torch.linalg.svd(centred, full_matrices=False)
+        size = self.config.hidden_size
+        found = F.normalize(parts.U[:, :size] * parts.S[:size], dim=-1)
+        turn = torch.linalg.qr(torch.randn(size, size))[0][: found.shape[1]]
+        self.embeddings.tok_embeddings.weight.data = found @ turn
+
     def forward(self, tokens: Tensor) -> Tensor:
         """Return the mean state of each text, ``[texts, hidden]``, of ``tokens [texts, length]``.
 
@@ -184,6 +204,20 @@ class Encoder(nn.Module):
             x = layer(x, mask[:, None, None], cos, sin)
         x = self.final_norm(x).float() * real[..., None]
         return x.sum(1) / real.sum(1, keepdim=True)
+
+
+class Words(nn.Module):
+    """An encoder's embeddings and last norm alone: a bag of words, which is trained fast."""
+
+    def __init__(self, model: Encoder):
+        super().__init__()
+        self.embeddings, self.final_norm = model.embeddings, model.final_norm
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return what the encoder without its layers returns."""
+        real = (tokens != PAD)[..., None]
+        x = self.final_norm(self.embeddings(tokens)).float() * real
+        return x.sum(1) / real.sum(1)
 
 
 class Head(nn.Module):
@@ -226,22 +260,31 @@ def _init(module: nn.Module) -> None:
 # --- losses -----------------------------------------------------------------------------------
 
 
-def contrastive_loss(model: Encoder) -> Callable[[Batch], Tensor]:
+def contrastive_loss(model: Encoder | Words) -> Callable[[Batch], Tensor]:
     """Return InfoNCE (van den Oord et al. 2018) over pairs ``[pairs, 2, length]``, both ways.
 
-    The other texts of the batch are the rivals of a query's own text. A worker of the loop sees
-    its share of the batch only.
+    The other texts of the batch are the rivals of a query's own text. A batch of lessons has
+    sentences ``[sentences, 1, length]`` and the teacher's vectors: the loss is the cross-entropy
+    of the student's similarities to the teacher's.
     """
 
     def loss(batch: Batch) -> Tensor:
-        queries, texts = (
-            F.normalize(model(_trim(tokens)), dim=-1) for tokens in batch[0].unbind(1)
-        )
+        parts = [F.normalize(model(_trim(tokens)), dim=-1) for tokens in batch[0].unbind(1)]
+        if len(parts) == 1:
+            found, wanted = (_similarities(v) / TEMPERATURE for v in (parts[0], batch[1]))
+            return F.cross_entropy(found, wanted.softmax(-1))
+        queries, texts = parts
         scores = queries @ texts.T / TEMPERATURE
         own = torch.arange(len(scores))
         return (F.cross_entropy(scores, own) + F.cross_entropy(scores.T, own)) / 2
 
     return loss
+
+
+def _similarities(vectors: Tensor) -> Tensor:
+    """Return the similarities of each vector to each other one, ``[n, n - 1]``."""
+    others = ~torch.eye(len(vectors), dtype=torch.bool)
+    return (vectors @ vectors.T)[others].unflatten(0, (len(vectors), -1))
 
 
 def ranking_loss(model: Reranker) -> Callable[[Batch], Tensor]:
@@ -276,19 +319,31 @@ class PairStream:
     A batch depends only on (seed, its number), which is ``state``.
     """
 
-    def __init__(self, pairs: Pairs, tokenizer: Tokenizer, seed: int):
+    def __init__(
+        self,
+        pairs: Pairs,
+        tokenizer: Tokenizer,
+        seed: int,
+        lessons: Lessons | None = None,
+        factor: int = 1,
+    ):
         self.pairs, self.tokenizer, self.seed = pairs, tokenizer, seed
+        self.lessons, self.factor = lessons, factor
         self.state = 0
         self.progress = 0.0
 
     def next(self) -> Batch:
         """Return tokens ``[pairs, 2, length]`` int64, and as many zeros."""
-        rng = random.Random(f"{self.seed}/pairs/{self.state}")
+        rng = random.Random(f"{self.seed}/pairs/{self.factor}/{self.state}")
         self.state += 1
+        if self.lessons is not None and rng.random() < LESSON_SHARE:
+            chosen = rng.sample(range(len(self.lessons.sentences)), self.factor * _LESSON)
+            ids = self._ids([self.lessons.sentences[i] for i in chosen], _QUERY_TOKENS)
+            return self.batch(ids, 1)[0], self.lessons.vectors[chosen]
         kinds = list(self.pairs.makers)
         (kind,) = rng.choices(kinds, [RECIPE[kind][0] for kind in kinds])
         _, count, longest = RECIPE[kind]
-        drawn = self.pairs.train(kind, rng, count)
+        drawn = self.pairs.train(kind, rng, self.factor * count)
         queries = self._ids([pair.query for pair in drawn], _QUERY_TOKENS)
         texts = self._ids([pair.text for pair in drawn], longest)
         return self.batch([pair for both in zip(queries, texts, strict=True) for pair in both], 2)
@@ -315,7 +370,7 @@ class RivalStream(PairStream):
     """
 
     def __init__(self, pairs: Pairs, tokenizer: Tokenizer, seed: int, encoder: Encoder):
-        super().__init__(pairs, tokenizer, seed)
+        super().__init__(pairs, tokenizer, seed, factor=2)
         self.encoder = encoder
 
     def next(self) -> Batch:
@@ -345,9 +400,9 @@ def _real(row: Tensor) -> list[int]:
 
 
 def tokenizer_texts(corpus: Corpus, seed: int) -> Iterator[str]:
-    """Yield the tokenizer's training text: stories, some books, and pairs of each other kind."""
+    """Yield the tokenizer's text: stories, a quarter of the books, pairs of the other kinds."""
     yield from corpus.stories
-    yield from corpus.books[::12]
+    yield from corpus.books[::4]
     rng = random.Random(f"{seed}/tokenizer")
     for make in Pairs().makers.values():
         for pair in islice(iter(lambda make=make: make(rng), None), 3000):
@@ -355,23 +410,25 @@ def tokenizer_texts(corpus: Corpus, seed: int) -> Iterator[str]:
 
 
 def make_wordpiece(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Make a tokenizer of BERT's kind, without case, from the most frequent words of ``texts``.
+    """Make a tokenizer of BERT's kind, without case, from the words of ``texts``.
 
-    A rare word is a frequent word or letters, then endings or letters. The trainer of `tokenizers`
-    is not used, because its ties are broken at random.
+    Its pieces are letters and those that byte pair encoding (Sennrich et al. 2016) joins first.
+    The trainer of `tokenizers` is not used, because its ties are broken at random.
+
+    Raises:
+        ValueError: the words are too few for ``vocab_size`` pieces.
     """
     counts: Counter[str] = Counter()
     for text in texts:
         counts.update(re.findall("[a-z]+", text.lower()))
+    counts = Counter({word: number for word, number in counts.items() if number > 2})
     signs = sorted({chr(i).lower() for i in range(33, 127)})
-    ordered = sorted(counts, key=lambda word: (-counts[word], word))
-    room = vocab_size - len(SPECIAL) - 2 * len(signs) - _ENDINGS
-    frequent = [word for word in ordered if len(word) > 1][:room]
-    endings: Counter[str] = Counter()
-    for word in counts.keys() - set(frequent):
-        endings.update({word[-n:]: counts[word] for n in (2, 3, 4) if len(word) > n})
-    common = sorted(endings, key=lambda end: (-endings[end], end))[:_ENDINGS]
-    pieces = [*SPECIAL, *signs, *(f"##{piece}" for piece in signs + common), *frequent]
+    pieces = [*SPECIAL, *signs, *(f"##{sign}" for sign in signs)]
+    pieces += islice(_joined(counts), vocab_size - len(pieces))
+    if len(pieces) < vocab_size:
+        raise ValueError(
+            f"vocab_size={vocab_size}, but the texts have {len(pieces)} pieces; give more text."
+        )
     vocab = {piece: i for i, piece in enumerate(pieces)}
     tokenizer = Tokenizer(models.WordPiece(vocab, unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
@@ -384,6 +441,51 @@ def make_wordpiece(texts: Iterable[str], vocab_size: int) -> Tokenizer:
         special_tokens=[(name, vocab[name]) for name in ("[CLS]", "[SEP]")],
     )
     return tokenizer
+
+
+def _joined(counts: Mapping[str, int]) -> Iterator[str]:
+    """Yield the pieces that byte pair encoding joins; ties are broken by the alphabet."""
+    words = {word: [word[0], *(f"##{c}" for c in word[1:])] for word in counts}
+    found: Counter[tuple[str, str]] = Counter()
+    where: dict[tuple[str, str], set[str]] = {}
+
+    def count(word: str, sign: int) -> list[tuple[str, str]]:
+        both = list(pairwise(words[word]))
+        for pair in both:
+            found[pair] += sign * counts[word]
+            where.setdefault(pair, set()).add(word)
+        return both
+
+    for word in words:
+        count(word, 1)
+    heap = [(-number, pair) for pair, number in found.items()]
+    heapify(heap)
+    made: set[str] = set()
+    while heap:
+        number, pair = heappop(heap)
+        if number != -found[pair] or not number:
+            continue  # the count is out of date
+        piece = pair[0] + pair[1].removeprefix("##")
+        if piece not in made:
+            made.add(piece)
+            yield piece
+        changed: set[tuple[str, str]] = set()
+        for word in where.pop(pair):
+            changed.update(count(word, -1))
+            words[word] = _join(words[word], pair, piece)
+            changed.update(count(word, 1))
+        for other in changed:
+            heappush(heap, (-found[other], other))
+
+
+def _join(parts: list[str], pair: tuple[str, str], piece: str) -> list[str]:
+    joined: list[str] = []
+    for part in parts:
+        if joined and (joined[-1], part) == pair:
+            joined[-1] = piece
+        else:
+            joined.append(part)
+    return joined
 
 
 def export_encoder(model: Encoder | Reranker, tokenizer: Tokenizer, folder: Path) -> None:

@@ -9,12 +9,16 @@ from __future__ import annotations
 import random
 import re
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from training import facts, synthetic
 from training.corpus import BOYS, GIRLS, Corpus, swap_names
 from training.own_stories import PETS, PLOTS, a, cast
+
+RENAMED = {"notes": 0.3, "facts": 0.6}
+"""Share of the training's pairs of a kind whose words are renamed, see `rename`."""
 
 
 class Pair(NamedTuple):
@@ -29,6 +33,8 @@ class Pair(NamedTuple):
         """True if no training may use the subject."""
         return zlib.crc32(self.subject.encode()) % 10 == 0
 
+
+Maker = Callable[[random.Random], Pair | None]
 
 _SAME = """
     happy glad; sad unhappy; big large; little small; mom mother; dad father; grandma grandmother;
@@ -49,7 +55,19 @@ SYNONYMS = {
     for word in group.split()
 }
 _WORD = re.compile(r"[a-z]+")
-_SENTENCE = re.compile(r"(?<=[.!?\"])\s+")
+_ANY_WORD = re.compile(r"[A-Za-z]+")
+_COMMON = """
+    a about after again all also am an and any are as asked at away back be because became big
+    but by called came can color colour come could day did do does down each eat felt find for
+    found from gave get give go good got had happy has have he her him his how i if in into is
+    it its just know last legs like liked little live lived looked made make many me more most
+    mom my name named no not now of off old on once one only opposite or other our out over
+    plural put ran rhymes said saw say says she sides so some sound tell than that the their
+    them then there they thing things this time to too took two up upon us use very want
+    wanted was we went were what when where which who will with word would years you your
+"""
+COMMON = frozenset(_COMMON.split())
+SENTENCE = re.compile(r"(?<=[.!?\"])\s+")
 
 
 def reword(text: str, rng: random.Random, share: float = 0.6) -> str:
@@ -60,6 +78,21 @@ def reword(text: str, rng: random.Random, share: float = 0.6) -> str:
         return rng.choice(SYNONYMS[word]) if word in SYNONYMS and rng.random() < share else word
 
     return _WORD.sub(other, text)
+
+
+def rename(pair: Pair, words: Sequence[str], rng: random.Random) -> Pair:
+    """Replace each rare word that query and text share by another one, the same in both.
+
+    A model that sees such pairs compares words, in place of learning which texts there are.
+    """
+    shared = set(_WORD.findall(pair.query.lower())) & set(_WORD.findall(pair.text.lower()))
+    others = {word: rng.choice(words) for word in sorted(shared - COMMON)}
+
+    def other(match: re.Match[str]) -> str:
+        return others.get(match.group().lower(), match.group())
+
+    query, text = (_ANY_WORD.sub(other, part) for part in (pair.query, pair.text))
+    return Pair(query, text, pair.subject)
 
 
 def note(rng: random.Random) -> Pair:
@@ -125,29 +158,60 @@ def title(rng: random.Random) -> Pair:
     return Pair(query, story, f"{hero.name}/{hero.kind}/{friend.name}/{topic}")
 
 
-def passage(text: str, subject: str, rng: random.Random) -> Pair | None:
-    """Return one sentence of a text, reworded, and the sentences around it without it.
+def passage(text: str, subject: str, rng: random.Random, *, kept: bool = False) -> Pair | None:
+    """Return one sentence of a text, reworded, and the sentences around it.
 
-    It is the inverse cloze task (Lee, Chang and Toutanova 2019). None: the text is too short.
+    The sentence itself is among them if it is ``kept``; without it, this is the inverse cloze task
+    (Lee, Chang and Toutanova 2019). None: the text is too short.
     """
-    sentences = _SENTENCE.split(text)
+    sentences = SENTENCE.split(text)
     if len(sentences) < 4:
         return None
     taken = rng.randrange(len(sentences))
     before, after = rng.randint(1, 5), rng.randint(1, 5)
     around = sentences[max(taken - before, 0) : taken] + sentences[taken + 1 : taken + 1 + after]
-    words = reword(sentences[taken], rng).split()
-    if rng.random() < 0.3:  # a query of keywords
+    if kept:
+        around.insert(min(taken, before), sentences[taken])
+    words = keywords(sentences[taken], rng)
+    return Pair(words, " ".join(around), subject) if words else None
+
+
+def keywords(sentence: str, rng: random.Random) -> str:
+    """Return the sentence reworded, in a third of the cases without some words.
+
+    The result is "" if it has fewer than three words.
+    """
+    words = reword(sentence, rng).split()
+    if rng.random() < 0.3:
         words = [word for word in words if rng.random() < 0.6]
-    return Pair(" ".join(words), " ".join(around), subject) if len(words) >= 3 else None
+    return " ".join(words) if len(words) >= 3 else ""
 
 
-def _passages(texts: Sequence[str], *, names: bool) -> Callable[[random.Random], Pair | None]:
+def _passages(texts: Sequence[str], *, names: bool, kept: bool = False) -> Maker:
     def make(rng: random.Random) -> Pair | None:
         text = rng.choice(texts)
-        return passage(swap_names(text, rng) if names else text, text[:80], rng)
+        return passage(swap_names(text, rng) if names else text, text[:80], rng, kept=kept)
 
     return make
+
+
+def _lines(texts: Sequence[str]) -> Maker:
+    def make(rng: random.Random) -> Pair | None:
+        story = rng.choice(texts)
+        line = rng.choice(SENTENCE.split(swap_names(story, rng)))
+        words = keywords(line, rng)
+        return Pair(words, line, story[:80]) if words and len(line) < 120 else None
+
+    return make
+
+
+def rare_words(corpus: Corpus) -> list[str]:
+    """Return the words of a corpus that are neither very frequent nor very rare, sorted."""
+    counts: Counter[str] = Counter()
+    for text in (*corpus.stories, *corpus.books[::4]):
+        counts.update(_WORD.findall(text))
+    middle = [word for word, number in counts.most_common()[200:] if number >= 5]
+    return sorted(word for word in middle if len(word) > 2 and word not in COMMON)
 
 
 class Pairs:
@@ -155,20 +219,27 @@ class Pairs:
 
     Args:
         corpus: stories and books; None: only generated pairs.
-        short: True: only notes and facts, whose texts are a sentence or two.
+        short: True: only kinds whose texts are a sentence or two.
     """
 
     def __init__(self, corpus: Corpus | None = None, *, short: bool = False) -> None:
-        self.makers: dict[str, Callable[[random.Random], Pair | None]] = {
+        self.words: list[str] = []
+        self.makers: dict[str, Maker] = {
             "notes": note,
             "facts": fact,
         }
         if not short:
             self.makers["titles"] = title
         if corpus is not None:
+            self.words = rare_words(corpus)
+        if corpus is not None and short:
+            self.makers["lines"] = _lines(corpus.stories)
+        elif corpus is not None:
             self.makers["stories"] = _passages(corpus.stories, names=True)
+            self.makers["quotes"] = _passages(corpus.stories, names=True, kept=True)
             if corpus.books:
                 self.makers["books"] = _passages(corpus.books, names=False)
+                self.makers["extracts"] = _passages(corpus.books, names=False, kept=True)
 
     def draw(self, kind: str, rng: random.Random, draws: int = 4000) -> Iterator[Pair]:
         """Yield pairs with different subjects, out of a number of draws."""
@@ -182,7 +253,9 @@ class Pairs:
     def train(self, kind: str, rng: random.Random, count: int) -> list[Pair]:
         """Return at most ``count`` pairs for training."""
         drawn = (pair for pair in self.draw(kind, rng) if not pair.held_out)
-        return [pair for pair, _ in zip(drawn, range(count), strict=False)]
+        found = [pair for pair, _ in zip(drawn, range(count), strict=False)]
+        share = RENAMED.get(kind, 0.0) if self.words else 0.0
+        return [rename(p, self.words, rng) if rng.random() < share else p for p in found]
 
     def heldout(
         self, kind: str, queries: int = 200, texts: int = 500

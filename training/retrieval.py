@@ -64,6 +64,26 @@ def quality(scores: Scores) -> Quality:
     return Quality(float(recall), float((1 / (1 + better + (equal - 1) / 2)).mean()))
 
 
+def spearman(first: Scores, second: Scores) -> float:
+    """Return Spearman's correlation of two series ``[n]``; equal numbers share their ranks."""
+    ranks = []
+    for series in (first, second):
+        _, place, counts = np.unique(series, return_inverse=True, return_counts=True)
+        ranks.append((np.cumsum(counts) - (counts - 1) / 2)[place])
+    return float(np.corrcoef(*ranks)[0, 1])
+
+
+def likeness(encoder: Path, texts: Sequence[str], teacher: NDArray[np.float32]) -> float:
+    """Return Spearman's correlation of the similarities of texts: the encoder's, the teacher's.
+
+    ``teacher`` are the teacher's vectors ``[texts, size]``, of length 1.
+    """
+    with SentenceEncoder(str(encoder)) as model:
+        vectors = model.encode(list(texts))
+    both = np.triu_indices(len(texts), 1)
+    return spearman(*(np.float64(v @ v.T)[both] for v in (vectors, teacher)))
+
+
 def rerank(reranker: LLM, queries: Sequence[str], texts: Sequence[str], scores: Scores) -> Scores:
     """Return scores in which the reranker sorts each query's best texts, above all others."""
     best = np.argsort(-scores, axis=1)[:, :DEPTH]

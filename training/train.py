@@ -35,11 +35,13 @@ from training.checkpoint import export_model, load_model
 from training.corpus import Corpus, load_corpus
 from training.data import IGNORE, Document, Stream, heldout_rows, tokenizer_texts
 from training.encoder import (
+    WORD_STEPS,
     Encoder,
     EncoderConfig,
     PairStream,
     Reranker,
     RivalStream,
+    Words,
     contrastive_loss,
     export_encoder,
     load_encoder,
@@ -69,6 +71,7 @@ from training.own_text import (
     write_own_text,
 )
 from training.pairs import Pairs
+from training.teacher import Lessons, load_lessons
 from training.tokenizer import IM_START, load_tokenizer, save_tokenizer, train_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -85,8 +88,12 @@ NAMES = {
     "reranker": "stories-reranker",
 }
 MINUTES = {"main": 60.0, "draft": 10.0, "eagle": 15.0, "medusa": 15.0}
-# Numbers of steps of the kinds that have no time budget: the same weights on a slow machine.
-STEPS = {"encoder": 700, "reranker": 400}
+# Kinds that have no time budget: the same weights on a slow machine. One worker, so that a text's
+# rivals are the whole batch. bfloat16 is slower for small matrices.
+PLANS = {
+    "encoder": Plan(steps=1000, bfloat16=False, workers=1, vector_rate=5e-4, matrix_rate=0.01),
+    "reranker": Plan(steps=1000, bfloat16=False, workers=1),
+}
 
 
 def next_token_loss(model: Llama) -> Callable[[Batch], Tensor]:
@@ -263,17 +270,34 @@ def encoder_loop(
     out: Path,
     run: Path,
     seed: int,
+    lessons: Lessons | None = None,
 ) -> Loop:
-    """Return the loop that trains the encoder of texts and exports it to ``out``."""
+    """Return the loop that trains the encoder of texts and exports it to ``out``.
+
+    The embeddings begin with the pieces' vectors in ``lessons``.
+    """
     torch.manual_seed(seed)
     model = Encoder(config)
+    if lessons is not None:
+        model.start_from(lessons.pieces)
 
     def export(loop: Loop) -> None:
         export_encoder(model, tokenizer, out)
-        write_encoder_card(out, None, loop, pairs)
+        write_encoder_card(out, None, loop, pairs, lessons)
 
-    stream = PairStream(pairs, tokenizer, seed)
+    stream = PairStream(pairs, tokenizer, seed, lessons)
     return Loop(model, contrastive_loss(model), stream, plan, run, export, name="encoder")
+
+
+def words_loop(loop: Loop, steps: int) -> Loop:
+    """Return the loop that trains the embeddings of the encoder in ``loop`` as a bag of words.
+
+    A step is cheap, so it has more of the pairs.
+    """
+    words, pairs = Words(loop.module), loop.stream
+    stream = PairStream(pairs.pairs, pairs.tokenizer, pairs.seed, pairs.lessons, factor=3)
+    plan = replace(loop.plan, steps=steps, vector_rate=1e-2)
+    return Loop(words, contrastive_loss(words), stream, plan, loop.folder / "words", name="words")
 
 
 def reranker_loop(
@@ -323,12 +347,15 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--base", type=Path, default=BUILTIN / "stories", help="folder of the main model, a Llama"
     )
+    parser.add_argument(
+        "--teacher", type=Path, help="folder of all-MiniLM-L6-v2, which teaches the encoder"
+    )
     args = parser.parse_args(argv)
     if args.out is None:
         if args.base != BUILTIN / "stories":
             parser.error("another --base needs --out")
         args.out = BUILTIN / NAMES[args.kind]
-    if args.kind in STEPS and (args.minutes or args.start or args.base != BUILTIN / "stories"):
+    if args.kind in PLANS and (args.minutes or args.start or args.base != BUILTIN / "stories"):
         parser.error(f"{args.kind} trains a number of steps, without --minutes, --start, --base")
     if args.minutes is None:
         args.minutes = MINUTES.get(args.kind)
@@ -344,18 +371,24 @@ def main(argv: list[str] | None = None) -> None:
     torch.set_num_threads(1)  # see Loop._gradients
     run = RUNS / args.kind
     run.mkdir(parents=True, exist_ok=True)
-    if args.kind in STEPS:
-        plan = Plan(steps=STEPS[args.kind], bfloat16=False)  # small matrices: bfloat16 is slower
+    if args.kind in PLANS:
+        plan = PLANS[args.kind]
     else:
         plan = Plan(minutes=args.minutes)
     if args.kind == "encoder":
         corpus, config = load_corpus(args.data), EncoderConfig()
-        words = make_wordpiece(encoder_texts(corpus, args.seed), config.vocab_size)
-        loop = encoder_loop(config, Pairs(corpus), words, plan, args.out, run, args.seed)
+        tokenizer = make_wordpiece(encoder_texts(corpus, args.seed), config.vocab_size)
+        pairs = Pairs(corpus)
+        lessons = load_lessons(args.teacher, RUNS / "lessons.npz", pairs, tokenizer)
+        loop = encoder_loop(config, pairs, tokenizer, plan, args.out, run, args.seed, lessons)
+        words = words_loop(loop, WORD_STEPS)
+        if args.resume and words.checkpoint.exists():
+            words.resume()
+        words.run()
     elif args.kind == "reranker":
         encoder = args.out.with_name(NAMES["encoder"])
         # Short texts only, so that a step is fast.
-        pairs = Pairs(short=True)
+        pairs = Pairs(load_corpus(args.data), short=True)
         loop = reranker_loop(EncoderConfig(), encoder, pairs, plan, args.out, run, args.seed)
     elif args.kind == "main":
         corpus = load_corpus(args.data)

@@ -22,7 +22,6 @@ from octavo.checkpoints.adapter import (
     check_place,
 )
 from octavo.checkpoints.base import Source, shorten_names
-from octavo.checkpoints.gguf.adapter import GGUFAdapter
 from octavo.checkpoints.model_files import printable
 from octavo.errors import AdapterError
 from octavo.models.blocks.attention import AttentionSpec
@@ -310,6 +309,8 @@ def open_adapter_file(path: Path, root: Path | None = None) -> AdapterFile:
             raise AdapterError(f"There is no adapter {path}; name its folder, or its GGUF file.")
         check_place(path, root)
         if path.is_file():
+            from octavo.checkpoints.gguf.adapter import GGUFAdapter
+
             return GGUFAdapter(path)
         if not (path / CONFIG).exists():
             raise AdapterError(

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 import warnings
 from dataclasses import replace
 from functools import partial
@@ -20,6 +21,8 @@ from training.encoder import (
     PairStream,
     Reranker,
     RivalStream,
+    Words,
+    contrastive_loss,
     export_encoder,
     load_encoder,
     make_wordpiece,
@@ -30,6 +33,7 @@ from training.encoder_card import KINDS
 from training.loop import Plan
 from training.pairs import Pairs
 from training.retrieval import Quality
+from training.teacher import Lessons
 
 TINY = EncoderConfig(
     vocab_size=400, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
@@ -63,6 +67,17 @@ def test_the_tokenizer_is_reproducible(corpus: Corpus, words: Tokenizer) -> None
     assert make_wordpiece(tokenizer_texts(corpus, 0), 400).to_str() == words.to_str()
 
 
+def test_pieces_are_joined_by_frequency() -> None:
+    signs = 2 * len({chr(i).lower() for i in range(33, 127)}) + 5
+    texts = ["abab abab abab abc abc abc cd cd cd"]
+    words = make_wordpiece(texts, signs + 3)
+    # "ab" occurs 6 times, "##ab" and "abab" 3 times: the alphabet decides, "#" before "a".
+    assert [words.id_to_token(signs + i) for i in range(3)] == ["ab", "##ab", "abab"]
+    assert words.encode("ababab cd").tokens[1:-1] == ["abab", "##ab", "c", "##d"]
+    with pytest.raises(ValueError, match="give more text"):
+        make_wordpiece(texts, signs + 9)
+
+
 def test_padding_changes_nothing(stream: PairStream) -> None:
     torch.manual_seed(0)
     model = Encoder(TINY)
@@ -84,15 +99,61 @@ def test_a_batch_depends_on_its_number_only(stream: PairStream, words: Tokenizer
         assert (tokens[..., 0] == words.token_to_id("[CLS]")).all()
 
 
+def test_embeddings_start_from_vectors() -> None:
+    torch.manual_seed(0)
+    model, given = Encoder(TINY), torch.randn(TINY.vocab_size, 20)
+    model.start_from(given)
+    found = model.embeddings.tok_embeddings.weight
+    assert found.shape == (TINY.vocab_size, TINY.hidden_size)
+    # All components fit: the directions from the mean are those of the vectors.
+    wanted = F.normalize(given - given.mean(0), dim=-1)
+    torch.testing.assert_close(found @ found.T, wanted @ wanted.T, atol=1e-5, rtol=1e-5)
+
+
+def test_words_are_the_encoder_without_its_layers(stream: PairStream) -> None:
+    model = Encoder(replace(TINY, num_hidden_layers=0))
+    tokens = stream.next()[0][:8, 0]
+    torch.testing.assert_close(Words(model)(tokens), model(tokens))
+
+
+def test_lessons_are_some_of_the_batches(words: Tokenizer) -> None:
+    texts = [f"the cat has {i} kites" for i in range(400)]
+    vectors = F.normalize(torch.randn(400, 7), dim=-1)
+    lessons = Lessons(vectors, texts, vectors, [], vectors[:0])
+    stream = PairStream(Pairs(), words, 0, lessons, factor=2)
+    sizes = set()
+    for _ in range(20):
+        tokens, targets = stream.next()
+        assert len(tokens) == len(targets)
+        if tokens.shape[1] == 1:
+            sizes.add(len(tokens))
+            ids = [words.encode(text).ids for text in texts]
+            row = tokens[3, 0][tokens[3, 0] != PAD].tolist()
+            assert torch.equal(targets[3], vectors[ids.index(row)])
+    assert sizes == {192}
+
+
+def test_loss_of_a_lesson_by_hand() -> None:
+    class Fixed(torch.nn.Module):
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            return torch.tensor([[3.0, 0], [0.0, 1], [0.0, 2]])
+
+    tokens = torch.ones(3, 1, 4, dtype=torch.int64)
+    lesson = torch.tensor([[1.0, 0], [0.0, 1], [1.0, 0]])
+    found = contrastive_loss(Fixed())((tokens, lesson))
+    # Ours: the second and the third are alike. Theirs: the first and the third are.
+    torch.testing.assert_close(found, torch.tensor((math.log(2) + 20 / 2 + 20) / 3))
+
+
 def test_a_group_has_its_own_text_first(words: Tokenizer) -> None:
     encoder, sep = Encoder(TINY), words.token_to_id("[SEP]")
     rivals = RivalStream(Pairs(), words, 0, encoder)
-    pairs = PairStream(Pairs(), words, 0)
+    pairs = PairStream(Pairs(), words, 0, factor=2)
     for _ in range(3):
         own = {tuple(row[row != PAD].tolist()) for row in pairs.next()[0].flatten(0, 1)}
         tokens, targets = rivals.next()
         assert tokens.shape[:2] == (len(targets), 4)
-        joined = PairStream(Pairs(), words, 0)
+        joined = PairStream(Pairs(), words, 0, factor=2)
         joined.state = pairs.state - 1
         right = {(*q[q != PAD].tolist(), *t[t != PAD].tolist()[1:]) for q, t in joined.next()[0]}
         for group in tokens:
@@ -173,7 +234,8 @@ def test_runs_export_and_write_cards(
         assert torch.equal(weight.bfloat16().float(), wanted[name]), name
 
     ranked = tmp_path / "stories-reranker"
-    loop = train.reranker_loop(TINY, out, pairs, replace(PLAN, steps=3), ranked, run, 0)
+    short = Pairs(corpus, short=True)
+    loop = train.reranker_loop(TINY, out, short, replace(PLAN, steps=3), ranked, run, 0)
     for name, weight in loop.module.model.state_dict().items():
         assert torch.equal(weight, wanted[name]), name
     loop.run()
