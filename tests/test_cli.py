@@ -60,6 +60,8 @@ def example(field):
         return ["yes"], True
     if field.type is bool:
         return (["no"] if field.default else []), not field.default
+    if field.name == "lora_modules":
+        return ["a=/a", "b=/b"], ["a=/a", "b=/b"]
     if field.type == list[str]:
         return ["a", "b"], ["a", "b"]
     if is_size(field.name):
@@ -105,6 +107,8 @@ NEEDED = {
     "enable_sequence_parallel": ["-tp", "2"],
     "enable_eplb": ["-tp", "2", "-ep"],
     "eplb_config": ["-tp", "2", "-ep", "--enable-eplb"],
+    "lora_modules": ["--enable-lora"],
+    "lora_root": ["--enable-lora"],
 }
 """Other flags that a setting needs."""
 

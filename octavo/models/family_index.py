@@ -63,6 +63,10 @@ INDEX: dict[str, tuple[str, ...]] = {
         "DebertaV2ForMaskedLM",
         "DebertaV2ForSequenceClassification",
         "DebertaV2ForTokenClassification",
+        "DebertaModel",
+        "DebertaForMaskedLM",
+        "DebertaForSequenceClassification",
+        "DebertaForTokenClassification",
     ),
     "deepseek": (
         "DeepseekV2ForCausalLM",

@@ -228,6 +228,13 @@ LATER: dict[str, tuple[int, str]] = {
     "deberta-queries": (1011660, "4a83547dd7887370"),
     "deberta-absolute": (1093656, "f89512bc4b46018a"),
     "deberta-unused": (934104, "15e04059829733e5"),
+    "deberta-conv": (1527372, "e880c72bc02f989b"),
+    "deberta-conv-model": (1501764, "8d558478d9c17050"),
+    "deberta-conv-tokens": (2717580, "61134724fcda0354"),
+    "deberta-v1": (2587404, "157b37c3bfdf5f24"),
+    "deberta-v1-model": (1454646, "93a1eb63b80efab8"),
+    "deberta-v1-tokens": (1268804, "7cac07db7005db88"),
+    "deberta-v1-mlm": (1645236, "30b1dfddf9eda453"),
 }
 """Digests of the cases that have their own."""
 
