@@ -49,8 +49,8 @@ class Linear:
 
     def act(self, x: Tensor, activation: Activation, out: Tensor | None = None) -> Tensor:
         """Map [T, in_features] to act(result) [T, out_features]; `out` as in `Ops.linear`."""
-        if self.adapted is not None and self.adapted.in_step:
-            return activate(self.ops, self._multiply(x, None), activation, out)
+        if self.columns is not None or (self.adapted is not None and self.adapted.in_step):
+            return activate(self.ops, self(x), activation, out)
         return self.ops.linear_act(x, self.weight, self.bias, activation, out)
 
     def _multiply(self, x: Tensor, out_dtype: str | None, out: Tensor | None = None) -> Tensor:
@@ -74,7 +74,7 @@ class StackedLinear(Linear):
 
     def act(self, x: Tensor, activation: Activation, out: Tensor | None = None) -> Tensor:
         """Map [T, in_features] to act(result) [T, out_features]; see `Linear`."""
-        return activate(self.ops, self._multiply(x, None), activation, out)
+        return activate(self.ops, self(x), activation, out)
 
     def _multiply(self, x: Tensor, out_dtype: str | None, out: Tensor | None = None) -> Tensor:
         """Return the products with all weights: out [T, out_features]."""

@@ -62,10 +62,10 @@ def test_a_script_is_run_in_a_folder_of_its_own(tmp_path, monkeypatch):
     monkeypatch.setenv(examples.shim.MODEL_VARIABLE, str(tmp_path))
     checkout = tmp_path / "checkout"
     checkout.mkdir()
-    (checkout / "x.py").write_text("import vllm.lora\n")
+    (checkout / "x.py").write_text("import vllm.multimodal\n")
     environment = {**os.environ, "PYTHONPATH": str(examples.ROOT)}
     line = examples.run(tmp_path, environment, checkout, "x.py")
-    assert line.outcome.startswith("Octavo does not have vllm.lora (vLLM's support for LoRA")
+    assert line.outcome.startswith("Octavo does not have vllm.multimodal (vLLM's support for pict")
     assert (tmp_path / "runs" / "x.py" / "printed by x.txt").exists()
 
 

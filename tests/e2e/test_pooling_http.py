@@ -271,7 +271,7 @@ def test_late_interaction_and_sparse_vectors(tmp_path):
 def test_the_lines_of_the_page(embedder, http):
     """Each curl line of docs/pooling_http.md works, or its model cannot do it."""
     lines = re.findall(r"^curl .*$", PAGE.read_text(), re.M)
-    assert len(lines) == 13
+    assert len(lines) == 14
     paths = set()
     for line in lines:
         _, address, *options = shlex.split(line)

@@ -388,7 +388,7 @@ def test_errors_of_the_checkpoint_and_of_the_cache(
 
     cache = WeightCache(tmp_path / "cache", 2**30)
     with monkeypatch.context() as patched:
-        patched.setattr(loader, "_read", fail)
+        patched.setattr(loader, "read_parts", fail)
         with pytest.raises(OSError, match="Input/output error"):
             load(folder, cache=cache, expert_slots=3)
     with monkeypatch.context() as patched:

@@ -156,9 +156,14 @@ def test_values_are_shown_in_short(value, shown):
         ),
         (
             "POST",
-            "/v2/embed",
+            "/v1/systemone",
             404,
-            ("POST /v2/embed: not available; use POST /v1/embeddings.", None, "not_found"),
+            (
+                "POST /v1/systemone: not available; use structured_outputs or response_format with "
+                "POST /v1/chat/completions.",
+                None,
+                "not_found",
+            ),
         ),
         (
             "GET",

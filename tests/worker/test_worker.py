@@ -210,6 +210,8 @@ def test_threads_and_node_are_set_before_the_model_is_loaded(
     calls: list[tuple[str, object]] = []
 
     class Runner:
+        adapters = None
+
         def __init__(
             self, setup: WorkerSetup, platform: object, device: str, make_proposer: object
         ) -> None:
