@@ -63,6 +63,8 @@ def open_page(browser, request):
         page.on("console", lambda line: "Content Sec" in line.text and errors.append(line.text))
         page.on("request", lambda sent: sent.url.startswith((url, "blob:")) or errors.append(sent))
         page.goto(url + path)
+        if page.locator("[role=tabpanel]").count():  # the view's module has been loaded
+            page.wait_for_selector("[role=tabpanel]:not([hidden]):not([inert])")
         return page
 
     yield open_

@@ -34,7 +34,7 @@ def test_tabs(open_page):
         assert page.get_by_role("tabpanel").count() == 1
     page.get_by_role("tab", name="Chat").focus()
     page.keyboard.press("ArrowLeft")
-    assert page.get_by_role("tab", name="Benchmark").get_attribute("aria-selected") == "true"
+    page.get_by_role("tab", name="Benchmark", selected=True).wait_for()
     assert page.get_by_role("tab", name="Benchmark").evaluate("e => e === document.activeElement")
 
 

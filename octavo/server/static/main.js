@@ -1,9 +1,9 @@
-// Tabs. A view is a module, loaded when it is first opened; it may export show(argument) and hide().
+// Tabs. A view is a module, loaded when first opened; it may export show(argument) and hide().
 import {arrow, askKey, byId, failure, open, say, sentence} from "./api.js";
 
 const VIEWS = ["chat", "engine", "explain", "bench"];
 const loaded = {};
-// Files that are asked for before the first paint delay it.
+// Files asked for before the first paint delay it.
 const painted = new Promise(done => requestAnimationFrame(() => setTimeout(done)));
 let current = null;
 
@@ -21,6 +21,7 @@ async function showView() {
   await painted;
   try {
     loaded[view] ??= await import(`./${view}.js`);
+    byId(view).inert = false;
     if (current === view) loaded[view].show?.(decodeURIComponent(argument));
   } catch (error) { byId(view).append(failure(`The view failed: ${error.message}`)); }
 }
