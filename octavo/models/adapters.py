@@ -47,7 +47,7 @@ class Slice:
     """A: [rank, inputs] in float32, float16 or bfloat16; the inputs are those of the layer's part.
     All numbers are finite in the model's type, too."""
     b: HostTensor
-    """B: [end - begin, rank], likewise."""
+    """B: [end - begin, rank], of the same types, and finite."""
     scale: float
 
 

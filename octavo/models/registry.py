@@ -51,7 +51,7 @@ class _Families(Mapping[str, Family]):
         return len(self._files)
 
     def module_of(self, architecture: str) -> ModuleType:
-        """Import the file that reads an architecture; KeyError: there is none."""
+        """Import the file that reads an architecture; KeyError: no file reads it."""
         return importlib.import_module(f"{families.__name__}.{self._files[architecture]}")
 
 

@@ -4,7 +4,7 @@ A request whose adapter is not in memory waits until it has been read into a slo
 unfinished request never leaves its slot. Among the others the least recently used one makes place.
 At most `max_loras` different adapters run at the same time.
 
-Nobody waits forever. While an adapter waits for a slot, or for its turn, at most `MOST_PASSES`
+No request waits forever. While an adapter waits for a slot, or for its turn, at most `MOST_PASSES`
 requests join each adapter that has what it waits for; later ones wait behind it.
 """
 
@@ -172,7 +172,7 @@ class AdapterSlots:
             place.num_passes = 0
 
     def _idle(self) -> _Place | None:
-        """Return the least recently used place without users; None: there is none."""
+        """Return the least recently used place without users; None: all places have users."""
         idle = (p for p in self._places.values() if p.is_loaded and not p.users)
         return next(idle, None)
 

@@ -58,7 +58,7 @@ class ServedAdapters:
         return itertools.chain(self._served.values())
 
     def find(self, name: str | None) -> ServedAdapter | None:
-        """Return the adapter with a name; None: there is none."""
+        """Return the adapter with a name; None: no adapter has it."""
         return None if name is None else self._served.get(name)
 
     async def open(self, engine: AsyncLLM) -> None:

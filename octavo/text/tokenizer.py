@@ -428,8 +428,8 @@ class Tokenizer:
     ) -> tokenizers.Encoding:
         """Return the tokens of a text of which `max_tokens` will be kept.
 
-        Of a very long text, only a part is tokenized: at least the tokens to keep, and so many more
-        that the cut does not change them. All of a megabyte's tokens would need 200 MB.
+        Of a very long text, only a part is tokenized. It is longer than the tokens to keep, so that
+        the cut does not change these. All of a megabyte's tokens would need 200 MB.
         """
         size = max(_SMALL_TEXT, MAX_CHARS_PER_TOKEN * max_tokens)
         while size < len(text):

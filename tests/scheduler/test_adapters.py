@@ -212,6 +212,20 @@ class Holds(StepListener):
         self.held.append((request.request_id, request.status.name))
 
 
+def test_after_a_turn_requests_may_pass_again():
+    """The limit of passes counts from the beginning of each wait."""
+    turns = AdapterTurns(1)
+    running = [request("first", "a")]
+    for wait in range(2):
+        assert not turns.may_start(request(f"b{wait}", "b"), running)
+        for i in range(MOST_PASSES):
+            passing = request(f"{wait}-{i}", "a")
+            assert turns.may_start(passing, running)
+            turns.note_start(passing)
+        assert not turns.may_start(request("late", "a"), running)
+        assert turns.release([]) == {f"b{wait}", "late"}
+
+
 def test_a_step_has_at_most_max_loras_adapters():
     holds = Holds()
     lora = LoRAConfig(enable_lora=True, max_loras=2, max_cpu_loras=4)
