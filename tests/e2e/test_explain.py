@@ -164,17 +164,23 @@ def test_the_explanation_is_in_the_answer(server):
 
 def test_a_busy_engine_that_had_the_prefix_is_named(tmp_path):
     flags = ["--max-model-len", "512", "--num-threads", "1", "--kv-cache-memory-bytes", "8M"]
-    prompt = "The dog ran to the tree. " * 60
-    fields = {"prompt": prompt, "max_tokens": 20, "ignore_eos": True, "explain": True}
+    fields = {"max_tokens": 64, "ignore_eos": True, "explain": True}
 
-    def ask(server):
-        return server.post("/v1/completions", fields).json()["explanation"]
+    def ask(server, animal):
+        prompt = f"The {animal} ran to the tree. " * 55
+        answer = server.post("/v1/completions", {**fields, "prompt": prompt})
+        return answer.json()["explanation"]
 
     with serve(tmp_path, "-dp", "2", *flags) as server:
-        assert "routing" not in {a["setting"] for a in ask(server)["advice"]}
-        with concurrent.futures.ThreadPoolExecutor(12) as pool:
-            told = [f.result() for f in [pool.submit(ask, server) for _ in range(12)]]
-        texts = {a["text"] for found in told for a in found["advice"] if a["setting"] == "routing"}
+        # On a busy machine, the requests may come one after another: then none of them leaves.
+        for animal in ("dog", "cat", "cow", "hen", "pig"):
+            assert "routing" not in {a["setting"] for a in ask(server, animal)["advice"]}
+            with concurrent.futures.ThreadPoolExecutor(12) as pool:
+                asked = [pool.submit(ask, server, animal) for _ in range(12)]
+                told = [future.result() for future in asked]
+            advice = [a for found in told for a in found["advice"]]
+            if texts := {a["text"] for a in advice if a["setting"] == "routing"}:
+                break
         (text,) = texts
         named = re.match(r"Engine [01] likely had the first (\d+) tokens of the prompt in", text)
         tokens = told[0]["cache"]["prompt_tokens"]

@@ -323,12 +323,14 @@ def test_requests_survive_a_process_that_was_killed_from_outside(manager, backen
     for request in requests:
         request.append_output_token_ids([4])
         request.status = RequestStatus.RUNNING
+    before = backend.compiled.count("3,4 5,6 7,8")
     ThreadProcess.kill(manager._states[requests[0]].process, None)
     output, errors = manager.make_output([(r, 0) for r in [*requests, other]], {"0": [5]})
     assert errors == {}
     assert output.req_ids == ["0", "1", "2"]
     assert allowed(output) == [[5, 6], [7, 8], [5, 6], [9]]
-    assert backend.compiled.count("3,4 5,6 7,8") in (2, 3)
+    # Once for both requests, and perhaps once more in the process of the other grammar.
+    assert backend.compiled.count("3,4 5,6 7,8") - before in (1, 2)
     assert manager.take_finished() == []
 
 
