@@ -89,8 +89,9 @@ def test_tables_of_all_layers_change_at_once() -> None:
         return found
 
     assert not any(out.any() for out in results()), "no adapter"
-    expected = [truth(torch.zeros(3, 48), x, slots, [[None], it], torch.float32) for it in (first, second)]
-    for table, modules in zip(tables, (first, second), strict=True):
+    base, both = torch.zeros(3, 48), (first, second)
+    expected = [truth(base, x, slots, [[None], it], torch.float32) for it in both]
+    for table, modules in zip(tables, both, strict=True):
         table.set(1, [pack(ops, m, torch.float32) for m in modules if m])
     assert not any(out.any() for out in results()), "not put yet"
     ops.put_lora_tables(tables)

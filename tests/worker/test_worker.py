@@ -173,7 +173,7 @@ def test_nothing_is_planned_for_captured_steps_that_there_are_not(
     gpu: None, tmp_path: Path, settings: dict[str, object]
 ) -> None:
     setup = make_setup(tmp_path, **settings)
-    memory = CUDAPlatform().measure_memory(setup, torch.device("cuda"), lambda: 7, 0)
+    memory = CUDAPlatform().measure_memory(setup, torch.device("cuda"), lambda: 7, 0, 0)
     assert memory.nbytes("activations") == 50 * MIB - 7
 
 

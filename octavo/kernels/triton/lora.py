@@ -2,20 +2,21 @@
 
 The two products of Punica (Chen et al., "Punica: Multi-Tenant LoRA Serving", 2023), x A^T and then
 its product with B^T, are a kernel each. A program has a tile of rows and a slot. It computes the
-rows of the tile that have this slot, and ends at once if there are none. So the grid depends only on
-the number of rows, and a captured step serves any mix of adapters. The programs read the addresses,
-ranks and scales of the slots in `LoraTable.on_device`.
+rows of the tile that have this slot, and ends at once if there are none. So the grid depends on the
+number of rows only, and a captured step serves any mix of adapters. The programs read the
+addresses, ranks and scales of the slots in `LoraTable.on_device`.
 
-A row's order of sums depends on its own adapter only. The number of inputs decides how K is cut into
-splits. With few rows each split has a program of its own, and the second kernel adds the splits'
-sums from first to last. With many rows one program computes all splits, and adds their sums in the
-same order. The weights are the left operands, for the reason that gemm.py gives.
+A row's order of sums depends on its own adapter only. The number of inputs decides how K is cut
+into splits. With few rows each split has a program of its own, and the second kernel adds the
+splits' sums from first to last. With many rows one program computes all splits, and adds their sums
+in the same order. The weights are the left operands, for the reason that gemm.py gives.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 import numpy as np
@@ -40,7 +41,7 @@ Precision = Literal["ieee", "tf32x3"]
 def best_precision(x: Tensor) -> Precision:
     """Return the precision of the product with B^T for inputs x.
 
-    Numbers of 16 bits are exact in TF32, and the sum of two TF32 numbers is almost a float32 number.
+    Numbers of 16 bits are exact in TF32, and two TF32 numbers add up to almost any float32 number.
     """
     if x.element_size() == 4 or not x.is_cuda or torch.cuda.get_device_capability(x.device)[0] < 8:
         return "ieee"
@@ -83,11 +84,8 @@ def _copy(source: Tensor, to: Tensor) -> None:
 
 def _tiles(table: LoraTable) -> Tensor:
     """Return `DeviceTable.tiles`; no tile has outputs of two modules."""
-    bounds = table.bounds.tolist()
-    modules = enumerate(zip(bounds[:-1], bounds[1:], strict=True))
-    rows = [
-        (i, at, end, begin) for i, (begin, end) in modules for at in range(begin, end, _TILE_N)
-    ]
+    modules = enumerate(pairwise(table.bounds.tolist()))
+    rows = [(i, at, end, begin) for i, (begin, end) in modules for at in range(begin, end, _TILE_N)]
     return torch.tensor(rows, dtype=torch.int32)
 
 
