@@ -42,11 +42,13 @@ def test_add_lora(
     table = table_of(ops, adapters, k, dtype, max(ranks))
     for out_dtype in {dtype, torch.float32}:
         base = random(rows, sum(outputs), dtype=out_dtype, seed=5)
+        base[slots < 0] = -0.0  # a sum with 0 would change its bits
         expected = truth(base, x, slots, adapters, dtype)
         out = strided(base.clone())
         ops.add_lora(out, x, slots, table)
         error = (out.double() - expected).abs().max() / expected.abs().max()
         assert error < TOLERANCE[out_dtype]
+        assert torch.signbit(out[slots < 0]).all()
         assert torch.equal(out[slots < 0], base[slots < 0])
         for row in range(min(rows, 3)):
             alone = base[row : row + 1].clone()
