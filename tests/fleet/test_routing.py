@@ -155,7 +155,7 @@ def test_without_prefix_caching_the_load_alone_decides():
 def test_of_a_very_long_prompt_the_beginning_is_looked_at(monkeypatch):
     monkeypatch.setattr(routing, "_MOST_HASHED", 3)
     hashed = []
-    monkeypatch.setattr(routing, "hash_block", lambda parent, tokens: hashed.append(tokens) or b"")
+    monkeypatch.setattr(routing, "hash_block", lambda _, tokens, keys: hashed.append(tokens) or b"")
     place(router(), "a", range(100))
     assert hashed == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
 
