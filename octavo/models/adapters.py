@@ -344,7 +344,7 @@ def open_adapter(
     file = open_adapter_file(path, root)
     if (token := max(file.invocation_tokens, default=0)) >= model.vocab_size:
         raise AdapterError(
-            f"{file.path}: the invocation token {token} is not one of the {model.vocab_size} tokens "
+            f"{file.path}: the invocation token {token} is none of the {model.vocab_size} tokens "
             f"of {model.architecture}. Load an adapter of this model."
         )
     modules = _match_modules(file, model)

@@ -1,5 +1,9 @@
 """Activated LoRA: PEFT's answers, the same bits in every layout, and shared cached prefixes."""
 
+import concurrent.futures
+import os
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +16,7 @@ from octavo import LLM, BeamSearchParams, LoRARequest, SamplingParams
 from octavo.errors import AdapterError, RequestError
 from octavo.sampling_params import StructuredOutputsParams
 from tests.adapters import builtin_model, make_factors, write_adapter
+from tests.e2e.harness import serve
 from tests.models.harness import make_hf
 
 LORA: dict[str, Any] = {"enable_lora": True, "max_loras": 4}
@@ -23,12 +28,12 @@ PROMPTS = {
     "begin": [*INVOCATION, *CONTEXT],
     "middle": [*CONTEXT[:40], *INVOCATION, *CONTEXT[40:]],
     "overlap": [*CONTEXT[:50], 7, 5, 7, 5, 7, *CONTEXT[50:60]],
-    "twice": [*CONTEXT[:20], *INVOCATION, *CONTEXT[20:], *INVOCATION, 8],
+    "twice": [*CONTEXT[:20], *INVOCATION, *CONTEXT[20:], *INVOCATION, *CONTEXT[:30]],
     "end": [*CONTEXT, *INVOCATION],
     "a part": [*CONTEXT, *INVOCATION[:2]],
     "absent": CONTEXT,
 }
-BEGINS = {"begin": 0, "middle": 40, "overlap": 52, "twice": 123, "end": 100}
+BEGINS = {"begin": 0, "middle": 40, "overlap": 52, "twice": 103, "end": 100}
 """Tokens of each prompt before the adapter; the others never have it."""
 
 
@@ -73,6 +78,8 @@ def ask(llm, folder, asked, params=GREEDY):
     ]
 
 
+SMALL = {"vocab_size": 512, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
 ASKED = [(name, prompt) for prompt in PROMPTS for name in ("a", None, "b", "plain")]
 
 
@@ -88,7 +95,7 @@ def alone(llm, folder):
 
 def test_answers_are_those_of_peft(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
-    hf = make_hf("LlamaForCausalLM", vocab_size=512)
+    hf = make_hf("LlamaForCausalLM", **SMALL)
     hf.save_pretrained(tmp_path / "base")
     config = peft.LoraConfig(
         task_type="CAUSAL_LM",
@@ -107,6 +114,7 @@ def test_answers_are_those_of_peft(tmp_path: Path) -> None:
         skip_tokenizer_init=True,
         dtype="float32",
         max_num_batched_tokens=48,
+        max_num_seqs=8,
         **LORA,
     ) as llm:
         prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS.values()]
@@ -120,7 +128,8 @@ def test_answers_are_those_of_peft(tmp_path: Path) -> None:
             with adapted.disable_adapter():
                 base = adapted.base_model(ids)
         assert output.outputs[0].token_ids == answer[0, ids.shape[1] :].tolist()
-        found = [row[t].logprob for row, t in zip(output.prompt_logprobs[1:], ids[0, 1:].tolist())]
+        rows = zip(output.prompt_logprobs, ids[0].tolist(), strict=True)
+        found = [row[token].logprob for row, token in rows if row is not None]
         wanted = logprobs[:-1].gather(1, ids[0, 1:, None])[:, 0]
         np.testing.assert_allclose(found, wanted, atol=1e-4)
         changed += bool((base.logits[0].log_softmax(-1) - logprobs).abs().max() > 0.1)
@@ -222,7 +231,7 @@ def test_a_chat(llm, folder, tmp_path):
 
 
 def test_embeddings_have_no_invocation_tokens(folder):
-    prompt = {"prompt_embeds": torch.zeros(4, 64)}
+    prompt = {"prompt_embeds": torch.zeros(4, 256)}
     with (
         LLM(max_model_len=64, enable_prompt_embeds=True, **LORA) as llm,
         pytest.raises(RequestError, match="prompt_embeds has no tokens") as caught,
@@ -234,7 +243,7 @@ def test_embeddings_have_no_invocation_tokens(folder):
 def test_invocation_tokens_of_another_model(llm, tmp_path):
     factors = make_factors(builtin_model())
     path = write_adapter(tmp_path / "x", factors, alora_invocation_tokens=[1, 10**6])
-    with pytest.raises(AdapterError, match="the invocation token 1000000 is not one of"):
+    with pytest.raises(AdapterError, match="the invocation token 1000000 is none of"):
         llm.generate("x", lora_request=LoRARequest("x", 50, str(path)), use_tqdm=False)
 
 
@@ -253,3 +262,39 @@ def test_vectors(folder):
     for name, *vectors in zip(PROMPTS, found, plain, base, strict=True):
         assert (vectors[0] == vectors[1]) == (name == "begin")
         assert (vectors[0] == vectors[2]) == (name not in BEGINS)
+
+
+def test_a_server_whose_engine_dies(tmp_path, folder, alone):
+    """Usage counts the cached tokens of the model; a new engine continues with the adapter."""
+
+    long = [*CONTEXT, *CONTEXT[:20], *INVOCATION, *CONTEXT, *CONTEXT, *CONTEXT]
+
+    def complete(server, model, prompt, max_tokens=16):
+        ids = long if prompt == "long" else PROMPTS[prompt]
+        body = {"model": model, "prompt": ids, "max_tokens": max_tokens}
+        body |= {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
+        response = server.post("/v1/completions", body).raise_for_status().json()
+        details = response["usage"]["prompt_tokens_details"]
+        assert details.get("cache_miss") is None
+        return response["choices"][0]["token_ids"], details["cached_tokens"]
+
+    modules = [f"{name}={folder / name}" for name in ("a", "plain")]
+    flags = ["--dtype", "float32", "--max-model-len", "512", "--enable-lora", "--max-loras", "2"]
+    flags += ["--enable-prompt-tokens-details", "--lora-modules", *modules]
+    with (
+        serve(tmp_path, *flags, spare=True) as server,
+        concurrent.futures.ThreadPoolExecutor(4) as pool,
+    ):
+        for name, cached in ((None, 0), ("a", 96), ("plain", 0)):
+            found = complete(server, name or "octavo/stories", "twice")
+            assert found == (alone[name, "twice"][0][0], cached)
+        # Prompts of other adapters do not explain what an adapter misses in the cache.
+        names = ("octavo/stories", "a", "plain", "a")
+        assert [complete(server, name, "long")[1] for name in names] == [16, 112, 16, 416]
+        jobs = [pool.submit(complete, server, "a", prompt, 300) for prompt in BEGINS]
+        while server.metric("octavo:num_requests_running") < 2:
+            time.sleep(0.01)
+        os.kill(server.engine_process().pid, signal.SIGKILL)
+        found = [job.result()[0] for job in jobs]
+        assert [tokens[:16] for tokens in found] == [alone["a", it][0][0] for it in BEGINS]
+        assert found == [complete(server, "a", prompt, 300)[0] for prompt in BEGINS]

@@ -12,7 +12,7 @@ from octavo.config import EngineConfig
 from octavo.fleet import routing
 from octavo.fleet.routing import PrefixMap, Router, load_of, score
 from octavo.kv_cache.groups import KVCacheConfig, make_kv_cache_groups
-from octavo.messages import CoreSamplingParams, PromptEmbeds
+from octavo.messages import AdapterRef, CoreSamplingParams, PromptEmbeds
 from octavo.models.cache import AttentionCache
 from octavo.simulation.simulation import SimulatedEngine, simulate
 from octavo.simulation.step_times import StepTimes
@@ -145,6 +145,15 @@ def test_a_prefix_is_found_again():
     assert place(where, "f", prompt) == 0
     where.forget_prefixes(0)
     assert place(where, "g", prompt) != 0
+
+
+def test_an_adapter_that_begins_late_finds_the_prefix_of_the_model():
+    where, prompt = router(), list(range(40))
+    adapter = AdapterRef("name", "/x", "content")
+    assert place(where, "a", prompt) == 0
+    assert place(where, "b", prompt, adapter=adapter) == 1
+    assert place(where, "c", prompt, adapter=adapter, adapter_begin=36) == 0
+    assert where.holder_of("c") is None
 
 
 def test_without_prefix_caching_the_load_alone_decides():
