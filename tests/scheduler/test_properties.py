@@ -100,7 +100,7 @@ prompts = st.builds(
     st.sampled_from([1, 7, 8, 16, 24, 31, 40]),
     st.lists(st.integers(0, VOCAB - 1), max_size=10) | st.just([]),
 )
-begins = st.sampled_from([0, 0, 0.4, 0.7, 1])
+begins = st.sampled_from([0, 0, 3, 5, 12, 14, 30])
 parameters = st.fixed_dictionaries(
     {
         "max_tokens": st.integers(1, 40),
@@ -378,8 +378,8 @@ class AdapterMachine(SchedulerMachine):
         super().start(data.draw(engines(lora=lora)))
 
     def add(self, prompt, params, adapter=None, begin=0, **fields):
-        """Add a request whose adapter changes the prompt from a part of it, `begin` of 1, on."""
-        adapter_begin = int(begin * (len(prompt.tokens) - 1))
+        """Add a request whose adapter begins at a token, or at the last one of a short prompt."""
+        adapter_begin = min(begin, len(prompt.tokens) - 1)
         return super().add(prompt, params, adapter=adapter, adapter_begin=adapter_begin, **fields)
 
     @rule(
