@@ -56,6 +56,13 @@ class LoRAConfig(Section, frozen=True):
             ' {"name": "a", "path": "/adapters/a"}.'
         ),
     ] = []
+    lora_merge: Annotated[
+        Annotated[str, Meta(min_length=1)] | None,
+        Meta(
+            description="Adapter that is merged into the model's weights when they are loaded: a"
+            " folder, a hub id or a built-in adapter. It needs no enable_lora."
+        ),
+    ] = None
     lora_root: Annotated[
         str | None,
         Meta(

@@ -77,6 +77,7 @@ from octavo.messages import (
     RequestOptions,
 )
 from octavo.models.hub import resolve_folders
+from octavo.models.open_model import with_local_adapter
 from octavo.models.registry import read_spec
 from octavo.observability.metrics import EngineMetrics, join_pages
 from octavo.observability.recording import Died, Recorder, RecordSettings
@@ -259,6 +260,7 @@ class AsyncLLM(AsyncPooling):
         processes = processes or EngineProcesses()
         # A download may take long; the event loop continues meanwhile.
         folders = await asyncio.to_thread(resolve_folders, config)
+        config = await asyncio.to_thread(with_local_adapter, config)
         return cls(
             config,
             *folders,
@@ -292,7 +294,7 @@ class AsyncLLM(AsyncPooling):
         check_stat_loggers(stat_loggers)
         level = apply_environment()
         config = engine_args.create_engine_config()
-        folders = resolve_folders(config)
+        config, folders = with_local_adapter(config), resolve_folders(config)
         processes = EngineProcesses(log_level=level or "warning")
         return cls(
             config,

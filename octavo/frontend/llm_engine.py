@@ -29,6 +29,7 @@ from octavo.lora_request import LoRARequest
 from octavo.messages import AdapterRef, EngineCoreRequest, PauseMode, RequestOptions
 from octavo.models.blocks.pooler import PoolerSpec
 from octavo.models.hub import resolve_folders
+from octavo.models.open_model import with_local_adapter
 from octavo.models.registry import read_spec
 from octavo.observability.profiler import span
 from octavo.observability.recording import Arrival, End, Outputs
@@ -82,7 +83,7 @@ class LLMEngine:
         record: Callable[[Arrival | Outputs | End], None] | None = None,
     ) -> None:
         apply_environment()
-        self.config = config
+        config = self.config = with_local_adapter(config)
         check_offline(config)
         settings = config.model
         path, tokenizer_path = resolve_folders(config)

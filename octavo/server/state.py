@@ -458,4 +458,6 @@ def _fingerprint(config: EngineConfig) -> str:
     """Return a text that changes when the answers to the same request may change."""
     load, cache = config.load.load_format, config.cache.kv_cache_dtype
     settings = [__version__, config.model, load, cache, config.device]
+    if config.lora.lora_merge is not None:
+        settings.append(config.lora.lora_merge)
     return "fp_" + hashlib.sha256(msgspec.json.encode(settings)).hexdigest()[:12]

@@ -145,6 +145,7 @@ BAD = {
     "max_cpu_loras": [0, -1, 1.5],
     "lora_modules": [5, [5], [None], None, ["a"], ["=a"], ["a="], ['{"name": "a"}'], ["{"]],
     "lora_root": [5, ["a"]],
+    "lora_merge": [5, "", ["a"]],
     "load_format": ["npz", None],
     "download_dir": [5],
     "weight_cache": [1, ""],
