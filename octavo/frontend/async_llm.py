@@ -507,15 +507,14 @@ class AsyncLLM(AsyncPooling):
 
         Args:
             lora_request: the adapter.
-            root: folder that must contain its files; None: they may be anywhere.
+            root: folder that must contain its files; None: they may be anywhere, and the path may
+                be a hub id.
 
         Raises:
             AdapterError: the files cannot be used with this model.
             RequestError: adapters are off, or `lora_request` is not a `LoRARequest`.
         """
-        if lora_request is None:
-            return None
-        return await asyncio.to_thread(self._adapters.resolve, lora_request, root)
+        return await self._adapters.resolve_async(lora_request, root)
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """End a request, or several, within one step; ignore unknown ids."""

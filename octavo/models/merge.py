@@ -175,7 +175,7 @@ class _Change:
 
 def _stored_names(file: AdapterFile, expected: Expected) -> dict[str, str]:
     """Return the tensors that may change, by the names of their modules in an adapter's file."""
-    names = {}
+    names: dict[str, str] = {}
     for source in expected.sources:
         module, _, last = source.name.rpartition(".")
         if last == "weight" and source.index is None and len(source.shape) == 2:
