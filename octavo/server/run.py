@@ -35,6 +35,7 @@ from octavo.server.listen import (
     is_any_address,
     tls_context,
 )
+from octavo.server.lora_resolvers import make_resolvers
 from octavo.system.device import SWITCH_INTERVAL
 from octavo.system.distributed import Rank
 from octavo.system.garbage import modules_stay
@@ -178,6 +179,7 @@ def _check_model(config: ServerConfig, engine_config: EngineConfig) -> None:
     engine_config.parallel.check(headless=False)
     check_settings(engine_config, get_platform(device.device))
     check_recording(engine_config, config.record)
+    make_resolvers(engine_config.lora)
     if config.chat_template is not None:
         read_override(config.chat_template)
     name, load = engine_config.model, engine_config.load
