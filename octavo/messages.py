@@ -195,6 +195,8 @@ class AdapterRef(msgspec.Struct, array_like=True, frozen=True):
     content_hash: str
     """Hash of all that changes answers. Adapters with equal ones are the same, whatever their names
     are; the worker rejects files with another one."""
+    lora_int_id: int = 1
+    """Number of the adapter in its front end; the engine ignores it."""
 
 
 class RequestOptions(msgspec.Struct, array_like=True, frozen=True):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from octavo.config import EngineConfig
-from octavo.errors import RequestError
+from octavo.errors import RequestError, UnsupportedError
 from octavo.lora_request import LoRARequest
 from octavo.messages import AdapterRef
 from octavo.models.adapters import AdaptableModel, open_adapter
@@ -31,6 +31,15 @@ _THREADS = 16
 """Most adapters that are read at the same time."""
 _Found: TypeAlias = "Future[tuple[str, str]]"
 """Path and content hash of an adapter, as soon as they are known."""
+
+
+def no_pins(lora_id: int) -> UnsupportedError:
+    """Return the error for `pin_lora`."""
+    return UnsupportedError(
+        f"pin_lora({lora_id!r:.40}) is not supported: an adapter stays in memory as long as no "
+        "other one needs its place; raise max_cpu_loras to the number of adapters, and all stay.",
+        "lora_id",
+    )
 
 
 class AdapterFiles:
@@ -67,7 +76,7 @@ class AdapterFiles:
         if request is None:
             return None
         found = self._find(request, root)
-        return AdapterRef(request.lora_name, *found.result())
+        return AdapterRef(request.lora_name, *found.result(), request.lora_int_id)
 
     async def resolve_async(
         self, request: LoRARequest | None, root: Path | None = None
@@ -77,7 +86,35 @@ class AdapterFiles:
             return None
         # A caller that gives up must not end the work for the others.
         found = await asyncio.shield(asyncio.wrap_future(self._find(request, root)))
-        return AdapterRef(request.lora_name, *found)
+        return AdapterRef(request.lora_name, *found, request.lora_int_id)
+
+    def add(self, request: LoRARequest) -> bool:
+        """Check an adapter before a request uses it.
+
+        Returns:
+            True if its number was not known, or the files were read again (`load_inplace`).
+
+        Raises:
+            AdapterError, RequestError: see `resolve`.
+        """
+        is_new = request.load_inplace or request.lora_int_id not in self.numbers
+        self.resolve(request)
+        return is_new
+
+    def remove(self, lora_int_id: int) -> bool:
+        """Forget an adapter: the files are read again for its next request; False: unknown."""
+        with self._lock:
+            known = [key for key in self._known if key[0] == lora_int_id]
+            for key in known:
+                del self._known[key]
+        return bool(known)
+
+    @property
+    def numbers(self) -> set[int]:
+        """Numbers of the adapters that have been read."""
+        with self._lock:
+            known = list(self._known.items())
+        return {key[0] for key, it in known if it.done() and it.exception() is None}
 
     def _find(self, request: LoRARequest, root: Path | None) -> _Found:
         """Begin to read an adapter, unless it is known; see `resolve`."""

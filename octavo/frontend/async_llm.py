@@ -42,7 +42,7 @@ from octavo.errors import (
 from octavo.fleet.core_client import ElasticClient, WatchedClient
 from octavo.fleet.start import EngineProcesses, OnRecovery, Unfinished, start_engines
 from octavo.fleet.supervisor import Recovery
-from octavo.frontend.adapters import AdapterFiles
+from octavo.frontend.adapters import AdapterFiles, no_pins
 from octavo.frontend.async_pooling import AsyncPooling
 from octavo.frontend.beam_search import (
     beam_search_nbytes,
@@ -499,6 +499,22 @@ class AsyncLLM(AsyncPooling):
             return await run_beam_search(
                 request, text, search, of_prompt, self.tokenizer, self._stream
             )
+
+    async def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Check an adapter before its first request; see `LLMEngine.add_lora`."""
+        return await asyncio.to_thread(self._adapters.add, lora_request)
+
+    async def remove_lora(self, lora_id: int) -> bool:
+        """Forget an adapter; see `LLMEngine.remove_lora`."""
+        return self._adapters.remove(lora_id)
+
+    async def list_loras(self) -> set[int]:
+        """Return the numbers (`lora_int_id`) of the known adapters."""
+        return self._adapters.numbers
+
+    async def pin_lora(self, lora_id: int) -> bool:
+        """Raise `UnsupportedError`; see `LLMEngine.pin_lora`."""
+        raise no_pins(lora_id)
 
     async def resolve_adapter(
         self, lora_request: LoRARequest | None, root: Path | None = None

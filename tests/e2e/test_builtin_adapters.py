@@ -55,6 +55,15 @@ def texts(outputs):
     return [output.outputs[0].text for output in outputs]
 
 
+def test_outputs_tell_their_adapters(answers):
+    requests = [output.lora_request for pair in answers[1] for output in pair]
+    assert [it and (it.lora_name, it.lora_int_id) for it in requests] == [
+        *(None, None),
+        *((BUILTIN_ADAPTERS[0], 1),) * 2,
+        *((BUILTIN_ADAPTERS[1], 2),) * 2,
+    ]
+
+
 def test_letters_are_told_by_their_writer(answers):
     letter = texts(answers[1][1])[0].split("\n")
     assert letter[0].startswith("Dear ")

@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from octavo import LoRARequest
 from octavo.checkpoints.registry import open_checkpoint
 from octavo.config import BUILTIN_ADAPTERS, EngineConfig
-from octavo.errors import AdapterError
+from octavo.errors import AdapterError, UnsupportedError
 from octavo.frontend import adapters
-from octavo.frontend.adapters import AdapterFiles
+from octavo.frontend.adapters import AdapterFiles, no_pins
 from octavo.models.hub import resolve_adapter, resolve_folders
 from octavo.models.registry import read_spec
 from tests.adapters import builtin_model, make_factors, write_adapter
@@ -88,6 +89,21 @@ def test_an_adapter_that_could_not_be_read_is_tried_again(
     with pytest.raises(AdapterError, match=r"has no adapter_config.json"):
         files.resolve(again)
     assert files.resolve(request) == second
+
+
+def test_adapters_that_are_added_and_removed(files: AdapterFiles) -> None:
+    assert files.add(LETTERS)
+    assert not files.add(LETTERS)
+    assert files.add(replace(LETTERS, load_inplace=True))
+    assert files.add(CALLS)
+    with pytest.raises(AdapterError):
+        files.add(LoRARequest("none", 3, "./none"))
+    assert files.numbers == {1, 2}
+    assert files.remove(1)
+    assert not files.remove(1)
+    assert files.numbers == {2}
+    with pytest.raises(UnsupportedError, match="raise max_cpu_loras"):
+        raise no_pins(2)
 
 
 def test_hub_ids(files: AdapterFiles, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
