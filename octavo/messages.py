@@ -195,6 +195,8 @@ class AdapterRef(msgspec.Struct, array_like=True, frozen=True):
     content_hash: str
     """Hash of all that changes answers. Adapters with equal ones are the same, whatever their names
     are; the worker rejects files with another one."""
+    invocation_tokens: tuple[int, ...] = ()
+    """Tokens of the prompt that begin an activated LoRA; empty: the adapter changes all tokens."""
     lora_int_id: int = 1
     """Number of the adapter in its front end; the engine ignores it."""
 
@@ -232,6 +234,8 @@ class RequestOptions(msgspec.Struct, array_like=True, frozen=True):
     `observability/tracing.py`."""
     adapter: AdapterRef | None = None
     """Adapter of the request; None: the model alone."""
+    adapter_begin: int = 0
+    """Index of the first token that the adapter changes."""
 
     @property
     def share(self) -> str | int | None:
@@ -430,6 +434,8 @@ class NewRequestData(msgspec.Struct, array_like=True):
     """Result in place of tokens; see `EngineCoreRequest`."""
     adapter_slot: int = -1
     """Slot of its adapter; -1: it has none."""
+    adapter_begin: int = 0
+    """Index of the first token that the adapter changes."""
 
 
 class ScheduledRequest(msgspec.Struct, array_like=True):

@@ -9,6 +9,8 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TypeAlias
 
+import msgspec
+
 from octavo.config import EngineConfig
 from octavo.errors import RequestError, UnsupportedError
 from octavo.lora_request import LoRARequest
@@ -29,8 +31,8 @@ _MOST_KNOWN = 10_000
 """Most adapters whose content is remembered; older ones are read again."""
 _THREADS = 16
 """Most adapters that are read at the same time."""
-_Found: TypeAlias = "Future[tuple[str, str]]"
-"""Path and content hash of an adapter, as soon as they are known."""
+_Found: TypeAlias = "Future[AdapterRef]"
+"""Adapter without its name and number, as soon as it has been read."""
 
 
 def no_pins(lora_id: int) -> UnsupportedError:
@@ -40,6 +42,10 @@ def no_pins(lora_id: int) -> UnsupportedError:
         "other one needs its place; raise max_cpu_loras to the number of adapters, and all stay.",
         "lora_id",
     )
+
+
+def _named(found: AdapterRef, request: LoRARequest) -> AdapterRef:
+    return msgspec.structs.replace(found, name=request.lora_name, lora_int_id=request.lora_int_id)
 
 
 class AdapterFiles:
@@ -75,8 +81,7 @@ class AdapterFiles:
         """
         if request is None:
             return None
-        found = self._find(request, root)
-        return AdapterRef(request.lora_name, *found.result(), request.lora_int_id)
+        return _named(self._find(request, root).result(), request)
 
     async def resolve_async(
         self, request: LoRARequest | None, root: Path | None = None
@@ -86,7 +91,7 @@ class AdapterFiles:
             return None
         # A caller that gives up must not end the work for the others.
         found = await asyncio.shield(asyncio.wrap_future(self._find(request, root)))
-        return AdapterRef(request.lora_name, *found, request.lora_int_id)
+        return _named(found, request)
 
     def add(self, request: LoRARequest) -> bool:
         """Check an adapter before a request uses it.
@@ -148,8 +153,8 @@ class AdapterFiles:
             with self._lock:
                 self._known[key] = found
 
-    def _read(self, name: str, root: Path | None) -> tuple[str, str]:
-        """Return the path and the content hash of an adapter whose files are right."""
+    def _read(self, name: str, root: Path | None) -> AdapterRef:
+        """Return an adapter whose files are right, without its name and number."""
         config = self._config
         if root is None:
             path = resolve_adapter(name, download_dir=config.load.download_dir).absolute()

@@ -75,6 +75,11 @@ def check_merge(folder: Path, spec: ModelSpec, checkpoint: Checkpoint, dtype: st
         raise AdapterError(
             f"lora_merge: {folder} is a file; name the adapter's folder in PEFT's form."
         )
+    if open_adapter_file(folder).invocation_tokens:
+        raise AdapterError(
+            f"lora_merge: {folder} is an activated LoRA (aLoRA), which changes a part of each "
+            "prompt only. Serve it beside the model (enable_lora, lora_modules)."
+        )
     adapter = open_adapter(folder, AdaptableModel(spec), dtype=dtype, max_lora_rank=_MOST_RANK)
     known = _stored_names(adapter.file, spec.expected)
     others = [name for name in adapter.stored_names if name not in known]

@@ -131,6 +131,9 @@ def test_refused(base: Path, tmp_path: Path) -> None:
     name = f"{PREFIX}{Q}.lora_B.weight"
     with pytest.raises(AdapterError, match="NaN or infinite"):
         check(base, write_adapter(tmp_path / "b", tensors | {name: tensors[name] * np.nan}))
+    begins = write_adapter(tmp_path / "e", tensors, alora_invocation_tokens=[3, 4])
+    with pytest.raises(AdapterError, match=r"is an activated LoRA .* Serve it beside"):
+        check(base, begins)
     file = tmp_path / "a.gguf"
     file.write_bytes(b"GGUF")
     with pytest.raises(AdapterError, match=r"a.gguf is a file; name the adapter's folder"):
