@@ -169,7 +169,7 @@ class AdapterFiles:
         )
         content_hash = adapter.read().content_hash
         assert content_hash is not None
-        return str(path), content_hash
+        return AdapterRef("", str(path), content_hash, adapter.file.invocation_tokens)
 
     @cached_property
     def _model(self) -> AdaptableModel:
