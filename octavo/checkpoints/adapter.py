@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from octavo.checkpoints.base import FLOATS, Expected, Source, shorten_names
 from octavo.checkpoints.config_json import ConfigJson
 from octavo.checkpoints.mapped_file import StoredTensor
-from octavo.checkpoints.model_files import printable, require_file
+from octavo.checkpoints.model_files import open_file, printable, require_file
 from octavo.checkpoints.patterns import compile_safely
 from octavo.checkpoints.safetensors_header import read_header
 from octavo.checkpoints.torch_header import read_torch_header
@@ -89,6 +89,11 @@ class Factors:
     """A: [rank, inputs]."""
     b: StoredTensor
     """B: [outputs, rank]."""
+
+    @property
+    def tensors(self) -> dict[str, StoredTensor]:
+        """All tensors by their names."""
+        return {"A": self.a, "B": self.b}
 
     @property
     def rank(self) -> int:
@@ -369,45 +374,81 @@ def pair_factors(file: Path, found: Mapping[str, Mapping[str, StoredTensor]]) ->
 
 
 class AdapterData:
-    """Numbers of an adapter's file, which are read, not mapped: the file may be cut off meanwhile.
+    """Numbers of tensors of an adapter's file, in types of numpy or ml_dtypes.
+
+    They are read at once, not mapped: the file may be cut off meanwhile.
 
     Args:
         adapter: the description of the file.
+        tensors: the tensors.
 
     Raises:
-        AdapterError: the file has changed since its description was read, or ends too early.
+        AdapterError: the file has changed since its description was read, or a tensor is a part of
+            a larger one.
+        ModelError: the file is no regular file any more.
         OSError: the file cannot be read.
     """
 
-    def __init__(self, adapter: AdapterFile) -> None:
-        self._file, self._identity = adapter.file, adapter.identity
-        self._stream = self._file.open("rb", buffering=0)
+    def __init__(self, adapter: AdapterFile, tensors: Sequence[StoredTensor]) -> None:
+        places, sizes = _plan_blocks(adapter.file, tensors)
+        changed = AdapterError(f"{adapter.file} has changed while it was read; load it again.")
+        self.blocks: list[NDArray[Any]] = []
+        """All numbers, in the order of the file; neighbours of one type are one block."""
+        with open_file(adapter.file) as stream:
+            if _identity(os.fstat(stream.fileno())) != adapter.identity:
+                raise changed
+            for begin, nbytes, dtype in sizes:
+                block = np.empty(nbytes, np.uint8)
+                stream.seek(begin)
+                if stream.readinto(block) != nbytes:  # type: ignore[attr-defined]
+                    raise changed
+                self.blocks.append(block.view(numpy_dtype(dtype)))
+            if _identity(os.fstat(stream.fileno())) != adapter.identity:
+                raise changed
+        self.tensors: list[NDArray[Any]] = [
+            np.ndarray(
+                stored.shape,
+                self.blocks[block].dtype,
+                self.blocks[block],
+                stored.begin - sizes[block][0],
+                stored.strides,
+            )
+            for stored, block in zip(tensors, places, strict=True)
+        ]
+        """Each of the tensors, a view of its block."""
 
-    def __enter__(self) -> AdapterData:
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        self._stream.close()
+def _plan_blocks(
+    file: Path, tensors: Sequence[StoredTensor]
+) -> tuple[list[int], list[tuple[int, int, str]]]:
+    """Return the index of each tensor's block, and begin, bytes and type of each block.
 
-    def check(self) -> None:
-        """Raise `AdapterError` if the file has changed."""
-        if _identity(os.fstat(self._stream.fileno())) != self._identity:
-            raise AdapterError(f"{self._file} has changed while it was read; load it again.")
-
-    def read(self, stored: StoredTensor) -> NDArray[Any]:
-        """Return the numbers of a tensor, in a type of numpy or ml_dtypes."""
-        dtype = numpy_dtype(stored.dtype)
-        spans = zip(stored.shape, stored.strides or (), strict=False)
-        count = math.prod(stored.shape)
+    Raises:
+        AdapterError: a tensor is a part of a larger one, which would take more memory.
+    """
+    places, blocks = [0] * len(tensors), [(-1, 0, "")]
+    is_open = False
+    for index in sorted(range(len(tensors)), key=lambda index: tensors[index].begin):
+        stored = tensors[index]
+        size = numpy_dtype(stored.dtype).itemsize
+        nbytes = math.prod(stored.shape) * size
         if stored.strides is not None:
-            count = 1 + sum((size - 1) * stride for size, stride in spans) // dtype.itemsize
-        self._stream.seek(stored.begin)
-        numbers: NDArray[Any] = np.fromfile(self._stream, dtype, count)
-        if len(numbers) != count:
-            raise AdapterError(f"{self._file} has changed while it was read; load it again.")
-        if stored.strides is None:
-            return numbers.reshape(stored.shape)
-        return np.ndarray(stored.shape, dtype, numbers, 0, stored.strides)
+            spans = zip(stored.shape, stored.strides, strict=True)
+            span = size + sum((n - 1) * stride for n, stride in spans)
+            if span > nbytes:
+                raise AdapterError(
+                    f"{file} has tensors that are parts of larger ones; save the adapter again as "
+                    "safetensors."
+                )
+            nbytes = span
+        begin, before, dtype = blocks[-1]
+        if is_open and (stored.begin, stored.dtype, stored.strides) == (begin + before, dtype, None):
+            blocks[-1] = begin, before + nbytes, dtype
+        else:
+            blocks.append((stored.begin, nbytes, stored.dtype))
+        places[index] = len(blocks) - 2
+        is_open = stored.strides is None
+    return places, blocks[1:]
 
 
 def identity_of(file: Path) -> tuple[int, ...]:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import stat
 from pathlib import Path
+from typing import BinaryIO
 
 from octavo.errors import ModelError
 
@@ -29,6 +32,20 @@ def require_file(path: Path) -> None:
         raise ModelError(f"{path} is not a regular file; download the model again.")
 
 
+def open_file(path: Path) -> BinaryIO:
+    """Open a regular file for reading; a pipe or device is refused without waiting for it.
+
+    Raises:
+        ModelError: the path is neither a regular file nor a link to one.
+        OSError: the file cannot be opened.
+    """
+    stream = open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb")  # noqa: SIM115, PTH123
+    if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
+        stream.close()
+        raise ModelError(f"{path} is not a regular file; download the model again.")
+    return stream
+
+
 def refuse_lfs_pointer(path: Path) -> None:
     """Check that a file is not a Git-LFS pointer: git without LFS writes a short text instead.
 
@@ -36,7 +53,7 @@ def refuse_lfs_pointer(path: Path) -> None:
         ModelError: the file is a pointer.
         OSError: the file cannot be read.
     """
-    with path.open("rb") as stream:
+    with open_file(path) as stream:
         if stream.read(len(_LFS_POINTER)) == _LFS_POINTER:
             raise ModelError(
                 f"{path} is a Git-LFS pointer, a few lines of text in place of the file. Run "

@@ -93,9 +93,7 @@ class AdapterFiles:
             max_lora_rank=config.lora.max_lora_rank,
             root=root,
         )
-        content_hash = adapter.read().content_hash
-        assert content_hash is not None
-        return content_hash
+        return adapter.read().content_hash
 
     def resolve_each(self, requests: LoRARequests, count: int) -> list[AdapterRef | None]:
         """Return the adapter of each of `count` prompts, given one for all or one for each.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Collection, Mapping
+import threading
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -206,52 +207,55 @@ class Adapter:
             for use in self._model.modules[name].uses
         ]
 
-    @property
-    def identity(self) -> tuple[int, ...]:
-        """Device, number, size and times of the file: they change with its contents."""
-        return self.file.identity
-
-    def read(self, *, known: bool = False) -> LoadedAdapter:
+    def read(self) -> LoadedAdapter:
         """Read the factors.
-
-        Args:
-            known: True for a file that was read before and has the same `identity` since: the
-                numbers are neither checked nor hashed again.
 
         Raises:
             AdapterError: a number is not finite, or the file is damaged or has changed.
         """
-        found = hashlib.sha256()
-        factors: dict[str, tuple[NDArray[Any], NDArray[Any]]] = {}
-        with adapter_errors(), AdapterData(self.file) as data:
-            for name in sorted(self._modules):
-                stored = self.file.factors[self._modules[name]]
-                a, b = data.read(stored.a), data.read(stored.b)
-                if not known:
-                    facts = name, self._scales[name].hex(), a.dtype.name, b.dtype.name, *b.shape
-                    found.update(f"{facts} {a.shape}".encode())
-                    for array in (a, b):
-                        found.update(np.ascontiguousarray(array).view(np.uint8).data)
-                    for factor, array in (("A", a), ("B", b)):
-                        self._check_finite(array, name, factor)
-                if name in self._model.modules:
-                    factors[name] = self._narrow(a), self._narrow(b)
-            data.check()
-        return LoadedAdapter(None if known else found.hexdigest(), self._slices(factors))
+        stored = {
+            (name, part): tensor
+            for name in sorted(self._modules)
+            for part, tensor in self.file.factors[self._modules[name]].tensors.items()
+        }
+        with adapter_errors():
+            data = AdapterData(self.file, list(stored.values()))
+        first = min(tensor.begin for tensor in stored.values())
+        facts = [
+            (*key, it.begin - first, it.dtype, it.shape, it.strides) for key, it in stored.items()
+        ]
+        scales = [(name, scale.hex()) for name, scale in sorted(self._scales.items())]
+        hashed = _Hash(f"{scales} {facts}", data.blocks)
+        arrays = dict(zip(stored, data.tensors, strict=True))
+        if not all(self._is_finite(block) for block in data.blocks):
+            self._check_tensors(arrays)
+        factors = {
+            name: (self._narrow(arrays[name, "A"]), self._narrow(arrays[name, "B"]))
+            for name in sorted(self._modules)
+            if name in self._model.modules
+        }
+        return LoadedAdapter(hashed, self._slices(factors))
 
-    def _check_finite(self, array: NDArray[Any], name: str, factor: str) -> None:
-        """Raise `AdapterError` if a number is not finite in the model's type."""
+    def _is_finite(self, array: NDArray[Any]) -> bool:
+        """Return True if all numbers are finite in the model's type."""
         # Without their signs, floats are in the order of their bits; NaN is the largest.
-        bits = array.view(f"u{array.itemsize}")
-        largest = (bits & (2 ** (8 * array.itemsize - 1) - 1)).max(keepdims=True)
+        sign = 2 ** (8 * array.itemsize - 1)
+        largest = array.view(f"u{array.itemsize}").max(keepdims=True)
+        negative = largest & (sign - 1)
+        positive = array.view(f"i{array.itemsize}").max(keepdims=True).clip(0)
+        both = np.maximum(negative, positive.view(negative.dtype)).view(array.dtype)
         with np.errstate(over="ignore"):  # numbers beyond the type become infinite
-            largest = largest.view(array.dtype).astype(numpy_dtype(self._dtype))
-        if not np.isfinite(largest).all():
-            raise AdapterError(
-                f"{self.file.file}: {factor} of {printable(self._modules[name])} has numbers that "
-                f"are NaN or infinite in {self._dtype}; train the adapter again, or set another "
-                "dtype."
-            )
+            return bool(np.isfinite(both.astype(numpy_dtype(self._dtype))).all())
+
+    def _check_tensors(self, arrays: Mapping[tuple[str, str], NDArray[Any]]) -> None:
+        """Raise `AdapterError` if a tensor has a number that is not finite."""
+        for (name, part), array in arrays.items():
+            if not self._is_finite(array):
+                raise AdapterError(
+                    f"{self.file.file}: {part} of {printable(self._modules[name])} has numbers "
+                    f"that are NaN or infinite in {self._dtype}; train the adapter again, or set "
+                    "another dtype."
+                )
 
     def _narrow(self, array: NDArray[Any]) -> NDArray[Any]:
         return array.astype(numpy_dtype(self._dtype)) if array.itemsize == 8 else array
@@ -282,16 +286,37 @@ class Adapter:
         }
 
 
+class _Hash:
+    """SHA-256 of a text and blocks of numbers, which a thread of its own computes."""
+
+    def __init__(self, text: str, blocks: Sequence[NDArray[Any]]) -> None:
+        self._hash = hashlib.sha256(text.encode())
+        self._thread = threading.Thread(target=self._add, args=(blocks,), name="octavo-hash")
+        self._thread.start()
+
+    def _add(self, blocks: Sequence[NDArray[Any]]) -> None:
+        for block in blocks:
+            self._hash.update(block.view(np.uint8).data)  # without the interpreter's lock
+
+    def result(self) -> str:
+        """Wait for the thread, and return the hash in hex."""
+        self._thread.join()
+        return self._hash.hexdigest()
+
+
 @dataclass(frozen=True)
 class LoadedAdapter:
     """Factors of an adapter."""
 
-    content_hash: str | None
-    """SHA-256 of all factors of the file and their scales: adapters with one hash are equal. None:
-    it was not computed again."""
+    hashed: _Hash
     slices: dict[str, list[Slice]]
     """Slices of each linear layer that it changes, see `SliceShape.layer`; in the order of the
     outputs."""
+
+    @property
+    def content_hash(self) -> str:
+        """SHA-256 of the file's factors and their scales: adapters with one hash are equal."""
+        return self.hashed.result()
 
 
 def open_adapter_file(path: Path, root: Path | None = None) -> AdapterFile:

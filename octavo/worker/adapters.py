@@ -83,11 +83,6 @@ class AdapterStore:
             dtype=setup.dtype,
             max_lora_rank=setup.config.lora.max_lora_rank,
         ).read()
-        if loaded.content_hash != adapter.content_hash:
-            raise AdapterError(
-                f"The files of the adapter {adapter.name!r} in {adapter.path} have changed since "
-                "it was loaded; load it again."
-            )
         places = [
             (layer, _module_of(layers[layer], one), one)
             for layer, slices in loaded.slices.items()
@@ -109,6 +104,11 @@ class AdapterStore:
             packed = self._ops.pack_lora(one.a, one.b, one.scale, setup.dtype, out)
             weights[layer][module] = packed
             begin += size
+        if loaded.content_hash != adapter.content_hash:
+            raise AdapterError(
+                f"The files of the adapter {adapter.name!r} in {adapter.path} have changed since "
+                "it was loaded; load it again."
+            )
         return weights
 
     def shutdown(self) -> None:

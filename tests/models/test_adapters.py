@@ -76,9 +76,8 @@ def model(tmp_path: Path) -> AdaptableModel:
 
 
 def load(folder: Path, model: AdaptableModel, **kwargs: Any) -> LoadedAdapter:
-    known = kwargs.pop("known", False)
     options = {"dtype": "float32", "max_lora_rank": 16} | kwargs
-    return open_adapter(folder, model, **options).read(known=known)
+    return open_adapter(folder, model, **options).read()
 
 
 @needs_peft
@@ -205,7 +204,6 @@ def test_the_hash_covers_numbers_and_scales(model: AdaptableModel, tmp_path: Pat
     assert hash_of(use_rslora=True) != first
     tensors[f"{PREFIX}{Q}.lora_B.weight"][5, 3] += 1e-6
     assert hash_of() != first
-    assert load(tmp_path / "a", model, known=True).content_hash is None
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
@@ -380,14 +378,14 @@ def test_a_file_that_changes_after_its_check(model: AdaptableModel, tmp_path: Pa
         return open_adapter(folder, model, dtype="float32", max_lora_rank=16)
 
     adapter = opened()
-    assert adapter.identity == opened().identity
+    assert adapter.file.identity == opened().file.identity
     os.truncate(file, file.stat().st_size - 8)
     with pytest.raises(AdapterError, match="has changed while it was read; load it again"):
         adapter.read()
     write_adapter(folder, make_factors(model, [Q]))
     adapter = opened()
     write_adapter(folder, make_factors(model, [Q], seed=1))
-    assert adapter.identity != opened().identity
+    assert adapter.file.identity != opened().file.identity
     with pytest.raises(AdapterError, match="has changed while it was read"):
         adapter.read()
     adapter = opened()
