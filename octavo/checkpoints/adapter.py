@@ -442,7 +442,11 @@ def _plan_blocks(
                 )
             nbytes = span
         begin, before, dtype = blocks[-1]
-        if is_open and (stored.begin, stored.dtype, stored.strides) == (begin + before, dtype, None):
+        if is_open and (stored.begin, stored.dtype, stored.strides) == (
+            begin + before,
+            dtype,
+            None,
+        ):
             blocks[-1] = begin, before + nbytes, dtype
         else:
             blocks.append((stored.begin, nbytes, stored.dtype))
