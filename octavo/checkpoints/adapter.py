@@ -374,48 +374,60 @@ def pair_factors(file: Path, found: Mapping[str, Mapping[str, StoredTensor]]) ->
 
 
 class AdapterData:
-    """Numbers of tensors of an adapter's file, in types of numpy or ml_dtypes.
-
-    They are read at once, not mapped: the file may be cut off meanwhile.
+    """Numbers of an adapter's file, which are read, not mapped: the file may be cut off meanwhile.
 
     Args:
         adapter: the description of the file.
-        tensors: the tensors.
 
     Raises:
-        AdapterError: the file has changed since its description was read, or a tensor is a part of
-            a larger one.
+        AdapterError: the file has changed since its description was read, or ends too early.
         ModelError: the file is no regular file any more.
         OSError: the file cannot be read.
     """
 
-    def __init__(self, adapter: AdapterFile, tensors: Sequence[StoredTensor]) -> None:
-        places, sizes = _plan_blocks(adapter.file, tensors)
-        changed = AdapterError(f"{adapter.file} has changed while it was read; load it again.")
-        self.blocks: list[NDArray[Any]] = []
-        """All numbers, in the order of the file; neighbours of one type are one block."""
-        with open_file(adapter.file) as stream:
-            if _identity(os.fstat(stream.fileno())) != adapter.identity:
-                raise changed
-            for begin, nbytes, dtype in sizes:
-                block = np.empty(nbytes, np.uint8)
-                stream.seek(begin)
-                if stream.readinto(block) != nbytes:  # type: ignore[attr-defined]
-                    raise changed
-                self.blocks.append(block.view(numpy_dtype(dtype)))
-            if _identity(os.fstat(stream.fileno())) != adapter.identity:
-                raise changed
-        self.tensors: list[NDArray[Any]] = [
+    def __init__(self, adapter: AdapterFile) -> None:
+        self._file, self._identity = adapter.file, adapter.identity
+        self._stream = open_file(adapter.file)
+
+    def __enter__(self) -> AdapterData:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stream.close()
+
+    def check(self) -> None:
+        """Raise `AdapterError` if the file has changed."""
+        if _identity(os.fstat(self._stream.fileno())) != self._identity:
+            raise AdapterError(f"{self._file} has changed while it was read; load it again.")
+
+    def read(
+        self, tensors: Sequence[StoredTensor]
+    ) -> tuple[list[NDArray[Any]], list[NDArray[Any]]]:
+        """Return the numbers of tensors, in types of numpy or ml_dtypes.
+
+        Returns:
+            Blocks of all numbers in the order of the file, where neighbours of one type are one
+            block; and the tensors, which are views of blocks.
+        """
+        places, sizes = _plan_blocks(self._file, tensors)
+        blocks: list[NDArray[Any]] = []
+        for begin, nbytes, dtype in sizes:
+            block = np.empty(nbytes, np.uint8)
+            self._stream.seek(begin)
+            if self._stream.readinto(block) != nbytes:
+                raise AdapterError(f"{self._file} has changed while it was read; load it again.")
+            blocks.append(block.view(numpy_dtype(dtype)))
+        arrays: list[NDArray[Any]] = [
             np.ndarray(
                 stored.shape,
-                self.blocks[block].dtype,
-                self.blocks[block],
-                stored.begin - sizes[block][0],
+                blocks[place].dtype,
+                blocks[place],
+                stored.begin - sizes[place][0],
                 stored.strides,
             )
-            for stored, block in zip(tensors, places, strict=True)
+            for stored, place in zip(tensors, places, strict=True)
         ]
-        """Each of the tensors, a view of its block."""
+        return blocks, arrays
 
 
 def _plan_blocks(

@@ -39,7 +39,7 @@ def open_file(path: Path) -> BinaryIO:
         ModelError: the path is neither a regular file nor a link to one.
         OSError: the file cannot be opened.
     """
-    stream = open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb")  # noqa: SIM115, PTH123
+    stream = open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb")  # noqa: SIM115
     if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
         stream.close()
         raise ModelError(f"{path} is not a regular file; download the model again.")

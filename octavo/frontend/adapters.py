@@ -93,7 +93,7 @@ class AdapterFiles:
             max_lora_rank=config.lora.max_lora_rank,
             root=root,
         )
-        return adapter.read().content_hash
+        return adapter.read()
 
     def resolve_each(self, requests: LoRARequests, count: int) -> list[AdapterRef | None]:
         """Return the adapter of each of `count` prompts, given one for all or one for each.

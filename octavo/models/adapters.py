@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import re
-import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from octavo.checkpoints.adapter import (
     check_place,
 )
 from octavo.checkpoints.base import Source, shorten_names
+from octavo.checkpoints.mapped_file import StoredTensor
 from octavo.checkpoints.model_files import printable
 from octavo.errors import AdapterError
 from octavo.models.blocks.attention import AttentionSpec
@@ -32,8 +34,10 @@ from octavo.models.spec import ModelSpec
 from octavo.models.weights import Weight
 from octavo.quantization.base import IntArray
 from octavo.quantization.plain import PLAIN
-from octavo.system.tensor import HostTensor, from_numpy, numpy_dtype
+from octavo.system.tensor import HostTensor, from_numpy, itemsize, numpy_dtype
 
+PIECE_NBYTES = 4 * 2**20
+"""Most bytes of several modules that are read together."""
 _NOT_LINEAR = "embeddings, norms, and weights that have other uses, too,"
 
 
@@ -207,34 +211,47 @@ class Adapter:
             for use in self._model.modules[name].uses
         ]
 
-    def read(self) -> LoadedAdapter:
-        """Read the factors.
+    def read(self, use: Callable[[str, Slice], object] = lambda layer, one: None) -> str:
+        """Read all numbers, in pieces; return SHA-256 of the factors and their scales, in hex.
+
+        Adapters with one hash are equal. A thread computes the hash while this one uses the piece.
+
+        Args:
+            use: called with the prefix of a linear layer and with each of its slices, see
+                `slices`; the slice's memory is freed afterwards. It is called before all numbers
+                have been checked.
 
         Raises:
             AdapterError: a number is not finite, or the file is damaged or has changed.
         """
-        stored = {
-            (name, part): tensor
-            for name in sorted(self._modules)
-            for part, tensor in self.file.factors[self._modules[name]].tensors.items()
-        }
-        with adapter_errors():
-            data = AdapterData(self.file, list(stored.values()))
-        first = min(tensor.begin for tensor in stored.values())
+        files = {name: self.file.factors[stored].tensors for name, stored in self._modules.items()}
+        first = min(it.begin for tensors in files.values() for it in tensors.values())
         facts = [
-            (*key, it.begin - first, it.dtype, it.shape, it.strides) for key, it in stored.items()
+            (name, self._scales[name].hex(), part, it.begin - first, it.dtype, it.shape, it.strides)
+            for name, tensors in sorted(files.items())
+            for part, it in tensors.items()
         ]
-        scales = [(name, scale.hex()) for name, scale in sorted(self._scales.items())]
-        hashed = _Hash(f"{scales} {facts}", data.blocks)
-        arrays = dict(zip(stored, data.tensors, strict=True))
-        if not all(self._is_finite(block) for block in data.blocks):
-            self._check_tensors(arrays)
-        factors = {
-            name: (self._narrow(arrays[name, "A"]), self._narrow(arrays[name, "B"]))
-            for name in sorted(self._modules)
-            if name in self._model.modules
-        }
-        return LoadedAdapter(hashed, self._slices(factors))
+        hashed = hashlib.sha256(str(facts).encode())
+
+        def add(blocks: list[NDArray[Any]]) -> None:
+            for block in blocks:
+                hashed.update(block.view(np.uint8).data)
+
+        with adapter_errors(), AdapterData(self.file) as data, ThreadPoolExecutor(1) as thread:
+            for names in _pieces(files):
+                keys = [(name, part) for name in names for part in files[name]]
+                blocks, arrays = data.read([files[name][part] for name, part in keys])
+                adding = thread.submit(add, blocks)
+                tensors = dict(zip(keys, arrays, strict=True))
+                if not all(self._is_finite(block) for block in blocks):
+                    self._check_tensors(tensors)
+                for name in names:
+                    if name in self._model.modules:
+                        a, b = (self._narrow(tensors[name, part]) for part in "AB")
+                        self._use_slices(name, a, b, use)
+                adding.result()
+            data.check()
+        return hashed.hexdigest()
 
     def _is_finite(self, array: NDArray[Any]) -> bool:
         """Return True if all numbers are finite in the model's type."""
@@ -260,63 +277,43 @@ class Adapter:
     def _narrow(self, array: NDArray[Any]) -> NDArray[Any]:
         return array.astype(numpy_dtype(self._dtype)) if array.itemsize == 8 else array
 
-    def _slices(
-        self, factors: Mapping[str, tuple[NDArray[Any], NDArray[Any]]]
-    ) -> dict[str, list[Slice]]:
-        slices: dict[str, list[Slice]] = {}
-        for name, (a, b) in factors.items():
-            module = self._model.modules[name]
-            order = self.file.row_order(module.source, module.outputs, self._model.head_size)
-            rows = b if order is None else b[order]
-            for use in module.uses:
-                own = [rows[part] for part in use.rows]
-                own = own if len(own) == 1 else [np.concatenate(own)]
-                shape = use.shape
-                slices.setdefault(shape.layer, []).append(
-                    Slice(
-                        shape.begin,
-                        shape.end,
-                        from_numpy(np.ascontiguousarray(a[:, use.columns])),
-                        from_numpy(np.ascontiguousarray(own[0])),
-                        self._scales[name],
-                    )
-                )
-        return {
-            layer: sorted(own, key=lambda it: it.begin) for layer, own in sorted(slices.items())
-        }
+    def _use_slices(
+        self,
+        name: str,
+        a: NDArray[Any],
+        b: NDArray[Any],
+        use: Callable[[str, Slice], object],
+    ) -> None:
+        """Call `use` for each linear layer that computes with a module."""
+        module = self._model.modules[name]
+        order = self.file.row_order(module.source, module.outputs, self._model.head_size)
+        rows = b if order is None else b[order]
+        for it in module.uses:
+            own = [rows[part] for part in it.rows]
+            own = own if len(own) == 1 else [np.concatenate(own)]
+            columns = from_numpy(np.ascontiguousarray(a[:, it.columns]))
+            outputs = from_numpy(np.ascontiguousarray(own[0]))
+            shape = it.shape
+            one = Slice(shape.begin, shape.end, columns, outputs, self._scales[name])
+            use(shape.layer, one)
 
 
-class _Hash:
-    """SHA-256 of a text and blocks of numbers, which a thread of its own computes."""
+def _pieces(files: Mapping[str, Mapping[str, StoredTensor]]) -> Iterator[list[str]]:
+    """Return names of modules in the order of the file, in pieces of `PIECE_NBYTES` or one module.
 
-    def __init__(self, text: str, blocks: Sequence[NDArray[Any]]) -> None:
-        self._hash = hashlib.sha256(text.encode())
-        self._thread = threading.Thread(target=self._add, args=(blocks,), name="octavo-hash")
-        self._thread.start()
-
-    def _add(self, blocks: Sequence[NDArray[Any]]) -> None:
-        for block in blocks:
-            self._hash.update(block.view(np.uint8).data)  # without the interpreter's lock
-
-    def result(self) -> str:
-        """Wait for the thread, and return the hash in hex."""
-        self._thread.join()
-        return self._hash.hexdigest()
-
-
-@dataclass(frozen=True)
-class LoadedAdapter:
-    """Factors of an adapter."""
-
-    hashed: _Hash
-    slices: dict[str, list[Slice]]
-    """Slices of each linear layer that it changes, see `SliceShape.layer`; in the order of the
-    outputs."""
-
-    @property
-    def content_hash(self) -> str:
-        """SHA-256 of the file's factors and their scales: adapters with one hash are equal."""
-        return self.hashed.result()
+    Args:
+        files: tensors of each module.
+    """
+    piece: list[str] = []
+    nbytes = 0
+    for name in sorted(files, key=lambda name: min(it.begin for it in files[name].values())):
+        size = sum(math.prod(it.shape) * itemsize(it.dtype) for it in files[name].values())
+        if piece and nbytes + size > PIECE_NBYTES:
+            yield piece
+            piece, nbytes = [], 0
+        piece.append(name)
+        nbytes += size
+    yield piece
 
 
 def open_adapter_file(path: Path, root: Path | None = None) -> AdapterFile:

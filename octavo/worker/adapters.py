@@ -15,7 +15,7 @@ from octavo.kernels.memory import map_memory
 from octavo.kernels.sizes import lora_nbytes
 from octavo.layers.adapter import Adapters
 from octavo.messages import AdapterChange, AdapterLoaded, AdapterRef
-from octavo.models.adapters import AdaptableModel, Slice, open_adapter
+from octavo.models.adapters import AdaptableModel, Slice, SliceShape, open_adapter
 from octavo.plan.setup import WorkerSetup
 
 logger = logging.getLogger(__name__)
@@ -77,34 +77,37 @@ class AdapterStore:
             AdapterError: the files cannot be used, or have changed since they were checked.
         """
         setup, layers = self._setup, self._adapters.layers
-        loaded = open_adapter(
+        opened = open_adapter(
             Path(adapter.path),
             self._model,
             dtype=setup.dtype,
             max_lora_rank=setup.config.lora.max_lora_rank,
-        ).read()
-        places = [
-            (layer, _module_of(layers[layer], one), one)
-            for layer, slices in loaded.slices.items()
-            for one in slices
-        ]
-        sizes = [
-            layers[layer].weight_nbytes(module, one.a.shape[0], setup.dtype)
-            for layer, module, one in places
-        ]
-        memory = map_memory(sum(sizes))
+        )
         weights: _Weights = {
-            layer: [None] * (len(layers[layer].bounds) - 1) for layer in loaded.slices
+            shape.layer: [None] * (len(layers[shape.layer].bounds) - 1)
+            for shape, _ in opened.slices
         }
+        memory = map_memory(
+            sum(
+                layers[shape.layer].weight_nbytes(
+                    _module_of(layers[shape.layer], shape), rank, setup.dtype
+                )
+                for shape, rank in opened.slices
+            )
+        )
         begin = 0
-        for (layer, module, one), size in zip(places, sizes, strict=True):
+
+        def pack(layer: str, one: Slice) -> None:
+            nonlocal begin
             (rank, inputs), outputs = one.a.shape, one.b.shape[0]
             end = begin + lora_nbytes(rank, outputs, inputs, setup.dtype)
             out = self._ops.to_device(memory[begin:end])
+            module = _module_of(layers[layer], one)
             packed = self._ops.pack_lora(one.a, one.b, one.scale, setup.dtype, out)
             weights[layer][module] = packed
-            begin += size
-        if loaded.content_hash != adapter.content_hash:
+            begin += layers[layer].weight_nbytes(module, rank, setup.dtype)
+
+        if opened.read(pack) != adapter.content_hash:
             raise AdapterError(
                 f"The files of the adapter {adapter.name!r} in {adapter.path} have changed since "
                 "it was loaded; load it again."
@@ -116,7 +119,7 @@ class AdapterStore:
         self._thread.shutdown(cancel_futures=True)
 
 
-def _module_of(table: LoraTable, one: Slice) -> int:
+def _module_of(table: LoraTable, one: Slice | SliceShape) -> int:
     """Return the index of the module whose outputs a slice changes."""
     module: int = table.bounds.tolist().index(one.begin)
     assert table.bounds[module + 1] == one.end

@@ -19,7 +19,6 @@ from octavo.errors import AdapterError
 from octavo.models.adapters import (
     AdaptableModel,
     Adapter,
-    LoadedAdapter,
     open_adapter,
     open_adapter_file,
 )
@@ -28,7 +27,7 @@ from octavo.models.loader import read_parts
 from octavo.models.spec import ModelSpec
 from octavo.system.distributed import Rank
 from octavo.system.tensor import numpy_dtype
-from tests.adapters import PREFIX, deltas, make_factors, write_adapter
+from tests.adapters import PREFIX, LoadedAdapter, deltas, load_all, make_factors, write_adapter
 from tests.models.harness import make_hf, save_config, spec_of
 from tests.models.test_encoders import ENCODERS
 from tests.models.test_parity import CASES, TEXT_PARTS
@@ -77,7 +76,7 @@ def model(tmp_path: Path) -> AdaptableModel:
 
 def load(folder: Path, model: AdaptableModel, **kwargs: Any) -> LoadedAdapter:
     options = {"dtype": "float32", "max_lora_rank": 16} | kwargs
-    return open_adapter(folder, model, **options).read()
+    return load_all(open_adapter(folder, model, **options))
 
 
 @needs_peft
