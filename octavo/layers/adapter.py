@@ -11,6 +11,9 @@ from octavo.kernels.sizes import lora_scratch_nbytes
 from octavo.system.tensor import Tensor
 
 
+_WEIGHT_NBYTES = 1280  # a LoraWeight and its tensors, without their numbers
+
+
 @dataclass(slots=True)
 class AdaptedLinear:
     """Changes of adapters to one linear layer."""
@@ -68,7 +71,7 @@ class Adapters:
     def slot_nbytes(self, dtype: str) -> int:
         """Return the bytes of an adapter of the largest rank that changes all layers."""
         return sum(
-            table.weight_nbytes(module, table.max_rank, dtype)
+            table.weight_nbytes(module, table.max_rank, dtype) + _WEIGHT_NBYTES
             for table in self.layers.values()
             for module in range(len(table.bounds) - 1)
         )

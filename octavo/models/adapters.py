@@ -36,7 +36,7 @@ from octavo.quantization.base import IntArray
 from octavo.quantization.plain import PLAIN
 from octavo.system.tensor import HostTensor, from_numpy, itemsize, numpy_dtype
 
-PIECE_NBYTES = 4 * 2**20
+PIECE_NBYTES = 2**20
 """Most bytes of several modules that are read together."""
 _NOT_LINEAR = "embeddings, norms, and weights that have other uses, too,"
 
