@@ -34,6 +34,7 @@ WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 """Names of the file of the tensors, the preferred one first."""
 MERGE = "merge it into the model with peft (merge_and_unload), and serve the result"
 """Advice for adapters of other kinds."""
+_MOST_CONFIG_NBYTES = 2**20  # parsing it holds the interpreter's lock
 _KINDS = {
     "use_dora": "DoRA",
     "lora_bias": "LoRA with a bias of B",
@@ -170,7 +171,7 @@ class PeftFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        config = ConfigJson.load(path / CONFIG)
+        config = ConfigJson.load(path / CONFIG, _MOST_CONFIG_NBYTES)
         _refuse_other_kinds(config)
         self._config = config
         self._rank = config.integer("r")
@@ -495,3 +496,27 @@ def check_place(path: Path, root: Path | None) -> None:
             )
     for file in files:
         require_file(file)
+
+
+def check_opened(adapter: AdapterFile, root: Path) -> None:
+    """Check that the described file of tensors is inside of a folder, even if links change now.
+
+    Raises:
+        AdapterError: it is not, or has changed.
+        OSError: the folders have changed.
+    """
+    place = adapter.file.resolve()
+    if place.is_relative_to(root.resolve()):
+        *folders, name = place.relative_to(root.resolve()).parts
+        at = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            for folder in folders:
+                inner = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=at)
+                os.close(at)
+                at = inner
+            found = os.stat(name, dir_fd=at, follow_symlinks=False)
+        finally:
+            os.close(at)
+        if _identity(found) == adapter.identity:
+            return
+    raise AdapterError(f"{adapter.file} has changed while it was read; load it again.")

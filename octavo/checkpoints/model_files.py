@@ -39,11 +39,33 @@ def open_file(path: Path) -> BinaryIO:
         ModelError: the path is neither a regular file nor a link to one.
         OSError: the file cannot be opened.
     """
-    stream = open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb")  # noqa: SIM115
-    if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
-        stream.close()
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
         raise ModelError(f"{path} is not a regular file; download the model again.")
-    return stream
+    return open(descriptor, "rb")
+
+
+class FileBytes:
+    """Bytes of an open file, which are read when they are sliced: it may be cut off meanwhile.
+
+    Raises:
+        ValueError: the file is empty.
+    """
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._file = stream.fileno()
+        self._size = os.fstat(self._file).st_size
+        if not self._size:
+            raise ValueError("it is empty")
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, part: slice) -> bytes:
+        """Return the bytes of a slice without step; fewer if the file has been cut off."""
+        begin, end, _ = part.indices(self._size)
+        return os.pread(self._file, max(end - begin, 0), begin)
 
 
 def refuse_lfs_pointer(path: Path) -> None:

@@ -10,7 +10,6 @@ from octavo.kernels.lora import LoraTable, LoraWeight
 from octavo.kernels.sizes import lora_scratch_nbytes
 from octavo.system.tensor import Tensor
 
-
 _WEIGHT_NBYTES = 1280  # a LoraWeight and its tensors, without their numbers
 
 

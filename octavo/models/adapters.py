@@ -21,6 +21,7 @@ from octavo.checkpoints.adapter import (
     AdapterFile,
     PeftFolder,
     adapter_errors,
+    check_opened,
     check_place,
 )
 from octavo.checkpoints.base import Source, shorten_names
@@ -330,16 +331,21 @@ def open_adapter_file(path: Path, root: Path | None = None) -> AdapterFile:
         if not path.exists():
             raise AdapterError(f"There is no adapter {path}; name its folder, or its GGUF file.")
         check_place(path, root)
-        if path.is_file():
-            from octavo.checkpoints.gguf.adapter import GGUFAdapter
-
-            return GGUFAdapter(path)
-        if not (path / CONFIG).exists():
+        if not path.is_file() and not (path / CONFIG).exists():
             raise AdapterError(
                 f"{path} has no {CONFIG}: an adapter is a folder with {CONFIG} and "
                 "adapter_model.safetensors, or a GGUF file. Name one of these."
             )
-        return PeftFolder(path)
+        file: AdapterFile
+        if path.is_file():
+            from octavo.checkpoints.gguf.adapter import GGUFAdapter
+
+            file = GGUFAdapter(path)
+        else:
+            file = PeftFolder(path)
+        if root is not None:
+            check_opened(file, root)
+    return file
 
 
 def open_adapter(

@@ -1,6 +1,7 @@
 """Adapters: their slices of linear layers change the weights as PEFT does."""
 
 import importlib.util
+import json
 import os
 import re
 import warnings
@@ -360,6 +361,33 @@ def test_changes_of_towers_are_left_out(tmp_path: Path) -> None:
     assert len(load(write_adapter(tmp_path / "a", tensors | tower), model).slices) == 1
     with pytest.raises(AdapterError, match=r"only changes parts of Qwen2_5_VL.* does not compute"):
         load(write_adapter(tmp_path / "b", tower), model)
+
+
+@pytest.mark.parametrize("name", ["model.visual.blocks.0.attn.qkv", "text"])
+def test_a_sparse_file_of_terabytes(name: str, tmp_path: Path) -> None:
+    """Its large tensors are refused by their shapes, or left out, and never read."""
+    architecture, config = TEXT_PARTS["qwen2.5-vl"]
+    model = AdaptableModel(save_config(tmp_path / "base", architecture, config))
+    text = next(name for name in model.modules if name.endswith("q_proj"))
+    folder = write_adapter(tmp_path / "a", make_factors(model, [text]))
+    file = folder / "adapter_model.safetensors"
+    data = file.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    at = len(data) - 8 - length
+    large = text.replace("q_proj", "k_proj") if name == "text" else name
+    for factor, shape in (("A", [4, 2**36]), ("B", [2**36, 4])):
+        offsets = [at, at := at + 2**40]
+        entry = {"dtype": "F32", "shape": shape, "data_offsets": offsets}
+        header[f"{PREFIX}{large}.lora_{factor}.weight"] = entry
+    described = json.dumps(header).encode()
+    file.write_bytes(len(described).to_bytes(8, "little") + described + data[8 + length :])
+    os.truncate(file, 8 + len(described) + at)
+    if name == "text":
+        with pytest.raises(AdapterError, match="Load an adapter of this model"):
+            load(folder, model)
+    else:
+        assert len(load(folder, model).slices) == 1
 
 
 def test_modules_that_are_named_twice(model: AdaptableModel, tmp_path: Path) -> None:
