@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 import stat
+from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO
 
 from octavo.errors import ModelError
 
@@ -32,7 +32,7 @@ def require_file(path: Path) -> None:
         raise ModelError(f"{path} is not a regular file; download the model again.")
 
 
-def open_file(path: Path) -> BinaryIO:
+def open_file(path: Path) -> BufferedReader:
     """Open a regular file for reading; a pipe or device is refused without waiting for it.
 
     Raises:
@@ -53,7 +53,7 @@ class FileBytes:
         ValueError: the file is empty.
     """
 
-    def __init__(self, stream: BinaryIO) -> None:
+    def __init__(self, stream: BufferedReader) -> None:
         self._file = stream.fileno()
         self._size = os.fstat(self._file).st_size
         if not self._size:
