@@ -16,6 +16,7 @@ import argparse
 import asyncio
 import json
 import random
+import signal
 import sys
 import tempfile
 import time
@@ -265,6 +266,7 @@ def run(
         for name, value in COMMON.items()
         for word in (f"--{name.replace('_', '-')}", str(value))
     ]
+    flags += ["--progress-timeout", "60"]
     flags += ["--lora-modules", *(f"{path.name}={path}" for path in paths)]
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="la-") as folder:
@@ -313,4 +315,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the server ends, too
     sys.exit(main())

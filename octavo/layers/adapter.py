@@ -10,8 +10,6 @@ from octavo.kernels.lora import LoraTable, LoraWeight
 from octavo.kernels.sizes import lora_scratch_nbytes
 from octavo.system.tensor import Tensor
 
-_WEIGHT_NBYTES = 1280  # a LoraWeight and its tensors, without their numbers
-
 
 @dataclass(slots=True)
 class AdaptedLinear:
@@ -70,7 +68,7 @@ class Adapters:
     def slot_nbytes(self, dtype: str) -> int:
         """Return the bytes of an adapter of the largest rank that changes all layers."""
         return sum(
-            table.weight_nbytes(module, table.max_rank, dtype) + _WEIGHT_NBYTES
+            table.weight_nbytes(module, table.max_rank, dtype)
             for table in self.layers.values()
             for module in range(len(table.bounds) - 1)
         )
@@ -95,6 +93,11 @@ class Adapters:
                 table.set(slot, weights[name])
             else:
                 table.clear(slot)
+        self.put_tables()
+
+    def put_tables(self) -> None:
+        """Copy the tables of all layers to the device; needed before the first step."""
+        self.ops.put_lora_tables(list(self.layers.values()))
 
     def clear(self, slot: int) -> None:
         """Remove the adapter from a slot."""

@@ -99,7 +99,7 @@ class AdaptableModel:
 
     def __init__(self, spec: ModelSpec, layers: Collection[str] | None = None) -> None:
         spec = without_forms(spec)
-        self.architecture = spec.architecture
+        self.architecture, self.vocab_size = spec.architecture, spec.vocab_size
         self.expected = spec.expected
         self.elsewhere = [
             name.removesuffix(".weight") for name in spec.elsewhere if name.endswith(".weight")
@@ -213,9 +213,10 @@ class Adapter:
         ]
 
     def read(self, use: Callable[[str, Slice], object] = lambda layer, one: None) -> str:
-        """Read all numbers, in pieces; return SHA-256 of the factors and their scales, in hex.
+        """Read all numbers, in pieces; return SHA-256 of the adapter, in hex.
 
-        Adapters with one hash are equal. A thread computes the hash while this one uses the piece.
+        It covers the factors, their scales and the invocation tokens: adapters with one hash are
+        equal. A thread computes it while this one uses the piece.
 
         Args:
             use: called with the prefix of a linear layer and with each of its slices, see
@@ -232,7 +233,7 @@ class Adapter:
             for name, tensors in sorted(files.items())
             for part, it in tensors.items()
         ]
-        hashed = hashlib.sha256(str(facts).encode())
+        hashed = hashlib.sha256(f"{self.file.invocation_tokens} {facts}".encode())
 
         def add(blocks: list[NDArray[Any]]) -> None:
             for block in blocks:
@@ -370,6 +371,11 @@ def open_adapter(
             belongs to another model; or a rank is above `max_lora_rank`.
     """
     file = open_adapter_file(path, root)
+    if (token := max(file.invocation_tokens, default=0)) >= model.vocab_size:
+        raise AdapterError(
+            f"{file.path}: the invocation token {token} is none of the {model.vocab_size} tokens "
+            f"of {model.architecture}. Load an adapter of this model."
+        )
     modules = _match_modules(file, model)
     for name, stored in modules.items():
         _check_factors(file, stored, model.modules.get(name), max_lora_rank)

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 # Maximum default size of the KV cache: the machine has other users than the engine.
 DEFAULT_KV_NBYTES = 4 * 2**30
+# A `LoraWeight` and its tensors, without their numbers.
+_ADAPTER_OBJECT = 1280
 # Interpreter and libraries (62 MiB after import), messages.
 RUNTIME_NBYTES = 72 * 2**20
 # The same without the front end's libraries (48 MiB after import).
@@ -277,7 +279,7 @@ def memory_budget(
             MemoryItem("experts", experts, note=note),
             MemoryItem(
                 "adapters",
-                lora.num_in_memory * adapter + _adapter_reading_nbytes(setup),
+                lora.num_in_memory * adapter + _beside_adapters(setup),
                 note=f" for {lora.num_in_memory} of rank {lora.max_lora_rank}, and to read them",
             ),
             MemoryItem("activations", activations, "step"),
@@ -294,11 +296,11 @@ def memory_budget(
     )
 
 
-def _adapter_reading_nbytes(setup: WorkerSetup) -> int:
-    """Return the bytes that the front end and all ranks need while they read an adapter each.
+def _beside_adapters(setup: WorkerSetup) -> int:
+    """Return the bytes of objects of adapters, and those that reading needs.
 
-    These are a piece of the file, in which a number has at most 8 bytes, and a copy of it in the
-    model's type and in the order of the layers.
+    The front end and all ranks read an adapter each at the same time: a piece of its file, in which
+    a number has at most 8 bytes, and a copy in the model's type and in the order of the layers.
     """
     lora = setup.config.lora
     if not lora.enable_lora:
@@ -306,10 +308,12 @@ def _adapter_reading_nbytes(setup: WorkerSetup) -> int:
     from octavo.models.adapters import PIECE_NBYTES
     from octavo.models.blocks.base import is_adaptable
 
-    weights = without_forms(setup.spec).weights()
-    sizes = [sum(it.shape) for it in weights if is_adaptable(it.name)]
-    piece = max(PIECE_NBYTES, 8 * lora.max_lora_rank * max(sizes, default=0))
-    return (setup.rank.world_size + 1) * 2 * piece
+    weights = [it for it in without_forms(setup.spec).weights() if is_adaptable(it.name)]
+    largest = max((sum(it.shape) for it in weights), default=0)
+    piece = max(PIECE_NBYTES, 8 * lora.max_lora_rank * largest)
+    num_objects = lora.num_in_memory * sum(len(it.sources) for it in weights)
+    processes = setup.rank.world_size
+    return processes * num_objects * _ADAPTER_OBJECT + (processes + 1) * 2 * piece
 
 
 def _plan_experts(setup: WorkerSetup) -> tuple[int, str]:
