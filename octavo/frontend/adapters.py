@@ -167,9 +167,7 @@ class AdapterFiles:
             max_lora_rank=config.lora.max_lora_rank,
             root=root,
         )
-        content_hash = adapter.read().content_hash
-        assert content_hash is not None
-        return AdapterRef("", str(path), content_hash, adapter.file.invocation_tokens)
+        return AdapterRef("", str(path), adapter.read(), adapter.file.invocation_tokens)
 
     @cached_property
     def _model(self) -> AdaptableModel:
