@@ -26,7 +26,7 @@ def describe_adapter(path: Path) -> dict[str, Any]:
     """Return the description of an adapter, without its numbers.
 
     Returns:
-        path, kind ("LoRA" or "rsLoRA"), base_model (its name, or None), `parameters`, `nbytes` in
+        path, kind (such as "LoRA", see `AdapterFile.kind`), base_model (its name, or None), `parameters`, `nbytes` in
         the file, dtypes; `modules`: for each kind of module, such as q_proj, `number`, `ranks` (in
         ascending order), `scales` (factors of the changes, in
         ascending order) and `parameters`.
@@ -44,7 +44,7 @@ def describe_adapter(path: Path) -> dict[str, Any]:
             last, {"number": 0, "ranks": set(), "scales": set(), "parameters": 0}
         )
         count = 0
-        for tensor in (factors.a, factors.b):
+        for tensor in factors.tensors.values():
             count += math.prod(tensor.shape)
             nbytes += math.prod(tensor.shape) * itemsize(tensor.dtype)
             dtypes.add(tensor.dtype)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from octavo.models.blocks.attention import AttentionSpec
 from octavo.models.forms import without_forms
 from octavo.models.loader import rows_of
 from octavo.models.spec import ModelSpec
+from octavo.models.weight_norms import WeightNorms
 from octavo.models.weights import Weight
 from octavo.quantization.base import IntArray
 from octavo.quantization.plain import PLAIN
@@ -38,7 +39,10 @@ _NOT_LINEAR = "embeddings, norms, and weights that have other uses, too,"
 
 @dataclass(frozen=True)
 class Slice:
-    """Change of some outputs of a linear layer: y[:, begin:end] += scale * (x A^T) B^T."""
+    """Change of some outputs of a linear layer: y[:, begin:end] += scale * (x A^T) B^T.
+
+    With a gain, all of x W^T + scale * (x A^T) B^T is multiplied by it, but not the layer's bias.
+    """
 
     begin: int
     """First output of the layer, or of the rank's part of it."""
@@ -49,6 +53,29 @@ class Slice:
     b: HostTensor
     """B: [end - begin, rank], of the same types, and finite."""
     scale: float
+    offset: NDArray[np.float32] | None = None
+    """Numbers that are added to the outputs: [end - begin]; None: zeros."""
+    gain: NDArray[np.float32] | None = None
+    """Factor of each output: [end - begin]; None: ones."""
+
+    def affine(self, bias: HostTensor | None) -> HostTensor | None:
+        """Return the factors and addends of the changed outputs: float32 [2, end - begin].
+
+        None stands for ones and zeros.
+
+        Args:
+            bias: bias of all outputs of the layer, if they contain one before they are changed.
+        """
+        if self.gain is None and self.offset is None:
+            return None
+        affine = np.zeros((2, self.end - self.begin), np.float32)
+        affine[0] = 1 if self.gain is None else self.gain
+        if self.offset is not None:
+            affine[1] = self.offset
+        if bias is not None:
+            own = bias.numpy()[self.begin : self.end].astype(np.float32)
+            affine[1] += (1 - affine[0]) * own
+        return from_numpy(affine)
 
 
 @dataclass(frozen=True)
@@ -211,33 +238,38 @@ class Adapter:
         """Device, number, size and times of the file: they change with its contents."""
         return self.file.identity
 
-    def read(self, *, known: bool = False) -> LoadedAdapter:
+    def read(self, *, known: bool = False, norms: WeightNorms | None = None) -> LoadedAdapter:
         """Read the factors.
 
         Args:
             known: True for a file that was read before and has the same `identity` since: the
                 numbers are neither checked nor hashed again.
+            norms: the weights, whose changed norms DoRA needs; None: the slices of a DoRA have no
+                gains, so that layers cannot use them.
 
         Raises:
-            AdapterError: a number is not finite, or the file is damaged or has changed.
+            AdapterError: a number is not finite, the file is damaged or has changed, or a norm of
+                DoRA is 0.
+            ModelError: the weights cannot be read, or have changed since the model was loaded.
         """
         found = hashlib.sha256()
-        factors: dict[str, tuple[NDArray[Any], NDArray[Any]]] = {}
+        factors: dict[str, dict[str, NDArray[Any]]] = {}
         with adapter_errors(), AdapterData(self.file) as data:
             for name in sorted(self._modules):
                 stored = self.file.factors[self._modules[name]]
-                a, b = data.read(stored.a), data.read(stored.b)
+                read = {factor: data.read(tensor) for factor, tensor in stored.tensors.items()}
                 if not known:
+                    a, b = read["A"], read["B"]
                     facts = name, self._scales[name].hex(), a.dtype.name, b.dtype.name, *b.shape
-                    found.update(f"{facts} {a.shape}".encode())
-                    for array in (a, b):
+                    others = [f"{key} {it.dtype}" for key, it in read.items() if key not in "AB"]
+                    found.update(" ".join([f"{facts} {a.shape}", *others]).encode())
+                    for factor, array in read.items():
                         found.update(np.ascontiguousarray(array).view(np.uint8).data)
-                    for factor, array in (("A", a), ("B", b)):
                         self._check_finite(array, name, factor)
                 if name in self._model.modules:
-                    factors[name] = self._narrow(a), self._narrow(b)
+                    factors[name] = {key: self._narrow(array) for key, array in read.items()}
             data.check()
-        return LoadedAdapter(None if known else found.hexdigest(), self._slices(factors))
+        return LoadedAdapter(None if known else found.hexdigest(), self._slices(factors, norms))
 
     def _check_finite(self, array: NDArray[Any], name: str, factor: str) -> None:
         """Raise `AdapterError` if a number is not finite in the model's type."""
@@ -257,29 +289,67 @@ class Adapter:
         return array.astype(numpy_dtype(self._dtype)) if array.itemsize == 8 else array
 
     def _slices(
-        self, factors: Mapping[str, tuple[NDArray[Any], NDArray[Any]]]
+        self, factors: Mapping[str, Mapping[str, NDArray[Any]]], norms: WeightNorms | None
     ) -> dict[str, list[Slice]]:
         slices: dict[str, list[Slice]] = {}
-        for name, (a, b) in factors.items():
-            module = self._model.modules[name]
+        for name, read in factors.items():
+            module, scale = self._model.modules[name], self._scales[name]
             order = self.file.row_order(module.source, module.outputs, self._model.head_size)
-            rows = b if order is None else b[order]
+            a = read["A"]
+            by_row = {key: array for key, array in read.items() if key != "A"}
+            if order is not None:
+                by_row = {key: array[order] for key, array in by_row.items()}
             for use in module.uses:
-                own = [rows[part] for part in use.rows]
-                own = own if len(own) == 1 else [np.concatenate(own)]
+                own = {key: _select(array, use.rows) for key, array in by_row.items()}
+                b, bias, magnitude = (own.get(key) for key in ("B", "bias", "magnitude"))
+                assert b is not None
+                gain = None
+                if magnitude is not None and norms is not None:
+                    changed = norms.compute(name, use.rows, a, b, scale)
+                    gain = self._gain(name, magnitude, changed)
                 shape = use.shape
                 slices.setdefault(shape.layer, []).append(
                     Slice(
                         shape.begin,
                         shape.end,
                         from_numpy(np.ascontiguousarray(a[:, use.columns])),
-                        from_numpy(np.ascontiguousarray(own[0])),
-                        self._scales[name],
+                        from_numpy(np.ascontiguousarray(b)),
+                        scale,
+                        # Of the ranks that divide the inputs, the first one adds it.
+                        None
+                        if bias is None or use.columns.start
+                        else np.float32(scale) * bias.astype(np.float32),
+                        gain,
                     )
                 )
         return {
             layer: sorted(own, key=lambda it: it.begin) for layer, own in sorted(slices.items())
         }
+
+    def _gain(
+        self, name: str, magnitude: NDArray[Any], norms: NDArray[np.float32]
+    ) -> NDArray[np.float32]:
+        """Return the factors of the outputs of a DoRA.
+
+        Raises:
+            AdapterError: a factor is not finite.
+        """
+        with np.errstate(all="ignore"):
+            gain = magnitude.astype(np.float32) / norms
+        if not np.isfinite(gain).all():
+            row = int(np.argmin(np.isfinite(gain)))
+            raise AdapterError(
+                f"{self.file.file}: a row of the changed weight of "
+                f"{printable(self._modules[name])} has the norm {norms[row]}, which DoRA divides "
+                "by; load an adapter of this model."
+            )
+        return gain
+
+
+def _select(array: NDArray[Any], rows: Sequence[slice | IntArray]) -> NDArray[Any]:
+    """Return parts of the rows of an array, one after the other."""
+    parts = [array[part] for part in rows]
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 @dataclass(frozen=True)
