@@ -26,8 +26,8 @@ def describe_adapter(path: Path) -> dict[str, Any]:
     """Return the description of an adapter, without its numbers.
 
     Returns:
-        path, kind (such as "LoRA", see `AdapterFile.kind`), base_model (its name, or None), `parameters`, `nbytes` in
-        the file, dtypes; `modules`: for each kind of module, such as q_proj, `number`, `ranks` (in
+        path, kind (see `AdapterFile.kind`), base_model (its name, or None), `parameters`, `nbytes`
+        in the file, dtypes; `modules`: for each kind of module, such as q_proj, `number`, `ranks` (in
         ascending order), `scales` (factors of the changes, in
         ascending order) and `parameters`.
 

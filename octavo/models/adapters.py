@@ -305,7 +305,8 @@ class Adapter:
                 assert b is not None
                 gain = None
                 if magnitude is not None and norms is not None:
-                    changed = norms.compute(name, use.rows, a, b, scale)
+                    stored = module.source.name.rpartition(".")[0]  # also for a tied LM head
+                    changed = norms.compute(stored, use.rows, a, b, scale)
                     gain = self._gain(name, magnitude, changed)
                 shape = use.shape
                 slices.setdefault(shape.layer, []).append(

@@ -117,7 +117,7 @@ def norms_nbytes(weights: Iterable[Weight], layers: Collection[str], rank: int) 
 
 
 def _modules(weight: Weight) -> Iterator[tuple[str, tuple[Weight, tuple[Source, ...]]]]:
-    """Yield the modules of a linear weight: their names, and the tensors that they are read from."""
+    """Yield the modules of a linear weight: their names, and the sources of their tensors."""
     step = weight.form.num_tensors
     if weight.kind == "linear":
         for begin in range(0, len(weight.sources), step):
