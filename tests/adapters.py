@@ -27,8 +27,12 @@ def make_factors(
     rank: int = 4,
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
+    more: str = "",
 ) -> dict[str, Tensor]:
-    """Return random factors of some modules of a model, or of all, with PEFT's names."""
+    """Return random factors of some modules of a model, or of all, with PEFT's names.
+
+    `more` is "lora_magnitude_vector" for DoRA, or "lora_B.bias".
+    """
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for name in model.modules if modules is None else modules:
@@ -37,6 +41,9 @@ def make_factors(
         b = torch.randn(module.outputs, rank, generator=generator)
         tensors[f"{PREFIX}{name}.lora_A.weight"] = (a / module.inputs**0.5).to(dtype)
         tensors[f"{PREFIX}{name}.lora_B.weight"] = (b / rank**0.5).to(dtype)
+        if more:
+            numbers = 0.5 + torch.rand(module.outputs, generator=generator)
+            tensors[f"{PREFIX}{name}.{more}"] = numbers.to(dtype)
     return tensors
 
 

@@ -27,9 +27,9 @@ def describe_adapter(path: Path) -> dict[str, Any]:
 
     Returns:
         path, kind (see `AdapterFile.kind`), base_model (its name, or None), `parameters`, `nbytes`
-        in the file, dtypes; `modules`: for each kind of module, such as q_proj, `number`, `ranks` (in
-        ascending order), `scales` (factors of the changes, in
-        ascending order) and `parameters`.
+        in the file, dtypes; `modules`: for each kind of module, such as q_proj, `number`, `ranks`
+        (in ascending order), `scales` (factors of the changes, in ascending order) and
+        `parameters`.
 
     Raises:
         AdapterError: the adapter is damaged, or of a kind that is not supported.

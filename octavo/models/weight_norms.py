@@ -72,7 +72,7 @@ class WeightNorms:
             raise with_module(error, sources[0]) from None
         form, ops = as_numbers([weight.form]), NativeOps()
         left = from_numpy(np.ascontiguousarray(a, np.float32))
-        right = np.float32(scale) * b.astype(np.float32)
+        right = np.float32(scale) * np.ascontiguousarray(b, np.float32)
         norms, begin = np.empty(len(b), np.float32), 0
         for part in parts:
             end = begin + part[0].shape[0]

@@ -2,6 +2,7 @@
 
 import copy
 import importlib.util
+import shutil
 import warnings
 
 import numpy as np
@@ -128,7 +129,10 @@ def ask(llm, requests):
     bits = [
         (
             output.outputs[0].token_ids,
-            [sorted((t, it.logprob) for t, it in row.items()) for row in output.outputs[0].logprobs],
+            [
+                sorted((t, it.logprob) for t, it in row.items())
+                for row in output.outputs[0].logprobs
+            ],
             [
                 row[token].logprob
                 for token, row in zip(
@@ -177,3 +181,37 @@ def test_sums_of_ranks(base, adapters, monkeypatch):
         found = ask(llm, [adapters[0].get(kind) for kind in (None, *KINDS)])
     for kind, answers in zip((None, *KINDS), found, strict=True):
         np.testing.assert_allclose(prompt_logprobs(answers), adapters[1][kind], atol=2e-4)
+
+
+def test_other_weights_of_a_model_that_has_slept(base, adapters, tmp_path):
+    """The gains of DoRA are those of the weights that are in memory."""
+    folder = shutil.copytree(base[1], tmp_path / "model")
+    requests = [adapters[0][kind] for kind in ("DoRA", "bias of B")]
+    with LLM(str(folder), enable_sleep_mode=True, **SETTINGS) as llm:
+        before = ask(llm, requests)
+        llm.sleep(level=1)
+        llm.wake_up()
+        assert ask(llm, requests) == before
+        llm.sleep(level=2)
+        other = copy.deepcopy(base[0])
+        with torch.no_grad():
+            for parameter in other.parameters():
+                parameter *= 1 + 0.3 * torch.rand(parameter.shape)
+        other.save_pretrained(folder)
+        llm.wake_up()
+        found = ask(llm, requests)
+    with LLM(str(folder), **SETTINGS) as llm:
+        assert found == ask(llm, requests) != before
+
+
+def test_a_base_that_has_changed_on_disk(base, adapters, tmp_path):
+    """DoRA would divide by norms of other weights; others do not need them."""
+    folder = shutil.copytree(base[1], tmp_path / "model")
+    with LLM(str(folder), **SETTINGS) as llm:
+        (folder / "model.safetensors").touch()
+        given = [adapters[0][kind] for kind in ("DoRA", "LoRA")]
+        prompts = [{"prompt_token_ids": PROMPTS[0]}] * 2
+        outputs = llm.generate(prompts, PARAMS, lora_request=given, use_tqdm=False)
+    assert outputs[0].outputs[0].finish_reason == "error"
+    assert "has changed since the model was loaded" in outputs[0].outputs[0].stop_reason
+    assert outputs[1].outputs[0].finish_reason == "length"

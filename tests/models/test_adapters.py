@@ -133,9 +133,7 @@ def test_slices_change_the_weights_as_peft_does(case: str, dora: bool, tmp_path:
 
 def norms_of(spec: ModelSpec, folder: Path) -> WeightNorms:
     """Return the norms of the model in the folder `base`."""
-    return WeightNorms(
-        spec.weights(), lambda: open_checkpoint(folder / "base").open(spec.expected)
-    )
+    return WeightNorms(spec.weights(), lambda: open_checkpoint(folder / "base").open(spec.expected))
 
 
 def slices_of(name: str, loaded: LoadedAdapter) -> list[tuple[int, int, float]]:
