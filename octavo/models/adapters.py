@@ -58,7 +58,7 @@ class Slice:
     gain: NDArray[np.float32] | None = None
     """Factor of each output: [end - begin]; None: ones."""
 
-    def affine(self, bias: HostTensor | None) -> HostTensor | None:
+    def affine(self, bias: NDArray[Any] | None) -> HostTensor | None:
         """Return the factors and addends of the changed outputs: float32 [2, end - begin].
 
         None stands for ones and zeros.
@@ -73,8 +73,7 @@ class Slice:
         if self.offset is not None:
             affine[1] = self.offset
         if bias is not None:
-            own = bias.numpy()[self.begin : self.end].astype(np.float32)
-            affine[1] += (1 - affine[0]) * own
+            affine[1] += (1 - affine[0]) * bias[self.begin : self.end].astype(np.float32)
         return from_numpy(affine)
 
 

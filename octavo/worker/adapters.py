@@ -128,7 +128,11 @@ class AdapterStore:
             for layer, slices in loaded.slices.items()
             for one in slices
         ]
-        affine = [one.affine(layers[layer].bias) for layer, _, one in places]
+        biases = {layer: layers[layer].bias for layer in loaded.slices}
+        affine = [
+            one.affine(None if (bias := biases[layer]) is None else self._ops.to_host(bias))
+            for layer, _, one in places
+        ]
         sizes = [
             layers[layer].weight_nbytes(
                 module, one.a.shape[0], setup.dtype, affine=more is not None

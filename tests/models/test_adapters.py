@@ -224,6 +224,41 @@ def test_the_hash_covers_numbers_and_scales(model: AdaptableModel, tmp_path: Pat
     assert load(tmp_path / "a", model, known=True).content_hash is None
 
 
+@pytest.mark.parametrize(
+    ("more", "fields"),
+    [("lora_magnitude_vector", {"use_dora": True}), ("lora_B.bias", {"lora_bias": True})],
+)
+def test_the_hash_covers_other_tensors(
+    more: str, fields: dict[str, bool], model: AdaptableModel, tmp_path: Path
+) -> None:
+    hashes = []
+    for bare, change in ((True, 0.0), (False, 0.0), (False, 1e-6)):
+        tensors = make_factors(model, [Q], more="" if bare else more)
+        if not bare:
+            tensors[f"{PREFIX}{Q}.{more}"][3] += change
+        folder = write_adapter(tmp_path / "a", tensors, **({} if bare else fields))
+        hashes.append(load(folder, model).content_hash)
+    assert len(set(hashes)) == 3
+    tensors[f"{PREFIX}{Q}.{more}"][3] = torch.nan
+    write_adapter(tmp_path / "a", tensors, **fields)
+    with pytest.raises(AdapterError, match=f"(bias|magnitude) of {Q} has numbers that are NaN"):
+        load(tmp_path / "a", model)
+
+
+def test_rows_that_dora_cannot_scale(tmp_path: Path) -> None:
+    hf = make_hf("LlamaForCausalLM", **LLAMA)
+    with torch.no_grad():
+        hf.model.layers[0].self_attn.q_proj.weight[5] = 0
+    hf.save_pretrained(tmp_path / "base")
+    spec = spec_of(tmp_path / "base")
+    model = AdaptableModel(spec)
+    tensors = make_factors(model, [Q], more="lora_magnitude_vector")
+    tensors[f"{PREFIX}{Q}.lora_B.weight"][5] = 0
+    folder = write_adapter(tmp_path / "a", tensors, use_dora=True)
+    with pytest.raises(AdapterError, match=rf"row of the changed weight of {Q} has the norm 0\.0"):
+        load(folder, model, norms=norms_of(spec, tmp_path))
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("stored", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 def test_types_of_files_and_models(
