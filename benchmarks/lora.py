@@ -2,10 +2,10 @@
 
     python benchmarks/lora.py MODEL --batch 8 --rank 16
 
-The adapters have random numbers and change all linear layers of the decoder's layers. Two engines
-take turns: one without adapters, one with `enable_lora`, which serves requests without an adapter,
-a batch with one adapter, and a batch in which each request has its own. The medians of all rounds
-count.
+The adapters have random numbers and change all linear layers of the decoder's layers. With --dora,
+they are DoRA. Two engines take turns: one without adapters, one with `enable_lora`, which serves
+requests without an adapter, a batch with one adapter, and a batch in which each request has its
+own. The medians of all rounds count.
 
 Then requests for one token show what a load costs: with an adapter in a slot, with one in memory
 outside of the slots, and with one that must be read from its file (which the system has in memory).
@@ -31,7 +31,9 @@ from octavo.models.registry import read_spec
 SETTINGS = {"enable_prefix_caching": False}
 
 
-def write_adapters(model: AdaptableModel, folder: Path, count: int, rank: int) -> list[LoRARequest]:
+def write_adapters(
+    model: AdaptableModel, folder: Path, count: int, rank: int, dora: bool
+) -> list[LoRARequest]:
     """Write random adapters of a model, as PEFT does, and return requests for them."""
     rng, requests = np.random.default_rng(0), []
     for number in range(count):
@@ -43,9 +45,12 @@ def write_adapters(model: AdaptableModel, folder: Path, count: int, rank: int) -
             b = rng.standard_normal((module.outputs, rank), dtype=np.float32) * 0.01
             tensors[f"base_model.model.{name}.lora_A.weight"] = a.astype(np.float16)
             tensors[f"base_model.model.{name}.lora_B.weight"] = b.astype(np.float16)
+            if dora:
+                magnitude = np.ones(module.outputs, np.float16)
+                tensors[f"base_model.model.{name}.lora_magnitude_vector"] = magnitude
         path = folder / f"adapter-{number}"
         path.mkdir()
-        config = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank}
+        config = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "use_dora": dora}
         (path / "adapter_config.json").write_text(json.dumps(config))
         save_file(tensors, path / "adapter_model.safetensors")
         requests.append(LoRARequest(path.name, number + 1, str(path)))
@@ -59,6 +64,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--dora", action="store_true")
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
@@ -68,7 +74,7 @@ def main() -> None:
     given = [{"prompt_token_ids": prompt} for prompt in prompts]
     with tempfile.TemporaryDirectory() as folder, LLM(args.model, **settings) as plain:
         spec = AdaptableModel(read_spec(open_checkpoint(Path(args.model))))
-        adapters = write_adapters(spec, Path(folder), args.batch, args.rank)
+        adapters = write_adapters(spec, Path(folder), args.batch, args.rank, args.dora)
         lora = {"enable_lora": True, "max_loras": args.batch, "max_lora_rank": args.rank}
         with LLM(args.model, **settings, **lora) as llm:
             cases = {

@@ -744,10 +744,12 @@ struct RouteArgs {
 // Numbers of a panel of a LoRA adapter's A and B; see `PackLoraArgs`.
 constexpr int64_t kLoraLanes = 16, kLoraPanel = 64;
 
-// An adapter's change to some outputs of a linear layer: scale * (x * A^T) * B^T.
+// An adapter's change to some outputs of a linear layer. With the change d = scale * (x * A^T) * B^T, a
+// result y becomes y + d, or gain * (y + d) + offset.
 struct LoraSlice {
   const void* a;  // packed [rank, k]; null: no change
   const void* b;  // packed [outputs, rank]
+  const float* affine;  // [panels of outputs][2][kLoraPanel]: gains and offsets; null: none
   int64_t rank;
   float scale;
 };
@@ -783,6 +785,19 @@ struct PackLoraArgs {
   DType src_dtype, dtype;
 
   MEMBERS(src, src_stride, dst, rows, cols, panel, src_dtype, dtype)
+};
+
+// Norms of the rows of a changed weight: out[i] = |w[i] + b[i] * A|, for DoRA. One thread computes them.
+struct LoraNormsArgs {
+  const void* w;  // [rows, k]
+  int64_t w_stride;
+  const float* a;  // [rank, k]
+  const float* b;  // [rows, rank]
+  float* out;      // [rows]
+  int64_t rows, k, rank;
+  DType dtype;  // of w
+
+  MEMBERS(w, w_stride, a, b, out, rows, k, rank, dtype)
 };
 
 // Feed-forward blocks of experts: inner = act(x * up^T) or act(gate) * up, and out = inner * down^T.
@@ -956,6 +971,7 @@ struct Wkv7Args {
   KERNEL(wkv7, Wkv7Args)                  \
   KERNEL(pack_lora, PackLoraArgs)         \
   KERNEL(add_lora, LoraArgs)              \
+  KERNEL(lora_norms, LoraNormsArgs)       \
   KERNEL(selective_scan, SelectiveScanArgs)
 
 struct KernelTable {

@@ -14,6 +14,7 @@ constexpr int64_t kLoraAhead = 64;  // inputs whose rows of A are fetched ahead
 constexpr int kChains = W == 16 ? 4 : 2;
 constexpr int kShrinkRows = W == 16 ? 4 : 2;  // rows that share a load of A
 constexpr int kExpandRows = W == 16 ? 4 : 1;  // rows that share a load of B
+constexpr int kNormRows = 4;  // rows of a weight that share a load of A
 
 // Adds the products of R rows of x with a chunk of 16 rows of A to `sums`.
 //
@@ -42,10 +43,11 @@ INLINE void shrink(const float* x, const T* a, int64_t k, float* sums, int64_t s
     }
 }
 
-// Adds the products of R rows of u with a panel of B to `width` numbers of R rows of the result.
+// Adds the products of R rows of u with a panel of B to `width` numbers of R rows of the result, then
+// applies the panel of gains and offsets, if there is one.
 template <int R, class T, class O>
-INLINE void expand(const float* u, int64_t stride, const T* b, int64_t rank, O* out, int64_t out_stride,
-                   int64_t width) {
+INLINE void expand(const float* u, int64_t stride, const T* b, const float* affine, int64_t rank, O* out,
+                   int64_t out_stride, int64_t width) {
   constexpr int V = kLoraPanel / W;
   vf acc[R][V] = {};
   for (int64_t i = 0; i < rank; i++) {
@@ -62,7 +64,9 @@ INLINE void expand(const float* u, int64_t stride, const T* b, int64_t rank, O* 
       const int64_t left = width - v * W;
       if (left <= 0) break;
       O* at = out + r * out_stride + v * W;
-      store(at, load(at, int(min<int64_t>(left, W))) + acc[r][v], int(min<int64_t>(left, W)));
+      vf sum = load(at, int(min<int64_t>(left, W))) + acc[r][v];
+      if (affine) sum = fma(sum, load(affine + v * W), load(affine + kLoraPanel + v * W));
+      store(at, sum, int(min<int64_t>(left, W)));
     }
 }
 
@@ -119,11 +123,13 @@ struct Lora {
     const LoraSlice& s = slice(row, i);
     const int64_t col = a.bounds[i] + panel * kLoraPanel, width = min(kLoraPanel, a.bounds[i + 1] - col);
     const T* b = static_cast<const T*>(s.b) + panel * kLoraPanel * s.rank;
+    const float* affine = s.affine ? s.affine + panel * 2 * kLoraPanel : nullptr;
     u += i * padded;
     O* out = static_cast<O*>(a.out) + row * a.out_stride + col;
-    if (count == kExpandRows) return expand<kExpandRows>(u, stride, b, s.rank, out, a.out_stride, width);
+    if (count == kExpandRows)
+      return expand<kExpandRows>(u, stride, b, affine, s.rank, out, a.out_stride, width);
     for (int64_t r = 0; r < count; r++)
-      expand<1>(u + r * stride, stride, b, s.rank, out + r * a.out_stride, a.out_stride, width);
+      expand<1>(u + r * stride, stride, b, affine, s.rank, out + r * a.out_stride, a.out_stride, width);
   }
 
   int64_t panels(int64_t i) const { return ceil_div(a.bounds[i + 1] - a.bounds[i], kLoraPanel); }
@@ -212,6 +218,33 @@ void add_lora(const LoraArgs& a) {
       run(Lora<T, float>(a));
     else
       run(Lora<T, T>(a));
+  });
+}
+
+// Writes the norms of R rows of w + b * A. A row's order of sums does not depend on the others.
+template <int R, class T>
+INLINE void changed_norms(const LoraNormsArgs& a, const T* w, const float* b, float* out) {
+  vf squares[R] = {};
+  for_lanes(a.k, [&](int64_t i, int n) {
+    vf sum[R];
+    UNROLL for (int r = 0; r < R; r++) sum[r] = load(w + r * a.w_stride + i, n);
+    for (int64_t j = 0; j < a.rank; j++) {
+      const vf part = load(a.a + j * a.k + i, n);
+      UNROLL for (int r = 0; r < R; r++) sum[r] = fma(b[r * a.rank + j], part, sum[r]);
+    }
+    UNROLL for (int r = 0; r < R; r++) squares[r] = fma(sum[r], sum[r], squares[r]);
+  });
+  UNROLL for (int r = 0; r < R; r++) out[r] = std::sqrt(reduce_sum(squares[r]));
+}
+
+void lora_norms(const LoraNormsArgs& a) {
+  with_type(a.dtype, [&](auto t) {
+    using T = decltype(t);
+    const T* w = static_cast<const T*>(a.w);
+    int64_t row = 0;
+    for (; row + kNormRows <= a.rows; row += kNormRows)
+      changed_norms<kNormRows>(a, w + row * a.w_stride, a.b + row * a.rank, a.out + row);
+    for (; row < a.rows; row++) changed_norms<1>(a, w + row * a.w_stride, a.b + row * a.rank, a.out + row);
   });
 }
 

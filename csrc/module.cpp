@@ -191,6 +191,7 @@ NB_MODULE(_native, m) {
   });
   m.def("set_num_threads", &set_num_threads);
   m.def("num_threads", &num_threads);
+  m.def("work_alone", &work_alone);
   m.def("tuning", [] {
     return nb::make_tuple(tuning.past_caches, spin_microseconds(), tuning.grain);
   });

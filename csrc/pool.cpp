@@ -175,6 +175,7 @@ void run_parallel(int64_t n, int64_t chunk, bool wake, Body body, void* context)
 
 Alone::Alone() { alone = true; }
 Alone::~Alone() { alone = false; }
+void work_alone() { alone = true; }
 
 int num_threads() {
   if (alone) return 1;

@@ -26,6 +26,9 @@ class Alone {
   ~Alone();
 };
 
+// Makes the calling thread work alone until its end.
+void work_alone();
+
 void set_num_threads(int n);  // 0: all cores that the process may run on
 
 }  // namespace octavo

@@ -18,6 +18,7 @@ from octavo.models.adapters import AdaptableModel, Adapter, Slice
 from octavo.models.blocks.base import is_adaptable
 from octavo.models.hub import resolve_folders
 from octavo.models.registry import read_spec
+from octavo.models.weight_norms import WeightNorms
 
 PREFIX = "base_model.model."
 
@@ -28,8 +29,12 @@ def make_factors(
     rank: int = 4,
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
+    more: str = "",
 ) -> dict[str, Tensor]:
-    """Return random factors of some modules of a model, or of all, with PEFT's names."""
+    """Return random factors of some modules of a model, or of all, with PEFT's names.
+
+    `more` is "lora_magnitude_vector" for DoRA, or "lora_B.bias".
+    """
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for name in model.modules if modules is None else modules:
@@ -38,6 +43,9 @@ def make_factors(
         b = torch.randn(module.outputs, rank, generator=generator)
         tensors[f"{PREFIX}{name}.lora_A.weight"] = (a / module.inputs**0.5).to(dtype)
         tensors[f"{PREFIX}{name}.lora_B.weight"] = (b / rank**0.5).to(dtype)
+        if more:
+            numbers = 0.5 + torch.rand(module.outputs, generator=generator)
+            tensors[f"{PREFIX}{name}.{more}"] = numbers.to(dtype)
     return tensors
 
 
@@ -59,10 +67,10 @@ class LoadedAdapter:
     """Slices of each linear layer, in the order of the outputs."""
 
 
-def load_all(adapter: Adapter) -> LoadedAdapter:
-    """Read an adapter into memory."""
+def load_all(adapter: Adapter, norms: WeightNorms | None = None) -> LoadedAdapter:
+    """Read an adapter into memory; `norms` as in `Adapter.read`."""
     found: dict[str, list[Slice]] = {}
-    content_hash = adapter.read(lambda layer, one: found.setdefault(layer, []).append(one))
+    content_hash = adapter.read(lambda layer, one: found.setdefault(layer, []).append(one), norms)
     slices = {layer: sorted(own, key=lambda it: it.begin) for layer, own in sorted(found.items())}
     return LoadedAdapter(content_hash, slices)
 

@@ -36,8 +36,6 @@ MERGE = "merge it into the model with peft (merge_and_unload), and serve the res
 """Advice for adapters of other kinds."""
 _MOST_CONFIG_NBYTES = 2**20  # parsing it holds the interpreter's lock
 _KINDS = {
-    "use_dora": "DoRA",
-    "lora_bias": "LoRA with a bias of B",
     "use_qalora": "QA-LoRA",
     "use_bdlora": "block-diagonal LoRA",
     "modules_to_save": "LoRA with trained modules",
@@ -47,10 +45,37 @@ _KINDS = {
     "arrow_config": "Arrow",
     "kasa_config": "KaSA",
     "monteclora_config": "MonteCLoRA",
+    "velora_config": "VeLoRA",
 }
 """Fields of adapter_config.json that, if set, make another kind of adapter."""
 _CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
-"""Beginnings of values of init_lora_weights for which the training changes the base, too."""
+"""Beginnings of values of init_lora_weights for which the training changes the base, too. With
+others (gaussian, eva, orthogonal, mica), the adapter is a plain LoRA."""
+_PROMPTS = {
+    "PROMPT_TUNING": "prompt tuning",
+    "MULTITASK_PROMPT_TUNING": "multitask prompt tuning",
+    "P_TUNING": "p-tuning",
+    "PREFIX_TUNING": "prefix tuning",
+    "ADAPTION_PROMPT": "LLaMA-Adapter",
+    "CPT": "context-aware prompt tuning",
+    "CARTRIDGE": "cartridges",
+    "XLORA": "X-LoRA",
+    "POLY": "Polytropon",
+}
+"""Values of peft_type whose adapters are not changes of weights, so nothing can merge them."""
+_OTHER_TYPES = {
+    "IA3": "(IA)³",
+    "ADALORA": "AdaLoRA",
+    "LOHA": "LoHa",
+    "LOKR": "LoKr",
+    "VERA": "VeRA",
+    "LN_TUNING": "tuning of norms",
+    "FOURIERFT": "FourierFT",
+    "VBLORA": "VB-LoRA",
+    "RANDLORA": "RandLora",
+    "TRAINABLE_TOKENS": "trained tokens",
+}
+"""Other values of peft_type, and their names if these differ."""
 _PREFIX = "base_model.model."
 _WRAPPERS = re.compile(r"(?<![^.])(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 """Parts of names that wrappers of a training have added."""
@@ -64,13 +89,12 @@ _NEWER = {
 }
 """Parts of names of modules in checkpoints that transformers 5 has renamed (conversion_mapping.py),
 and their new names, which adapters that were trained with it have."""
-_FACTOR = re.compile(r"\.lora_([AB])(?:\.[\w-]+)?\.weight$")
-"""Ends of the names of factors; older files also have the name of the adapter, such as default."""
-_OTHER_TENSORS = {
-    r"\.lora_magnitude_vector": "DoRA",
-    r"\.lora_B(\.[\w-]+)?\.bias$": "LoRA with a bias of B",
-    r"\.lora_embedding_[AB]": "LoRA of the embedding",
-}
+_TENSOR = re.compile(
+    r"\.(?:lora_([AB])(?:\.[\w-]+)?\.weight|lora_(B)(?:\.[\w-]+)?\.(bias)"
+    r"|lora_(magnitude)_vector(?:\.[\w-]+)*)$"
+)
+"""Ends of the names of tensors; older files also have the name of the adapter, such as default."""
+_OTHER_TENSORS = {r"\.lora_embedding_[AB]": "LoRA of the embedding"}
 """Names of other tensors, and the kind of adapter that they make."""
 _PLAIN = re.compile(r"\^?[\w.-]+")
 """Keys of patterns that are names, or ends of names."""
@@ -89,11 +113,16 @@ class Factors:
     """A: [rank, inputs]."""
     b: StoredTensor
     """B: [outputs, rank]."""
+    bias: StoredTensor | None = None
+    """Bias of B: [outputs]."""
+    magnitude: StoredTensor | None = None
+    """Norms of the rows of the changed weight: [outputs], for DoRA."""
 
     @property
     def tensors(self) -> dict[str, StoredTensor]:
         """All tensors by their names."""
-        return {"A": self.a, "B": self.b}
+        named = {"A": self.a, "B": self.b, "bias": self.bias, "magnitude": self.magnitude}
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
 
     @property
     def rank(self) -> int:
@@ -182,7 +211,14 @@ class PeftFolder:
         self._stabilized = config.flag("use_rslora", False)
         self.naming = "PEFT"
         self.invocation_tokens = _invocation_tokens(config)
-        self.kind = "rsLoRA" if self._stabilized else "LoRA"
+        is_dora, has_biases = config.flag("use_dora", False), config.flag("lora_bias", False)
+        if is_dora and (has_biases or self.invocation_tokens):
+            other = "lora_bias" if has_biases else "alora_invocation_tokens"
+            raise AdapterError(
+                f"{config.where}: use_dora and {other} are set, and PEFT supports only one of "
+                "them; train the adapter again with one."
+            )
+        self.kind = ("rs" if self._stabilized else "") + ("DoRA" if is_dora else "LoRA")
         if self.invocation_tokens:
             self.kind = f"activated {self.kind}"
         base = config.get("base_model_name_or_path")
@@ -197,6 +233,17 @@ class PeftFolder:
         is_torch = self.file.suffix == ".bin"
         tensors = read_torch_header(self.file) if is_torch else read_header(self.file)
         self.factors: Mapping[str, Factors] = _pair(self.file, tensors)
+        for field, tensor, wanted in (
+            ("use_dora", "magnitude", is_dora),
+            ("lora_bias", "bias", has_biases),
+        ):
+            wrong = [name for name, it in self.factors.items() if (tensor in it.tensors) != wanted]
+            if wrong:
+                raise AdapterError(
+                    f"{self.file} has {'no ' if wanted else 'a '}{tensor} of "
+                    f"{shorten_names(wrong)}, and {CONFIG} says {field}={str(wanted).lower()}; "
+                    "correct it, or download the adapter again."
+                )
 
     def scale(self, module: str) -> float:
         """Implement `AdapterFile`, as PEFT computes it."""
@@ -256,9 +303,12 @@ def _refuse_other_kinds(config: ConfigJson) -> None:
     """Raise `AdapterError` if a config describes another kind of adapter than LoRA."""
     kind = config.get("peft_type")
     if kind not in (None, "LORA"):
+        text = printable(str(kind))
+        is_prompt = text in _PROMPTS
+        name = (_PROMPTS | _OTHER_TYPES).get(text, "this kind of adapter")
         raise AdapterError(
-            f"{config.where}: peft_type={printable(str(kind))} is not supported; supported: LORA. "
-            f"Train a LoRA, or {MERGE}."
+            f"{config.where}: peft_type={text}: {name} is not supported; supported: LORA. "
+            + ("Train a LoRA." if is_prompt else f"Train a LoRA, or {MERGE}.")
         )
     for field, name in _KINDS.items():
         if config.get(field):
@@ -276,8 +326,13 @@ def _refuse_other_kinds(config: ConfigJson) -> None:
     if isinstance(start, str) and start.lower().startswith(_CHANGED_BASE):
         raise AdapterError(
             f"{config.where}: init_lora_weights={printable(start)}: the adapter belongs to a base "
-            "that its training has changed. Save it as a LoRA of the original model "
-            "(save_pretrained with path_initial_model_for_weight_conversion)."
+            "that its training has changed. "
+            + (
+                f"In the program of the training, {MERGE}."
+                if start.lower() == "loftq"
+                else "Save it as a LoRA of the original model (save_pretrained with "
+                "path_initial_model_for_weight_conversion)."
+            )
         )
 
 
@@ -347,7 +402,7 @@ def _pair(file: Path, tensors: Mapping[str, StoredTensor]) -> dict[str, Factors]
     found: dict[str, dict[str, StoredTensor]] = {}
     for name, tensor in tensors.items():
         whole = _WRAPPERS.sub("", name)
-        match = _FACTOR.search(whole)
+        match = _TENSOR.search(whole)
         if match is None:
             kinds = (kind for end, kind in _OTHER_TENSORS.items() if re.search(end, whole))
             kind = next(kinds, "LoRA with trained modules (modules_to_save, resized embeddings)")
@@ -355,7 +410,7 @@ def _pair(file: Path, tensors: Mapping[str, StoredTensor]) -> dict[str, Factors]
                 f"{file} has {printable(name)}: {kind} is not supported. Train without it, or "
                 f"{MERGE}."
             )
-        module, factor = whole[: match.start()].removeprefix(_PREFIX), match[1]
+        module, factor = whole[: match.start()].removeprefix(_PREFIX), match[match.lastindex or 0]
         if factor in found.setdefault(module, {}):
             raise AdapterError(
                 f"{file} has lora_{factor} of {printable(module)} twice; save the adapter again."
@@ -367,12 +422,16 @@ def _pair(file: Path, tensors: Mapping[str, StoredTensor]) -> dict[str, Factors]
 
 
 def pair_factors(file: Path, found: Mapping[str, Mapping[str, StoredTensor]]) -> dict[str, Factors]:
-    """Return the factors A and B of each module, after a check of their types and ranks.
+    """Return the factors of each module, after a check of their types and shapes.
+
+    Args:
+        file: the file.
+        found: tensors of each module, as in `Factors.tensors`.
 
     Raises:
-        AdapterError: a factor is missing, has a wrong type, or the two have different ranks.
+        AdapterError: a factor is missing, has a wrong type, or shapes contradict each other.
     """
-    alone = [module for module, pair in found.items() if len(pair) != 2]
+    alone = [module for module, pair in found.items() if not {"A", "B"} <= pair.keys()]
     if alone:
         raise AdapterError(
             f"{file} has only one of the two factors (A, B) of {shorten_names(alone)}; download "
@@ -391,7 +450,17 @@ def pair_factors(file: Path, found: Mapping[str, Mapping[str, StoredTensor]]) ->
                 f"{file}: A {list(a)} and B {list(b)} of {printable(module)} are not "
                 "[rank, inputs] and [outputs, rank]; download the adapter again."
             )
-    return {module: Factors(pair["A"], pair["B"]) for module, pair in found.items()}
+        for factor in ("bias", "magnitude"):
+            shape = pair[factor].shape if factor in pair else b[:1]
+            if shape != b[:1]:
+                raise AdapterError(
+                    f"{file}: {factor} {list(shape)} and B {list(b)} of {printable(module)} have "
+                    "different numbers of outputs; download the adapter again."
+                )
+    return {
+        module: Factors(pair["A"], pair["B"], pair.get("bias"), pair.get("magnitude"))
+        for module, pair in found.items()
+    }
 
 
 class AdapterData:

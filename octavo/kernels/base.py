@@ -418,7 +418,13 @@ class Ops(Protocol):
         ...
 
     def pack_lora(
-        self, a: HostTensor, b: HostTensor, scale: float, dtype: str, out: Tensor | None = None
+        self,
+        a: HostTensor,
+        b: HostTensor,
+        scale: float,
+        dtype: str,
+        out: Tensor | None = None,
+        affine: HostTensor | None = None,
     ) -> LoraWeight:
         """Pack an adapter's matrices A [rank, K] and B [N, rank] for `add_lora`.
 
@@ -428,6 +434,7 @@ class Ops(Protocol):
             scale: factor of the product.
             dtype: type of the result.
             out: memory for the result: uint8 [`kernels.sizes.lora_nbytes`].
+            affine: gains and offsets of the outputs, float32 [2, N]; None: none.
         """
         ...
 
@@ -441,6 +448,8 @@ class Ops(Protocol):
     def add_lora(self, out: Tensor, x: Tensor, slots: Tensor, table: LoraTable) -> None:
         """Add each row's scale * (x A^T) B^T to the results of a linear layer: out [T, N].
 
+        With gains and offsets, the sum y becomes gain * y + offset (Liu et al., "DoRA:
+        Weight-Decomposed Low-Rank Adaptation").
         Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models"; Chen et al., "Punica:
         Multi-Tenant LoRA Serving". The product is a float32 number, and the sum is rounded once.
         Rows without an adapter keep their bits.

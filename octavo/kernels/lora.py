@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from octavo.kernels.sizes import lora_nbytes
 from octavo.system.tensor import Tensor
@@ -15,7 +16,9 @@ LANES, PANEL = 16, 64
 
 _LINE = 64  # bytes of a cache line
 
-_SLICE = np.dtype([("a", "u8"), ("b", "u8"), ("rank", "i8"), ("scale", "f4")], align=True)
+_SLICE = np.dtype(
+    [("a", "u8"), ("b", "u8"), ("affine", "u8"), ("rank", "i8"), ("scale", "f4")], align=True
+)
 """LoraSlice in csrc/kernels.h."""
 SLICE_WORDS = _SLICE.itemsize // 8
 """Words of 64 bits of a slice."""
@@ -32,6 +35,8 @@ class LoraWeight:
         n: N, the number of outputs.
         k: K, the number of inputs of the layer.
         scale: factor of the product.
+        affine: gain and offset of each output, float32 [panels, 2, PANEL]: the changed result y
+            becomes gain * y + offset. None: it stays.
     """
 
     a: Tensor
@@ -40,6 +45,15 @@ class LoraWeight:
     n: int
     k: int
     scale: float
+    affine: Tensor | None = None
+
+
+def affine_panels(affine: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Return gains and offsets [2, N] in the order of `LoraWeight.affine`."""
+    n = affine.shape[1]
+    padded = np.zeros((2, -(-n // PANEL) * PANEL), np.float32)
+    padded[:, :n] = affine
+    return np.ascontiguousarray(padded.reshape(2, -1, PANEL).swapaxes(0, 1))
 
 
 class LoraTable:
@@ -54,11 +68,20 @@ class LoraTable:
             separately.
         inputs: number of inputs of the layer.
         max_rank: largest rank of an adapter.
+        bias: bias [N] that the results contain when they are changed; None: they contain none.
     """
 
-    def __init__(self, num_slots: int, outputs: Sequence[int], inputs: int, max_rank: int) -> None:
+    def __init__(
+        self,
+        num_slots: int,
+        outputs: Sequence[int],
+        inputs: int,
+        max_rank: int,
+        bias: Tensor | None = None,
+    ) -> None:
         self.inputs = inputs
         self.max_rank = max_rank
+        self.bias = bias
         self.bounds = np.cumsum([0, *outputs])
         """Bounds of the outputs of each module: int64 [modules + 1]."""
         self.slices = np.zeros((num_slots, len(outputs)), _SLICE)
@@ -70,20 +93,29 @@ class LoraTable:
         self.on_device: object | None = None
         """What `Ops.put_lora_tables` keeps on the device."""
 
-    def weight_nbytes(self, module: int, rank: int, dtype: str) -> int:
-        """Return the bytes of a packed weight for a module, up to the next cache line."""
+    def weight_nbytes(self, module: int, rank: int, dtype: str, *, affine: bool) -> int:
+        """Return the bytes of a packed weight for a module, up to the next cache line.
+
+        Args:
+            module: index of the module.
+            rank: rank of the adapter.
+            dtype: type of the packed weight.
+            affine: True for a weight with gains and offsets.
+        """
         outputs = int(self.bounds[module + 1] - self.bounds[module])
-        return -(-lora_nbytes(rank, outputs, self.inputs, dtype) // _LINE) * _LINE
+        nbytes = lora_nbytes(rank, outputs, self.inputs, dtype, affine=affine)
+        return -(-nbytes // _LINE) * _LINE
 
     def set(self, slot: int, weights: Sequence[LoraWeight | None]) -> None:
         """Put an adapter in a slot: its weights for each module."""
         for i, weight in enumerate(weights):
-            self.slices[slot, i] = (0, 0, 0, 0)
+            self.slices[slot, i] = (0, 0, 0, 0, 0)
             if weight is not None:
                 assert weight.rank <= self.max_rank
                 assert weight.k == self.inputs
                 assert weight.n == self.bounds[i + 1] - self.bounds[i]
-                address = weight.a.data_ptr(), weight.b.data_ptr()
+                affine = 0 if weight.affine is None else weight.affine.data_ptr()
+                address = weight.a.data_ptr(), weight.b.data_ptr(), affine
                 self.slices[slot, i] = (*address, weight.rank, weight.scale)
         self.weights[slot] = list(weights)
 

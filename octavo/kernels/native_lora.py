@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from octavo._native import kernels
-from octavo.kernels.lora import LANES, PANEL, LoraTable, LoraWeight
+from octavo.kernels.lora import LANES, PANEL, LoraTable, LoraWeight, affine_panels
 from octavo.kernels.native_base import DTYPE_CODES, NativeMemory, check_rows
 from octavo.kernels.sizes import lora_nbytes, lora_panels
 from octavo.system.tensor import HostTensor, Tensor, empty
@@ -15,17 +15,23 @@ class NativeLoraOps(NativeMemory):
     """The operations of `Ops` with LoRA adapters."""
 
     def pack_lora(
-        self, a: HostTensor, b: HostTensor, scale: float, dtype: str, out: Tensor | None = None
+        self,
+        a: HostTensor,
+        b: HostTensor,
+        scale: float,
+        dtype: str,
+        out: Tensor | None = None,
+        affine: HostTensor | None = None,
     ) -> LoraWeight:
         """Pack both matrices in panels of rows."""
         (rank, k), n = a.shape, b.shape[0]
         assert b.shape == (n, rank)
-        nbytes = lora_nbytes(rank, n, k, dtype)
+        nbytes = lora_nbytes(rank, n, k, dtype, affine=affine is not None)
         data = empty(nbytes, dtype="uint8") if out is None else out
         assert data.nbytes == nbytes
         assert data.data_ptr() % 64 == 0
-        size_a, _ = lora_panels(rank, n, k, dtype)
-        parts = data[:size_a], data[size_a:]
+        size_a, size_b = lora_panels(rank, n, k, dtype)
+        parts = data[:size_a], data[size_a : size_a + size_b]
         for matrix, packed, panel in ((a, parts[0], LANES), (b, parts[1], PANEL)):
             check_rows(matrix)
             kernels.pack_lora(
@@ -38,7 +44,42 @@ class NativeLoraOps(NativeMemory):
                 src_dtype=DTYPE_CODES[matrix.dtype],
                 dtype=DTYPE_CODES[dtype],
             )
-        return LoraWeight(*parts, rank, n, k, scale)
+        if affine is None:
+            return LoraWeight(*parts, rank, n, k, scale)
+        panels = affine_panels(affine.numpy())
+        packed_affine = data[size_a + size_b :].view("float32").view(panels.shape)
+        packed_affine.numpy()[...] = panels
+        return LoraWeight(*parts, rank, n, k, scale, packed_affine)
+
+    def lora_norms(self, w: HostTensor, a: HostTensor, b: HostTensor, out: HostTensor) -> None:
+        """Compute the norms of the rows of w + b a, for DoRA: float32 [rows].
+
+        A norm does not depend on the other rows. The calling thread works alone.
+
+        Args:
+            w: rows of a weight: float32, float16 or bfloat16 [rows, K].
+            a: A: float32 [rank, K].
+            b: rows of B, times the scale: float32 [rows, rank].
+            out: receives the norms.
+        """
+        (rows, k), rank = w.shape, a.shape[0]
+        check_rows(w)
+        assert a.dtype == b.dtype == out.dtype == "float32"
+        assert (a.shape, b.shape, out.shape) == ((rank, k), (rows, rank), (rows,))
+        assert a.is_contiguous()
+        assert b.is_contiguous()
+        assert out.is_contiguous()
+        kernels.lora_norms(
+            w=w.data_ptr(),
+            w_stride=w.stride(0),
+            a=a.data_ptr(),
+            b=b.data_ptr(),
+            out=out.data_ptr(),
+            rows=rows,
+            k=k,
+            rank=rank,
+            dtype=DTYPE_CODES[w.dtype],
+        )
 
     def put_lora_tables(self, tables: Sequence[LoraTable]) -> None:
         """Do nothing: the kernel reads the tables themselves."""

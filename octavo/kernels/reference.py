@@ -41,12 +41,12 @@ from octavo.kernels.base import (
     activate,
 )
 from octavo.kernels.dequantize import NF4_LEVELS, dequantize
-from octavo.kernels.lora import LoraTable, LoraWeight
+from octavo.kernels.lora import LoraTable, LoraWeight, affine_panels
 from octavo.kernels.routing import ExpertActivation, Gate, Routing, Score
 from octavo.kernels.sampling_weights import sampling_weights
 from octavo.kernels.torch_tensors import Copying, as_torch, dtype_name, from_torch, torch_dtype
 from octavo.system.block_types import BLOCK_TYPES
-from octavo.system.tensor import HostTensor
+from octavo.system.tensor import HostTensor, from_numpy
 
 LEVELS = torch.tensor([-127.0, -101, -76, -58, -44, -31, -20, -10, 0, 10, 20, 31, 43, 58, 74, 95])
 """Values of the codes of int4_levels, times 16; see csrc/quant.h."""
@@ -332,12 +332,21 @@ class ReferenceOps:
         return y.to(_either(out_dtype, x))
 
     def pack_lora(
-        self, a: HostTensor, b: HostTensor, scale: float, dtype: str, out: Tensor | None = None
+        self,
+        a: HostTensor,
+        b: HostTensor,
+        scale: float,
+        dtype: str,
+        out: Tensor | None = None,
+        affine: HostTensor | None = None,
     ) -> LoraWeight:
         """Keep the matrices as they are; `out` is not supported."""
         assert out is None
         left, right = (self.to_device(x).to(torch_dtype(dtype)) for x in (a, b))
-        return LoraWeight(left, right, a.shape[0], b.shape[0], a.shape[1], scale)
+        panels = None
+        if affine is not None:
+            panels = self.to_device(from_numpy(affine_panels(affine.numpy())))
+        return LoraWeight(left, right, a.shape[0], b.shape[0], a.shape[1], scale, panels)
 
     def put_lora_tables(self, tables: Sequence[LoraTable]) -> None:
         """Do nothing: `add_lora` reads the tables themselves."""
@@ -350,7 +359,11 @@ class ReferenceOps:
                 if weight is not None:
                     inner = x[rows].float() @ weight.a.float().T * weight.scale
                     columns = out[:, table.bounds[i] : table.bounds[i + 1]]
-                    columns[rows] = (columns[rows] + inner @ weight.b.float().T).to(out.dtype)
+                    total = columns[rows] + inner @ weight.b.float().T
+                    if weight.affine is not None:
+                        gain, offset = weight.affine.swapaxes(0, 1).reshape(2, -1)[:, : weight.n]
+                        total = total * gain + offset
+                    columns[rows] = total.to(out.dtype)
 
     def quantize_weight(
         self,

@@ -57,9 +57,17 @@ def lora_panels(rank: int, n: int, k: int, dtype: str) -> tuple[int, int]:
     return -(-rank // 16) * 16 * k * size, -(-n // 64) * 64 * rank * size
 
 
-def lora_nbytes(rank: int, n: int, k: int, dtype: str) -> int:
-    """Return the bytes of an adapter's packed weights for n outputs of a layer of k inputs."""
-    return sum(lora_panels(rank, n, k, dtype))
+def lora_nbytes(rank: int, n: int, k: int, dtype: str, *, affine: bool = False) -> int:
+    """Return the bytes of an adapter's packed weights for n outputs of a layer of k inputs.
+
+    Args:
+        rank: rank of the adapter.
+        n: number of outputs.
+        k: number of inputs.
+        dtype: type of the packed weights.
+        affine: True for weights with gains and offsets, which are float32 numbers.
+    """
+    return sum(lora_panels(rank, n, k, dtype)) + affine * -(-n // 64) * 64 * 2 * 4
 
 
 def lora_scratch_nbytes(rank: int, slices: int, k: int, threads: int) -> int:

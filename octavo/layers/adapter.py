@@ -54,21 +54,28 @@ class Adapters:
         self._num_slots = num_slots
         self._max_rank = max_rank
 
-    def layer(self, name: str, outputs: Sequence[int], inputs: int) -> AdaptedLinear:
+    def layer(
+        self, name: str, outputs: Sequence[int], inputs: int, bias: Tensor | None = None
+    ) -> AdaptedLinear:
         """Return the changes to a layer, which has none yet.
 
         Args:
             name: name of the layer.
             outputs: number of outputs of each stacked module that the rank computes.
             inputs: number of inputs that the rank uses.
+            bias: bias of all outputs that the results contain before `AdaptedLinear.add`.
         """
-        table = self.layers[name] = LoraTable(self._num_slots, outputs, inputs, self._max_rank)
+        table = LoraTable(self._num_slots, outputs, inputs, self._max_rank, bias)
+        self.layers[name] = table
         return AdaptedLinear(self, table)
 
     def slot_nbytes(self, dtype: str) -> int:
-        """Return the bytes of an adapter of the largest rank that changes all layers."""
+        """Return the bytes of an adapter of the largest rank that changes all layers.
+
+        Its outputs have gains and offsets.
+        """
         return sum(
-            table.weight_nbytes(module, table.max_rank, dtype)
+            table.weight_nbytes(module, table.max_rank, dtype, affine=True)
             for table in self.layers.values()
             for module in range(len(table.bounds) - 1)
         )

@@ -44,7 +44,7 @@ def describe_adapter(path: Path) -> dict[str, Any]:
             last, {"number": 0, "ranks": set(), "scales": set(), "parameters": 0}
         )
         count = 0
-        for tensor in (factors.a, factors.b):
+        for tensor in factors.tensors.values():
             count += math.prod(tensor.shape)
             nbytes += math.prod(tensor.shape) * itemsize(tensor.dtype)
             dtypes.add(tensor.dtype)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +32,7 @@ from octavo.models.blocks.attention import AttentionSpec
 from octavo.models.forms import without_forms
 from octavo.models.loader import rows_of
 from octavo.models.spec import ModelSpec
+from octavo.models.weight_norms import WeightNorms
 from octavo.models.weights import Weight
 from octavo.quantization.base import IntArray
 from octavo.quantization.plain import PLAIN
@@ -44,7 +45,10 @@ _NOT_LINEAR = "embeddings, norms, and weights that have other uses, too,"
 
 @dataclass(frozen=True)
 class Slice:
-    """Change of some outputs of a linear layer: y[:, begin:end] += scale * (x A^T) B^T."""
+    """Change of some outputs of a linear layer: y[:, begin:end] += scale * (x A^T) B^T.
+
+    With a gain, all of x W^T + scale * (x A^T) B^T is multiplied by it, but not the layer's bias.
+    """
 
     begin: int
     """First output of the layer, or of the rank's part of it."""
@@ -55,6 +59,28 @@ class Slice:
     b: HostTensor
     """B: [end - begin, rank], of the same types, and finite."""
     scale: float
+    offset: NDArray[np.float32] | None = None
+    """Numbers that are added to the outputs: [end - begin]; None: zeros."""
+    gain: NDArray[np.float32] | None = None
+    """Factor of each output: [end - begin]; None: ones."""
+
+    def affine(self, bias: NDArray[Any] | None) -> HostTensor | None:
+        """Return the factors and addends of the changed outputs: float32 [2, end - begin].
+
+        None stands for ones and zeros.
+
+        Args:
+            bias: bias of all outputs of the layer, if they contain one before they are changed.
+        """
+        if self.gain is None and self.offset is None:
+            return None
+        affine = np.zeros((2, self.end - self.begin), np.float32)
+        affine[0] = 1 if self.gain is None else self.gain
+        if self.offset is not None:
+            affine[1] = self.offset
+        if bias is not None:
+            affine[1] += (1 - affine[0]) * bias[self.begin : self.end].astype(np.float32)
+        return from_numpy(affine)
 
 
 @dataclass(frozen=True)
@@ -217,19 +243,27 @@ class Adapter:
             for use in self._model.modules[name].uses
         ]
 
-    def read(self, use: Callable[[str, Slice], object] = lambda layer, one: None) -> str:
+    def read(
+        self,
+        use: Callable[[str, Slice], object] = lambda layer, one: None,
+        norms: WeightNorms | None = None,
+    ) -> str:
         """Read all numbers, in pieces; return SHA-256 of the adapter, in hex.
 
-        It covers the factors, their scales and the invocation tokens: adapters with one hash are
+        It covers all tensors, their scales and the invocation tokens: adapters with one hash are
         equal. A thread computes it while this one uses the piece.
 
         Args:
             use: called with the prefix of a linear layer and with each of its slices, see
                 `slices`; the slice's memory is freed afterwards. It is called before all numbers
                 have been checked.
+            norms: the weights, whose changed norms DoRA needs; None: the slices of a DoRA have no
+                gains, so that layers cannot use them.
 
         Raises:
-            AdapterError: a number is not finite, or the file is damaged or has changed.
+            AdapterError: a number is not finite, the file is damaged or has changed, or a norm of
+                DoRA is 0.
+            ModelError: the weights cannot be read, or have changed since the model was loaded.
         """
         files = {name: self.file.factors[stored].tensors for name, stored in self._modules.items()}
         first = min(it.begin for tensors in files.values() for it in tensors.values())
@@ -254,8 +288,8 @@ class Adapter:
                     self._check_tensors(tensors)
                 for name in names:
                     if name in self._model.modules:
-                        a, b = (self._narrow(tensors[name, part]) for part in "AB")
-                        self._use_slices(name, a, b, use)
+                        read = {part: self._narrow(tensors[name, part]) for part in files[name]}
+                        self._use_slices(name, read, norms, use)
                 adding.result()
             data.check()
         return hashed.hexdigest()
@@ -287,22 +321,60 @@ class Adapter:
     def _use_slices(
         self,
         name: str,
-        a: NDArray[Any],
-        b: NDArray[Any],
+        read: Mapping[str, NDArray[Any]],
+        norms: WeightNorms | None,
         use: Callable[[str, Slice], object],
     ) -> None:
-        """Call `use` for each linear layer that computes with a module."""
-        module = self._model.modules[name]
+        """Call `use` for each linear layer that computes with a module, of which `read` has the
+        tensors."""
+        module, scale = self._model.modules[name], self._scales[name]
         order = self.file.row_order(module.source, module.outputs, self._model.head_size)
-        rows = b if order is None else b[order]
+        a = read["A"]
+        by_row = {key: array for key, array in read.items() if key != "A"}
+        if order is not None:
+            by_row = {key: array[order] for key, array in by_row.items()}
         for it in module.uses:
-            own = [rows[part] for part in it.rows]
-            own = own if len(own) == 1 else [np.concatenate(own)]
+            own = {key: _select(array, it.rows) for key, array in by_row.items()}
+            b, bias, magnitude = (own.get(key) for key in ("B", "bias", "magnitude"))
+            assert b is not None
+            gain = offset = None
+            if magnitude is not None and norms is not None:
+                stored = module.source.name.rpartition(".")[0]  # also for a tied LM head
+                changed = norms.compute(stored, it.rows, a, b, scale)
+                gain = self._gain(name, magnitude, changed)
+            if bias is not None and not it.columns.start:
+                # Of the ranks that divide the inputs, the first one adds it.
+                offset = np.float32(scale) * bias.astype(np.float32)
             columns = from_numpy(np.ascontiguousarray(a[:, it.columns]))
-            outputs = from_numpy(np.ascontiguousarray(own[0]))
+            outputs = from_numpy(np.ascontiguousarray(b))
             shape = it.shape
-            one = Slice(shape.begin, shape.end, columns, outputs, self._scales[name])
+            one = Slice(shape.begin, shape.end, columns, outputs, scale, offset, gain)
             use(shape.layer, one)
+
+    def _gain(
+        self, name: str, magnitude: NDArray[Any], norms: NDArray[np.float32]
+    ) -> NDArray[np.float32]:
+        """Return the factors of the outputs of a DoRA.
+
+        Raises:
+            AdapterError: a factor is not finite.
+        """
+        with np.errstate(all="ignore"):
+            gain = magnitude.astype(np.float32) / norms
+        if not np.isfinite(gain).all():
+            row = int(np.argmin(np.isfinite(gain)))
+            raise AdapterError(
+                f"{self.file.file}: a row of the changed weight of "
+                f"{printable(self._modules[name])} has the norm {norms[row]}, which DoRA divides "
+                "by; load an adapter of this model."
+            )
+        return gain
+
+
+def _select(array: NDArray[Any], rows: Sequence[slice | IntArray]) -> NDArray[Any]:
+    """Return parts of the rows of an array, one after the other."""
+    parts = [array[part] for part in rows]
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def _pieces(files: Mapping[str, Mapping[str, StoredTensor]]) -> Iterator[list[str]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import pkgutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -153,6 +153,19 @@ class LoadedWeights:
             return self._read_cache(progress) or self._pack(progress)
         return self._read_cache(progress) or self._pack_experts(progress)
 
+    def open(self) -> Tensors:
+        """Open the checkpoint again.
+
+        Raises:
+            ModelError: it has changed since the weights were loaded, or cannot be read.
+        """
+        if self._made_of is not None and self._key() != self._made_of:
+            raise ModelError(
+                f"{self._checkpoint.path} has changed since the model was loaded. Put the old "
+                "files back, or start again."
+            )
+        return self._open()
+
     @property
     def is_busy(self) -> bool:
         """True while a thread writes the weights to the cache: they must not change."""
@@ -299,7 +312,7 @@ def _load(
         try:
             result = weight.form.pack(ops, parts, weight.packed(dtype), out)
         except TensorError as error:
-            raise _with_module(error, weight.sources[0]) from None
+            raise with_module(error, weight.sources[0]) from None
     else:
         dtype = weight.dtype or dtype
         whole_weight = (
@@ -439,18 +452,29 @@ def read_parts(weight: Weight, tensors: Tensors) -> tuple[list[Part], list[HostT
     step = weight.form.num_tensors
     for begin in range(0, len(weight.sources), step):
         sources = weight.sources[begin : begin + step]
-        read = [tensors.read(source) for source in sources]
+        turned, read = read_turned(sources, tensors)
         whole += read
-        read = [
-            tensor if source.order is None else from_numpy(tensor.numpy()[list(source.order)])
-            for tensor, source in zip(read, sources, strict=True)
-        ]
-        turned = [_turned(tensor, source) for tensor, source in zip(read, sources, strict=True)]
         try:
             parts += weight.form.cut(turned, rows_of(sources[0], weight), sources[0].columns)
         except TensorError as error:
-            raise _with_module(error, sources[0]) from None
+            raise with_module(error, sources[0]) from None
     return parts, whole
+
+
+def read_turned(
+    sources: Sequence[Source], tensors: Tensors
+) -> tuple[list[HostTensor], list[HostTensor]]:
+    """Return tensors after the changes of their sources that do not select rows.
+
+    The second list has the whole tensors that contain them.
+    """
+    whole = [tensors.read(source) for source in sources]
+    ordered = [
+        tensor if source.order is None else from_numpy(tensor.numpy()[list(source.order)])
+        for tensor, source in zip(whole, sources, strict=True)
+    ]
+    turned = [_turned(tensor, source) for tensor, source in zip(ordered, sources, strict=True)]
+    return turned, whole
 
 
 def _turned(tensor: HostTensor, source: Source) -> HostTensor:
@@ -469,7 +493,7 @@ def _turned(tensor: HostTensor, source: Source) -> HostTensor:
     return tensor
 
 
-def _with_module(error: TensorError, source: Source) -> ModelError:
+def with_module(error: TensorError, source: Source) -> ModelError:
     """Return the error with the name of the source's module."""
     if source.index is not None:
         return ModelError(f"{source.name}[{source.index}]: {error}")

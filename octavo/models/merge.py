@@ -2,7 +2,8 @@
 
 The numbers are those of PEFT's `merge_and_unload` for a model that was loaded in the served type:
 https://huggingface.co/docs/peft/developer_guides/lora#merge-lora-weights-into-the-base-model
-The product is computed in float32, added to the weight in float32, and rounded once. Quantization
+The product is computed in float32, added to the weight in float32, and rounded once. Before it is
+rounded, the rows of a DoRA get their norms. Quantization
 comes after it.
 """
 
@@ -87,6 +88,11 @@ def check_merge(folder: Path, spec: ModelSpec, checkpoint: Checkpoint, dtype: st
         raise AdapterError(
             f"{folder} changes {shorten_names(others)}, which share a weight with other layers and "
             "cannot be merged. Serve the adapter beside the model (enable_lora, lora_modules)."
+        )
+    if any(factors.bias is not None for factors in adapter.file.factors.values()):
+        raise AdapterError(
+            f"lora_merge: {folder} has biases of B (lora_bias), which cannot be merged. Serve the "
+            "adapter beside the model (enable_lora, lora_modules)."
         )
     adapter.read()
     logger.info("the adapter %s is merged into %s", folder, name)
@@ -176,6 +182,8 @@ class _Change:
     b: NDArray[Any]
     """B: [outputs, rank]."""
     scale: float
+    magnitude: NDArray[Any] | None
+    """Norms of the rows of the changed weight [outputs], for DoRA."""
 
 
 def _stored_names(file: AdapterFile, expected: Expected) -> dict[str, str]:
@@ -194,8 +202,10 @@ def _read_changes(file: AdapterFile, expected: Expected) -> dict[str, _Change]:
     with adapter_errors(), AdapterData(file) as data:
         for stored, factors in file.factors.items():
             if (name := stored_names.get(stored)) is not None:  # else, a weight of another rank
-                a, b = data.read(factors.a), data.read(factors.b)
-                changes[name] = _Change(a, b, file.scale(stored))
+                _, read = data.read(list(factors.tensors.values()))
+                own = dict(zip(factors.tensors, read, strict=True))
+                scale = file.scale(stored)
+                changes[name] = _Change(own["A"], own["B"], scale, own.get("magnitude"))
         data.check()
     return changes
 
@@ -252,12 +262,18 @@ class MergedTensors(Tensors):
             delta = b[rows].astype(np.float32) @ a
             delta *= scale
             delta += turned[rows].astype(number).astype(np.float32)
+            if change.magnitude is not None:
+                norms = np.sqrt(np.square(delta).sum(1))
+                with np.errstate(all="ignore"):  # of a row of zeros
+                    delta *= (change.magnitude[rows].astype(np.float32) / norms)[:, None]
             with np.errstate(over="ignore"):
                 out[rows] = delta.astype(number)
-        if self._dtype == "float16" and not np.isfinite(merged).all():
+        is_unsafe = self._dtype == "float16" or change.magnitude is not None
+        if is_unsafe and not np.isfinite(merged).all():
             raise AdapterError(
                 f"{self._file}: merged into the model, {printable(source.name)} has numbers that "
-                "are beyond float16; set dtype=bfloat16 or float32."
+                f"are not finite in {self._dtype}; set dtype=bfloat16 or float32, or load another "
+                "adapter."
             )
         whole: HostTensor = from_numpy(merged)
         return whole

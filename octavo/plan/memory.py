@@ -19,6 +19,7 @@ class Scratch:
         exchanged: bytes of the rows that engines with divided experts exchange, and of experts that
             move among them.
         adapter: bytes of an adapter of the largest rank that changes all layers.
+        norms: bytes that the norms of changed weights need while an adapter is read.
     """
 
     activations: int
@@ -27,6 +28,7 @@ class Scratch:
     shared: int = 0
     exchanged: int = 0
     adapter: int = 0
+    norms: int = 0
 
     @classmethod
     def most(cls, found: Sequence[Scratch]) -> Scratch:

@@ -279,7 +279,9 @@ def memory_budget(
             MemoryItem("experts", experts, note=note),
             MemoryItem(
                 "adapters",
-                lora.num_in_memory * adapter + _beside_adapters(setup),
+                lora.num_in_memory * adapter
+                + _beside_adapters(setup)
+                + ranks * sum(scratch.norms for scratch in scratches),
                 note=f" for {lora.num_in_memory} of rank {lora.max_lora_rank}, and to read them",
             ),
             MemoryItem("activations", activations, "step"),

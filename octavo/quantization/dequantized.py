@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from octavo.kernels.base import Ops, PackedWeight
     from octavo.system.tensor import HostTensor
 
-_COLUMNS = 256
+COLUMNS = 256
 """Number of inputs that are dequantized at once."""
 
 
@@ -86,8 +86,8 @@ class Dequantized(StoredOtherwise):
         native = NativeOps()
         packed = self.stored.pack(native, parts, shape)
         weight = empty(shape.n, shape.k, dtype=shape.dtype)
-        for begin in range(0, shape.k, _COLUMNS):
-            count = min(_COLUMNS, shape.k - begin)
+        for begin in range(0, shape.k, COLUMNS):
+            count = min(COLUMNS, shape.k - begin)
             unit = from_numpy(np.eye(count, shape.k, begin, numpy_dtype(shape.dtype)))
             weight.numpy()[:, begin : begin + count] = native.to_host(native.linear(unit, packed)).T
         return weight

@@ -9,6 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from octavo import _native
+from octavo.checkpoints.base import Tensors
 from octavo.errors import AdapterError, OctavoError
 from octavo.kernels.base import Ops
 from octavo.kernels.lora import LoraTable, LoraWeight
@@ -16,6 +18,7 @@ from octavo.kernels.sizes import lora_nbytes
 from octavo.layers.adapter import Adapters
 from octavo.messages import AdapterChange, AdapterLoaded, AdapterRef
 from octavo.models.adapters import AdaptableModel, Slice, open_adapter
+from octavo.models.weight_norms import WeightNorms
 from octavo.plan.setup import WorkerSetup
 from octavo.worker.platform import Platform
 
@@ -34,6 +37,7 @@ class AdapterStore:
         ops: operations that pack weights.
         adapters: the live adapters of the model.
         report: callback for the result of each read, on any thread.
+        open_checkpoint: opens the checkpoint that the model's weights come from.
     """
 
     def __init__(
@@ -44,6 +48,7 @@ class AdapterStore:
         ops: Ops,
         adapters: Adapters,
         report: Callable[[AdapterLoaded], object],
+        open_checkpoint: Callable[[], Tensors],
     ) -> None:
         self._setup, self._ops, self._adapters, self._report = setup, ops, adapters, report
         self._platform, self._device = platform, device
@@ -53,9 +58,13 @@ class AdapterStore:
         self.nbytes = num_slots * nbytes
         """Size of this memory."""
         adapters.put_tables()
+        self._open_checkpoint = open_checkpoint
         self._model = AdaptableModel(setup.part, adapters.layers)
-        self._thread = ThreadPoolExecutor(1, "octavo-adapters")
+        self._weights = setup.part.weights()
+        self._thread = ThreadPoolExecutor(1, "octavo-adapters", _native.work_alone)
         self._read: queue.SimpleQueue[tuple[int, _Weights]] = queue.SimpleQueue()
+        self._of_weights: dict[int, AdapterRef] = {}
+        """Adapters by slot that depend on the model's weights."""
 
     def begin_step(self, changes: Sequence[AdapterChange]) -> None:
         """Put the adapters that were read into their slots, then begin the changes.
@@ -65,15 +74,37 @@ class AdapterStore:
         while not self._read.empty():
             self._adapters.set(*self._read.get())
         for change in changes:
+            self._of_weights.pop(change.slot, None)
             if change.adapter is None:
                 self._adapters.clear(change.slot)
             else:
                 self._thread.submit(self._load, change.slot, change.adapter)
 
+    def wait(self) -> None:
+        """Wait until all adapters have been read whose change has begun."""
+        self._thread.submit(lambda: None).result()
+
+    def reload(self) -> None:
+        """Read the adapters again that depend on the model's weights, which have changed.
+
+        No step may run meanwhile.
+
+        Raises:
+            AdapterError: the files of an adapter have changed, or cannot be read.
+            ModelError: the weights cannot be read.
+        """
+        self._thread.submit(self._reload).result()
+
+    def _reload(self) -> None:
+        for slot, adapter in self._of_weights.items():
+            self._read.put((slot, self._pack(slot, adapter)[0]))
+
     def _load(self, slot: int, adapter: AdapterRef) -> None:
         try:
             with self._platform.beside_steps(self._device):
-                weights = self._pack(slot, adapter)
+                weights, needs_weights = self._pack(slot, adapter)
+            if needs_weights:
+                self._of_weights[slot] = adapter
             self._read.put((slot, weights))
         except OctavoError as error:
             self._report(AdapterLoaded(slot, str(error), type(error).__name__))
@@ -84,13 +115,16 @@ class AdapterStore:
         else:
             self._report(AdapterLoaded(slot))
 
-    def _pack(self, slot: int, adapter: AdapterRef) -> _Weights:
+    def _pack(self, slot: int, adapter: AdapterRef) -> tuple[_Weights, bool]:
         """Read an adapter into a slot's memory; return its packed weights by linear layer.
 
         No step uses the slot from now on.
 
+        The second value is True if they depend on the model's weights.
+
         Raises:
             AdapterError: the files cannot be used, or have changed since they were checked.
+            ModelError: the model's weights cannot be read, or have changed since they were loaded.
         """
         setup, layers = self._setup, self._adapters.layers
         opened = open_adapter(
@@ -103,25 +137,33 @@ class AdapterStore:
             shape.layer: [None] * (len(layers[shape.layer].bounds) - 1)
             for shape, _ in opened.slices
         }
+        biases = {
+            layer: None if (bias := layers[layer].bias) is None else self._ops.to_host(bias)
+            for layer in weights
+        }
         memory = self._memory[slot]
-        begin = 0
+        begin, needs_weights = 0, False
 
         def pack(layer: str, one: Slice) -> None:
-            nonlocal begin
+            nonlocal begin, needs_weights
             (rank, inputs), outputs = one.a.shape, one.b.shape[0]
-            end = begin + lora_nbytes(rank, outputs, inputs, setup.dtype)
+            affine = one.affine(biases[layer])
+            has_affine = affine is not None
+            end = begin + lora_nbytes(rank, outputs, inputs, setup.dtype, affine=has_affine)
             out = memory[begin:end]
             module = _module_of(layers[layer], one)
-            packed = self._ops.pack_lora(one.a, one.b, one.scale, setup.dtype, out)
+            packed = self._ops.pack_lora(one.a, one.b, one.scale, setup.dtype, out, affine)
             weights[layer][module] = packed
-            begin += layers[layer].weight_nbytes(module, rank, setup.dtype)
+            begin += layers[layer].weight_nbytes(module, rank, setup.dtype, affine=has_affine)
+            needs_weights |= one.gain is not None
 
-        if opened.read(pack) != adapter.content_hash:
+        norms = WeightNorms(self._weights, self._open_checkpoint)
+        if opened.read(pack, norms) != adapter.content_hash:
             raise AdapterError(
                 f"The files of the adapter {adapter.name!r} in {adapter.path} have changed since "
                 "it was loaded; load it again."
             )
-        return weights
+        return weights, needs_weights
 
     def shutdown(self) -> None:
         """End the thread, after the adapter that it reads."""

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo import _native
-from octavo.checkpoints.base import Checkpoint
+from octavo.checkpoints.base import Checkpoint, Tensors
 from octavo.kernels.base import HostCopy
 from octavo.kernels.memory import release_memory
 from octavo.kv_cache.groups import KVCacheConfig
@@ -310,6 +310,10 @@ class ModelRunner:
         if self.balancer is not None:
             self.balancer.reset()
         self._released = False
+
+    def open_checkpoint(self) -> Tensors:
+        """Open the checkpoint again that the model's weights come from; see `LoadedWeights`."""
+        return self._weights[0].open()
 
     def _make_caches(self, kv: KVCacheConfig) -> tuple[list[Tensor], list[Any]]:
         """Return the physical tensors of the KV cache, and each layer's view of them.

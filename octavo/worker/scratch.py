@@ -22,6 +22,7 @@ from octavo.models.blocks.base import LargestStep, Parts
 from octavo.models.cache import CacheSpec
 from octavo.models.loader import build_model
 from octavo.models.spec import ModelSpec
+from octavo.models.weight_norms import norms_nbytes
 from octavo.models.weights import Weight
 from octavo.plan.memory import Scratch
 from octavo.plan.setup import WorkerSetup
@@ -123,15 +124,16 @@ def measure_scratch(setup: WorkerSetup, asked: AttentionBackend, expert_slots: i
     inputs = max(weight.shape[1] for weight in weights if weight.kind == "linear")
     rows = max(tokens, setup.largest_step.samples)
     kernels += _native.linear_scratch(rows, inputs, threads)
-    adapter = 0
+    adapter = norms = 0
     if adapters is not None:
         kernels += adapters.scratch_nbytes(threads)
         adapter = adapters.slot_nbytes(dtype)
+        norms = norms_nbytes(setup.spec.weights(), adapters.layers, lora.max_lora_rank)
     shared = 0 if buffers is None else buffers.nbytes
     exchanged = 0 if exchange is None else exchange.nbytes
     if exchange is not None and setup.balance_layout is not None:
         exchanged += setup.balance_layout.nbytes
-    return Scratch(activations.peak, logits.peak, kernels, shared, exchanged, adapter)
+    return Scratch(activations.peak, logits.peak, kernels, shared, exchanged, adapter, norms)
 
 
 def check_caches(setup: WorkerSetup, backend: AttentionBackend) -> None:

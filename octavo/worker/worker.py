@@ -53,6 +53,7 @@ class Worker:
                     self._runner.ops,
                     self._runner.adapters,
                     lambda loaded: self._on_adapter(loaded),
+                    self._runner.open_checkpoint,
                 )
         self._step = 0  # number of the current one; the engine core counts in the same way
 
@@ -144,6 +145,8 @@ class Worker:
         No step may run until `reload_weights` returns. The KV cache needs no reload: the system
         allocates its memory again, empty, when steps use it.
         """
+        if self._adapters is not None:
+            self._adapters.wait()  # they may need the weights
         self.runner.sleep()
         trim_memory()
 
@@ -163,8 +166,12 @@ class Worker:
 
         Raises:
             ModelError: the weights cannot be read, or have changed; steps must not run.
+            AdapterError: an adapter that depends on the weights cannot be read again; steps must
+                not run.
         """
         self.runner.reload_weights(same=same)
+        if self._adapters is not None and not same:
+            self._adapters.reload()
 
     def cause(self, error: BaseException) -> BaseException:
         """Return the cause of a step's failure: `EngineDeadError` if the device is unusable.

@@ -91,10 +91,21 @@ def test_a_file_of_torch(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("peft_type", "IA3", "peft_type=IA3 is not supported; supported: LORA"),
+        (
+            "peft_type",
+            "IA3",
+            "peft_type=IA3: (IA)³ is not supported; supported: LORA. Train a LoRA, or",
+        ),
+        (
+            "peft_type",
+            "OFT",
+            "peft_type=OFT: this kind of adapter is not supported; supported: LORA",
+        ),
+        ("peft_type", "P_TUNING", "p-tuning is not supported; supported: LORA. Train a LoRA."),
         ("peft_type", ["LORA"], "is not supported; supported: LORA"),
-        ("use_dora", True, "use_dora is set: DoRA is not supported"),
-        ("lora_bias", True, "LoRA with a bias of B is not supported"),
+        ("use_dora", True, f"has no magnitude of {Q}, and {CONFIG} says use_dora=true"),
+        ("lora_bias", True, f"has no bias of {Q}, and {CONFIG} says lora_bias=true"),
+        ("use_dora", 1, "it must be true or false"),
         ("bias", "all", "bias=all: LoRA with trained biases is not supported"),
         ("modules_to_save", ["lm_head"], "LoRA with trained modules is not supported"),
         ("trainable_token_indices", [1, 2], "LoRA with trained tokens is not supported"),
@@ -106,6 +117,7 @@ def test_a_file_of_torch(folder: Path) -> None:
         ("use_qalora", True, "QA-LoRA is not supported"),
         ("init_lora_weights", "pissa_niter_16", "path_initial_model_for_weight_conversion"),
         ("init_lora_weights", "olora", "init_lora_weights=olora: the adapter belongs to a base"),
+        ("init_lora_weights", "loftq", "In the program of the training, merge it into the model"),
         ("r", 0, "r=0 is not supported; it must be a whole number >= 1"),
         ("r", None, "the field r is missing"),
         ("r", True, "r=True is not supported"),
@@ -137,9 +149,8 @@ def test_a_scale_beyond_float32(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        (f"{Q}.lora_magnitude_vector", "DoRA is not supported"),
-        (f"{Q}.lora_magnitude_vector.default.weight", "DoRA is not supported"),
-        (f"{Q}.lora_B.bias", "LoRA with a bias of B is not supported"),
+        (f"{Q}.lora_magnitude_vector.x y", "LoRA with trained modules"),
+        (f"{Q}.lora_A.bias", "LoRA with trained modules"),
         ("model.embed_tokens.lora_embedding_A", "LoRA of the embedding is not supported"),
         ("lm_head.weight", "LoRA with trained modules"),
         ("model.embed_tokens.modules_to_save.default.weight", "LoRA with trained modules"),
@@ -153,6 +164,33 @@ def test_tensors_that_are_refused(name: str, message: str, folder: Path) -> None
 
 
 A, B = FACTORS
+MAGNITUDE, BIAS = f"{PREFIX}{Q}.lora_magnitude_vector", f"{PREFIX}{Q}.lora_B.bias"
+
+
+@pytest.mark.parametrize(
+    ("fields", "name", "kind"),
+    [
+        ({"use_dora": True}, MAGNITUDE, "DoRA"),
+        ({"use_dora": True, "use_rslora": True}, f"{MAGNITUDE}.default.weight", "rsDoRA"),
+        ({"lora_bias": True}, BIAS, "LoRA"),
+        ({"lora_bias": True}, BIAS.replace("_B.", "_B.default."), "LoRA"),
+    ],
+)
+def test_other_kinds(fields: dict[str, bool], name: str, kind: str, folder: Path) -> None:
+    write_adapter(folder, FACTORS | {name: torch.ones(32)}, **fields)
+    file = open_adapter_file(folder)
+    assert file.kind == kind
+    found = file.factors[Q]
+    assert ((found.magnitude or found.bias).shape, len(found.tensors)) == ((32,), 3)
+    write_adapter(folder, FACTORS | {name: torch.ones(32)})
+    assert "a magnitude of" in refusal(folder) or "a bias of" in refusal(folder)
+    write_adapter(folder, FACTORS | {name: torch.ones(31)}, **fields)
+    assert "have different numbers of outputs" in refusal(folder)
+    write_adapter(folder, {name: torch.ones(32)}, **fields)
+    assert "only one of the two factors" in refusal(folder)
+    for other in ({"lora_bias": True}, {"alora_invocation_tokens": [5]}):
+        write_adapter(folder, FACTORS | {name: torch.ones(32)}, use_dora=True, **other)
+        assert f"use_dora and {next(iter(other))} are set" in refusal(folder)
 
 
 @pytest.mark.parametrize(
@@ -399,7 +437,7 @@ def test_patterns_find_what_peft_finds(keys: list[str], folder: Path) -> None:
 
 
 def test_errors_are_found_by_their_code(folder: Path) -> None:
-    write_adapter(folder, FACTORS, use_dora=True)
+    write_adapter(folder, FACTORS, use_qalora=True)
     with pytest.raises(AdapterError) as caught:
         PeftFolder(folder)
     assert (caught.value.status, caught.value.code) == (400, "invalid_adapter")

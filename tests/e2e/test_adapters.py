@@ -27,14 +27,20 @@ LORA = {"enable_lora": True, "max_loras": 4, "max_cpu_loras": 5}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Eight adapters of the ranks 1 to 8; half of them change only some modules."""
+    """Eight adapters of the ranks 1 to 8; half of them change only some modules.
+
+    Two of them are DoRA, and one has biases of B.
+    """
     made = tmp_path_factory.mktemp("adapters")
     model = builtin_model()
     modules = list(model.modules)
     for i, name in enumerate(NAMES):
         some = modules if i % 2 else modules[i::3]
-        factors = make_factors(model, some, rank=i + 1, seed=i)
-        write_adapter(made / name, factors, r=i + 1, lora_alpha=2)
+        more = {"c": "lora_magnitude_vector", "d": "lora_B.bias", "f": "lora_magnitude_vector"}
+        tensor = more.get(name, "")
+        kind = {"use_dora": "magnitude" in tensor, "lora_bias": "bias" in tensor}
+        factors = make_factors(model, some, rank=i + 1, seed=i, more=tensor)
+        write_adapter(made / name, factors, r=i + 1, lora_alpha=2, **kind)
     return made
 
 

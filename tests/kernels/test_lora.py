@@ -22,12 +22,16 @@ dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.
 pytestmark = pytest.mark.usefixtures("isa")
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
-Adapter = list[tuple[Tensor, Tensor, float] | None]
-"""A, B and scale of each module of a layer."""
+Module = tuple[Tensor, Tensor, float, Tensor | None]
+Adapter = list[Module | None]
+"""A, B, scale, and gains and offsets of each module of a layer."""
 
 
 def adapter(outputs: list[int], k: int, rank: int, seed: int, skipped: int = -1) -> Adapter:
-    """Return an adapter of a layer that does not change the module `skipped`."""
+    """Return an adapter of a layer that does not change the module `skipped`.
+
+    Some of the others have gains and offsets.
+    """
     return [
         None
         if i == skipped
@@ -35,6 +39,7 @@ def adapter(outputs: list[int], k: int, rank: int, seed: int, skipped: int = -1)
             random(rank, k, seed=seed + 2 * i) / k**0.5,
             random(n, rank, seed=seed + 2 * i + 1) / rank**0.5,
             0.5 + seed % 7,
+            random(2, n, seed=seed + 2 * i + 1) if (seed // 10 + i) % 3 == 1 else None,
         )
         for i, n in enumerate(outputs)
     ]
@@ -45,11 +50,12 @@ def sizes(adapters: list[Adapter]) -> list[int]:
     return [next(len(m[1]) for m in modules if m) for modules in zip(*adapters, strict=True)]
 
 
-def pack(table: Any, module: tuple[Tensor, Tensor, float], dtype: torch.dtype) -> Any:
-    a, b, scale = module
+def pack(table: Any, module: Module, dtype: torch.dtype) -> Any:
+    a, b, scale, affine = module
     if isinstance(table, Named):
-        return table.pack_lora(from_torch(a), from_torch(b), scale, dtype)
-    return table.pack_lora(a, b, scale, dtype)
+        more = None if affine is None else from_torch(affine)
+        return table.pack_lora(from_torch(a), from_torch(b), scale, dtype, None, more)
+    return table.pack_lora(a, b, scale, dtype, None, affine)
 
 
 def table_of(
@@ -73,7 +79,11 @@ def truth(
             module = adapters[slot][i] if slot >= 0 else None
             if module is not None:
                 a, b = (matrix.to(dtype).double() for matrix in module[:2])
-                out[row, begin : begin + n] += module[2] * (x[row].double() @ a.T) @ b.T
+                changed = out[row, begin : begin + n]
+                changed += module[2] * (x[row].double() @ a.T) @ b.T
+                if module[3] is not None:
+                    changed *= module[3][0]
+                    changed += module[3][1]
             begin += n
     return out
 
@@ -177,5 +187,22 @@ def test_sizes() -> None:
     assert lora_nbytes(8, 100, 30, "bfloat16") == 2 * (16 * 30 + 128 * 8)
     assert lora_nbytes(17, 64, 30, "float32") == 4 * (32 * 30 + 64 * 17)
     assert lora_scratch_nbytes(16, 3, 1024, 2) == 32 * 3 * 16 * 4 * (2 + 2)
-    weight = pack(ops, (random(8, 30), random(100, 8), 1.0), torch.float32)
-    assert weight.a.numel() + weight.b.numel() == lora_nbytes(8, 100, 30, "float32")
+    assert lora_nbytes(8, 100, 30, "bfloat16", affine=True) == 2 * (16 * 30 + 128 * 8) + 8 * 128
+    weight = pack(ops, (random(8, 30), random(100, 8), 1.0, random(2, 100)), torch.float32)
+    nbytes = sum(it.nbytes for it in (weight.a, weight.b, weight.affine))
+    assert nbytes == lora_nbytes(8, 100, 30, "float32", affine=True)
+
+
+@dtypes
+def test_norms_of_changed_rows(dtype: torch.dtype) -> None:
+    """A row's norm has the same bits alone, and in rows of any stride."""
+    w, a, b = random(23, 75, dtype=dtype), random(5, 75, seed=1), random(23, 5, seed=2)
+    expected = torch.linalg.norm(w.double() + b.double() @ a.double(), dim=1)
+    native_only: Any = ops
+    found = torch.empty(23)
+    native_only.lora_norms(strided(w), a, b, found)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=0)
+    for row in range(23):
+        alone = torch.empty(1)
+        native_only.lora_norms(w[row : row + 1], a, b[row : row + 1], alone)
+        assert torch.equal(alone, found[row : row + 1])

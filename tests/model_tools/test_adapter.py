@@ -74,9 +74,9 @@ def test_the_tokens_of_an_activated_adapter(
 
 
 def test_adapters_that_are_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_adapter(folder, TENSORS, use_dora=True)
+    write_adapter(folder, TENSORS, use_qalora=True)
     assert cli.main(["inspect", str(folder)]) != 0
-    assert "DoRA is not supported" in capsys.readouterr().err
+    assert "QA-LoRA is not supported" in capsys.readouterr().err
 
 
 def test_what_is_an_adapter(folder: Path, tmp_path: Path) -> None:

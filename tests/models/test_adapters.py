@@ -26,6 +26,7 @@ from octavo.models.adapters import (
 from octavo.models.forms import without_forms
 from octavo.models.loader import read_parts
 from octavo.models.spec import ModelSpec
+from octavo.models.weight_norms import WeightNorms
 from octavo.system.distributed import Rank
 from octavo.system.tensor import numpy_dtype
 from tests.adapters import PREFIX, LoadedAdapter, deltas, load_all, make_factors, write_adapter
@@ -76,13 +77,15 @@ def model(tmp_path: Path) -> AdaptableModel:
 
 
 def load(folder: Path, model: AdaptableModel, **kwargs: Any) -> LoadedAdapter:
+    norms = kwargs.pop("norms", None)
     options = {"dtype": "float32", "max_lora_rank": 16} | kwargs
-    return load_all(open_adapter(folder, model, **options))
+    return load_all(open_adapter(folder, model, **options), norms)
 
 
 @needs_peft
+@pytest.mark.parametrize("dora", [False, True], ids=["LoRA", "DoRA"])
 @pytest.mark.parametrize("case", LAYOUTS)
-def test_slices_change_the_weights_as_peft_does(case: str, tmp_path: Path) -> None:
+def test_slices_change_the_weights_as_peft_does(case: str, dora: bool, tmp_path: Path) -> None:
     """For whole models, and for parts of ranks that are split by outputs or by inputs."""
     from peft import LoraConfig, get_peft_model
 
@@ -101,22 +104,36 @@ def test_slices_change_the_weights_as_peft_does(case: str, tmp_path: Path) -> No
         init_lora_weights=False,
         rank_pattern={r"\w+\.0\..*": 3},
         alpha_pattern={"^" + names[-1]: 5},
+        use_dora=dora,
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # fan_in_fan_out is set by PEFT itself
         torch.manual_seed(1)
         adapted = get_peft_model(hf, wanted)
+        for name, parameter in adapted.named_parameters():
+            if "magnitude" in name:
+                parameter.data *= 0.5 + torch.rand(parameter.shape)
         adapted.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
         adapted.merge_and_unload().save_pretrained(tmp_path / "merged")
     for rank in RANKS:
         spec = spec_of(tmp_path / "base").split(rank)
         before, after = (linear_weights(tmp_path / name, spec) for name in ("base", "merged"))
-        loaded = load(tmp_path / "adapter", AdaptableModel(spec))
+        loaded = load(tmp_path / "adapter", AdaptableModel(spec), norms=norms_of(spec, tmp_path))
         assert loaded.slices.keys() <= before.keys()
         changes = deltas(loaded, {name: weight.shape for name, weight in before.items()})
         for name, change in changes.items():
-            assert np.abs(after[name] - before[name] - change).max() < 1e-5, name
+            expected = before[name] + change
+            for it in loaded.slices.get(name, ()):
+                assert (it.gain is not None) == dora
+                if it.gain is not None:
+                    expected[it.begin : it.end] *= it.gain[:, None]
+            assert np.abs(after[name] - expected).max() < 1e-5, name
         assert any(np.abs(change).max() > 0.1 for change in changes.values())
+
+
+def norms_of(spec: ModelSpec, folder: Path) -> WeightNorms:
+    """Return the norms of the model in the folder `base`."""
+    return WeightNorms(spec.weights(), lambda: open_checkpoint(folder / "base").open(spec.expected))
 
 
 def slices_of(name: str, loaded: LoadedAdapter) -> list[tuple[int, int, float]]:
@@ -205,6 +222,41 @@ def test_the_hash_covers_numbers_and_scales(model: AdaptableModel, tmp_path: Pat
     assert len({first, *(hash_of(alora_invocation_tokens=it) for it in ([1], [2], [2, 1]))}) == 4
     tensors[f"{PREFIX}{Q}.lora_B.weight"][5, 3] += 1e-6
     assert hash_of() != first
+
+
+@pytest.mark.parametrize(
+    ("more", "fields"),
+    [("lora_magnitude_vector", {"use_dora": True}), ("lora_B.bias", {"lora_bias": True})],
+)
+def test_the_hash_covers_other_tensors(
+    more: str, fields: dict[str, bool], model: AdaptableModel, tmp_path: Path
+) -> None:
+    hashes = []
+    for bare, change in ((True, 0.0), (False, 0.0), (False, 1e-6)):
+        tensors = make_factors(model, [Q], more="" if bare else more)
+        if not bare:
+            tensors[f"{PREFIX}{Q}.{more}"][3] += change
+        folder = write_adapter(tmp_path / "a", tensors, **({} if bare else fields))
+        hashes.append(load(folder, model).content_hash)
+    assert len(set(hashes)) == 3
+    tensors[f"{PREFIX}{Q}.{more}"][3] = torch.nan
+    write_adapter(tmp_path / "a", tensors, **fields)
+    with pytest.raises(AdapterError, match=f"(bias|magnitude) of {Q} has numbers that are NaN"):
+        load(tmp_path / "a", model)
+
+
+def test_rows_that_dora_cannot_scale(tmp_path: Path) -> None:
+    hf = make_hf("LlamaForCausalLM", **LLAMA)
+    with torch.no_grad():
+        hf.model.layers[0].self_attn.q_proj.weight[5] = 0
+    hf.save_pretrained(tmp_path / "base")
+    spec = spec_of(tmp_path / "base")
+    model = AdaptableModel(spec)
+    tensors = make_factors(model, [Q], more="lora_magnitude_vector")
+    tensors[f"{PREFIX}{Q}.lora_B.weight"][5] = 0
+    folder = write_adapter(tmp_path / "a", tensors, use_dora=True)
+    with pytest.raises(AdapterError, match=rf"row of the changed weight of {Q} has the norm 0\.0"):
+        load(folder, model, norms=norms_of(spec, tmp_path))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])

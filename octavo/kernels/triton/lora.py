@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.kernels.lora import SLICE_WORDS, LoraTable, LoraWeight
+from octavo.kernels.lora import SLICE_WORDS, LoraTable, LoraWeight, affine_panels
 from octavo.kernels.sizes import lora_nbytes, lora_panels
 from octavo.kernels.triton.gemm import STEP
 
@@ -90,28 +90,40 @@ def _tiles(table: LoraTable) -> Tensor:
 
 
 def pack(
-    a: Tensor, b: Tensor, scale: float, dtype: torch.dtype, out: Tensor | None, device: torch.device
+    a: Tensor,
+    b: Tensor,
+    scale: float,
+    dtype: torch.dtype,
+    out: Tensor | None,
+    affine: Tensor | None,
+    device: torch.device,
 ) -> LoraWeight:
     """Implement `Ops.pack_lora`.
 
-    A stays as it is. B is transposed, and its outputs are padded to a multiple of 64. Both begin at
-    multiples of 16 bytes, and so do the rows of B.
+    A stays as it is. B is transposed, and its outputs are padded to a multiple of 64. All parts
+    begin at multiples of 16 bytes, and so do the rows of B.
     """
     (rank, k), n = a.shape, len(b)
     assert b.shape == (n, rank)
     name = str(dtype).removeprefix("torch.")
-    nbytes = lora_nbytes(rank, n, k, name)
+    nbytes = lora_nbytes(rank, n, k, name, affine=affine is not None)
     memory = torch.empty(nbytes, dtype=torch.uint8, device=device) if out is None else out
     assert memory.shape == (nbytes,)
     assert memory.data_ptr() % 16 == 0
-    at, _ = lora_panels(rank, n, k, name)
+    at, size = lora_panels(rank, n, k, name)
+    end = at + size
     packed = torch.zeros(nbytes, dtype=torch.uint8)
     first = packed[:at].view(dtype)[: rank * k].view(rank, k)
-    second = packed[at:].view(dtype).view(rank, -1)
+    second = packed[at:end].view(dtype).view(rank, -1)
     first.copy_(a)
     second[:, :n].copy_(b.T)
+    panels = None
+    if affine is not None:
+        numbers = torch.from_numpy(affine_panels(affine.numpy()))
+        packed[end:].view(torch.float32).view(numbers.shape).copy_(numbers)
+        panels = memory[end:].view(torch.float32).view(numbers.shape)
     _copy(packed, memory)
-    return LoraWeight(memory[:at], memory[at:], rank, n, k, scale)
+    return LoraWeight(memory[:at], memory[at:end], rank, n, k, scale, panels)
 
 
 @triton.jit
@@ -167,7 +179,7 @@ def _shrink(
     module = part // rank_tiles
     tile = part % rank_tiles
     entry = slices + (slot * modules + module) * WORDS
-    rank = tl.load(entry + 2)
+    rank = tl.load(entry + 3)
     if tile * TILE_RANK >= rank:
         return
     k_at = tl.arange(0, TILE_K)
@@ -226,7 +238,7 @@ def _expand(
     TILE_N: tl.constexpr,
     TILE_RANK: tl.constexpr,
 ):
-    """Add a tile of scale * sums B^T to `out`."""
+    """Add a tile of scale * sums B^T to `out`; then apply gains and offsets."""
     slot = tl.program_id(1)
     row = (tl.program_id(0) // num_tiles) * TILE_R + tl.arange(0, TILE_R)
     mine, count = _find_rows(slots, slot, row, rows)
@@ -235,13 +247,13 @@ def _expand(
     tile = tiles + (tl.program_id(0) % num_tiles) * 4
     module = tl.load(tile)
     entry = slices + (slot * modules + module) * WORDS
-    rank = tl.load(entry + 2)
+    rank = tl.load(entry + 3)
     if rank == 0:
         return
     n_at = tl.load(tile + 1) + tl.arange(0, TILE_N)
     end = tl.load(tile + 2)
     begin = tl.load(tile + 3)
-    scale = tl.load(entry + 3).to(tl.int32).to(tl.float32, bitcast=True)
+    scale = tl.load(entry + 4).to(tl.int32).to(tl.float32, bitcast=True)
     outputs = tl.multiple_of(tl.cdiv(end - begin, 64) * 64, 64).to(tl.int64)  # as `pack` pads them
     in_tile = tl.arange(0, TILE_RANK)
     column = tl.multiple_of(tl.load(tile + 1) - begin, TILE_N) + tl.arange(0, TILE_N)
@@ -259,8 +271,13 @@ def _expand(
         acc = tl.dot(tl.trans(b), u * scale, acc, input_precision=PRECISION)
     out_at = out + row.to(tl.int64)[:, None] * out_stride + n_at[None, :]
     mask = mine[:, None] & (n_at < end)[None, :]
-    old = tl.load(out_at, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out_at, (old + tl.trans(acc)).to(out.dtype.element_ty), mask=mask)
+    total = tl.load(out_at, mask=mask, other=0.0).to(tl.float32) + tl.trans(acc)
+    affine = tl.load(entry + 2)
+    if affine != 0:
+        panel = affine.to(tl.pointer_type(tl.float32)) + 2 * column
+        panel -= tl.arange(0, TILE_N)  # a panel has the gains of a tile, and then its offsets
+        total = total * tl.load(panel)[None, :] + tl.load(panel + TILE_N)[None, :]
+    tl.store(out_at, total.to(out.dtype.element_ty), mask=mask)
 
 
 def add_lora(

@@ -111,11 +111,18 @@ class TritonOps(TritonStateOps):
         return quantized.pack(n, k, format, group_size, parts, own)
 
     def pack_lora(
-        self, a: HostTensor, b: HostTensor, scale: float, dtype: str, out: Tensor | None = None
+        self,
+        a: HostTensor,
+        b: HostTensor,
+        scale: float,
+        dtype: str,
+        out: Tensor | None = None,
+        affine: HostTensor | None = None,
     ) -> LoraWeight:
         """Pack on the host, and copy once."""
         left, right = as_torch(a), as_torch(b)
-        return lora.pack(left, right, scale, torch_dtype(dtype), out, self.device)
+        more = None if affine is None else as_torch(affine)
+        return lora.pack(left, right, scale, torch_dtype(dtype), out, more, self.device)
 
     def put_lora_tables(self, tables: Sequence[LoraTable]) -> None:
         lora.put_tables(tables, self.device)

@@ -194,16 +194,19 @@ class Parts:
         """The block's layer of the expert cache; None: all of its experts are in memory."""
         return self._cached.get(self._own)
 
-    def adapted(self, outputs: Sequence[int], inputs: int) -> AdaptedLinear | None:
+    def adapted(
+        self, outputs: Sequence[int], inputs: int, bias: Tensor | None
+    ) -> AdaptedLinear | None:
         """Return the changes of adapters to the linear layer that these are the parts of.
 
         Args:
             outputs: number of outputs of each stacked module that the rank computes.
             inputs: number of inputs that the rank uses.
+            bias: bias that the results contain before they are changed.
         """
         if self._adapters is None or not is_adaptable(self._own):
             return None
-        return self._adapters.layer(self._own, outputs, inputs)
+        return self._adapters.layer(self._own, outputs, inputs, bias)
 
     def linear(self, name: str) -> PackedWeight | QuantizedWeight:
         """Return a packed weight."""

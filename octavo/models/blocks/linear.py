@@ -238,7 +238,8 @@ class LinearSpec:
             columns = parts.columns(shared, self.whole_outputs, part)
         bias = parts.tensor("bias") if self.bias else None
         outputs = [self._outputs_of(i, i + 1) for i in range(len(self.modules))]
-        adapted = parts.adapted(outputs, self.inputs)
+        # A rank of several that divide the inputs adds the bias to the sum.
+        adapted = parts.adapted(outputs, self.inputs, bias if self.columns is None else None)
         if len(weights) > 1:
             assert self.columns is None, "the sum over ranks has one module"
             return StackedLinear(parts.ops, weights[0], bias, columns, adapted, weights)
