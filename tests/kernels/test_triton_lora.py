@@ -117,7 +117,7 @@ def test_a_weight_in_given_memory() -> None:
     nbytes = lora_nbytes(5, 70, 30, "bfloat16")
     memory = torch.full((nbytes + 64,), 7, dtype=torch.uint8)
     a, b = random(5, 30, dtype=torch.bfloat16), random(70, 5, dtype=torch.bfloat16, seed=1)
-    packed = lora.pack(a, b, 2.0, torch.bfloat16, memory[:nbytes], torch.device("cpu"))
+    packed = lora.pack(a, b, 2.0, torch.bfloat16, memory[:nbytes], None, torch.device("cpu"))
     assert (packed.rank, packed.n, packed.k, packed.scale) == (5, 70, 30, 2.0)
     assert torch.equal(packed.a.view(torch.bfloat16)[: 5 * 30].view(5, 30), a)
     transposed = packed.b.view(torch.bfloat16).view(5, 128)
