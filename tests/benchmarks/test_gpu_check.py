@@ -98,7 +98,7 @@ def test_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert gpu_check.main() == 1
     ((child, names, out),) = calls
     assert child[1:] == [gpu_check.__file__, "--quick"]
-    parts = ["card", "parity", "invariance", "families", "kernels", "quantized"]
+    parts = ["card", "parity", "invariance", "families", "kernels", "quantized", "lora"]
     assert names == [*parts, "tinyllama-1.1b"]
     assert out == Path("rows.json")
 
