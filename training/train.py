@@ -92,7 +92,7 @@ MINUTES = {"main": 60.0, "draft": 10.0, "eagle": 15.0, "medusa": 15.0}
 # rivals are the whole batch. bfloat16 is slower for small matrices.
 PLANS = {
     "encoder": Plan(steps=1000, bfloat16=False, workers=1, vector_rate=5e-4, matrix_rate=0.01),
-    "reranker": Plan(steps=1500, bfloat16=False, workers=1),
+    "reranker": Plan(steps=1000, bfloat16=False, workers=1),
 }
 
 

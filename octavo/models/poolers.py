@@ -52,7 +52,9 @@ def add_poolers(
         spec = add_late_pooler(spec, config, checkpoint, modules)
         sentences, cut = read_sentences(checkpoint, "max_sim")
         spec = replace(spec, sentences=sentences)
-        poolers = {"token_embed": replace(spec.poolers[0], cut=cut, dimensions=_read_dimensions(config))}
+        poolers = {
+            "token_embed": replace(spec.poolers[0], cut=cut, dimensions=_read_dimensions(config))
+        }
         modules = None
     elif modules is not None and modules.sparse is not None:
         spec, poolers = _of_sparse(spec, checkpoint, modules.sparse)
