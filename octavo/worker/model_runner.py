@@ -401,6 +401,8 @@ class ModelRunner:
         if not self.spec.generates:
             pooling = PoolingSpec(self.spec.poolers[0].task, whole=self.spec.sees_all)
         new = NewRequestData([0] * count, count, params, 0, state_slots=[0], pooling=pooling)
+        if self.adapters is not None:
+            new.adapter_slot = 0
         self.execute_model(
             SchedulerOutput(
                 scheduled_reqs=[
