@@ -3,9 +3,10 @@
     python benchmarks/encoder_speed.py MODEL --peer-python ENV/bin/python --peers torch,onnx
 
 MODEL is a sentence-transformers folder, or a reranker without modules.json, for which the texts
-are pairs of a query and a document. `encoder_shapes.py` makes models of some shapes. Each engine has a process of its own, which loads the model
-once and waits while another one computes. The engines take turns; the medians of all rounds count.
-Texts are random words, the same for all engines; `Octavo` is this Python's.
+are pairs of a query and a document. `encoder_shapes.py` makes models of some shapes. Each engine
+has a process of its own, which loads the model once and waits while another one computes. The
+engines take turns; the medians of all rounds count. Texts are random words, the same for all
+engines; `Octavo` is this Python's.
 
 sentence-transformers prepares the texts and pools for all peers: torch computes the model itself,
 onnx (ONNX Runtime) and openvino compute what torch.onnx.export writes. With --dtype int8 onnx has
@@ -79,7 +80,8 @@ def octavo(model: str, dtype: str) -> Any:
     )
     if ranks(model):
         return lambda pairs: [
-            [o.outputs.score] for o in llm.score(*map(list, zip(*pairs)), use_tqdm=False)
+            [o.outputs.score]
+            for o in llm.score(*map(list, zip(*pairs, strict=True)), use_tqdm=False)
         ]
     return lambda texts: [
         o.outputs.data
