@@ -278,6 +278,19 @@ def test_late_interaction_as_pylate_computes_it(
         assert len(plain.outputs.data) == len(DOCUMENTS[0]) + 2
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_unseen_masks_in_a_batch(dtype: str, tmp_path: Path) -> None:
+    write_pylate(tmp_path, "ModernBertModel", MODERN)
+    texts = [QUERY, "it", "", "what is", "a book of texts"]
+    asked = PoolingParams(task="token_embed", prompt_name="query")
+    with LLM(str(tmp_path), dtype=dtype) as llm:
+        alone = [llm.encode([it], asked, use_tqdm=False)[0].outputs.data for it in texts]
+        for order in (texts, texts[::-1]):
+            among = dict(zip(order, llm.encode(order, asked, use_tqdm=False), strict=True))
+            found = [among[text].outputs.data.tobytes() for text in texts]
+            assert found == [data.tobytes() for data in alone]
+
+
 def test_roles_that_a_request_cannot_name(tmp_path: Path) -> None:
     write_pylate(tmp_path)
     with LLM(str(tmp_path), dtype="float32") as llm:
