@@ -442,7 +442,7 @@ struct Attention {
   // Some rows of a request's query_len * group for one KV head, with their buffers.
   struct Task {
     int64_t request, kv_head, first_row;
-    int64_t length;  // positions of the request
+    int64_t length;  // positions of the request that its rows may see
     int count;
     int64_t begin, end;  // positions visible to any of the rows
     int64_t next_request, next_kv_head;  // likely next task of this thread; -1: none
@@ -462,7 +462,7 @@ struct Attention {
     const int64_t start = a.query_start_loc[request];
     const int64_t query_len = a.query_start_loc[request + 1] - start;
     t.length = a.seq_lens[request];
-    const int64_t position0 = t.length - query_len;
+    const int64_t position0 = a.causal ? t.length - query_len : 0;
     if constexpr (kOnTiles<T>) memset(t.query, 0, padded(count) * query_stride * sizeof(Q));
     for (int i = 0; i < count; i++) {
       const int64_t token = (first_row + i) / group, head = head_of(t, i);
@@ -902,6 +902,8 @@ struct Attention {
         static_cast<T*>(a.out) + t.rows[row].token * a.out_stride + head * a.out_head_stride;
     float sum = total.sum;
     if (a.sinks) sum += exp(load(static_cast<const T*>(a.sinks) + head, 1) - total.max)[0];
+    const int64_t position = t.rows[row].position;
+    if (first_visible(position) >= end_visible(t, position)) sum = 1.0f;  // the result is 0
     Sums::write(acc, sum, out, a.value_size);
   }
 

@@ -551,12 +551,12 @@ struct AttentionArgs {
   const void* kv_cache;
   int64_t kv_block_stride;  // from a block to the next, in elements
   const int32_t* query_start_loc;  // [num_reqs + 1]
-  const int32_t* seq_lens;  // [num_reqs]
+  const int32_t* seq_lens;  // [num_reqs]; not causal: positions that the request's tokens may see
   const int32_t* block_table;  // [num_reqs, *]
   int64_t block_table_stride;
   int64_t num_reqs, heads, kv_heads, head_size, value_size, block_size;
   bool latent;  // a value is the first value_size numbers of its key
-  bool causal;  // false: a request's tokens see all of its positions; no chunk then
+  bool causal;  // false: the step has all of a request's tokens, which see the first seq_lens; no chunk then
   int64_t window;  // positions visible on a side, the query's own included; 0: all
   int64_t chunk;  // positions before the last multiple of it are invisible; 0: none
   float scale, soft_cap;  // soft_cap 0: none

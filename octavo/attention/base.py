@@ -41,7 +41,8 @@ class AttentionMetadata:
         max_seq_len: longest context.
         query_start_loc: int32 [R + 1].
         seq_lens: int32 [R], each request's context including this step's tokens: its i-th token of
-            the step has position seq_len - query_len + i.
+            the step has position seq_len - query_len + i. If attention is not causal, the i-th
+            token has position i, and tokens see the first seq_len positions only.
         block_table: int32 [R, at least the blocks of max_seq_len]; entries before a sliding window
             and beyond seq_len are not read.
         slot_mapping: int64 [T], slot of each token's key and value: block * block_size + offset;
@@ -141,7 +142,8 @@ class AttentionParams:
 
     A token at position p attends to positions max(0, p - sliding_window + 1) to p, or with chunks
     from the last multiple of `chunk_size` to p. If attention is not causal, it attends to all
-    positions j of its request with |p - j| < sliding_window. The logit of a position j is
+    positions j < seq_len of its request with |p - j| < sliding_window; without such a position its
+    result is 0. The logit of a position j is
     soft_cap(scale * q.k) - slope * |p - j| + position_bias[j - p], where q.k includes the products
     of q and of k with the distance. A sink is a logit without a position: it only joins the sum by
     which the softmax divides.

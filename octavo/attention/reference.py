@@ -59,16 +59,16 @@ def _store(cache: Tensor, slot_mapping: Tensor, *parts: Tensor) -> None:
 
 
 def _products(products: DistanceProducts, distance: Tensor, tokens: slice) -> Tensor:
-    """Return the sums of the products for each query and key of the text `tokens`: [H, n, n].
+    """Return the sums of the products for each query and key of the text `tokens`: [H, n, k].
 
-    `distance` is that of each key from each query: int64 [n, n].
+    `distance` is that of each key from each query: int64 [n, k].
     """
     columns = products.columns
     most = len(columns) // 2
     column = columns[distance.clamp(-most, most) + most].long()
-    at = torch.arange(distance.shape[0], device=distance.device)
+    queries, keys = (torch.arange(n, device=distance.device) for n in distance.shape)
     total = torch.zeros((), device=distance.device)
-    for tensor, rows in ((products.queries, at[:, None]), (products.keys, at[None])):
+    for tensor, rows in ((products.queries, queries[:, None]), (products.keys, keys[None])):
         if tensor is not None:
             total = total + tensor[tokens][rows, :, column].float()
     return total.permute(2, 0, 1)
@@ -156,11 +156,12 @@ class ReferenceAttention:
             query_len = starts[r + 1] - starts[r]
             if query_len == 0:
                 continue
+            position = seq_len - query_len if params.causal else 0
             first = 0
             if params.sliding_window is not None:
-                first = max(0, seq_len - query_len - params.sliding_window + 1)
+                first = max(0, position - params.sliding_window + 1)
             if params.chunk_size is not None:
-                first = (seq_len - query_len) // params.chunk_size * params.chunk_size
+                first = position // params.chunk_size * params.chunk_size
             keys_at = torch.arange(first, seq_len, device=query.device)
             blocks = metadata.block_table[r][keys_at // block_size].long()
             kv = _cells(kv_cache)[blocks, :, keys_at % block_size]
@@ -168,7 +169,7 @@ class ReferenceAttention:
             key, *values = kv.repeat_interleave(group, dim=2).unbind(1)  # [positions, H, D]
             value = (values[0] if values else key)[..., : out.shape[2]]
             logits = torch.einsum("qhd,khd->hqk", query[tokens].to(wide), key)
-            queries_at = torch.arange(seq_len - query_len, seq_len, device=query.device)
+            queries_at = torch.arange(position, position + query_len, device=query.device)
             distance = keys_at[None] - queries_at[:, None]  # [q, k], 0 for the token itself
             if params.products is not None:
                 logits = logits + _products(params.products, distance, tokens).to(wide)
@@ -191,4 +192,5 @@ class ReferenceAttention:
                 sinks = params.sinks.to(wide)[:, None, None].expand(-1, query_len, 1)
                 logits = torch.cat([logits, sinks], dim=-1)
             weights = torch.softmax(logits, dim=-1)[..., : len(keys_at)]
+            weights = weights.masked_fill(hidden, 0)  # NaN where a token sees nothing
             out[tokens] = torch.einsum("hqk,khd->qhd", weights, value).to(out.dtype)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from octavo.errors import ConfigError
+from octavo.layers.seen_lens import SEEN_LENS
 from octavo.system.dtypes import DTYPE_NBYTES
 
 if TYPE_CHECKING:
@@ -148,6 +149,13 @@ class EncoderCache(AttentionCache):
     """
 
     rolls_back = False
+
+    def metadata(
+        self, table: StepTable[Tensor], group: int, max_query_len: int, max_seq_len: int
+    ) -> AttentionMetadata:
+        """Implement `CacheSpec`. Attention sees the tokens that the array `SEEN_LENS` counts."""
+        metadata = _attention_metadata(table, group, max_query_len, max_seq_len)
+        return replace(metadata, seq_lens=table.extra.get(SEEN_LENS, table.seq_lens))
 
     def pages(self) -> Pages:
         """Raise ConfigError: there is nothing to keep."""

@@ -10,11 +10,14 @@ import json
 import logging
 import string
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from octavo.checkpoints.base import Checkpoint
 from octavo.checkpoints.config_json import ConfigJson
 from octavo.errors import ModelError
+from octavo.models.blocks.attention import AttentionSpec
+from octavo.models.blocks.layer import LayerSpec
 from octavo.models.blocks.linear import LinearSpec
 from octavo.models.blocks.pooler import DenseSpec, PoolerSpec, RoleSpec
 from octavo.models.sentence_modules import SentenceModules
@@ -42,10 +45,10 @@ def is_late(spec: ModelSpec, modules: SentenceModules | None) -> bool:
     return spec.architecture in ARCHITECTURES or (modules is not None and bool(modules.tokens))
 
 
-def late_pooler(
+def add_late_pooler(
     spec: ModelSpec, config: ConfigJson, checkpoint: Checkpoint, modules: SentenceModules | None
-) -> PoolerSpec:
-    """Return the pooler of a late-interaction model.
+) -> ModelSpec:
+    """Return a late-interaction model with its pooler.
 
     Args:
         spec: the encoder.
@@ -66,7 +69,46 @@ def late_pooler(
     if pylate is None or not pylate.has("query_prefix"):
         pylate = None if stanford is None else _as_pylate(stanford)
     roles = () if pylate is None else _read_roles(pylate, spec, checkpoint)
-    return PoolerSpec("token_embed", ("all",), size, dense, activation="normalize", roles=roles)
+    masks = [role.mask for role in roles if role.mask is not None]
+    if pylate is not None and masks and not pylate.flag("attend_to_expansion_tokens", False):
+        if _can_hide(spec):
+            spec = _hide(spec, masks[0])
+        else:
+            roles = tuple(replace(role, mask=None) for role in roles)
+            logger.warning(
+                "Queries are not expanded with mask tokens that other tokens do not see, as %s "
+                "asks, because %s does not only attend to the whole text; their scores differ from "
+                "PyLate's.",
+                pylate.where,
+                spec.architecture,
+            )
+    pooler = PoolerSpec("token_embed", ("all",), size, dense, activation="normalize", roles=roles)
+    return replace(spec, poolers=(pooler,))
+
+
+def _can_hide(spec: ModelSpec) -> bool:
+    """Return True if tokens depend on others through attention to the whole text alone.
+
+    DeBERTa hides tokens in its own way: masks see nothing.
+    """
+    for block in (block for layer in spec.distinct_layers for block in layer.blocks):
+        if isinstance(block, AttentionSpec) and (block.causal or block.disentangled is not None):
+            return False
+        if not isinstance(block, AttentionSpec) and (block.caches() or block.arrays()):
+            return False
+    return True
+
+
+def _hide(spec: ModelSpec, mask: int) -> ModelSpec:
+    """Return the model in which no token sees the masks at the end of a text."""
+    made: dict[int, LayerSpec] = {}
+    for layer in spec.distinct_layers:
+        blocks = [
+            replace(block, unseen=mask) if isinstance(block, AttentionSpec) else block
+            for block in layer.blocks
+        ]
+        made[id(layer)] = layer.with_blocks(blocks)
+    return replace(spec, layers=tuple(made[id(layer)] for layer in spec.layers))
 
 
 def _read_size(config: ConfigJson, stanford: ConfigJson | None) -> int:
@@ -114,14 +156,7 @@ def _read_roles(
     skipped = tuple(vocabulary[word] for word in words if word in vocabulary)
     mask = None
     if pylate.flag("do_query_expansion", True):
-        if pylate.flag("attend_to_expansion_tokens", False):
-            mask = token(_mask_token(checkpoint), "attend_to_expansion_tokens")
-        else:
-            logger.warning(
-                "Queries are not expanded with mask tokens that other tokens do not see, as %s "
-                "asks; their scores differ from PyLate's.",
-                pylate.where,
-            )
+        mask = token(_mask_token(checkpoint), "do_query_expansion")
     roles = []
     for name in ("query", "document"):
         length = pylate.integer(f"{name}_length", default=_DEFAULTS[f"{name}_length"], least=4)

@@ -9,7 +9,7 @@ from octavo.checkpoints.config_json import ConfigJson
 from octavo.config import ModelConfig, PoolerConfig
 from octavo.errors import ConfigError, ModelError
 from octavo.models.blocks.pooler import PoolerSpec, Pooling
-from octavo.models.late_interaction import is_late, late_pooler
+from octavo.models.late_interaction import add_late_pooler, is_late
 from octavo.models.sentence_modules import (
     SentenceModules,
     SparsePooling,
@@ -49,10 +49,12 @@ def add_poolers(
         spec = without_lm_head(spec)
     poolers = {pooler.task: pooler for pooler in spec.poolers}
     if is_late(spec, modules):
-        pooler = late_pooler(spec, config, checkpoint, modules)
+        spec = add_late_pooler(spec, config, checkpoint, modules)
         sentences, cut = read_sentences(checkpoint, "max_sim")
         spec = replace(spec, sentences=sentences)
-        poolers = {"token_embed": replace(pooler, cut=cut, dimensions=_read_dimensions(config))}
+        poolers = {
+            "token_embed": replace(spec.poolers[0], cut=cut, dimensions=_read_dimensions(config))
+        }
         modules = None
     elif modules is not None and modules.sparse is not None:
         spec, poolers = _of_sparse(spec, checkpoint, modules.sparse)

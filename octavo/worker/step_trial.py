@@ -25,6 +25,7 @@ from octavo.kernels.memory import Arena, map_memory, placeholder
 from octavo.kernels.native import NativeOps
 from octavo.kv_cache.groups import KVCacheConfig
 from octavo.layers.layer import Layer
+from octavo.layers.seen_lens import SEEN_LENS
 from octavo.layers.state_table import SNAPSHOT_SLOTS, STATE_SLOTS, STATE_SOURCES
 from octavo.layers.step import StepContext
 from octavo.layers.step_table import StepLayout, StepTable
@@ -327,6 +328,8 @@ class StepTrial:
         tokens = len(positions)
         table.query_start_loc[1 : requests + 1] = ends
         table.seq_lens[:requests] = [done + count for done, count in batch]
+        if SEEN_LENS in table.extra:
+            table.extra[SEEN_LENS][:requests] = table.seq_lens[:requests]
         table.logits_indices[:requests] = ends - 1
         table.positions[:tokens] = positions
         block_size = self._setup.config.cache.block_size

@@ -63,6 +63,7 @@ class Case:
     chunk: int | None = None
     small: int | None = None  # size of values that are smaller than keys
     causal: bool = True
+    unseen: int = 0  # tokens at the end of each text that none sees, but for the first token
     bias_distance: int | None = None  # of a position bias
     product_distance: int | None = None  # of products with vectors of distances
     multiplied: tuple[str, ...] = ("queries", "keys")  # by these vectors
@@ -103,6 +104,10 @@ class Case:
             return None
         size = self.heads, 2 * self.bias_distance + 1
         return 2 * torch.randn(size, generator=torch.Generator().manual_seed(99))
+
+    def seen_len(self, context: int) -> int:
+        """Return the number of tokens of a text that its tokens may see."""
+        return max(min(context, 1), context - self.unseen)
 
     def sink_logits(self) -> Tensor:
         """Return sinks [heads], some below and some above all other logits."""
@@ -150,11 +155,13 @@ class Case:
                 seen &= other <= at
             if self.chunk is not None:
                 seen &= other // self.chunk == at // self.chunk
+            seen &= other < self.seen_len(context)
             logits = logits.masked_fill(~seen, -torch.inf)
             if self.sinks:
                 sinks = self.sink_logits().double()[:, None, None].expand(-1, new, 1)
                 logits = torch.cat([logits, sinks], -1)
-            outs.append((logits.softmax(-1)[..., :context] @ value).transpose(0, 1))
+            weights = logits.softmax(-1)[..., :context].masked_fill(~seen, 0)  # NaN: none is seen
+            outs.append((weights @ value).transpose(0, 1))
         return torch.cat(outs)
 
     def run(self, backend: AttentionBackend, *, views: bool = False) -> Tensor:
@@ -209,7 +216,7 @@ class Case:
             max_query_len=max([0, *(new for _, new in self.requests)]),
             max_seq_len=max([0, *(context for context, _ in self.requests)]),
             query_start_loc=torch.tensor(starts, dtype=torch.int32),
-            seq_lens=torch.tensor([context for context, _ in self.requests], dtype=torch.int32),
+            seq_lens=torch.tensor([self.seen_len(n) for n, _ in self.requests], dtype=torch.int32),
             block_table=table,
             slot_mapping=torch.cat([torch.empty(0, dtype=torch.int64), *slot_mapping]),
         )

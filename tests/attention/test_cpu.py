@@ -166,6 +166,20 @@ def test_windows_of_both_sides(window: int, dtype: torch.dtype) -> None:
 
 
 @isas
+@dtypes
+@pytest.mark.parametrize("window", [None, 1, 20])
+@pytest.mark.parametrize("unseen", [1, 16, 70, 200])
+def test_tokens_that_none_sees(unseen: int, window: int | None, dtype: torch.dtype) -> None:
+    """With a window, tokens at the end may see nothing at all."""
+    case = Case(WHOLE, causal=False, unseen=unseen, window=window, dtype=dtype)
+    assert_near(case.run(backend), case.truth())
+    case = dataclasses.replace(case, block_size=8, head_size=24, alibi=True, bias_distance=30)
+    assert_near(case.run(backend), case.truth())
+    case = dataclasses.replace(case, sinks=True, cache_dtype=torch.int8)
+    assert_near(case.run(backend), case.truth(), LARGEST)
+
+
+@isas
 @taking_turns("distance", [0, 1, 7, 8, 63, 127, 1000], "causal", [True, False])
 def test_position_bias(distance: int, causal: bool, dtype: torch.dtype) -> None:
     requests = (*MIXED, (600, 3)) if causal else WHOLE
@@ -209,6 +223,7 @@ def test_not_causal_over_a_cache_of_bytes(cache_dtype: torch.dtype) -> None:
         {"window": 40},
         {"alibi": True, "bias_distance": 20, "heads": 6, "kv_heads": 1},
         {"product_distance": 40},
+        {"unseen": 30, "window": 40},
     ],
     ids=str,
 )

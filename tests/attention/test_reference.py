@@ -24,6 +24,8 @@ WHOLE = ((1, 1), (5, 5), (33, 33), (0, 0), (64, 64))
         Case(MIXED, bias_distance=9, soft_cap=2.0),
         Case(WHOLE, causal=False),
         Case(WHOLE, causal=False, window=9, bias_distance=0),
+        Case(WHOLE, causal=False, unseen=3),
+        Case(WHOLE, causal=False, unseen=30, window=9),
         Case(WHOLE, causal=False, alibi=True, sinks=True, bias_distance=40, heads=6, kv_heads=1),
         Case(()),
     ],

@@ -99,6 +99,8 @@ FEATURES = [
     {"soft_cap": 2.0, "alibi": True, "product_distance": 200, "heads": 6, "kv_heads": 1},
     {"product_distance": 0, "multiplied": ("keys",)},
     {"product_distance": 9, "multiplied": ("queries",), "window": 40},
+    {"unseen": 70},
+    {"unseen": 70, "window": 20},
 ]
 
 

@@ -237,7 +237,7 @@ def test_a_reranker(folders, tmp_path):
 def test_late_interaction_and_sparse_vectors(tmp_path):
     """Over HTTP as in Python: ColBERT in a folder of PyLate, and SPLADE."""
     late, sparse = tmp_path / "late", tmp_path / "sparse"
-    write_pylate(late, attend_to_expansion_tokens=True)
+    write_pylate(late)
     write_bert(sparse, "ForMaskedLM")
     write_modules(sparse, ("SpladePooling", {}))
     settings = {"dtype": "float32", "num_threads": 1}
@@ -256,7 +256,7 @@ def test_late_interaction_and_sparse_vectors(tmp_path):
             enumerate(expected)
         )
         body = {"input": QUERY, "task": "token_embed", "prompt_name": "query"}
-        assert np.array(post(http, "/pooling", **body)["data"][0]["data"]).shape == (12, 16)
+        assert np.array(post(http, "/pooling", **body)["data"][0]["data"]).shape == (24, 16)
         assert "has no sparse vectors" in http.post("/embed_sparse", json={"inputs": "a"}).text
     with (
         harness.serve(tmp_path, *FLAGS, model=str(sparse)) as server,

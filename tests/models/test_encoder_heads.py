@@ -20,7 +20,7 @@ from octavo.outputs import PoolingOutput, PoolingRequestOutput
 from octavo.pooling_params import PoolingParams
 from tests.encoders import write_encoder
 from tests.models.harness import make_hf, make_prompts, spec_of
-from tests.models.test_encoders import DISTIL, MODERN, ODD, ONE_TYPE, SIZES, VOCAB, WIDE
+from tests.models.test_encoders import DEBERTA, DISTIL, MODERN, ODD, ONE_TYPE, SIZES, VOCAB, WIDE
 from tests.pooling import (
     change_config,
     dense_config,
@@ -201,19 +201,20 @@ def test_colbert_in_a_batch(name: str, tmp_path: Path) -> None:
 
 
 MARKERS = ["[Q] ", "[D] ", "[MASK]"]
-PYLATE = {"query_prefix": "[Q] ", "document_prefix": "[D] ", "query_length": 12}
+PYLATE = {"query_prefix": "[Q] ", "document_prefix": "[D] ", "query_length": 24}
 PYLATE |= {"document_length": 20, "similarity_fn_name": "MaxSim"}
 QUERY, DOCUMENTS = "what is it?", ["it is, a book.", "no", "a very long text about octavos", "it"]
 
 
-def write_pylate(folder: Path, **config: Any) -> tuple[Any, torch.nn.Linear, torch.nn.Linear]:
+def write_pylate(
+    folder: Path, architecture: str = "BertModel", sizes: dict[str, Any] = SIZES, **config: Any
+) -> tuple[Any, torch.nn.Linear, torch.nn.Linear]:
     """Write a folder of PyLate with two Dense modules; return its parts."""
     write_encoder(folder)
     tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.add_tokens(MARKERS)
     tokenizer.save(str(folder / "tokenizer.json"))
-    sizes = {"vocab_size": 128, "max_position_embeddings": 64}
-    hf = make_hf("BertModel", **SIZES | sizes)
+    hf = make_hf(architecture, **sizes | {"vocab_size": 128, "max_position_embeddings": 64})
     hf.save_pretrained(folder)
     dense = "Dense", dense_config(40, 24, "Identity", bias=False)
     write_modules(folder, dense, ("Dense", dense_config(24, 16, "Tanh")))
@@ -225,27 +226,43 @@ def write_pylate(folder: Path, **config: Any) -> tuple[Any, torch.nn.Linear, tor
     return hf, first, write_dense(folder, 2, 24, 16, "Tanh")
 
 
-def by_pylate(folder: Path, parts: Any, text: str, *, is_query: bool, expands: bool) -> Tensor:
-    """Compute the vectors of a text as PyLate does; masks that are attended to."""
+def by_pylate(folder: Path, parts: Any, text: str, *, is_query: bool, masks: str = "") -> Tensor:
+    """Compute the vectors of a text as PyLate does. `masks` of a query: seen, unseen, or none."""
     tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-    length = 12 if is_query else 20
+    length = 24 if is_query else 20
     tokenizer.enable_truncation(length - 1)
     ids = tokenizer.encode(text).ids
     ids[1:1] = [tokenizer.token_to_id("[Q] " if is_query else "[D] ")]
-    if is_query and expands:
-        ids += [tokenizer.token_to_id("[MASK]")] * (length - len(ids))
+    seen = [1] * len(ids)
+    if is_query and masks:
+        more = length - len(ids)
+        ids += [tokenizer.token_to_id("[MASK]")] * more
+        seen += [int(masks == "seen")] * more
     hf, first, second = parts
+    hf.set_attn_implementation("sdpa")  # PyLate's; a token that sees nothing gets 0
     with torch.no_grad():
-        vectors = unit(torch.tanh(second(first(states(hf, [ids])[0]))))
+        hidden = hf(torch.tensor([ids]), attention_mask=torch.tensor([seen])).last_hidden_state[0]
+        vectors = unit(torch.tanh(second(first(hidden))))
     skipped = {tokenizer.token_to_id(mark) for mark in string.punctuation}
     return vectors if is_query else vectors[[i not in skipped for i in ids]]
 
 
-@pytest.mark.parametrize("expands", [False, True])
-def test_late_interaction_as_pylate_computes_it(expands: bool, tmp_path: Path) -> None:
-    parts = write_pylate(tmp_path, do_query_expansion=expands, attend_to_expansion_tokens=expands)
-    query = by_pylate(tmp_path, parts, QUERY, is_query=True, expands=expands)
-    documents = [by_pylate(tmp_path, parts, it, is_query=False, expands=False) for it in DOCUMENTS]
+@pytest.mark.parametrize(
+    ("architecture", "sizes", "masks"),
+    [
+        ("BertModel", SIZES, ""),
+        ("BertModel", SIZES, "seen"),
+        ("BertModel", SIZES, "unseen"),
+        ("ModernBertModel", MODERN, "unseen"),  # the last masks see nothing in their window
+    ],
+)
+def test_late_interaction_as_pylate_computes_it(
+    architecture: str, sizes: dict[str, Any], masks: str, tmp_path: Path
+) -> None:
+    config = {"do_query_expansion": bool(masks), "attend_to_expansion_tokens": masks == "seen"}
+    parts = write_pylate(tmp_path, architecture, sizes, **config)
+    query = by_pylate(tmp_path, parts, QUERY, is_query=True, masks=masks)
+    documents = [by_pylate(tmp_path, parts, it, is_query=False) for it in DOCUMENTS]
     with LLM(str(tmp_path), dtype="float32") as llm:
         scores = [o.outputs.score for o in llm.score(QUERY, DOCUMENTS, use_tqdm=False)]
         expected = [float((query @ rows.T).amax(1).sum()) for rows in documents]
@@ -253,11 +270,30 @@ def test_late_interaction_as_pylate_computes_it(expands: bool, tmp_path: Path) -
         alone = [llm.score(QUERY, it, use_tqdm=False)[0].outputs.score for it in DOCUMENTS]
         assert alone == scores
         asked = PoolingParams(task="token_embed", prompt_name="query")
-        found = llm.encode([QUERY, DOCUMENTS[2]], asked, use_tqdm=False)
-        assert_near([found[0].outputs.data], [query])
-        assert len(found[1].prompt_token_ids) == 12
+        found = llm.encode([QUERY, "it", DOCUMENTS[2]], asked, use_tqdm=False)
+        short = by_pylate(tmp_path, parts, "it", is_query=True, masks=masks)
+        assert_near([o.outputs.data for o in found[:2]], [query, short])
+        assert [len(o.prompt_token_ids) for o in found] == [24 if masks else 14, len(short), 24]
         plain = llm.encode(DOCUMENTS[:1], pooling_task="token_embed", use_tqdm=False)[0]
         assert len(plain.outputs.data) == len(DOCUMENTS[0]) + 2
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_unseen_masks_in_a_batch(dtype: str, tmp_path: Path) -> None:
+    write_pylate(tmp_path, "ModernBertModel", MODERN)
+    texts = [QUERY, "it", "", "what is", "a book of texts"]
+    asked = PoolingParams(task="token_embed", prompt_name="query")
+    with LLM(str(tmp_path), dtype=dtype) as llm:
+        alone = [llm.encode([it], asked, use_tqdm=False)[0].outputs.data for it in texts]
+        for order in (texts, texts[::-1]):
+            among = dict(zip(order, llm.encode(order, asked, use_tqdm=False), strict=True))
+            found = [among[text].outputs.data.tobytes() for text in texts]
+            assert found == [data.tobytes() for data in alone]
+
+
+def test_roles_that_a_request_cannot_name(tmp_path: Path) -> None:
+    write_pylate(tmp_path)
+    with LLM(str(tmp_path), dtype="float32") as llm:
         asked = PoolingParams(task="token_embed", prompt_name="passage")
         with pytest.raises(RequestError, match=r"prompt_name='passage'.*has query, document;"):
             llm.encode(QUERY, asked, use_tqdm=False)
@@ -266,11 +302,12 @@ def test_late_interaction_as_pylate_computes_it(expands: bool, tmp_path: Path) -
             llm.encode({"prompt": "a", "text_pair": "b"}, asked, use_tqdm=False)
 
 
-def test_masks_that_are_not_attended_to(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """PyLate's default; Octavo leaves them out, and says so."""
-    write_pylate(tmp_path)
-    (pooler,) = spec_of(tmp_path).poolers
-    assert [role.mask for role in pooler.roles] == [None, None]
+def test_masks_that_cannot_be_hidden(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Octavo leaves them out, and says so."""
+    write_pylate(tmp_path, "DebertaV2Model", DEBERTA)
+    spec = spec_of(tmp_path)
+    assert [role.mask for role in spec.poolers[0].roles] == [None, None]
+    assert not spec.step_arrays
     assert "scores differ from PyLate's" in caplog.text
 
 

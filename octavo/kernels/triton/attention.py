@@ -318,7 +318,8 @@ def _prefill(
     query_len = tl.load(query_start_loc + req + 1) - start
     first_query = (tile - (start // QUERIES + req)) * QUERIES
     if (first_query < query_len) & (query_len > 1):
-        context = tl.load(seq_lens + req) - query_len
+        length = tl.load(seq_lens + req)
+        context = length - query_len if CAUSAL else 0
         m = tl.arange(0, BLOCK_M)
         queries = first_query + m // GROUP
         heads = kv_head * GROUP + m % GROUP
@@ -331,7 +332,7 @@ def _prefill(
             q_rest = _queries(q_at + HEAD_SIZE, rows, REST, UPCAST, BLOCK_REST)
         positions = context + queries
         first = context + first_query
-        end = _end(first + QUERIES, context + query_len, CAUSAL, WINDOW)
+        end = _end(first + QUERIES, length, CAUSAL, WINDOW)
         begin = 0
         if WINDOW:
             begin = tl.maximum(0, first - WINDOW + 1)
@@ -539,7 +540,8 @@ def _attention(
         query_len = tl.load(query_start_loc + req + 1) - start
         first_query = (tile - (start // QUERIES + req)) * QUERIES
     if first_query < query_len:
-        context = tl.load(seq_lens + req) - query_len
+        length = tl.load(seq_lens + req)
+        context = length - query_len if CAUSAL else 0
         m = tl.arange(0, BLOCK_M)
         queries = first_query + m // GROUP
         heads = kv_head * GROUP + m % GROUP
@@ -551,7 +553,7 @@ def _attention(
         if REST:
             q_rest = _queries(q_at + HEAD_SIZE, rows, REST, UPCAST, BLOCK_REST)
         positions = context + queries
-        end = _end(context + first_query + QUERIES, context + query_len, CAUSAL, WINDOW)
+        end = _end(context + first_query + QUERIES, length, CAUSAL, WINDOW)
         begin = 0
         if WINDOW:
             begin = tl.maximum(0, context + first_query - WINDOW + 1)

@@ -13,6 +13,8 @@ from octavo.checkpoints.base import Source
 from octavo.errors import ConfigError
 from octavo.kernels.routing import Gate
 from octavo.layers.rope_spec import RopeSpec
+from octavo.layers.seen_lens import SeenLensArray
+from octavo.layers.step_table import StepArray
 from octavo.models.blocks.base import BlockSpec, LargestStep, Table
 from octavo.models.blocks.disentangled import DisentangledSpec
 from octavo.models.blocks.factors import Factors
@@ -168,6 +170,9 @@ class AttentionSpec(BlockSpec):
     causal: bool = True
     """True if a token sees the tokens up to itself; False: all tokens of its text (encoders), or
     with a `sliding_window` those at a smaller distance."""
+    unseen: int | None = None
+    """Token of masks at the end of a text, which no token sees (ColBERT); only if attention is not
+    causal. None: all tokens are seen."""
     bias: RelativeBias | None = None
     disentangled: DisentangledSpec | None = None
     """Products with vectors of distances (DeBERTa)."""
@@ -301,6 +306,10 @@ class AttentionSpec(BlockSpec):
                 self.chunk_size,
             ),
         )
+
+    def arrays(self) -> tuple[StepArray, ...]:
+        """Return the numbers of tokens before the unseen ones."""
+        return () if self.unseen is None else (SeenLensArray(self.unseen),)
 
     def cache_layer(self) -> int | None:
         """Return the layer whose keys and values this one reads."""
