@@ -43,9 +43,9 @@ INLINE void shrink(const float* x, const T* a, int64_t k, float* sums, int64_t s
     }
 }
 
-// Adds the products of R rows of u with a panel of B to `width` numbers of R rows of the result, then
-// applies the panel of gains and offsets, if there is one.
-template <int R, class T, class O>
+// Adds the products of R rows of u with a panel of B to `width` numbers of R rows of the result. With
+// kAffine, it then applies the panel of gains and offsets.
+template <int R, bool kAffine, class T, class O>
 INLINE void expand(const float* u, int64_t stride, const T* b, const float* affine, int64_t rank, O* out,
                    int64_t out_stride, int64_t width) {
   constexpr int V = kLoraPanel / W;
@@ -65,7 +65,7 @@ INLINE void expand(const float* u, int64_t stride, const T* b, const float* affi
       if (left <= 0) break;
       O* at = out + r * out_stride + v * W;
       vf sum = load(at, int(min<int64_t>(left, W))) + acc[r][v];
-      if (affine) sum = fma(sum, load(affine + v * W), load(affine + kLoraPanel + v * W));
+      if constexpr (kAffine) sum = fma(sum, load(affine + v * W), load(affine + kLoraPanel + v * W));
       store(at, sum, int(min<int64_t>(left, W)));
     }
 }
@@ -126,10 +126,14 @@ struct Lora {
     const float* affine = s.affine ? s.affine + panel * 2 * kLoraPanel : nullptr;
     u += i * padded;
     O* out = static_cast<O*>(a.out) + row * a.out_stride + col;
-    if (count == kExpandRows)
-      return expand<kExpandRows>(u, stride, b, affine, s.rank, out, a.out_stride, width);
-    for (int64_t r = 0; r < count; r++)
-      expand<1>(u + r * stride, stride, b, affine, s.rank, out + r * a.out_stride, a.out_stride, width);
+    const auto run = [&]<bool kAffine>() {
+      if (count == kExpandRows)
+        return expand<kExpandRows, kAffine>(u, stride, b, affine, s.rank, out, a.out_stride, width);
+      for (int64_t r = 0; r < count; r++)
+        expand<1, kAffine>(u + r * stride, stride, b, affine, s.rank, out + r * a.out_stride, a.out_stride,
+                           width);
+    };
+    affine ? run.template operator()<true>() : run.template operator()<false>();
   }
 
   int64_t panels(int64_t i) const { return ceil_div(a.bounds[i + 1] - a.bounds[i], kLoraPanel); }
