@@ -135,12 +135,6 @@ REQUIREMENTS = (
     ),
     Requirement(
         "`enable_lora`",
-        _NATIVE,
-        lambda config, platform: config.lora.enable_lora and not _is_native(config, platform),
-        "enable_lora: adapters work on device=cpu only, without Triton; leave it out.",
-    ),
-    Requirement(
-        "`enable_lora`",
         "no experts divided among engines",
         lambda config, platform: config.lora.enable_lora and config.divides_experts,
         "enable_lora is not supported yet with engines that divide experts; leave out one of "

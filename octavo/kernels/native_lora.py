@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from octavo._native import kernels
 from octavo.kernels.lora import LANES, PANEL, LoraTable, LoraWeight, affine_panels
 from octavo.kernels.native_base import DTYPE_CODES, NativeMemory, check_rows
@@ -78,6 +80,9 @@ class NativeLoraOps(NativeMemory):
             rank=rank,
             dtype=DTYPE_CODES[w.dtype],
         )
+
+    def put_lora_tables(self, tables: Sequence[LoraTable]) -> None:
+        """Do nothing: the kernel reads the tables themselves."""
 
     def add_lora(self, out: Tensor, x: Tensor, slots: Tensor, table: LoraTable) -> None:
         """Read the table when the kernel runs."""

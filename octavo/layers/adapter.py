@@ -100,6 +100,11 @@ class Adapters:
                 table.set(slot, weights[name])
             else:
                 table.clear(slot)
+        self.put_tables()
+
+    def put_tables(self) -> None:
+        """Copy the tables of all layers to the device; needed before the first step."""
+        self.ops.put_lora_tables(list(self.layers.values()))
 
     def clear(self, slot: int) -> None:
         """Remove the adapter from a slot."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,9 +21,11 @@ from octavo.checkpoints.adapter import (
     AdapterFile,
     PeftFolder,
     adapter_errors,
+    check_opened,
     check_place,
 )
 from octavo.checkpoints.base import Source, shorten_names
+from octavo.checkpoints.mapped_file import StoredTensor
 from octavo.checkpoints.model_files import printable
 from octavo.errors import AdapterError
 from octavo.models.blocks.attention import AttentionSpec
@@ -32,8 +36,10 @@ from octavo.models.weight_norms import WeightNorms
 from octavo.models.weights import Weight
 from octavo.quantization.base import IntArray
 from octavo.quantization.plain import PLAIN
-from octavo.system.tensor import HostTensor, from_numpy, numpy_dtype
+from octavo.system.tensor import HostTensor, from_numpy, itemsize, numpy_dtype
 
+PIECE_NBYTES = 2**20
+"""Most bytes of several modules that are read together."""
 _NOT_LINEAR = "embeddings, norms, and weights that have other uses, too,"
 
 
@@ -222,6 +228,11 @@ class Adapter:
         return self.file.base
 
     @property
+    def stored_names(self) -> list[str]:
+        """Names in the file of the modules that it changes."""
+        return list(self._modules.values())
+
+    @property
     def slices(self) -> list[tuple[SliceShape, int]]:
         """Place and rank of each slice that `read` returns."""
         factors = self.file.factors
@@ -232,17 +243,20 @@ class Adapter:
             for use in self._model.modules[name].uses
         ]
 
-    @property
-    def identity(self) -> tuple[int, ...]:
-        """Device, number, size and times of the file: they change with its contents."""
-        return self.file.identity
+    def read(
+        self,
+        use: Callable[[str, Slice], object] = lambda layer, one: None,
+        norms: WeightNorms | None = None,
+    ) -> str:
+        """Read all numbers, in pieces; return SHA-256 of the adapter, in hex.
 
-    def read(self, *, known: bool = False, norms: WeightNorms | None = None) -> LoadedAdapter:
-        """Read the factors.
+        It covers the factors, their scales and the invocation tokens: adapters with one hash are
+        equal. A thread computes it while this one uses the piece.
 
         Args:
-            known: True for a file that was read before and has the same `identity` since: the
-                numbers are neither checked nor hashed again.
+            use: called with the prefix of a linear layer and with each of its slices, see
+                `slices`; the slice's memory is freed afterwards. It is called before all numbers
+                have been checked.
             norms: the weights, whose changed norms DoRA needs; None: the slices of a DoRA have no
                 gains, so that layers cannot use them.
 
@@ -251,80 +265,89 @@ class Adapter:
                 DoRA is 0.
             ModelError: the weights cannot be read, or have changed since the model was loaded.
         """
-        found = hashlib.sha256(str(self.file.invocation_tokens or "").encode())
-        factors: dict[str, dict[str, NDArray[Any]]] = {}
-        with adapter_errors(), AdapterData(self.file) as data:
-            for name in sorted(self._modules):
-                stored = self.file.factors[self._modules[name]]
-                read = {factor: data.read(tensor) for factor, tensor in stored.tensors.items()}
-                if not known:
-                    a, b = read["A"], read["B"]
-                    facts = name, self._scales[name].hex(), a.dtype.name, b.dtype.name, *b.shape
-                    others = [f"{key} {it.dtype}" for key, it in read.items() if key not in "AB"]
-                    found.update(" ".join([f"{facts} {a.shape}", *others]).encode())
-                    for factor, array in read.items():
-                        found.update(np.ascontiguousarray(array).view(np.uint8).data)
-                        self._check_finite(array, name, factor)
-                if name in self._model.modules:
-                    factors[name] = {key: self._narrow(array) for key, array in read.items()}
-            data.check()
-        return LoadedAdapter(None if known else found.hexdigest(), self._slices(factors, norms))
+        files = {name: self.file.factors[stored].tensors for name, stored in self._modules.items()}
+        first = min(it.begin for tensors in files.values() for it in tensors.values())
+        facts = [
+            (name, self._scales[name].hex(), part, it.begin - first, it.dtype, it.shape, it.strides)
+            for name, tensors in sorted(files.items())
+            for part, it in tensors.items()
+        ]
+        hashed = hashlib.sha256(f"{self.file.invocation_tokens} {facts}".encode())
 
-    def _check_finite(self, array: NDArray[Any], name: str, factor: str) -> None:
-        """Raise `AdapterError` if a number is not finite in the model's type."""
+        def add(blocks: list[NDArray[Any]]) -> None:
+            for block in blocks:
+                hashed.update(block.view(np.uint8).data)
+
+        with adapter_errors(), AdapterData(self.file) as data, ThreadPoolExecutor(1) as thread:
+            for names in _pieces(files):
+                keys = [(name, part) for name in names for part in files[name]]
+                blocks, arrays = data.read([files[name][part] for name, part in keys])
+                adding = thread.submit(add, blocks)
+                tensors = dict(zip(keys, arrays, strict=True))
+                if not all(self._is_finite(block) for block in blocks):
+                    self._check_tensors(tensors)
+                for name in names:
+                    if name in self._model.modules:
+                        read = {part: self._narrow(tensors[name, part]) for part in files[name]}
+                        self._use_slices(name, read, use, norms)
+                adding.result()
+            data.check()
+        return hashed.hexdigest()
+
+    def _is_finite(self, array: NDArray[Any]) -> bool:
+        """Return True if all numbers are finite in the model's type."""
         # Without their signs, floats are in the order of their bits; NaN is the largest.
-        bits = array.view(f"u{array.itemsize}")
-        largest = (bits & (2 ** (8 * array.itemsize - 1) - 1)).max(keepdims=True)
+        sign = 2 ** (8 * array.itemsize - 1)
+        largest = array.view(f"u{array.itemsize}").max(keepdims=True)
+        negative = largest & (sign - 1)
+        positive = array.view(f"i{array.itemsize}").max(keepdims=True).clip(0)
+        both = np.maximum(negative, positive.view(negative.dtype)).view(array.dtype)
         with np.errstate(over="ignore"):  # numbers beyond the type become infinite
-            largest = largest.view(array.dtype).astype(numpy_dtype(self._dtype))
-        if not np.isfinite(largest).all():
-            raise AdapterError(
-                f"{self.file.file}: {factor} of {printable(self._modules[name])} has numbers that "
-                f"are NaN or infinite in {self._dtype}; train the adapter again, or set another "
-                "dtype."
-            )
+            return bool(np.isfinite(both.astype(numpy_dtype(self._dtype))).all())
+
+    def _check_tensors(self, arrays: Mapping[tuple[str, str], NDArray[Any]]) -> None:
+        """Raise `AdapterError` if a tensor has a number that is not finite."""
+        for (name, part), array in arrays.items():
+            if not self._is_finite(array):
+                raise AdapterError(
+                    f"{self.file.file}: {part} of {printable(self._modules[name])} has numbers "
+                    f"that are NaN or infinite in {self._dtype}; train the adapter again, or set "
+                    "another dtype."
+                )
 
     def _narrow(self, array: NDArray[Any]) -> NDArray[Any]:
         return array.astype(numpy_dtype(self._dtype)) if array.itemsize == 8 else array
 
-    def _slices(
-        self, factors: Mapping[str, Mapping[str, NDArray[Any]]], norms: WeightNorms | None
-    ) -> dict[str, list[Slice]]:
-        slices: dict[str, list[Slice]] = {}
-        for name, read in factors.items():
-            module, scale = self._model.modules[name], self._scales[name]
-            order = self.file.row_order(module.source, module.outputs, self._model.head_size)
-            a = read["A"]
-            by_row = {key: array for key, array in read.items() if key != "A"}
-            if order is not None:
-                by_row = {key: array[order] for key, array in by_row.items()}
-            for use in module.uses:
-                own = {key: _select(array, use.rows) for key, array in by_row.items()}
-                b, bias, magnitude = (own.get(key) for key in ("B", "bias", "magnitude"))
-                assert b is not None
-                gain = None
-                if magnitude is not None and norms is not None:
-                    stored = module.source.name.rpartition(".")[0]  # also for a tied LM head
-                    changed = norms.compute(stored, use.rows, a, b, scale)
-                    gain = self._gain(name, magnitude, changed)
-                shape = use.shape
-                slices.setdefault(shape.layer, []).append(
-                    Slice(
-                        shape.begin,
-                        shape.end,
-                        from_numpy(np.ascontiguousarray(a[:, use.columns])),
-                        from_numpy(np.ascontiguousarray(b)),
-                        scale,
-                        # Of the ranks that divide the inputs, the first one adds it.
-                        None
-                        if bias is None or use.columns.start
-                        else np.float32(scale) * bias.astype(np.float32),
-                        gain,
-                    )
-                )
-        return {
-            layer: sorted(own, key=lambda it: it.begin) for layer, own in sorted(slices.items())
-        }
+    def _use_slices(
+        self,
+        name: str,
+        read: Mapping[str, NDArray[Any]],
+        use: Callable[[str, Slice], object],
+        norms: WeightNorms | None,
+    ) -> None:
+        """Call `use` for each linear layer that computes with a module."""
+        module, scale, a = self._model.modules[name], self._scales[name], read["A"]
+        order = self.file.row_order(module.source, module.outputs, self._model.head_size)
+        by_row = {part: array for part, array in read.items() if part != "A"}
+        if order is not None:
+            by_row = {part: array[order] for part, array in by_row.items()}
+        for it in module.uses:
+            own = {part: _select(array, it.rows) for part, array in by_row.items()}
+            b, bias, magnitude = own["B"], own.get("bias"), own.get("magnitude")
+            gain = None
+            if magnitude is not None and norms is not None:
+                stored = module.source.name.rpartition(".")[0]  # also for a tied LM head
+                changed = norms.compute(stored, it.rows, a, b, scale)
+                gain = self._gain(name, magnitude, changed)
+            offset = None
+            if bias is not None and not it.columns.start:
+                # Of the ranks that divide the inputs, the first one adds it.
+                offset = np.float32(scale) * bias.astype(np.float32)
+            columns = from_numpy(np.ascontiguousarray(a[:, it.columns]))
+            outputs = from_numpy(np.ascontiguousarray(b))
+            shape = it.shape
+            one = Slice(shape.begin, shape.end, columns, outputs, scale, offset, gain)
+            use(shape.layer, one)
 
     def _gain(
         self, name: str, magnitude: NDArray[Any], norms: NDArray[np.float32]
@@ -352,16 +375,22 @@ def _select(array: NDArray[Any], rows: Sequence[slice | IntArray]) -> NDArray[An
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
-@dataclass(frozen=True)
-class LoadedAdapter:
-    """Factors of an adapter."""
+def _pieces(files: Mapping[str, Mapping[str, StoredTensor]]) -> Iterator[list[str]]:
+    """Return names of modules in the order of the file, in pieces of `PIECE_NBYTES` or one module.
 
-    content_hash: str | None
-    """SHA-256 of all factors of the file, their scales and the invocation tokens: adapters with one
-    hash are equal. None: it was not computed again."""
-    slices: dict[str, list[Slice]]
-    """Slices of each linear layer that it changes, see `SliceShape.layer`; in the order of the
-    outputs."""
+    Args:
+        files: tensors of each module.
+    """
+    piece: list[str] = []
+    nbytes = 0
+    for name in sorted(files, key=lambda name: min(it.begin for it in files[name].values())):
+        size = sum(math.prod(it.shape) * itemsize(it.dtype) for it in files[name].values())
+        if piece and nbytes + size > PIECE_NBYTES:
+            yield piece
+            piece, nbytes = [], 0
+        piece.append(name)
+        nbytes += size
+    yield piece
 
 
 def open_adapter_file(path: Path, root: Path | None = None) -> AdapterFile:
@@ -378,16 +407,21 @@ def open_adapter_file(path: Path, root: Path | None = None) -> AdapterFile:
         if not path.exists():
             raise AdapterError(f"There is no adapter {path}; name its folder, or its GGUF file.")
         check_place(path, root)
-        if path.is_file():
-            from octavo.checkpoints.gguf.adapter import GGUFAdapter
-
-            return GGUFAdapter(path)
-        if not (path / CONFIG).exists():
+        if not path.is_file() and not (path / CONFIG).exists():
             raise AdapterError(
                 f"{path} has no {CONFIG}: an adapter is a folder with {CONFIG} and "
                 "adapter_model.safetensors, or a GGUF file. Name one of these."
             )
-        return PeftFolder(path)
+        file: AdapterFile
+        if path.is_file():
+            from octavo.checkpoints.gguf.adapter import GGUFAdapter
+
+            file = GGUFAdapter(path)
+        else:
+            file = PeftFolder(path)
+        if root is not None:
+            check_opened(file, root)
+    return file
 
 
 def open_adapter(

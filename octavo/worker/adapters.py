@@ -7,19 +7,20 @@ import queue
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from octavo import _native
 from octavo.checkpoints.base import Tensors
 from octavo.errors import AdapterError, OctavoError
 from octavo.kernels.base import Ops
 from octavo.kernels.lora import LoraTable, LoraWeight
-from octavo.kernels.memory import map_memory
 from octavo.kernels.sizes import lora_nbytes
 from octavo.layers.adapter import Adapters
 from octavo.messages import AdapterChange, AdapterLoaded, AdapterRef
 from octavo.models.adapters import AdaptableModel, Slice, open_adapter
 from octavo.models.weight_norms import WeightNorms
 from octavo.plan.setup import WorkerSetup
+from octavo.worker.platform import Platform
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +32,8 @@ class AdapterStore:
 
     Args:
         setup: the worker's setup.
+        platform: platform of the device.
+        device: the model's device.
         ops: operations that pack weights.
         adapters: the live adapters of the model.
         report: callback for the result of each read, on any thread.
@@ -40,6 +43,8 @@ class AdapterStore:
     def __init__(
         self,
         setup: WorkerSetup,
+        platform: Platform,
+        device: Any,
         ops: Ops,
         adapters: Adapters,
         report: Callable[[AdapterLoaded], object],
@@ -47,6 +52,13 @@ class AdapterStore:
     ) -> None:
         self._setup, self._ops, self._adapters, self._report = setup, ops, adapters, report
         self._open_checkpoint = open_checkpoint
+        self._platform, self._device = platform, device
+        num_slots, nbytes = setup.config.lora.num_in_memory, adapters.slot_nbytes(setup.dtype)
+        self._memory = platform.allocate_cache(num_slots, nbytes, ops)
+        """Memory of each slot: uint8 [slots, slot_nbytes]."""
+        self.nbytes = num_slots * nbytes
+        """Size of this memory."""
+        adapters.put_tables()
         self._model = AdaptableModel(setup.part, adapters.layers)
         self._weights = setup.part.weights()
         self._thread = ThreadPoolExecutor(1, "octavo-adapters", _native.work_alone)
@@ -85,11 +97,12 @@ class AdapterStore:
 
     def _reload(self) -> None:
         for slot, adapter in self._of_weights.items():
-            self._read.put((slot, self._pack(adapter)[0]))
+            self._read.put((slot, self._pack(slot, adapter)[0]))
 
     def _load(self, slot: int, adapter: AdapterRef) -> None:
         try:
-            weights, needs_weights = self._pack(adapter)
+            with self._platform.beside_steps(self._device):
+                weights, needs_weights = self._pack(slot, adapter)
             if needs_weights:
                 self._of_weights[slot] = adapter
             self._read.put((slot, weights))
@@ -102,8 +115,10 @@ class AdapterStore:
         else:
             self._report(AdapterLoaded(slot))
 
-    def _pack(self, adapter: AdapterRef) -> tuple[_Weights, bool]:
-        """Read an adapter; return its packed weights by linear layer.
+    def _pack(self, slot: int, adapter: AdapterRef) -> tuple[_Weights, bool]:
+        """Read an adapter into a slot's memory; return its packed weights by linear layer.
+
+        No step uses the slot from now on.
 
         The second value is True if they depend on the model's weights.
 
@@ -112,46 +127,41 @@ class AdapterStore:
             ModelError: the model's weights cannot be read, or have changed since they were loaded.
         """
         setup, layers = self._setup, self._adapters.layers
-        loaded = open_adapter(
+        opened = open_adapter(
             Path(adapter.path),
             self._model,
             dtype=setup.dtype,
             max_lora_rank=setup.config.lora.max_lora_rank,
-        ).read(norms=WeightNorms(self._weights, self._open_checkpoint))
-        if loaded.content_hash != adapter.content_hash:
+        )
+        weights: _Weights = {
+            shape.layer: [None] * (len(layers[shape.layer].bounds) - 1)
+            for shape, _ in opened.slices
+        }
+        memory = self._memory[slot]
+        begin = 0
+
+        def pack(layer: str, one: Slice) -> None:
+            nonlocal begin
+            (rank, inputs), outputs = one.a.shape, one.b.shape[0]
+            bias = layers[layer].bias
+            affine = one.affine(None if bias is None else self._ops.to_host(bias))
+            has_affine = affine is not None
+            end = begin + lora_nbytes(rank, outputs, inputs, setup.dtype, affine=has_affine)
+            out = memory[begin:end]
+            module = _module_of(layers[layer], one)
+            packed = self._ops.pack_lora(one.a, one.b, one.scale, setup.dtype, out, affine)
+            weights[layer][module] = packed
+            begin += layers[layer].weight_nbytes(module, rank, setup.dtype, affine=has_affine)
+
+        if (
+            opened.read(pack, WeightNorms(self._weights, self._open_checkpoint))
+            != adapter.content_hash
+        ):
             raise AdapterError(
                 f"The files of the adapter {adapter.name!r} in {adapter.path} have changed since "
                 "it was loaded; load it again."
             )
-        places = [
-            (layer, _module_of(layers[layer], one), one)
-            for layer, slices in loaded.slices.items()
-            for one in slices
-        ]
-        biases = {layer: layers[layer].bias for layer in loaded.slices}
-        affine = [
-            one.affine(None if (bias := biases[layer]) is None else self._ops.to_host(bias))
-            for layer, _, one in places
-        ]
-        sizes = [
-            layers[layer].weight_nbytes(
-                module, one.a.shape[0], setup.dtype, affine=more is not None
-            )
-            for (layer, module, one), more in zip(places, affine, strict=True)
-        ]
-        memory = map_memory(sum(sizes))
-        weights: _Weights = {
-            layer: [None] * (len(layers[layer].bounds) - 1) for layer in loaded.slices
-        }
-        begin = 0
-        for (layer, module, one), more, size in zip(places, affine, sizes, strict=True):
-            (rank, inputs), outputs = one.a.shape, one.b.shape[0]
-            end = begin + lora_nbytes(rank, outputs, inputs, setup.dtype, affine=more is not None)
-            out = self._ops.to_device(memory[begin:end])
-            packed = self._ops.pack_lora(one.a, one.b, one.scale, setup.dtype, out, more)
-            weights[layer][module] = packed
-            begin += size
-        return weights, any(one.gain is not None for _, _, one in places)
+        return weights, any("magnitude" in it.tensors for it in opened.file.factors.values())
 
     def shutdown(self) -> None:
         """End the thread, after the adapter that it reads."""
