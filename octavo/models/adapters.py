@@ -202,6 +202,11 @@ class Adapter:
         return self.file.base
 
     @property
+    def stored_names(self) -> list[str]:
+        """Names in the file of the modules that it changes."""
+        return list(self._modules.values())
+
+    @property
     def slices(self) -> list[tuple[SliceShape, int]]:
         """Place and rank of each slice that `read` returns."""
         factors = self.file.factors

@@ -322,6 +322,7 @@ def _plan_experts(setup: WorkerSetup) -> tuple[int, str]:
     if config.load.expert_cache is None:
         return 0, ""
     from octavo.models.expert_cache import describe_speed, find_file
+    from octavo.models.open_model import open_model
 
     ranks = [
         dataclasses.replace(setup, rank=Rank.of(i, device)) for i in range(setup.rank.world_size)
@@ -330,7 +331,8 @@ def _plan_experts(setup: WorkerSetup) -> tuple[int, str]:
     nbytes = sum(rank.expert_slots * size.largest for rank, size in zip(ranks, sizes, strict=True))
     total, slots = sum(size.count for size in sizes), sum(rank.expert_slots for rank in ranks)
     note = f" = {slots:,} of {total:,} experts"
-    file = find_file(config, setup.part, setup.model_path, setup.dtype)
+    checkpoint = open_model(config, setup.model_path)
+    file = find_file(config, setup.part, checkpoint, setup.dtype)
     if file is not None:
         others = sum(rank.part.weight_nbytes(setup.dtype) for rank in ranks)
         others -= sum(size.nbytes for size in sizes)
