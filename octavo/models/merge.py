@@ -194,7 +194,7 @@ def _read_changes(file: AdapterFile, expected: Expected) -> dict[str, _Change]:
     with adapter_errors(), AdapterData(file) as data:
         for stored, factors in file.factors.items():
             if (name := stored_names.get(stored)) is not None:  # else, a weight of another rank
-                a, b = data.read(factors.a), data.read(factors.b)
+                _, (a, b) = data.read([factors.a, factors.b])
                 changes[name] = _Change(a, b, file.scale(stored))
         data.check()
     return changes
