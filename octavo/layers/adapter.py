@@ -1,8 +1,9 @@
-"""The linear layers of a model that adapters change, and the adapters in their slots."""
+"""The layers of a model that adapters change, and the adapters in their slots."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from octavo.kernels.base import Ops
@@ -35,8 +36,27 @@ class AdaptedLinear:
             self.adapters.ops.add_lora(out, x, slots, self.table)
 
 
+@dataclass(slots=True)
+class AdaptedEmbedding:
+    """Changes of adapters to the embedding."""
+
+    adapters: Adapters
+    table: LoraTable
+
+    def add(self, out: Tensor, ids: Tensor) -> None:
+        """Add the changes to rows of the table, if the step has an adapter.
+
+        Args:
+            out: rows [T, size], of the model's type.
+            ids: their tokens, int64 [T].
+        """
+        slots = self.adapters.slots
+        if slots is not None:
+            self.adapters.ops.add_lora_embedding(out, ids, slots, self.table)
+
+
 class Adapters:
-    """All linear layers of a model that adapters may change.
+    """All layers of a model that adapters may change.
 
     Args:
         ops: table of operations.
@@ -49,8 +69,9 @@ class Adapters:
         self.layers: dict[str, LoraTable] = {}
         """Adapters of each layer, by the layer's name, such as "layers.0.0.qkv."."""
         self.slots: Tensor | None = None
-        """Slot of each token of the step that runs or is recorded, int32 [T], -1 for none; None: no
-        token has an adapter, and no kernel is called."""
+        """Slot of each row that layers compute now, int32 [T], -1 for none; None: no row has an
+        adapter, and no kernel is called."""
+        self._linear: list[LoraTable] = []
         self._num_slots = num_slots
         self._max_rank = max_rank
 
@@ -62,8 +83,43 @@ class Adapters:
             outputs: number of outputs of each stacked module that the rank computes.
             inputs: number of inputs that the rank uses.
         """
-        table = self.layers[name] = LoraTable(self._num_slots, outputs, inputs, self._max_rank)
+        table = self._add(name, outputs, inputs)
+        self._linear.append(table)
         return AdaptedLinear(self, table)
+
+    def embedding(self, name: str, size: int, vocab_size: int) -> AdaptedEmbedding:
+        """Return the changes to the embedding of tokens, which has none yet.
+
+        Args:
+            name: name of the layer.
+            size: numbers of an embedding.
+            vocab_size: number of tokens.
+        """
+        return AdaptedEmbedding(self, self._add(name, [size], vocab_size))
+
+    def _add(self, name: str, outputs: Sequence[int], inputs: int) -> LoraTable:
+        table = self.layers[name] = LoraTable(self._num_slots, outputs, inputs, self._max_rank)
+        return table
+
+    @contextmanager
+    def use(self, slots: Tensor | None) -> Iterator[None]:
+        """Compute rows with these `slots` within the context."""
+        before, self.slots = self.slots, slots
+        try:
+            yield
+        finally:
+            self.slots = before
+
+    def slots_of(self, rows: Tensor) -> Tensor | None:
+        """Return the slots of some of the rows: int32 [M] for indices int64 [M].
+
+        A recorded step gathers them when it runs.
+        """
+        if self.slots is None:
+            return None
+        numbers = self.slots.view("float32").view(len(self.slots), 1)  # the bits are only copied
+        slots: Tensor = self.ops.embedding(numbers, rows).view("int32").view(len(rows))
+        return slots
 
     def slot_nbytes(self, dtype: str) -> int:
         """Return the bytes of an adapter of the largest rank that changes all layers."""
@@ -77,7 +133,7 @@ class Adapters:
         """Return an upper bound of the bytes that `Ops.add_lora` uses."""
         return max(
             lora_scratch_nbytes(table.max_rank, len(table.bounds) - 1, table.inputs, threads)
-            for table in self.layers.values()
+            for table in self._linear
         )
 
     def set(self, slot: int, weights: Mapping[str, Sequence[LoraWeight | None]]) -> None:

@@ -25,6 +25,7 @@ from octavo.checkpoints.base import Source, shorten_names
 from octavo.checkpoints.model_files import printable
 from octavo.errors import AdapterError
 from octavo.models.blocks.attention import AttentionSpec
+from octavo.models.blocks.embedding import EmbedSpec
 from octavo.models.forms import without_forms
 from octavo.models.loader import rows_of
 from octavo.models.spec import ModelSpec
@@ -33,12 +34,20 @@ from octavo.quantization.base import IntArray
 from octavo.quantization.plain import PLAIN
 from octavo.system.tensor import HostTensor, from_numpy, numpy_dtype
 
-_NOT_LINEAR = "embeddings, norms, and weights that have other uses, too,"
+_NOT_LINEAR = "norms, other embeddings than that of tokens, and weights with several uses"
+EMBED = "embed."
+"""Name of the embedding of tokens, as `SliceShape.layer`."""
+_LM_HEAD = "lm_head."
+_TIED_HEAD = "lm_head"
+"""Module of an LM head that is tied to the embedding: adapters distinguish the two."""
 
 
 @dataclass(frozen=True)
 class Slice:
-    """Change of some outputs of a linear layer: y[:, begin:end] += scale * (x A^T) B^T."""
+    """Change of some outputs of a linear layer: y[:, begin:end] += scale * (x A^T) B^T.
+
+    The inputs of the embedding are tokens, of which x has a one.
+    """
 
     begin: int
     """First output of the layer, or of the rank's part of it."""
@@ -80,7 +89,15 @@ class _Module:
     outputs: int
     inputs: int
     uses: tuple[_Use, ...]
-    """Uses by linear layers; a rank may have none."""
+    """Uses by layers; a rank may have none."""
+    is_embedding: bool = False
+    """True for the embedding of tokens: the inputs are tokens."""
+
+    @property
+    def weight_shape(self) -> tuple[int, int]:
+        """Shape of the weight, which has a row for each token if it is an embedding."""
+        shape = self.outputs, self.inputs
+        return shape[::-1] if self.is_embedding else shape
 
 
 class AdaptableModel:
@@ -113,8 +130,14 @@ class AdaptableModel:
         """Modules that adapters may change, by their names."""
         self.others: dict[str, str] = {}
         """Other modules, and their kind for an error message."""
+        if spec.has_embed:
+            self._add_embedding(spec.embed)
+        elif spec.tied:
+            self.elsewhere.append(spec.embed.module)
+        if spec.tied and not spec.has_head:
+            self.elsewhere.append(_TIED_HEAD)
         for weight in spec.weights():
-            self._add(weight, is_tied_head=spec.tied and weight.name == "lm_head.weight")
+            self._add(weight, spec.embed.module)
         if layers is not None:
             for name, module in self.modules.items():
                 if any(use.shape.layer not in layers for use in module.uses):
@@ -137,13 +160,24 @@ class AdaptableModel:
             }
         return self._by_stored[file.naming]
 
-    def _add(self, weight: Weight, *, is_tied_head: bool) -> None:
+    def _add_embedding(self, spec: EmbedSpec) -> None:
+        """Add the embedding of tokens; its inputs are tokens."""
+        shape = SliceShape(EMBED, 0, spec.size, spec.vocab_size)
+        use = _Use(shape, (slice(None),), slice(None))
+        source = Source(f"{spec.module}.weight", (spec.vocab_size, spec.size))
+        self.modules[spec.module] = _Module(
+            spec.module, source, spec.size, spec.vocab_size, (use,), is_embedding=True
+        )
+
+    def _add(self, weight: Weight, embedding: str) -> None:
+        """Add a weight; an adapter of the embedding of tokens changes no weight tied to it."""
         begin = 0
         for source in weight.sources:
             name = source.name.removesuffix(".weight")
-            if is_tied_head:  # an adapter changes the head, not the embedding
-                self.others[name] = _NOT_LINEAR
-                name = "lm_head"
+            if name == embedding:
+                if weight.name != f"{_LM_HEAD}weight":
+                    continue
+                name = _TIED_HEAD
             if weight.expert is not None or source.index is not None:
                 self.others[name] = "experts"
             elif weight.kind == "linear" and weight.form == PLAIN:
@@ -345,6 +379,10 @@ def open_adapter(
     modules = _match_modules(file, model)
     for name, stored in modules.items():
         _check_factors(file, stored, model.modules.get(name), max_lora_rank)
+    for stored, shape in file.copies.items():
+        module = model.modules.get(model.by_stored(file).get(stored, ""))
+        if module is not None:
+            _check_shape(file, f"the copy of {printable(stored)} of the base is", shape, module)
     return Adapter(file, model, modules, dtype)
 
 
@@ -408,11 +446,40 @@ def _check_factors(
         )
     if module is None:  # another stage checks the shapes
         return
-    found = factors.b.shape[0], factors.a.shape[1]
-    if found != (module.outputs, module.inputs):
-        base = "" if file.base is None else f" It was trained for {printable(file.base)}."
+    if factors.of_embedding != module.is_embedding:
         raise AdapterError(
-            f"{file.file}: the factors of {printable(stored)} change a weight {list(found)}, and "
-            f"that of the model is {[module.outputs, module.inputs]}.{base} Load an adapter of "
-            "this model."
+            f"{file.file}: the factors of {printable(stored)} are those of "
+            f"{_kind_of(factors.of_embedding)}, and the model has {_kind_of(module.is_embedding)} "
+            "there. Load an adapter of this model."
         )
+    found = factors.b.shape[0], factors.a.shape[1]
+    if factors.of_embedding:
+        found = found[::-1]
+    _check_shape(file, f"the factors of {printable(stored)} change", found, module)
+
+
+def _kind_of(is_embedding: bool) -> str:
+    return "an embedding" if is_embedding else "a linear layer"
+
+
+def _check_shape(file: AdapterFile, what: str, found: tuple[int, ...], module: _Module) -> None:
+    """Raise `AdapterError` if a weight in the file has another shape than the module's.
+
+    Args:
+        file: the file.
+        what: beginning of a message about the weight.
+        found: the weight's shape.
+        module: the module.
+    """
+    if found == module.weight_shape:
+        return
+    added = found[0] - module.weight_shape[0]
+    if added > 0 and any(use.shape.layer in (EMBED, _LM_HEAD) for use in module.uses):
+        advice = f"The training has added {added} tokens, which is not supported: {MERGE}."
+    else:
+        base = "" if file.base is None else f"It was trained for {printable(file.base)}. "
+        advice = f"{base}Load an adapter of this model."
+    raise AdapterError(
+        f"{file.file}: {what} a weight {list(found)}, and that of the model is "
+        f"{list(module.weight_shape)}. {advice}"
+    )
