@@ -41,7 +41,6 @@ _KINDS = {
     "use_qalora": "QA-LoRA",
     "use_bdlora": "block-diagonal LoRA",
     "alora_invocation_tokens": "activated LoRA (aLoRA)",
-    "modules_to_save": "LoRA with trained modules",
     "trainable_token_indices": "LoRA with trained tokens",
     "target_parameters": "LoRA of the weights of experts",
     "layer_replication": "LoRA with repeated layers",
@@ -69,6 +68,10 @@ _FACTOR = re.compile(
     r"\.lora_(?:(?P<linear>[AB])(?:\.[\w-]+)?\.weight|embedding_(?P<embedding>[AB])(?:\.[\w-]+)?)$"
 )
 """Ends of the names of factors; older files also have the name of the adapter, such as default."""
+_TRAINED = re.compile(
+    r"(?P<module>[\w.-]+?)(?:\.modules_to_save(?:\.[\w-]+)?)?\.(?P<tensor>weight|bias)"
+)
+"""Names of whole weights; older files also say where PEFT keeps them."""
 _COPY = re.compile(r"\.base_layer\.(weight|bias)$")
 """Ends of the names of copies of the base's weights."""
 _OTHER_TENSORS = {
@@ -119,6 +122,8 @@ class AdapterFile(Protocol):
     """Files with equal texts have equal `names`."""
     factors: Mapping[str, Factors]
     """Factors of each module, by the module's name in the file."""
+    trained: Mapping[str, Mapping[str, StoredTensor]]
+    """Weight and bias of each module that the adapter replaces (modules_to_save)."""
     copies: Mapping[str, tuple[int, ...]]
     """Shapes of the copies of the base's weights, by the module's name in the file. PEFT writes
     them with LoRA of the embedding or of the LM head; they are not read."""
@@ -203,6 +208,7 @@ class PeftFolder:
             if name.endswith(".weight")
         }
         rest = {name: tensor for name, tensor in tensors.items() if name not in copies}
+        self.trained: Mapping[str, Mapping[str, StoredTensor]] = _find_trained(self.file, rest)
         self.factors: Mapping[str, Factors] = _pair(self.file, rest)
 
     def scale(self, module: str) -> float:
@@ -329,6 +335,38 @@ class _Patterns:
         return self._numbers[min(found)] if found else None
 
 
+def _find_trained(
+    file: Path, tensors: Mapping[str, StoredTensor]
+) -> dict[str, dict[str, StoredTensor]]:
+    """Return the tensors of the modules that an adapter replaces, by module.
+
+    Raises:
+        AdapterError: a tensor has a wrong type, or is there twice.
+    """
+    found: dict[str, dict[str, StoredTensor]] = {}
+    for name, tensor in tensors.items():
+        match = _TRAINED.fullmatch(whole := _plain_name(name))
+        if match is None or _is_part_of_lora(whole):
+            continue
+        if match["tensor"] in found.setdefault(match["module"], {}):
+            raise AdapterError(
+                f"{file} has the {match['tensor']} of {printable(match['module'])} twice; save the "
+                "adapter again."
+            )
+        if tensor.dtype not in FLOATS:
+            raise AdapterError(
+                f"{file}: {printable(name)} has type {tensor.dtype}; supported: "
+                f"{', '.join(FLOATS)}. Save the adapter in one of these."
+            )
+        found[match["module"]][match["tensor"]] = tensor
+    return found
+
+
+def _is_part_of_lora(name: str) -> bool:
+    """Return True for the name of a factor, or of another tensor that makes a kind of LoRA."""
+    return bool(_FACTOR.search(name)) or any(re.search(end, name) for end in _OTHER_TENSORS)
+
+
 def _pair(file: Path, tensors: Mapping[str, StoredTensor]) -> dict[str, Factors]:
     """Return the factors of each module.
 
@@ -342,7 +380,10 @@ def _pair(file: Path, tensors: Mapping[str, StoredTensor]) -> dict[str, Factors]
         match = _FACTOR.search(whole)
         if match is None:
             kinds = (kind for end, kind in _OTHER_TENSORS.items() if re.search(end, whole))
-            kind = next(kinds, "LoRA with trained modules (modules_to_save, resized embeddings)")
+            kind = next(kinds, None)
+            if kind is None and _TRAINED.fullmatch(whole):
+                continue
+            kind = kind or "LoRA with other tensors than weights and biases"
             raise AdapterError(
                 f"{file} has {printable(name)}: {kind} is not supported. Train without it, or "
                 f"{MERGE}."

@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from octavo.kernels.base import Ops
-from octavo.kernels.lora import LoraTable, LoraWeight
-from octavo.kernels.sizes import lora_scratch_nbytes
+from octavo.kernels.lora import LINE, LoraTable, LoraWeight
+from octavo.kernels.sizes import lora_scratch_nbytes, packed_nbytes
+from octavo.system.dtypes import DTYPE_NBYTES
 from octavo.system.tensor import Tensor
+
+if TYPE_CHECKING:
+    from octavo.layers.linear import Linear
 
 
 @dataclass(slots=True)
@@ -55,6 +60,28 @@ class AdaptedEmbedding:
             self.adapters.ops.add_lora_embedding(out, ids, slots, self.table)
 
 
+@dataclass(slots=True)
+class ReplacedLinear:
+    """Linear layer in whose place adapters may have their own (PEFT: modules_to_save)."""
+
+    outputs: int
+    inputs: int
+    has_bias: bool
+    linears: list[Linear | None]
+    """The layer of each slot; None: the adapter has none."""
+
+    def nbytes(self, dtype: str) -> int:
+        """Return the bytes of the weight and the bias of an adapter's layer, in whole lines."""
+        weight, bias = self.sizes(dtype)
+        return weight + bias
+
+    def sizes(self, dtype: str) -> tuple[int, int]:
+        """Return the bytes of an adapter's packed weight and of its bias, in whole lines."""
+        bias = self.outputs * DTYPE_NBYTES[dtype] if self.has_bias else 0
+        weight = packed_nbytes(self.outputs, self.inputs, dtype)
+        return -(-weight // LINE) * LINE, -(-bias // LINE) * LINE
+
+
 class Adapters:
     """All layers of a model that adapters may change.
 
@@ -68,6 +95,8 @@ class Adapters:
         self.ops = ops
         self.layers: dict[str, LoraTable] = {}
         """Adapters of each layer, by the layer's name, such as "layers.0.0.qkv."."""
+        self.replaced: dict[str, ReplacedLinear] = {}
+        """Layers that adapters may replace, by their names, such as "poolers.classify.0."."""
         self.slots: Tensor | None = None
         """Slot of each row that layers compute now, int32 [T], -1 for none; None: no row has an
         adapter, and no kernel is called."""
@@ -97,6 +126,19 @@ class Adapters:
         """
         return AdaptedEmbedding(self, self._add(name, [size], vocab_size))
 
+    def replace(self, name: str, outputs: int, inputs: int, *, has_bias: bool) -> ReplacedLinear:
+        """Return the layers of adapters in place of a linear layer; there are none yet.
+
+        Args:
+            name: name of the layer.
+            outputs: number of its outputs.
+            inputs: number of its inputs.
+            has_bias: True if it has a bias.
+        """
+        linears: list[Linear | None] = [None] * self._num_slots
+        self.replaced[name] = ReplacedLinear(outputs, inputs, has_bias, linears)
+        return self.replaced[name]
+
     def _add(self, name: str, outputs: Sequence[int], inputs: int) -> LoraTable:
         table = self.layers[name] = LoraTable(self._num_slots, outputs, inputs, self._max_rank)
         return table
@@ -122,12 +164,13 @@ class Adapters:
         return slots
 
     def slot_nbytes(self, dtype: str) -> int:
-        """Return the bytes of an adapter of the largest rank that changes all layers."""
-        return sum(
+        """Return the bytes of an adapter of the largest rank that changes and replaces all."""
+        changes = sum(
             table.weight_nbytes(module, table.max_rank, dtype)
             for table in self.layers.values()
             for module in range(len(table.bounds) - 1)
         )
+        return changes + sum(layer.nbytes(dtype) for layer in self.replaced.values())
 
     def scratch_nbytes(self, threads: int) -> int:
         """Return an upper bound of the bytes that `Ops.add_lora` uses."""
@@ -136,14 +179,22 @@ class Adapters:
             for table in self._linear
         )
 
-    def set(self, slot: int, weights: Mapping[str, Sequence[LoraWeight | None]]) -> None:
+    def set(
+        self,
+        slot: int,
+        weights: Mapping[str, Sequence[LoraWeight | None]],
+        linears: Mapping[str, Linear],
+    ) -> None:
         """Put an adapter in a slot, between two steps; it takes effect at once.
 
         Args:
             slot: index of the slot.
             weights: weights for each module of each layer that the adapter changes; they must stay
                 in memory until the slot has another adapter.
+            linears: the layers that replace those of the model.
         """
+        for name, layer in self.replaced.items():
+            layer.linears[slot] = linears.get(name)
         for name, table in self.layers.items():
             if name in weights:
                 table.set(slot, weights[name])
@@ -152,4 +203,4 @@ class Adapters:
 
     def clear(self, slot: int) -> None:
         """Remove the adapter from a slot."""
-        self.set(slot, {})
+        self.set(slot, {}, {})

@@ -26,6 +26,7 @@ from octavo.checkpoints.model_files import printable
 from octavo.errors import AdapterError
 from octavo.models.blocks.attention import AttentionSpec
 from octavo.models.blocks.embedding import EmbedSpec
+from octavo.models.blocks.pooler import PoolerSpec
 from octavo.models.forms import without_forms
 from octavo.models.loader import rows_of
 from octavo.models.spec import ModelSpec
@@ -100,6 +101,26 @@ class _Module:
         return shape[::-1] if self.is_embedding else shape
 
 
+@dataclass(frozen=True)
+class _Replaceable:
+    """Module in whose place adapters may have their own."""
+
+    layers: tuple[str, ...]
+    """Prefixes of the names of its layer's weights, one for each pooler."""
+    shapes: dict[str, tuple[int, ...]]
+    """Shapes of its tensors: weight, and bias if it has one."""
+
+
+@dataclass(frozen=True)
+class TrainedLinear:
+    """Linear layer in place of the model's."""
+
+    weight: HostTensor
+    """Weight [outputs, inputs], of the types of `Slice.a`, and finite."""
+    bias: HostTensor | None
+    """Bias [outputs]."""
+
+
 class AdaptableModel:
     """Modules of a model's checkpoint, and the linear layers that compute with them.
 
@@ -130,6 +151,10 @@ class AdaptableModel:
         """Modules that adapters may change, by their names."""
         self.others: dict[str, str] = {}
         """Other modules, and their kind for an error message."""
+        self.replaceable: dict[str, _Replaceable] = {}
+        """Modules in whose place adapters may have their own, by their names."""
+        for pooler in spec.poolers if spec.has_head else ():
+            self._add_replaceable(pooler)
         if spec.has_embed:
             self._add_embedding(spec.embed)
         elif spec.tied:
@@ -159,6 +184,19 @@ class AdaptableModel:
                 for stored in file.names(name, self.expected)
             }
         return self._by_stored[file.naming]
+
+    def _add_replaceable(self, pooler: PoolerSpec) -> None:
+        for i, dense in enumerate(pooler.token_dense + pooler.dense):
+            if (linear := dense.linear) is None or not pooler.is_replaceable(linear):
+                continue
+            ((name, outputs),) = linear.modules
+            known = self.replaceable.get(name)
+            layers = () if known is None else known.layers
+            shapes: dict[str, tuple[int, ...]] = {"weight": (outputs, linear.inputs)}
+            if linear.bias:
+                shapes["bias"] = (outputs,)
+            layer = f"poolers.{pooler.task}.{i}."
+            self.replaceable[name] = _Replaceable((*layers, layer), shapes)
 
     def _add_embedding(self, spec: EmbedSpec) -> None:
         """Add the embedding of tokens; its inputs are tokens."""
@@ -214,14 +252,21 @@ class Adapter:
         file: its files.
         model: the model.
         modules: the name in the file of each module that it changes.
+        replaced: the name in the file of each module that it replaces.
         dtype: type of weights and activations: float32, float16 or bfloat16.
     """
 
     def __init__(
-        self, file: AdapterFile, model: AdaptableModel, modules: Mapping[str, str], dtype: str
+        self,
+        file: AdapterFile,
+        model: AdaptableModel,
+        modules: Mapping[str, str],
+        replaced: Mapping[str, str],
+        dtype: str,
     ) -> None:
         self.file = file
         self._model, self._modules, self._dtype = model, modules, dtype
+        self._replaced = replaced
         self._scales = {name: file.scale(stored) for name, stored in modules.items()}
 
     @property
@@ -267,14 +312,31 @@ class Adapter:
                     for array in (a, b):
                         found.update(np.ascontiguousarray(array).view(np.uint8).data)
                     for factor, array in (("A", a), ("B", b)):
-                        self._check_finite(array, name, factor)
+                        self._check_finite(array, self._modules[name], factor)
                 if name in self._model.modules:
                     factors[name] = self._narrow(a), self._narrow(b)
+            trained: dict[str, TrainedLinear] = {}
+            for name in sorted(self._replaced):
+                tensors = {
+                    kind: data.read(tensor)
+                    for kind, tensor in sorted(self.file.trained[self._replaced[name]].items())
+                }
+                if not known:
+                    for kind, array in tensors.items():
+                        found.update(f"{name} {kind} {array.dtype.name} {array.shape}".encode())
+                        found.update(np.ascontiguousarray(array).view(np.uint8).data)
+                        self._check_finite(array, self._replaced[name], f"the {kind}")
+                if name in self._model.replaceable:
+                    own = {k: from_numpy(self._narrow(array)) for k, array in tensors.items()}
+                    linear = TrainedLinear(own["weight"], own.get("bias"))
+                    layers = self._model.replaceable[name].layers
+                    trained |= dict.fromkeys(layers, linear)
             data.check()
-        return LoadedAdapter(None if known else found.hexdigest(), self._slices(factors))
+        content_hash = None if known else found.hexdigest()
+        return LoadedAdapter(content_hash, self._slices(factors), trained)
 
-    def _check_finite(self, array: NDArray[Any], name: str, factor: str) -> None:
-        """Raise `AdapterError` if a number is not finite in the model's type."""
+    def _check_finite(self, array: NDArray[Any], stored: str, tensor: str) -> None:
+        """Raise `AdapterError` if a number of a module is not finite in the model's type."""
         # Without their signs, floats are in the order of their bits; NaN is the largest.
         bits = array.view(f"u{array.itemsize}")
         largest = (bits & (2 ** (8 * array.itemsize - 1) - 1)).max(keepdims=True)
@@ -282,7 +344,7 @@ class Adapter:
             largest = largest.view(array.dtype).astype(numpy_dtype(self._dtype))
         if not np.isfinite(largest).all():
             raise AdapterError(
-                f"{self.file.file}: {factor} of {printable(self._modules[name])} has numbers that "
+                f"{self.file.file}: {tensor} of {printable(stored)} has numbers that "
                 f"are NaN or infinite in {self._dtype}; train the adapter again, or set another "
                 "dtype."
             )
@@ -326,6 +388,8 @@ class LoadedAdapter:
     slices: dict[str, list[Slice]]
     """Slices of each linear layer that it changes, see `SliceShape.layer`; in the order of the
     outputs."""
+    trained: dict[str, TrainedLinear]
+    """Linear layers in place of the model's, by the prefix of the names of their weights."""
 
 
 def open_adapter_file(path: Path, root: Path | None = None) -> AdapterFile:
@@ -383,7 +447,7 @@ def open_adapter(
         module = model.modules.get(model.by_stored(file).get(stored, ""))
         if module is not None:
             _check_shape(file, f"the copy of {printable(stored)} of the base is", shape, module)
-    return Adapter(file, model, modules, dtype)
+    return Adapter(file, model, modules, _match_replaced(file, model), dtype)
 
 
 def _match_modules(file: AdapterFile, model: AdaptableModel) -> dict[str, str]:
@@ -428,6 +492,39 @@ def _match_modules(file: AdapterFile, model: AdaptableModel) -> dict[str, str]:
             f"the adapter without, or {MERGE}."
         )
     return matched
+
+
+def _match_replaced(file: AdapterFile, model: AdaptableModel) -> dict[str, str]:
+    """Return the name in the file of each module that the adapter replaces.
+
+    Raises:
+        AdapterError: the model does not have a module, or adapters cannot replace it.
+    """
+    by_stored = model.by_stored(file)
+    matched: dict[str, str] = {}
+    for stored, tensors in file.trained.items():
+        name = by_stored.get(stored, stored)
+        if name not in model.elsewhere and name not in model.replaceable:
+            raise AdapterError(
+                f"{file.file} replaces {printable(stored)} (modules_to_save). Adapters can replace "
+                "the heads of classifiers only. Name other modules in target_modules instead, or "
+                f"{MERGE}."
+            )
+        known = model.replaceable.get(name)
+        found = {kind: tensor.shape for kind, tensor in tensors.items()}
+        if known is not None and found != known.shapes:
+            raise AdapterError(
+                f"{file.file}: {printable(stored)} has {_shapes(found)}, and that of the model has "
+                f"{_shapes(known.shapes)}. Load an adapter of a model with as many classes and the "
+                "same head."
+            )
+        matched[name] = stored
+    return matched
+
+
+def _shapes(shapes: Mapping[str, tuple[int, ...]]) -> str:
+    """Return the shapes of tensors for an error message."""
+    return " and ".join(f"{kind} {list(shape)}" for kind, shape in sorted(shapes.items()))
 
 
 def _check_factors(

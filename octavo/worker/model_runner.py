@@ -776,7 +776,7 @@ class ModelRunner:
         row = self.state.batch.add(req_id, data)
         self._add_sampling(req_id, row, data)
         if data.pooling is not None and self._pooling is not None:
-            self._pooling.add_row(row, data.pooling)
+            self._pooling.add_row(row, data.pooling, data.adapter_slot)
         if self.state.proposer is not None:
             self.state.proposer.add_row(row, data)
         if data.sampling_params.prompt_logprobs is not None:

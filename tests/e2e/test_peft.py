@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import warnings
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ from numpy.typing import NDArray
 
 from octavo import LLM, LoRARequest, SamplingParams
 from tests.models.harness import make_hf
-from tests.models.test_parity import CASES, TEXT_PARTS
+from tests.models.test_encoders import SIZES as ENCODER
+from tests.models.test_parity import CASES, SIZES, TEXT_PARTS
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("peft") is None,
@@ -39,13 +41,17 @@ def make_base(case: str, folder: Path, **fields: Any) -> Path:
 def make_adapter(base: Path, folder: Path, seed: int = 1, **config: Any) -> Any:
     """Return PEFT's model with a random adapter, and write the adapter."""
     from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM
+    import transformers
 
+    architecture = json.loads((base / "config.json").read_text())["architectures"][0]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # tied weights
-        model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+        model = getattr(transformers, architecture).from_pretrained(base)
         torch.manual_seed(seed)
         adapted = get_peft_model(model, LoraConfig(r=4, init_lora_weights=False, **config)).eval()
+        for name, tensor in adapted.named_parameters():
+            if "modules_to_save" in name:
+                torch.nn.init.normal_(tensor)
         adapted.save_pretrained(folder)
     return adapted
 
@@ -157,3 +163,57 @@ def test_quantized_tables(tmp_path: Path) -> None:
     targets = {name: {"target_modules": modules} for name, modules in TARGETS.items()}
     with LLM(model=str(base), quantization="int8", **LORA) as llm:
         check(llm, base, targets, 0.05)
+
+
+CLASSIFIERS = {
+    "llama": ("LlamaForSequenceClassification", SIZES | {"pad_token_id": 0}, ["q_proj"]),
+    "bert": ("BertForSequenceClassification", ENCODER, ["query", "pooler.dense"]),
+    "roberta": ("RobertaForSequenceClassification", ENCODER, ["value"]),
+}
+
+
+@pytest.mark.parametrize("case", CLASSIFIERS)
+@pytest.mark.parametrize("layout", ["one", "tp", "pp"])
+def test_heads_of_classifiers(case: str, layout: str, tmp_path: Path) -> None:
+    """PEFT saves them whole; a layer before may have factors."""
+    architecture, config, modules = CLASSIFIERS[case]
+    base = tmp_path / "base"
+    make_hf(architecture, **config, num_labels=3).save_pretrained(base)
+    if case != "llama" and layout == "pp":
+        pytest.skip("encoders have one stage")
+    fields = {"target_modules": modules, "task_type": "SEQ_CLS"}
+    models = [make_adapter(base, tmp_path / f"{i}", i, **fields) for i in range(2)]
+    adapters = [LoRARequest(f"{i}", i + 1, str(tmp_path / f"{i}")) for i in range(2)]
+
+    def classify(llm: LLM, asked: list[LoRARequest | None]) -> NDArray[np.float32]:
+        prompts = [{"prompt_token_ids": p} for p, _ in zip(PROMPTS * 2, asked, strict=False)]
+        outputs = llm.classify(prompts, lora_request=asked, use_tqdm=False)
+        return np.array([output.outputs.probs for output in outputs], np.float32)
+
+    with LLM(model=str(base), **LORA, **LAYOUTS[layout]) as llm:
+        alone = [classify(llm, [it]) for it in (*adapters, None)]
+        found = classify(llm, [*adapters, None, *adapters, None])
+    assert (found[:1] == alone[0]).all()
+    for i, model in enumerate(models):
+        for row in (i, i + 3):
+            with torch.no_grad():
+                logits = model(input_ids=torch.tensor([(PROMPTS * 2)[row]])).logits
+            assert np.abs(found[row] - logits.softmax(-1)[0].numpy()).max() < 1e-5
+    assert np.abs(found[:2] - alone[2]).max() > 1e-2
+
+
+def test_heads_of_token_classifiers(tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    make_hf("BertForTokenClassification", **ENCODER, num_labels=3).save_pretrained(base)
+    fields = {"target_modules": ["key"], "task_type": "TOKEN_CLS"}
+    model = make_adapter(base, tmp_path / "a", **fields)
+    with LLM(model=str(base), **LORA) as llm:
+        (output,) = llm.encode(
+            {"prompt_token_ids": PROMPTS[1]},
+            pooling_task="token_classify",
+            lora_request=LoRARequest("a", 1, str(tmp_path / "a")),
+            use_tqdm=False,
+        )
+    with torch.no_grad():
+        expected = model(input_ids=torch.tensor([PROMPTS[1]])).logits[0].softmax(-1).numpy()
+    assert np.abs(np.asarray(output.outputs.data) - expected).max() < 1e-5

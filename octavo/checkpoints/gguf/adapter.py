@@ -52,6 +52,7 @@ class GGUFAdapter:
     """
 
     kind = "LoRA"
+    trained: Mapping[str, Mapping[str, StoredTensor]] = MappingProxyType({})
     copies: Mapping[str, tuple[int, ...]] = MappingProxyType({})
 
     def __init__(self, path: Path) -> None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from octavo._native import ExpertLayer
     from octavo.attention.base import AttentionBackend
     from octavo.kernels.base import Ops, PackedWeight, QuantizedWeight
-    from octavo.layers.adapter import AdaptedEmbedding, AdaptedLinear, Adapters
+    from octavo.layers.adapter import AdaptedEmbedding, AdaptedLinear, Adapters, ReplacedLinear
     from octavo.layers.expert_exchange import ExpertExchange
     from octavo.layers.experts import Experts
     from octavo.layers.layer import Block
@@ -124,8 +124,8 @@ class BlockSpec(ABC):
 
 
 def is_adaptable(name: str) -> bool:
-    """Return True if adapters may change a layer, by its name: all but poolers."""
-    return name.startswith(("layers.", "embed.", "lm_head.", "project."))
+    """Return True if adapters may change a layer, by its name."""
+    return name.startswith(("layers.", "embed.", "lm_head.", "project.", "poolers."))
 
 
 class Parts:
@@ -211,6 +211,17 @@ class Parts:
         if self.adapters is None:
             return None
         return self.adapters.embedding(self._own, size, vocab_size)
+
+    def replaced(self, outputs: int, inputs: int) -> ReplacedLinear | None:
+        """Return the layers of adapters in place of the linear layer that these are the parts of.
+
+        Args:
+            outputs: number of its outputs.
+            inputs: number of its inputs.
+        """
+        if self.adapters is None:
+            return None
+        return self.adapters.replace(self._own, outputs, inputs, has_bias=self.has("bias"))
 
     def linear(self, name: str) -> PackedWeight | QuantizedWeight:
         """Return a packed weight."""
