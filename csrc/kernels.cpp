@@ -7,6 +7,7 @@
 #include "delta_rule.h"
 #include "head_linear.h"
 #include "lora.h"
+#include "lora_embedding.h"
 #include "norm.h"
 #include "rotary.h"
 #include "routing.h"

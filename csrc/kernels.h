@@ -773,6 +773,21 @@ struct LoraArgs {
   }
 };
 
+// Adds the changes of each row's adapter to rows of an embedding: scale * (row `id` of A^T) * B^T.
+struct LoraEmbeddingArgs {
+  const int64_t* ids;  // [rows], tokens
+  void* out;           // [rows, n], their embeddings
+  int64_t out_stride;
+  const int32_t* slots;     // [rows], the adapter of each row; -1: none
+  const LoraSlice* slices;  // [adapters]
+  int64_t rows, vocab, n, max_rank;
+  DType dtype;
+
+  MEMBERS(ids, out, out_stride, slots, slices, rows, vocab, n, max_rank, dtype)
+  void resize(const StepSize& size) { rows = size.rows; }
+  Work work() const { return {2.0 * rows * size_of(dtype) * double(n), 2.0 * rows * max_rank * double(n)}; }
+};
+
 // Packs a matrix [rows, cols] of a LoRA adapter in panels of rows: A in panels of kLoraLanes, B of
 // kLoraPanel.
 struct PackLoraArgs {
@@ -956,6 +971,7 @@ struct Wkv7Args {
   KERNEL(wkv7, Wkv7Args)                  \
   KERNEL(pack_lora, PackLoraArgs)         \
   KERNEL(add_lora, LoraArgs)              \
+  KERNEL(add_lora_embedding, LoraEmbeddingArgs) \
   KERNEL(selective_scan, SelectiveScanArgs)
 
 struct KernelTable {

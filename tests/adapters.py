@@ -13,7 +13,7 @@ from torch import Tensor
 
 from octavo.checkpoints.registry import open_checkpoint
 from octavo.config import EngineConfig
-from octavo.models.adapters import AdaptableModel, LoadedAdapter
+from octavo.models.adapters import EMBED, AdaptableModel, LoadedAdapter
 from octavo.models.blocks.base import is_adaptable
 from octavo.models.hub import resolve_folders
 from octavo.models.registry import read_spec
@@ -35,8 +35,14 @@ def make_factors(
         module = model.modules[name]
         a = torch.randn(rank, module.inputs, generator=generator)
         b = torch.randn(module.outputs, rank, generator=generator)
-        tensors[f"{PREFIX}{name}.lora_A.weight"] = (a / module.inputs**0.5).to(dtype)
-        tensors[f"{PREFIX}{name}.lora_B.weight"] = (b / rank**0.5).to(dtype)
+        first, second = "lora_A.weight", "lora_B.weight"
+        if module.is_embedding:
+            first, second = "lora_embedding_A", "lora_embedding_B"
+            b /= 16
+        else:
+            a /= module.inputs**0.5
+        tensors[f"{PREFIX}{name}.{first}"] = a.to(dtype)
+        tensors[f"{PREFIX}{name}.{second}"] = (b / rank**0.5).to(dtype)
     return tensors
 
 
@@ -50,12 +56,12 @@ def write_adapter(folder: Path, tensors: Mapping[str, Tensor], **fields: Any) ->
 
 
 def builtin_model() -> AdaptableModel:
-    """Return the built-in model, without its LM head."""
+    """Return the built-in model."""
     config = EngineConfig()
     path, _ = resolve_folders(config)
     spec = read_spec(open_checkpoint(path, "auto"), config.model)
     names = {weight.name.removesuffix("weight") for weight in spec.weights()}
-    return AdaptableModel(spec, {name for name in names if is_adaptable(name)})
+    return AdaptableModel(spec, {EMBED, *filter(is_adaptable, names)})
 
 
 def deltas(loaded: LoadedAdapter, shapes: Mapping[str, tuple[int, int]]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from octavo.config import EngineConfig
 from octavo.errors import RequestError
 from octavo.lora_request import LoRARequest
 from octavo.messages import AdapterRef
-from octavo.models.adapters import AdaptableModel, open_adapter
+from octavo.models.adapters import EMBED, AdaptableModel, open_adapter
 from octavo.models.blocks.base import is_adaptable
 from octavo.models.forms import without_forms
 from octavo.models.hub import builtin_adapter
@@ -86,6 +86,7 @@ class AdapterFiles:
         if self._model is None:
             names = {weight.name for weight in without_forms(self._spec).weights()}
             layers = {name.removesuffix("weight") for name in names if is_adaptable(name)}
+            layers.add(EMBED)  # a table that is tied has another name
             self._model = AdaptableModel(self._spec, layers)
         adapter = open_adapter(
             path,

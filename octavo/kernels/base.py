@@ -446,6 +446,20 @@ class Ops(Protocol):
         """
         ...
 
+    def add_lora_embedding(self, out: Tensor, ids: Tensor, slots: Tensor, table: LoraTable) -> None:
+        """Add each row's scale * A^T[id] B^T to rows of an embedding: out [T, N].
+
+        The product is a float32 number, and the sum is rounded once. Rows without an adapter, and
+        those whose id is outside of the table, keep their bits.
+
+        Args:
+            out: embeddings of the model's type, in rows of any stride; changed in place.
+            ids: int64 [T], tokens.
+            slots: int32 [T], the slot of each row's adapter; -1: none.
+            table: the adapters, of one module with a token for each input.
+        """
+        ...
+
     def quantize_weight(
         self,
         weight: Sequence[HostTensor],

@@ -13,7 +13,8 @@ from octavo.system.tensor import Tensor
 LANES, PANEL = 16, 64
 """Rows of a panel of A and of B: kLoraLanes and kLoraPanel in csrc/kernels.h."""
 
-_LINE = 64  # bytes of a cache line
+LINE = 64
+"""Bytes of a cache line, of which each weight has a whole number."""
 
 _SLICE = np.dtype([("a", "u8"), ("b", "u8"), ("rank", "i8"), ("scale", "f4")], align=True)
 """LoraSlice in csrc/kernels.h."""
@@ -68,7 +69,7 @@ class LoraTable:
     def weight_nbytes(self, module: int, rank: int, dtype: str) -> int:
         """Return the bytes of a packed weight for a module, up to the next cache line."""
         outputs = int(self.bounds[module + 1] - self.bounds[module])
-        return -(-lora_nbytes(rank, outputs, self.inputs, dtype) // _LINE) * _LINE
+        return -(-lora_nbytes(rank, outputs, self.inputs, dtype) // LINE) * LINE
 
     def set(self, slot: int, weights: Sequence[LoraWeight | None]) -> None:
         """Put an adapter in a slot: its weights for each module."""

@@ -64,3 +64,26 @@ class NativeLoraOps(NativeMemory):
             dtype=DTYPE_CODES[x.dtype],
             out_dtype=DTYPE_CODES[out.dtype],
         )
+
+    def add_lora_embedding(self, out: Tensor, ids: Tensor, slots: Tensor, table: LoraTable) -> None:
+        """Read the table when the kernel runs."""
+        check_rows(out)
+        (rows,) = ids.shape
+        assert out.shape == (rows, table.bounds[-1])
+        assert ids.dtype == "int64"
+        assert slots.dtype == "int32"
+        assert slots.shape == (rows,)
+        assert ids.is_contiguous()
+        assert slots.is_contiguous()
+        kernels.add_lora_embedding(
+            ids=ids.data_ptr(),
+            out=out.data_ptr(),
+            out_stride=out.stride(0),
+            slots=slots.data_ptr(),
+            slices=table.slices.ctypes.data,
+            rows=rows,
+            vocab=table.inputs,
+            n=out.shape[1],
+            max_rank=table.max_rank,
+            dtype=DTYPE_CODES[out.dtype],
+        )

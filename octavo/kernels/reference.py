@@ -349,6 +349,14 @@ class ReferenceOps:
                     columns = out[:, table.bounds[i] : table.bounds[i + 1]]
                     columns[rows] = (columns[rows] + inner @ weight.b.float().T).to(out.dtype)
 
+    def add_lora_embedding(self, out: Tensor, ids: Tensor, slots: Tensor, table: LoraTable) -> None:
+        """Compute slot by slot."""
+        for slot, (weight,) in enumerate(table.weights):
+            if weight is not None:
+                rows = (slots == slot) & (ids >= 0) & (ids < table.inputs)
+                inner = weight.a.float().T[ids[rows]] * weight.scale
+                out[rows] = (out[rows] + inner @ weight.b.float().T).to(out.dtype)
+
     def quantize_weight(
         self,
         weight: Sequence[HostTensor],

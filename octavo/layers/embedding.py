@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from octavo.kernels.base import Ops, PackedWeight, QuantizedWeight
+from octavo.layers.adapter import AdaptedEmbedding
 from octavo.layers.linear import Linear
 from octavo.layers.norm import Norm, RMSNorm
 from octavo.system.tensor import Tensor
@@ -35,10 +36,14 @@ class Embedding:
     """Type of the result of a quantized table."""
     norm_given: bool = True
     """True if embeddings that arrive with a prompt still need the norm."""
+    adapted: AdaptedEmbedding | None = None
+    """Changes of adapters to the table; None: adapters are off."""
 
     def look_up(self, input_ids: Tensor) -> Tensor:
         """Map input_ids [T] int64 to [T, embed_size], the form of prompts' embeddings."""
         x = self.ops.embedding(self.weight, input_ids, self.dtype)
+        if self.adapted is not None:
+            self.adapted.add(x, input_ids)
         if self.scale is not None and not self.scale_given:
             self.ops.scale_(x, self.scale)
         if self.norm is not None and not self.norm_given:

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.kernels.base import Ops
+from octavo.layers.adapter import Adapters, ReplacedLinear
 from octavo.layers.linear import Linear
 from octavo.layers.norm import Norm
 from octavo.system.tensor import Tensor, dense, from_numpy
@@ -23,6 +24,13 @@ class Dense:
     linear: Linear | None
     activation: str
     norm: Norm | None
+    replaced: ReplacedLinear | None = None
+    """Layers of adapters in place of `linear`; None: there are none."""
+
+    def linear_of(self, slot: int) -> Linear | None:
+        """Return the linear layer of the adapter in a slot; -1: that of the model."""
+        own = None if self.replaced is None or slot < 0 else self.replaced.linears[slot]
+        return own or self.linear
 
 
 @dataclass(slots=True, eq=False)
@@ -37,22 +45,41 @@ class Pooler:
     layers: Sequence[Dense]
     token_layers: Sequence[Dense] = ()
     """Layers of each token before the pooling."""
+    adapters: Adapters | None = None
+    """Adapters, which may change the layers; None: they are off."""
 
-    def of_tokens(self, hidden: Floats) -> Floats:
-        """Map the hidden states float32 [tokens, n] to what is pooled, float32 [tokens, m]."""
-        return self._compute(self.token_layers, hidden)
+    def of_tokens(self, hidden: Floats, slot: int = -1) -> Floats:
+        """Map the hidden states float32 [tokens, n] to what is pooled, float32 [tokens, m].
 
-    def head(self, pooled: Floats) -> Floats:
+        Args:
+            hidden: the hidden states.
+            slot: slot of the text's adapter; -1: none.
+        """
+        return self._compute(self.token_layers, hidden, slot)
+
+    def head(self, pooled: Floats, slot: int = -1) -> Floats:
         """Map pooled vectors float32 [R, n] to the results, float32 [R, size].
 
         A row of the result depends on its row of the input only.
-        """
-        return self._compute(self.layers, pooled)
 
-    def _compute(self, layers: Sequence[Dense], pooled: Floats) -> Floats:
+        Args:
+            pooled: the vectors.
+            slot: slot of the adapter of all rows; -1: none.
+        """
+        return self._compute(self.layers, pooled, slot)
+
+    def _compute(self, layers: Sequence[Dense], pooled: Floats, slot: int) -> Floats:
+        if slot < 0:
+            return self._compute_rows(layers, pooled, slot)
+        assert self.adapters is not None
+        slots = self.ops.to_device(from_numpy(np.full(len(pooled), slot, np.int32)))
+        with self.adapters.use(slots):
+            return self._compute_rows(layers, pooled, slot)
+
+    def _compute_rows(self, layers: Sequence[Dense], pooled: Floats, slot: int) -> Floats:
         for layer in layers:
-            if layer.linear is not None:
-                y: Tensor = layer.linear(self._as_model(pooled), "float32")
+            if (linear := layer.linear_of(slot)) is not None:
+                y: Tensor = linear(self._as_model(pooled), "float32")
                 pooled = _activate(layer.activation, self.ops, y)
             if layer.norm is not None:
                 normed = layer.norm(self._as_model(pooled))

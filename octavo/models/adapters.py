@@ -25,6 +25,8 @@ from octavo.checkpoints.base import Source, shorten_names
 from octavo.checkpoints.model_files import printable
 from octavo.errors import AdapterError
 from octavo.models.blocks.attention import AttentionSpec
+from octavo.models.blocks.embedding import EmbedSpec
+from octavo.models.blocks.pooler import PoolerSpec
 from octavo.models.forms import without_forms
 from octavo.models.loader import rows_of
 from octavo.models.spec import ModelSpec
@@ -33,12 +35,20 @@ from octavo.quantization.base import IntArray
 from octavo.quantization.plain import PLAIN
 from octavo.system.tensor import HostTensor, from_numpy, numpy_dtype
 
-_NOT_LINEAR = "embeddings, norms, and weights that have other uses, too,"
+_NOT_LINEAR = "norms, other embeddings than that of tokens, and weights with several uses"
+EMBED = "embed."
+"""Name of the embedding of tokens, as `SliceShape.layer`."""
+_LM_HEAD = "lm_head."
+_TIED_HEAD = "lm_head"
+"""Module of an LM head that is tied to the embedding: adapters distinguish the two."""
 
 
 @dataclass(frozen=True)
 class Slice:
-    """Change of some outputs of a linear layer: y[:, begin:end] += scale * (x A^T) B^T."""
+    """Change of some outputs of a linear layer: y[:, begin:end] += scale * (x A^T) B^T.
+
+    The inputs of the embedding are tokens, of which x has a one.
+    """
 
     begin: int
     """First output of the layer, or of the rank's part of it."""
@@ -80,7 +90,35 @@ class _Module:
     outputs: int
     inputs: int
     uses: tuple[_Use, ...]
-    """Uses by linear layers; a rank may have none."""
+    """Uses by layers; a rank may have none."""
+    is_embedding: bool = False
+    """True for the embedding of tokens: the inputs are tokens."""
+
+    @property
+    def weight_shape(self) -> tuple[int, int]:
+        """Shape of the weight, which has a row for each token if it is an embedding."""
+        shape = self.outputs, self.inputs
+        return shape[::-1] if self.is_embedding else shape
+
+
+@dataclass(frozen=True)
+class _Replaceable:
+    """Module in whose place adapters may have their own."""
+
+    layers: tuple[str, ...]
+    """Prefixes of the names of its layer's weights, one for each pooler."""
+    shapes: dict[str, tuple[int, ...]]
+    """Shapes of its tensors: weight, and bias if it has one."""
+
+
+@dataclass(frozen=True)
+class TrainedLinear:
+    """Linear layer in place of the model's."""
+
+    weight: HostTensor
+    """Weight [outputs, inputs], of the types of `Slice.a`, and finite."""
+    bias: HostTensor | None
+    """Bias [outputs]."""
 
 
 class AdaptableModel:
@@ -113,8 +151,18 @@ class AdaptableModel:
         """Modules that adapters may change, by their names."""
         self.others: dict[str, str] = {}
         """Other modules, and their kind for an error message."""
+        self.replaceable: dict[str, _Replaceable] = {}
+        """Modules in whose place adapters may have their own, by their names."""
+        for pooler in spec.poolers if spec.has_head else ():
+            self._add_replaceable(pooler)
+        if spec.has_embed:
+            self._add_embedding(spec.embed)
+        elif spec.tied:
+            self.elsewhere.append(spec.embed.module)
+        if spec.tied and not spec.has_head:
+            self.elsewhere.append(_TIED_HEAD)
         for weight in spec.weights():
-            self._add(weight, is_tied_head=spec.tied and weight.name == "lm_head.weight")
+            self._add(weight, spec.embed.module)
         if layers is not None:
             for name, module in self.modules.items():
                 if any(use.shape.layer not in layers for use in module.uses):
@@ -137,13 +185,37 @@ class AdaptableModel:
             }
         return self._by_stored[file.naming]
 
-    def _add(self, weight: Weight, *, is_tied_head: bool) -> None:
+    def _add_replaceable(self, pooler: PoolerSpec) -> None:
+        for i, dense in enumerate(pooler.token_dense + pooler.dense):
+            if (linear := dense.linear) is None or not pooler.is_replaceable(linear):
+                continue
+            ((name, outputs),) = linear.modules
+            known = self.replaceable.get(name)
+            layers = () if known is None else known.layers
+            shapes: dict[str, tuple[int, ...]] = {"weight": (outputs, linear.inputs)}
+            if linear.bias:
+                shapes["bias"] = (outputs,)
+            layer = f"poolers.{pooler.task}.{i}."
+            self.replaceable[name] = _Replaceable((*layers, layer), shapes)
+
+    def _add_embedding(self, spec: EmbedSpec) -> None:
+        """Add the embedding of tokens; its inputs are tokens."""
+        shape = SliceShape(EMBED, 0, spec.size, spec.vocab_size)
+        use = _Use(shape, (slice(None),), slice(None))
+        source = Source(f"{spec.module}.weight", (spec.vocab_size, spec.size))
+        self.modules[spec.module] = _Module(
+            spec.module, source, spec.size, spec.vocab_size, (use,), is_embedding=True
+        )
+
+    def _add(self, weight: Weight, embedding: str) -> None:
+        """Add a weight; an adapter of the embedding of tokens changes no weight tied to it."""
         begin = 0
         for source in weight.sources:
             name = source.name.removesuffix(".weight")
-            if is_tied_head:  # an adapter changes the head, not the embedding
-                self.others[name] = _NOT_LINEAR
-                name = "lm_head"
+            if name == embedding:
+                if weight.name != f"{_LM_HEAD}weight":
+                    continue
+                name = _TIED_HEAD
             if weight.expert is not None or source.index is not None:
                 self.others[name] = "experts"
             elif weight.kind == "linear" and weight.form == PLAIN:
@@ -180,14 +252,21 @@ class Adapter:
         file: its files.
         model: the model.
         modules: the name in the file of each module that it changes.
+        replaced: the name in the file of each module that it replaces.
         dtype: type of weights and activations: float32, float16 or bfloat16.
     """
 
     def __init__(
-        self, file: AdapterFile, model: AdaptableModel, modules: Mapping[str, str], dtype: str
+        self,
+        file: AdapterFile,
+        model: AdaptableModel,
+        modules: Mapping[str, str],
+        replaced: Mapping[str, str],
+        dtype: str,
     ) -> None:
         self.file = file
         self._model, self._modules, self._dtype = model, modules, dtype
+        self._replaced = replaced
         self._scales = {name: file.scale(stored) for name, stored in modules.items()}
 
     @property
@@ -233,14 +312,31 @@ class Adapter:
                     for array in (a, b):
                         found.update(np.ascontiguousarray(array).view(np.uint8).data)
                     for factor, array in (("A", a), ("B", b)):
-                        self._check_finite(array, name, factor)
+                        self._check_finite(array, self._modules[name], factor)
                 if name in self._model.modules:
                     factors[name] = self._narrow(a), self._narrow(b)
+            trained: dict[str, TrainedLinear] = {}
+            for name in sorted(self._replaced):
+                tensors = {
+                    kind: data.read(tensor)
+                    for kind, tensor in sorted(self.file.trained[self._replaced[name]].items())
+                }
+                if not known:
+                    for kind, array in tensors.items():
+                        found.update(f"{name} {kind} {array.dtype.name} {array.shape}".encode())
+                        found.update(np.ascontiguousarray(array).view(np.uint8).data)
+                        self._check_finite(array, self._replaced[name], f"the {kind}")
+                if name in self._model.replaceable:
+                    own = {k: from_numpy(self._narrow(array)) for k, array in tensors.items()}
+                    linear = TrainedLinear(own["weight"], own.get("bias"))
+                    layers = self._model.replaceable[name].layers
+                    trained |= dict.fromkeys(layers, linear)
             data.check()
-        return LoadedAdapter(None if known else found.hexdigest(), self._slices(factors))
+        content_hash = None if known else found.hexdigest()
+        return LoadedAdapter(content_hash, self._slices(factors), trained)
 
-    def _check_finite(self, array: NDArray[Any], name: str, factor: str) -> None:
-        """Raise `AdapterError` if a number is not finite in the model's type."""
+    def _check_finite(self, array: NDArray[Any], stored: str, tensor: str) -> None:
+        """Raise `AdapterError` if a number of a module is not finite in the model's type."""
         # Without their signs, floats are in the order of their bits; NaN is the largest.
         bits = array.view(f"u{array.itemsize}")
         largest = (bits & (2 ** (8 * array.itemsize - 1) - 1)).max(keepdims=True)
@@ -248,7 +344,7 @@ class Adapter:
             largest = largest.view(array.dtype).astype(numpy_dtype(self._dtype))
         if not np.isfinite(largest).all():
             raise AdapterError(
-                f"{self.file.file}: {factor} of {printable(self._modules[name])} has numbers that "
+                f"{self.file.file}: {tensor} of {printable(stored)} has numbers that "
                 f"are NaN or infinite in {self._dtype}; train the adapter again, or set another "
                 "dtype."
             )
@@ -292,6 +388,8 @@ class LoadedAdapter:
     slices: dict[str, list[Slice]]
     """Slices of each linear layer that it changes, see `SliceShape.layer`; in the order of the
     outputs."""
+    trained: dict[str, TrainedLinear]
+    """Linear layers in place of the model's, by the prefix of the names of their weights."""
 
 
 def open_adapter_file(path: Path, root: Path | None = None) -> AdapterFile:
@@ -350,7 +448,11 @@ def open_adapter(
     modules = _match_modules(file, model)
     for name, stored in modules.items():
         _check_factors(file, stored, model.modules.get(name), max_lora_rank)
-    return Adapter(file, model, modules, dtype)
+    for stored, shape in file.copies.items():
+        module = model.modules.get(model.by_stored(file).get(stored, ""))
+        if module is not None:
+            _check_shape(file, f"the copy of {printable(stored)} of the base is", shape, module)
+    return Adapter(file, model, modules, _match_replaced(file, model), dtype)
 
 
 def _match_modules(file: AdapterFile, model: AdaptableModel) -> dict[str, str]:
@@ -397,6 +499,39 @@ def _match_modules(file: AdapterFile, model: AdaptableModel) -> dict[str, str]:
     return matched
 
 
+def _match_replaced(file: AdapterFile, model: AdaptableModel) -> dict[str, str]:
+    """Return the name in the file of each module that the adapter replaces.
+
+    Raises:
+        AdapterError: the model does not have a module, or adapters cannot replace it.
+    """
+    by_stored = model.by_stored(file)
+    matched: dict[str, str] = {}
+    for stored, tensors in file.trained.items():
+        name = by_stored.get(stored, stored)
+        if name not in model.elsewhere and name not in model.replaceable:
+            raise AdapterError(
+                f"{file.file} replaces {printable(stored)} (modules_to_save). Adapters can replace "
+                "the heads of classifiers only. Name other modules in target_modules instead, or "
+                f"{MERGE}."
+            )
+        known = model.replaceable.get(name)
+        found = {kind: tensor.shape for kind, tensor in tensors.items()}
+        if known is not None and found != known.shapes:
+            raise AdapterError(
+                f"{file.file}: {printable(stored)} has {_shapes(found)}, and that of the model has "
+                f"{_shapes(known.shapes)}. Load an adapter of a model with as many classes and the "
+                "same head."
+            )
+        matched[name] = stored
+    return matched
+
+
+def _shapes(shapes: Mapping[str, tuple[int, ...]]) -> str:
+    """Return the shapes of tensors for an error message."""
+    return " and ".join(f"{kind} {list(shape)}" for kind, shape in sorted(shapes.items()))
+
+
 def _check_factors(
     file: AdapterFile, stored: str, module: _Module | None, max_lora_rank: int
 ) -> None:
@@ -413,11 +548,40 @@ def _check_factors(
         )
     if module is None:  # another stage checks the shapes
         return
-    found = factors.b.shape[0], factors.a.shape[1]
-    if found != (module.outputs, module.inputs):
-        base = "" if file.base is None else f" It was trained for {printable(file.base)}."
+    if factors.of_embedding != module.is_embedding:
         raise AdapterError(
-            f"{file.file}: the factors of {printable(stored)} change a weight {list(found)}, and "
-            f"that of the model is {[module.outputs, module.inputs]}.{base} Load an adapter of "
-            "this model."
+            f"{file.file}: the factors of {printable(stored)} are those of "
+            f"{_kind_of(factors.of_embedding)}, and the model has {_kind_of(module.is_embedding)} "
+            "there. Load an adapter of this model."
         )
+    found = factors.b.shape[0], factors.a.shape[1]
+    if factors.of_embedding:
+        found = found[::-1]
+    _check_shape(file, f"the factors of {printable(stored)} change", found, module)
+
+
+def _kind_of(is_embedding: bool) -> str:
+    return "an embedding" if is_embedding else "a linear layer"
+
+
+def _check_shape(file: AdapterFile, what: str, found: tuple[int, ...], module: _Module) -> None:
+    """Raise `AdapterError` if a weight in the file has another shape than the module's.
+
+    Args:
+        file: the file.
+        what: beginning of a message about the weight.
+        found: the weight's shape.
+        module: the module.
+    """
+    if found == module.weight_shape:
+        return
+    added = found[0] - module.weight_shape[0]
+    if added > 0 and any(use.shape.layer in (EMBED, _LM_HEAD) for use in module.uses):
+        advice = f"The training has added {added} tokens, which is not supported: {MERGE}."
+    else:
+        base = "" if file.base is None else f"It was trained for {printable(file.base)}. "
+        advice = f"{base}Load an adapter of this model."
+    raise AdapterError(
+        f"{file.file}: {what} a weight {list(found)}, and that of the model is "
+        f"{list(module.weight_shape)}. {advice}"
+    )

@@ -12,15 +12,18 @@ from octavo.errors import AdapterError, OctavoError
 from octavo.kernels.base import Ops
 from octavo.kernels.lora import LoraTable, LoraWeight
 from octavo.kernels.memory import map_memory
-from octavo.kernels.sizes import lora_nbytes
+from octavo.kernels.sizes import lora_nbytes, packed_nbytes
 from octavo.layers.adapter import Adapters
+from octavo.layers.linear import Linear
 from octavo.messages import AdapterChange, AdapterLoaded, AdapterRef
-from octavo.models.adapters import AdaptableModel, Slice, open_adapter
+from octavo.models.adapters import AdaptableModel, Slice, TrainedLinear, open_adapter
 from octavo.plan.setup import WorkerSetup
+from octavo.system.tensor import HostTensor, dense, itemsize
 
 logger = logging.getLogger(__name__)
 
 _Weights = dict[str, list[LoraWeight | None]]
+_Linears = dict[str, Linear]
 
 
 class AdapterStore:
@@ -43,7 +46,7 @@ class AdapterStore:
         self._setup, self._ops, self._adapters, self._report = setup, ops, adapters, report
         self._model = AdaptableModel(setup.part, adapters.layers)
         self._thread = ThreadPoolExecutor(1, "octavo-adapters")
-        self._read: queue.SimpleQueue[tuple[int, _Weights]] = queue.SimpleQueue()
+        self._read: queue.SimpleQueue[tuple[int, _Weights, _Linears]] = queue.SimpleQueue()
 
     def begin_step(self, changes: Sequence[AdapterChange]) -> None:
         """Put the adapters that were read into their slots, then begin the changes.
@@ -60,7 +63,7 @@ class AdapterStore:
 
     def _load(self, slot: int, adapter: AdapterRef) -> None:
         try:
-            self._read.put((slot, self._pack(adapter)))
+            self._read.put((slot, *self._pack(adapter)))
         except OctavoError as error:
             self._report(AdapterLoaded(slot, str(error), type(error).__name__))
         except Exception as error:  # such as a MemoryError; other adapters are not affected
@@ -70,8 +73,8 @@ class AdapterStore:
         else:
             self._report(AdapterLoaded(slot))
 
-    def _pack(self, adapter: AdapterRef) -> _Weights:
-        """Read an adapter; return its packed weights by linear layer.
+    def _pack(self, adapter: AdapterRef) -> tuple[_Weights, _Linears]:
+        """Read an adapter; return its packed weights by layer, and its own layers.
 
         Raises:
             AdapterError: the files cannot be used, or have changed since they were checked.
@@ -97,7 +100,9 @@ class AdapterStore:
             layers[layer].weight_nbytes(module, one.a.shape[0], setup.dtype)
             for layer, module, one in places
         ]
-        memory = map_memory(sum(sizes))
+        replaced = self._adapters.replaced
+        own = sum(replaced[layer].nbytes(setup.dtype) for layer in loaded.trained)
+        memory = map_memory(sum(sizes) + own)
         weights: _Weights = {
             layer: [None] * (len(layers[layer].bounds) - 1) for layer in loaded.slices
         }
@@ -109,7 +114,24 @@ class AdapterStore:
             packed = self._ops.pack_lora(one.a, one.b, one.scale, setup.dtype, out)
             weights[layer][module] = packed
             begin += size
-        return weights
+        linears: _Linears = {}
+        for layer, trained in loaded.trained.items():
+            size, end = replaced[layer].sizes(setup.dtype)
+            linears[layer] = self._pack_linear(trained, memory[begin : begin + size + end], size)
+            begin += size + end
+        return weights, linears
+
+    def _pack_linear(self, trained: TrainedLinear, memory: HostTensor, size: int) -> Linear:
+        """Return a layer in some memory, in which the bias begins at `size`."""
+        ops, dtype, (outputs, inputs) = self._ops, self._setup.dtype, trained.weight.shape
+        nbytes = packed_nbytes(outputs, inputs, dtype)
+        weight = ops.pack_weight(trained.weight, dtype, ops.to_device(memory[:nbytes]))
+        bias = None
+        if trained.bias is not None:
+            rows = memory[size : size + outputs * itemsize(dtype)].view(dtype)
+            bias = ops.to_device(rows)
+            ops.copy_(bias, ops.to_device(dense(trained.bias, dtype)))
+        return Linear(ops, weight, bias)
 
     def shutdown(self) -> None:
         """End the thread, after the adapter that it reads."""

@@ -172,6 +172,36 @@ def test_adapters_change_between_two_calls() -> None:
         torch.testing.assert_close(out.double(), expected.double(), rtol=1e-4, atol=1e-5)
 
 
+@dtypes
+@pytest.mark.parametrize(("size", "ranks"), [(5, [1]), (200, [4, 33, 16]), (64, [8, 64])])
+def test_add_lora_embedding(size: int, ranks: list[int], dtype: torch.dtype) -> None:
+    vocab = 37
+    adapters = [adapter([size], vocab, rank, 10 * i) for i, rank in enumerate(ranks)]
+    ids = torch.tensor([0, 36, 5, 5, 17, 36, -1, 37, 12, 3, 36, 1, 0])
+    slots = (torch.arange(len(ids)) * 7 // 3 % (len(ranks) + 1) - 1).int()
+    base = random(len(ids), size, dtype=dtype, seed=5)
+    expected = base.double()
+    for row, (slot, token) in enumerate(zip(slots.tolist(), ids.tolist(), strict=True)):
+        if slot >= 0 and 0 <= token < vocab:
+            (module,) = adapters[slot]
+            assert module is not None
+            a, b = (matrix.to(dtype).double() for matrix in module[:2])
+            expected[row] += module[2] * a[:, token] @ b.T
+    for operations in (ops, reference):
+        table = table_of(operations, adapters, vocab, dtype, 64)
+        out = strided(base.clone())
+        operations.add_lora_embedding(out, ids, slots, table)
+        assert (out.double() - expected).abs().max() < TOLERANCE[dtype] * expected.abs().max()
+        assert torch.equal(out[slots < 0], base[slots < 0])
+    table = table_of(ops, adapters, vocab, dtype, 64)
+    for row in range(len(ids)):  # as alone
+        alone, one = base[row : row + 1].clone(), slice(row, row + 1)
+        ops.add_lora_embedding(alone, ids[one].clone(), slots[one].clone(), table)
+        whole = base.clone()
+        ops.add_lora_embedding(whole, ids, slots, table)
+        assert torch.equal(alone, whole[one])
+
+
 def test_sizes() -> None:
     assert lora_nbytes(8, 100, 30, "bfloat16") == 2 * (16 * 30 + 128 * 8)
     assert lora_nbytes(17, 64, 30, "float32") == 4 * (32 * 30 + 64 * 17)

@@ -148,6 +148,18 @@ def adapted(x: Tensor) -> Tensor:
     return out
 
 
+embedding_adapters = LoraTable(2, [DIM], IDS, 8)
+for slot in range(2):
+    factors = random(8, IDS, seed=slot), random(DIM, 8, seed=9)
+    embedding_adapters.set(slot, [ops.pack_lora(*factors, 0.5, torch.float32)])
+
+
+def embedded(x: Tensor) -> Tensor:
+    n = len(x)
+    ops.add_lora_embedding(x, ids[:n], adapter_slots[:n], embedding_adapters)
+    return x
+
+
 NOT_IN_STEPS = {
     "stack",
     "pack_lora",
@@ -164,6 +176,7 @@ NOT_IN_STEPS |= {"gather", "ranks", "set_at_", "add_at_", "penalize_", "change_r
 CASES: dict[str, Callable[[Tensor], Tensor | tuple[Tensor, ...]]] = {
     "linear": lambda x: (ops.linear(x, packed, bias), ops.linear(x, quantized, bias)),
     "add_lora": adapted,
+    "add_lora_embedding": embedded,
     "head_linear": lambda x: ops.head_linear(x.view(-1, 4, 16), heads, 4).flatten(1),
     "linear_act": lambda x: (
         ops.linear_act(x, packed, bias, "gelu"),

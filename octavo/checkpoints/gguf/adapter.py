@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,8 +23,10 @@ from octavo.checkpoints.gguf.header import GGUFHeader
 from octavo.checkpoints.mapped_file import StoredTensor
 from octavo.checkpoints.model_files import printable
 from octavo.errors import AdapterError
+from octavo.system.tensor import itemsize
 
 _FACTOR = re.compile(r"(.+)\.weight\.lora_([ab])")
+_EMBEDDING = "token_embd"
 _TOKENS = "adapter.alora.invocation_tokens"
 
 
@@ -47,6 +51,9 @@ class GGUFAdapter:
         AdapterError: the adapter is of a kind that is not supported.
         ModelError: the file is damaged.
     """
+
+    trained: Mapping[str, Mapping[str, StoredTensor]] = MappingProxyType({})
+    copies: Mapping[str, tuple[int, ...]] = MappingProxyType({})
 
     def __init__(self, path: Path) -> None:
         self.path = self.file = path
@@ -99,10 +106,12 @@ class GGUFAdapter:
                     "must be floats; convert the adapter with --outtype f16."
                 )
             stored = StoredTensor(self.path, tensor.shape, tensor.type, tensor.begin)
+            if match[1] == _EMBEDDING and match[2] == "a":
+                stored = _transposed(stored)  # [tokens, rank], as llama.cpp gathers rows
             found.setdefault(match[1], {})[match[2].upper()] = stored
         if not found:
             raise AdapterError(f"{self.path} has no tensors; convert the adapter again.")
-        return pair_factors(self.path, found)
+        return pair_factors(self.path, found, {_EMBEDDING})
 
     def scale(self, module: str) -> float:
         """Implement `AdapterFile`, as llama.cpp computes it: without alpha, the factor is 1."""
@@ -129,3 +138,10 @@ class GGUFAdapter:
         if source.transform == "by_group" and not source.name.endswith(GROUPED):
             return np.argsort(source.row_order(rows))
         return None
+
+
+def _transposed(stored: StoredTensor) -> StoredTensor:
+    """Return the description of a dense matrix, transposed."""
+    rows, columns = stored.shape
+    size = itemsize(stored.dtype)
+    return replace(stored, shape=(columns, rows), strides=(size, columns * size))

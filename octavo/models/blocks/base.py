@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from octavo._native import ExpertLayer
     from octavo.attention.base import AttentionBackend
     from octavo.kernels.base import Ops, PackedWeight, QuantizedWeight
-    from octavo.layers.adapter import AdaptedLinear, Adapters
+    from octavo.layers.adapter import AdaptedEmbedding, AdaptedLinear, Adapters, ReplacedLinear
     from octavo.layers.expert_exchange import ExpertExchange
     from octavo.layers.experts import Experts
     from octavo.layers.layer import Block
@@ -124,12 +124,8 @@ class BlockSpec(ABC):
 
 
 def is_adaptable(name: str) -> bool:
-    """Return True if adapters may change a linear layer, by its name.
-
-    Others than those of the decoder's layers, such as the LM head, do not compute one row for each
-    token.
-    """
-    return name.startswith("layers.")
+    """Return True if adapters may change a layer, by its name."""
+    return name.startswith(("layers.", "embed.", "lm_head.", "project.", "poolers."))
 
 
 class Parts:
@@ -170,7 +166,7 @@ class Parts:
         """All mixtures of experts that were built, in the order of the forward pass."""
         self._shared = shared
         self._weights = weights
-        self._adapters = adapters
+        self.adapters = adapters
         self._cached = cached or {}
         self._own = ""
         self._tables: dict[Table, Tensor] = {}
@@ -201,9 +197,31 @@ class Parts:
             outputs: number of outputs of each stacked module that the rank computes.
             inputs: number of inputs that the rank uses.
         """
-        if self._adapters is None or not is_adaptable(self._own):
+        if self.adapters is None or not is_adaptable(self._own):
             return None
-        return self._adapters.layer(self._own, outputs, inputs)
+        return self.adapters.layer(self._own, outputs, inputs)
+
+    def adapted_embedding(self, size: int, vocab_size: int) -> AdaptedEmbedding | None:
+        """Return the changes of adapters to the embedding that these are the parts of.
+
+        Args:
+            size: numbers of an embedding.
+            vocab_size: number of tokens.
+        """
+        if self.adapters is None:
+            return None
+        return self.adapters.embedding(self._own, size, vocab_size)
+
+    def replaced(self, outputs: int, inputs: int) -> ReplacedLinear | None:
+        """Return the layers of adapters in place of the linear layer that these are the parts of.
+
+        Args:
+            outputs: number of its outputs.
+            inputs: number of its inputs.
+        """
+        if self.adapters is None:
+            return None
+        return self.adapters.replace(self._own, outputs, inputs, has_bias=self.has("bias"))
 
     def linear(self, name: str) -> PackedWeight | QuantizedWeight:
         """Return a packed weight."""

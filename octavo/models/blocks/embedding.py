@@ -171,6 +171,7 @@ class EmbedSpec:
             norm=None if self.norm is None else self.norm.build(parts.of("norm")),
             dtype=parts.dtype,
             norm_given=self.norm_given,
+            adapted=parts.adapted_embedding(self.size, self.vocab_size),
         )
 
 

@@ -68,4 +68,5 @@ class HeadSpec:
             scale=self.scale,
             soft_cap=self.soft_cap,
             prompt_columns=prompt,
+            adapters=parts.adapters,
         )
