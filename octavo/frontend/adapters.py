@@ -8,6 +8,7 @@ from typing import TypeAlias
 
 import msgspec
 
+from octavo.checkpoints.task_adapters import TASKS
 from octavo.config import EngineConfig
 from octavo.errors import RequestError
 from octavo.lora_request import LoRARequest
@@ -15,9 +16,10 @@ from octavo.messages import AdapterRef
 from octavo.models.adapters import EMBED, AdaptableModel, open_adapter
 from octavo.models.blocks.base import is_adaptable
 from octavo.models.forms import without_forms
-from octavo.models.hub import builtin_adapter
+from octavo.models.hub import builtin_adapter, resolve_folders
 from octavo.models.spec import ModelSpec
 from octavo.plan.memory_plan import resolve_dtype
+from octavo.pooling_params import PoolingParams
 
 LoRARequests: TypeAlias = (
     LoRARequest | list[LoRARequest | None] | tuple[LoRARequest | None, ...] | None
@@ -79,6 +81,30 @@ class AdapterFiles:
             if len(self._known) > _MOST_KNOWN:
                 del self._known[next(iter(self._known))]
         return msgspec.structs.replace(found, name=request.lora_name)
+
+    @property
+    def has_tasks(self) -> bool:
+        """True if the model's checkpoint has adapters, see `resolve_task`."""
+        return bool(self._spec.sentences.tasks)
+
+    def resolve_task(self, params: PoolingParams, adapter: AdapterRef | None) -> AdapterRef | None:
+        """Return the adapter of a text: that of the task that its prompt has, or the given one.
+
+        Raises:
+            AdapterError, RequestError: as `resolve`; or the text has both.
+        """
+        sentences, name = self._spec.sentences, params.prompt_name
+        name = sentences.default_prompt_name if name is None else name
+        if name not in sentences.tasks:
+            return adapter
+        if adapter is not None:
+            raise RequestError(
+                f"prompt_name={name!r} has an adapter of its own, and the request names "
+                f"{adapter.name!r}; leave one of them out.",
+                "prompt_name",
+            )
+        folder, _ = resolve_folders(self._config)
+        return self.resolve(LoRARequest(name, 1, str(folder / TASKS / name)))
 
     def _read(self, path: Path, root: Path | None) -> AdapterRef:
         """Return an adapter whose files are right, without its name."""

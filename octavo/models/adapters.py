@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from octavo.checkpoints.adapter import (
 )
 from octavo.checkpoints.base import Source, shorten_names
 from octavo.checkpoints.model_files import printable
+from octavo.checkpoints.task_adapters import TaskAdapter, is_task
 from octavo.errors import AdapterError
 from octavo.models.blocks.attention import AttentionSpec
 from octavo.models.blocks.embedding import EmbedSpec
@@ -38,6 +39,8 @@ from octavo.system.tensor import HostTensor, from_numpy, numpy_dtype
 _NOT_LINEAR = "norms, other embeddings than that of tokens, and weights with several uses"
 EMBED = "embed."
 """Name of the embedding of tokens, as `SliceShape.layer`."""
+TOKEN_TYPES = "embed.token_types"
+"""Name of the vectors of token types, as `SliceShape.layer`."""
 _LM_HEAD = "lm_head."
 _TIED_HEAD = "lm_head"
 """Module of an LM head that is tied to the embedding: adapters distinguish the two."""
@@ -206,12 +209,21 @@ class AdaptableModel:
         self.modules[spec.module] = _Module(
             spec.module, source, spec.size, spec.vocab_size, (use,), is_embedding=True
         )
+        if (types := spec.token_types) is not None:
+            size = spec.size if spec.projects_sum else spec.hidden_size
+            use = replace(use, shape=SliceShape(TOKEN_TYPES, 0, size, types.rows))
+            source = Source(f"{types.module}.weight", (types.rows, size))
+            self.modules[types.module] = _Module(
+                types.module, source, size, types.rows, (use,), is_embedding=True
+            )
 
     def _add(self, weight: Weight, embedding: str) -> None:
         """Add a weight; an adapter of the embedding of tokens changes no weight tied to it."""
         begin = 0
         for source in weight.sources:
             name = source.name.removesuffix(".weight")
+            if weight.name == TOKEN_TYPES:
+                continue
             if name == embedding:
                 if weight.name != f"{_LM_HEAD}weight":
                     continue
@@ -396,13 +408,17 @@ def open_adapter_file(path: Path, root: Path | None = None) -> AdapterFile:
     """Return the description of an adapter, without its numbers.
 
     Args:
-        path: the folder that PEFT has written, or a GGUF file.
+        path: the folder that PEFT has written, a GGUF file, or a task of a model's own checkpoint,
+            see `TaskAdapter`.
         root: folder that must contain the adapter, links followed; None: any place is allowed.
 
     Raises:
         AdapterError: the adapter is damaged, of a kind that is not supported, or outside of `root`.
     """
     with adapter_errors():
+        if is_task(path):
+            check_place(path.parent.parent, root)
+            return TaskAdapter(path)
         if not path.exists():
             raise AdapterError(f"There is no adapter {path}; name its folder, or its GGUF file.")
         check_place(path, root)

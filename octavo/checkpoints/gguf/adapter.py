@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -23,7 +22,6 @@ from octavo.checkpoints.gguf.header import GGUFHeader
 from octavo.checkpoints.mapped_file import StoredTensor
 from octavo.checkpoints.model_files import printable
 from octavo.errors import AdapterError
-from octavo.system.tensor import itemsize
 
 _FACTOR = re.compile(r"(.+)\.weight\.lora_([ab])")
 _EMBEDDING = "token_embd"
@@ -107,7 +105,7 @@ class GGUFAdapter:
                 )
             stored = StoredTensor(self.path, tensor.shape, tensor.type, tensor.begin)
             if match[1] == _EMBEDDING and match[2] == "a":
-                stored = _transposed(stored)  # [tokens, rank], as llama.cpp gathers rows
+                stored = stored.transposed  # [tokens, rank], as llama.cpp gathers rows
             found.setdefault(match[1], {})[match[2].upper()] = stored
         if not found:
             raise AdapterError(f"{self.path} has no tensors; convert the adapter again.")
@@ -138,10 +136,3 @@ class GGUFAdapter:
         if source.transform == "by_group" and not source.name.endswith(GROUPED):
             return np.argsort(source.row_order(rows))
         return None
-
-
-def _transposed(stored: StoredTensor) -> StoredTensor:
-    """Return the description of a dense matrix, transposed."""
-    rows, columns = stored.shape
-    size = itemsize(stored.dtype)
-    return replace(stored, shape=(columns, rows), strides=(size, columns * size))

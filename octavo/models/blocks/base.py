@@ -201,16 +201,17 @@ class Parts:
             return None
         return self.adapters.layer(self._own, outputs, inputs)
 
-    def adapted_embedding(self, size: int, vocab_size: int) -> AdaptedEmbedding | None:
-        """Return the changes of adapters to the embedding that these are the parts of.
+    def adapted_embedding(self, name: str, size: int, vocab_size: int) -> AdaptedEmbedding | None:
+        """Return the changes of adapters to a table of the embedding that these are the parts of.
 
         Args:
+            name: name of the table; "": that of tokens.
             size: numbers of an embedding.
             vocab_size: number of tokens.
         """
         if self.adapters is None:
             return None
-        return self.adapters.embedding(self._own, size, vocab_size)
+        return self.adapters.embedding(self._own + name, size, vocab_size)
 
     def replaced(self, outputs: int, inputs: int) -> ReplacedLinear | None:
         """Return the layers of adapters in place of the linear layer that these are the parts of.

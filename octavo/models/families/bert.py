@@ -18,11 +18,6 @@ from octavo.models.families.gpt import GPTLike
 from octavo.models.spec import ModelSpec
 
 _ACTIVATIONS = base.PLAIN | {"gelu_python": "gelu"}
-ADAPTERS = (
-    "the adapters of jina-embeddings-v3 are not supported; without them, checkpoints of "
-    "JinaEmbeddingsV3Model run"
-)
-"""Reason to refuse the field lora_adaptations."""
 _XLM_UNKNOWN = 3
 """Id of the unknown token in the vocabulary of XLM-RoBERTa, which config.json does not have."""
 _HEADS = r"(cls|lm_head|predictions|sop_classifier|(vocab|generator|discriminator)_\w+)\..*"
@@ -136,8 +131,12 @@ class BertLike:
 
 
 def _roberta(config: ConfigJson) -> ModelSpec:
-    """Read RoBERTa, XLM-RoBERTa or CamemBERT."""
-    config.refuse("lora_adaptations", None, ADAPTERS)
+    """Read RoBERTa, XLM-RoBERTa or CamemBERT; or XLM-RoBERTa as Jina publishes it."""
+    if config.get("position_embedding_type") == "rotary":
+        from octavo.models.families.rotary_bert import read_flash
+
+        return read_flash(config)
+    config.refuse("lora_adaptations", None, "adapters of tasks need rotary positions")
     return BertLike(prefix="roberta.", skips=True).read(config)
 
 

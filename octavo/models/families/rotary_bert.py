@@ -6,11 +6,12 @@ from dataclasses import replace
 from functools import partial
 
 from octavo.checkpoints.config_json import ConfigJson
+from octavo.checkpoints.task_adapters import FACTORS, read_tasks
 from octavo.kernels.routing import ExpertActivation, Routing
 from octavo.layers.rope_spec import RopeSpec
 from octavo.models.blocks.attention import Alibi
 from octavo.models.families import base
-from octavo.models.families.bert import ADAPTERS, BertLike
+from octavo.models.families.bert import BertLike
 from octavo.models.families.classifiers import families
 from octavo.models.families.experts import ExpertNames, experts, read_num_experts, read_top_k
 from octavo.models.positions import alibi_slopes_bloom, read_rope
@@ -156,7 +157,7 @@ _NOMIC = {
 
 
 def _jina_v3(config: ConfigJson) -> ModelSpec:
-    """Read jina-embeddings-v3 without its adapters, as transformers publishes it."""
+    """Read jina-embeddings-v3 as transformers publishes it: without adapters."""
     return BertLike(
         prefix="roberta.",
         embed_norm="emb_ln",
@@ -169,11 +170,13 @@ def _jina_v3(config: ConfigJson) -> ModelSpec:
 
 
 def read_flash(config: ConfigJson) -> ModelSpec:
-    """Read XLM-RoBERTa with rotary positions as Jina publishes it, without adapters."""
+    """Read XLM-RoBERTa with rotary positions as Jina publishes it, maybe with adapters of tasks."""
     config.refuse("position_embedding_type", "rotary", "only rotary ones are supported")
-    config.refuse("lora_adaptations", None, ADAPTERS)
     config = config.replaced("position_embedding_type", "rope")
-    return _jina_v3(config.replaced("rope_theta", config.get("rotary_emb_base") or 10000.0))
+    spec = _jina_v3(config.replaced("rope_theta", config.get("rotary_emb_base") or 10000.0))
+    if read_tasks(config):
+        spec = replace(spec, ignored=(*spec.ignored, FACTORS))
+    return spec
 
 
 def _jina_v2(config: ConfigJson) -> ModelSpec:
