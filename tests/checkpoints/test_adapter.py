@@ -75,7 +75,6 @@ def test_a_file_of_torch(folder: Path) -> None:
         ("use_dora", True, "use_dora is set: DoRA is not supported"),
         ("lora_bias", True, "LoRA with a bias of B is not supported"),
         ("bias", "all", "bias=all: LoRA with trained biases is not supported"),
-        ("modules_to_save", ["lm_head"], "LoRA with trained modules is not supported"),
         ("trainable_token_indices", [1, 2], "LoRA with trained tokens is not supported"),
         ("target_parameters", ["experts.up_proj"], "weights of experts is not supported"),
         ("layer_replication", [[0, 4], [2, 5]], "repeated layers is not supported"),
@@ -119,15 +118,31 @@ def test_a_scale_beyond_float32(folder: Path) -> None:
         (f"{Q}.lora_B.bias", "LoRA with a bias of B is not supported"),
         ("model.embed_tokens.lora_embedding_A", "only one of the two factors (A, B) of model.e"),
         ("model.embed_tokens.token_adapter.trainable_tokens_delta", "LoRA with trained tokens"),
-        ("lm_head.weight", "LoRA with trained modules"),
-        ("model.embed_tokens.modules_to_save.default.weight", "LoRA with trained modules"),
-        ("\x1b[31m" * 500, "LoRA with trained modules"),
-        ("", "LoRA with trained modules"),
+        ("\x1b[31m" * 500, "LoRA with other tensors than weights and biases"),
+        ("", "LoRA with other tensors than weights and biases"),
     ],
 )
 def test_tensors_that_are_refused(name: str, message: str, folder: Path) -> None:
     write_adapter(folder, FACTORS | {f"{PREFIX}{name}": torch.ones(4)})
     assert message in refusal(folder)
+
+
+def test_whole_modules(folder: Path) -> None:
+    """Names of new and of old files."""
+    weight, bias = torch.ones(3, 4), torch.ones(3)
+    for name in ("score", "score.modules_to_save", "score.modules_to_save.default"):
+        tensors = {f"{PREFIX}{name}.weight": weight, f"{PREFIX}score.bias": bias}
+        write_adapter(folder, FACTORS | tensors, modules_to_save=["score", "classifier"])
+        found = open_adapter_file(folder).trained
+        assert list(found) == ["score"]
+        assert {kind: it.shape for kind, it in found["score"].items()} == {
+            "weight": (3, 4),
+            "bias": (3,),
+        }
+    write_adapter(folder, FACTORS | tensors | {f"{PREFIX}score.weight": weight})
+    assert "has the weight of score twice" in refusal(folder)
+    write_adapter(folder, FACTORS | {f"{PREFIX}score.weight": weight.int()})
+    assert "score.weight has type int32; supported" in refusal(folder)
 
 
 A, B = FACTORS

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(
 )
 LORA: dict[str, Any] = {"enable_lora": True, "max_loras": 3, "skip_tokenizer_init": True}
 LORA |= {"dtype": "float32", "max_model_len": 64, "max_logprobs": -1}
-PROMPTS = [[(7 * i + 3 * k) % 90 + 1 for i in range(5 + 4 * k)] for k in range(4)]
+PROMPTS = [[(7 * i + 3 * k) % 90 + 3 for i in range(5 + 4 * k)] for k in range(4)]
 TARGETS = {
     "embedding": ["embed_tokens"],
     "head": ["lm_head"],
@@ -166,7 +166,7 @@ def test_quantized_tables(tmp_path: Path) -> None:
 
 
 CLASSIFIERS = {
-    "llama": ("LlamaForSequenceClassification", SIZES | {"pad_token_id": 0}, ["q_proj"]),
+    "llama": ("LlamaForSequenceClassification", SIZES | {"num_labels": 3}, ["q_proj"]),
     "bert": ("BertForSequenceClassification", ENCODER, ["query", "pooler.dense"]),
     "roberta": ("RobertaForSequenceClassification", ENCODER, ["value"]),
 }
@@ -178,7 +178,7 @@ def test_heads_of_classifiers(case: str, layout: str, tmp_path: Path) -> None:
     """PEFT saves them whole; a layer before may have factors."""
     architecture, config, modules = CLASSIFIERS[case]
     base = tmp_path / "base"
-    make_hf(architecture, **config, num_labels=3).save_pretrained(base)
+    make_hf(architecture, **config).save_pretrained(base)
     if case != "llama" and layout == "pp":
         pytest.skip("encoders have one stage")
     fields = {"target_modules": modules, "task_type": "SEQ_CLS"}
@@ -204,7 +204,7 @@ def test_heads_of_classifiers(case: str, layout: str, tmp_path: Path) -> None:
 
 def test_heads_of_token_classifiers(tmp_path: Path) -> None:
     base = tmp_path / "base"
-    make_hf("BertForTokenClassification", **ENCODER, num_labels=3).save_pretrained(base)
+    make_hf("BertForTokenClassification", **ENCODER).save_pretrained(base)
     fields = {"target_modules": ["key"], "task_type": "TOKEN_CLS"}
     model = make_adapter(base, tmp_path / "a", **fields)
     with LLM(model=str(base), **LORA) as llm:
