@@ -209,6 +209,11 @@ class PeftFolder:
         }
         rest = {name: tensor for name, tensor in tensors.items() if name not in copies}
         self.trained: Mapping[str, Mapping[str, StoredTensor]] = _find_trained(self.file, rest)
+        if config.get("modules_to_save") and not self.trained:
+            raise AdapterError(
+                f"{config.where}: modules_to_save is set, and {self.file.name} has no "
+                "whole module; save the adapter again."
+            )
         self.factors: Mapping[str, Factors] = _pair(self.file, rest)
 
     def scale(self, module: str) -> float:

@@ -139,7 +139,9 @@ def test_whole_modules(folder: Path) -> None:
             "weight": (3, 4),
             "bias": (3,),
         }
-    write_adapter(folder, FACTORS | tensors | {f"{PREFIX}score.weight": weight})
+    write_adapter(folder, FACTORS, modules_to_save=["score", "classifier"])
+    assert "adapter_model.safetensors has no whole module; save" in refusal(folder)
+    write_adapter(folder, FACTORS | tensors | {f"{PREFIX}score.weight": weight.clone()})
     assert "has the weight of score twice" in refusal(folder)
     write_adapter(folder, FACTORS | {f"{PREFIX}score.weight": weight.int()})
     assert "score.weight has type int32; supported" in refusal(folder)

@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from octavo import LLM, LoRARequest, SamplingParams
+from octavo.errors import AdapterError
 from tests.models.harness import make_hf
 from tests.models.test_encoders import SIZES as ENCODER
 from tests.models.test_parity import CASES, SIZES, TEXT_PARTS
@@ -40,8 +41,8 @@ def make_base(case: str, folder: Path, **fields: Any) -> Path:
 
 def make_adapter(base: Path, folder: Path, seed: int = 1, **config: Any) -> Any:
     """Return PEFT's model with a random adapter, and write the adapter."""
-    from peft import LoraConfig, get_peft_model
     import transformers
+    from peft import LoraConfig, get_peft_model
 
     architecture = json.loads((base / "config.json").read_text())["architectures"][0]
     with warnings.catch_warnings():
@@ -135,6 +136,39 @@ def test_answers_are_those_of_peft(tied: bool, layout: str, tmp_path: Path) -> N
     }
     with LLM(model=str(base), **LORA, **LAYOUTS[layout]) as llm:
         check(llm, base, targets)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_replaced_embeddings_and_heads(tied: bool, layout: str, tmp_path: Path) -> None:
+    base = make_base("llama", tmp_path / "base", tie_word_embeddings=tied)
+    targets = {
+        "embedding": {"modules_to_save": ["embed_tokens"]},
+        "head": {"modules_to_save": ["lm_head"], "target_modules": ["embed_tokens", "v_proj"]},
+        "both": {"modules_to_save": ["embed_tokens", "lm_head"], "ensure_weight_tying": tied},
+    }
+    targets = {name: {"target_modules": ["q_proj"]} | fields for name, fields in targets.items()}
+    modules = ["embed_tokens", "lm_head"]
+    with LLM(model=str(base), lora_modules_to_save=modules, **LORA, **LAYOUTS[layout]) as llm:
+        check(llm, base, targets)
+
+
+def test_a_bias_of_the_head_is_replaced(tmp_path: Path) -> None:
+    base = make_base("gptj", tmp_path / "base")
+    fields = {"modules_to_save": ["lm_head"], "target_modules": ["q_proj"]}
+    with LLM(model=str(base), lora_modules_to_save=["lm_head"], **LORA) as llm:
+        check(llm, base, {"head": fields})
+
+
+def test_without_the_setting_replaced_modules_are_refused(tmp_path: Path) -> None:
+    base = make_base("llama", tmp_path / "base")
+    fields = {"modules_to_save": ["lm_head"], "target_modules": ["q_proj"]}
+    make_adapter(base, tmp_path / "a", **fields)
+    with (
+        LLM(model=str(base), lora_modules_to_save=["embed_tokens"], **LORA) as llm,
+        pytest.raises(AdapterError, match="Set lora_modules_to_save=lm_head, with which memory"),
+    ):
+        answers(llm, [LoRARequest("a", 1, str(tmp_path / "a"))], PROMPTS[:1])
 
 
 FAMILIES = ("gpt2", "bloom", "gemma2", "gemma3", "granite", "opt-350m", "gpt-neox", "falcon-7b")

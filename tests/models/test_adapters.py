@@ -227,7 +227,7 @@ def test_heads_of_classifiers_are_replaced(tmp_path: Path) -> None:
     weight, bias = torch.randn(3, 39), torch.randn(3)
     head = {f"{PREFIX}classifier.weight": weight, f"{PREFIX}classifier.bias": bias}
     loaded = load(write_adapter(tmp_path / "a", factors | head), model)
-    ((layer, found),) = loaded.trained.items()
+    ((layer, found),) = loaded.replaced.items()
     assert layer == "poolers.classify.1."
     assert np.array_equal(found.weight.numpy(), weight.numpy())
     assert found.bias is not None
@@ -239,16 +239,20 @@ def test_heads_of_classifiers_are_replaced(tmp_path: Path) -> None:
     with pytest.raises(AdapterError, match="the bias of classifier has numbers that are NaN"):
         load(write_adapter(tmp_path / "a", factors | head), model)
     head[f"{PREFIX}classifier.weight"] = torch.randn(4, 39)
-    with pytest.raises(AdapterError, match=r"classifier has bias \[3\] and weight \[4, 39\], and"):
+    with pytest.raises(AdapterError, match=r"classifier is a weight \[4, 39\], and that of"):
         load(write_adapter(tmp_path / "a", factors | head), model)
 
 
 def test_other_modules_are_not_replaced(model: AdaptableModel, tmp_path: Path) -> None:
     factors = make_factors(model, [Q])
-    for name in ("model.norm", "model.layers.0.self_attn.q_proj", "none"):
-        tensors = factors | {f"{PREFIX}{name}.weight": torch.ones(32)}
+    weights = {"model.norm": torch.ones(32), Q: torch.ones(32, 32), "none": torch.ones(3)}
+    for name, weight in weights.items():
+        tensors = factors | {f"{PREFIX}{name}.weight": weight}
         with pytest.raises(AdapterError, match=rf"replaces {name} \(modules_to_save\)"):
             load(write_adapter(tmp_path / "a", tensors), model)
+    tensors = factors | {f"{PREFIX}{E}.weight": torch.ones(131, 32)}
+    with pytest.raises(AdapterError, match="has added 3 tokens, which is not supported: merge"):
+        load(write_adapter(tmp_path / "a", tensors), model)
 
 
 def test_adapters_with_added_tokens_are_refused(model: AdaptableModel, tmp_path: Path) -> None:
