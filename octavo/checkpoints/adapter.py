@@ -40,7 +40,6 @@ _KINDS = {
     "lora_bias": "LoRA with a bias of B",
     "use_qalora": "QA-LoRA",
     "use_bdlora": "block-diagonal LoRA",
-    "alora_invocation_tokens": "activated LoRA (aLoRA)",
     "trainable_token_indices": "LoRA with trained tokens",
     "target_parameters": "LoRA of the weights of experts",
     "layer_replication": "LoRA with repeated layers",
@@ -115,7 +114,9 @@ class AdapterFile(Protocol):
     identity: tuple[int, ...]
     """`identity_of` the file before it was read."""
     kind: str
-    """Kind of adapter, for people: "LoRA" or "rsLoRA"."""
+    """Kind of adapter, for people, such as "LoRA"."""
+    invocation_tokens: tuple[int, ...]
+    """Tokens of the prompt that begin an activated LoRA; empty: the adapter changes all tokens."""
     base: str | None
     """Name of the model that it was trained for, or None."""
     naming: str
@@ -189,7 +190,10 @@ class PeftFolder:
         self._alphas = _Patterns(config, "alpha_pattern")
         self._stabilized = config.flag("use_rslora", False)
         self.naming = "PEFT"
+        self.invocation_tokens = _invocation_tokens(config)
         self.kind = "rsLoRA" if self._stabilized else "LoRA"
+        if self.invocation_tokens:
+            self.kind = f"activated {self.kind}"
         base = config.get("base_model_name_or_path")
         self.base = base if isinstance(base, str) and base else None
         self.file = next((path / name for name in WEIGHTS if (path / name).exists()), path)
@@ -215,6 +219,13 @@ class PeftFolder:
                 "whole module; save the adapter again."
             )
         self.factors: Mapping[str, Factors] = _pair(self.file, rest)
+        whole = [name for name, pair in self.factors.items() if pair.of_embedding]
+        whole += self.trained
+        if self.invocation_tokens and whole:
+            raise AdapterError(
+                f"{self.file}: activated LoRA (aLoRA) that changes {shorten_names(whole)} for all "
+                "tokens is not supported. Train it without."
+            )
 
     def scale(self, module: str) -> float:
         """Implement `AdapterFile`, as PEFT computes it."""
@@ -252,6 +263,22 @@ def finite_scale(scale: float, path: Path) -> float:
     if not abs(scale) < float(np.finfo(np.float32).max):
         raise AdapterError(f"{path}: the factor {scale} (alpha / rank) is too large; lower alpha.")
     return scale
+
+
+def _invocation_tokens(config: ConfigJson) -> tuple[int, ...]:
+    """Return the tokens that begin an activated LoRA (Greenewald et al. 2025).
+
+    Raises:
+        AdapterError: the config names them as a text only.
+        ModelError: they are not token ids.
+    """
+    tokens = config.token_ids("alora_invocation_tokens")
+    if not tokens and config.get("invocation_string"):
+        raise AdapterError(
+            f"{config.where}: invocation_string is set without alora_invocation_tokens; add the "
+            "token ids of the text as alora_invocation_tokens."
+        )
+    return tokens
 
 
 def _refuse_other_kinds(config: ConfigJson) -> None:

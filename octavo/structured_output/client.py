@@ -14,6 +14,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Sequence
+from weakref import finalize
 
 import msgspec
 
@@ -146,11 +147,9 @@ class GrammarProcess:
         """Exit status, as `subprocess` gives it; None if the process is alive or not reaped yet."""
         self._lock = threading.Lock()
         self._first_nbytes = private_memory(pid)
-
-    def __del__(self) -> None:
         # Two threads use the sockets; each may still use its socket when the other has finished.
-        self.jobs.close()
-        self.steps.close()
+        for end in (jobs, steps):
+            finalize(self, end.close)
 
     @property
     def nbytes(self) -> int:

@@ -50,6 +50,25 @@ def test_an_adapter(folder: Path) -> None:
     assert file.scale(Q) == 2.0
 
 
+@pytest.mark.parametrize(
+    ("fields", "tokens", "kind"),
+    [
+        ({"alora_invocation_tokens": [5, 6]}, (5, 6), "activated LoRA"),
+        ({"alora_invocation_tokens": None}, (), "LoRA"),
+        (
+            {"alora_invocation_tokens": [5], "invocation_string": "x", "use_rslora": True},
+            (5,),
+            "activated rsLoRA",
+        ),
+    ],
+)
+def test_activated_lora(
+    fields: dict[str, Any], tokens: tuple[int, ...], kind: str, folder: Path
+) -> None:
+    file = open_adapter_file(write_adapter(folder, FACTORS, **fields))
+    assert (file.invocation_tokens, file.kind) == (tokens, kind)
+
+
 def test_a_file_of_torch(folder: Path) -> None:
     """It is read without pickle; a transposed tensor is a view."""
     tensors = dict(FACTORS)
@@ -78,7 +97,9 @@ def test_a_file_of_torch(folder: Path) -> None:
         ("trainable_token_indices", [1, 2], "LoRA with trained tokens is not supported"),
         ("target_parameters", ["experts.up_proj"], "weights of experts is not supported"),
         ("layer_replication", [[0, 4], [2, 5]], "repeated layers is not supported"),
-        ("alora_invocation_tokens", [5, 6], "aLoRA"),
+        ("alora_invocation_tokens", [5, -6], "it must be a token id or a list of token ids"),
+        ("alora_invocation_tokens", "hi", "it must be a token id or a list of token ids"),
+        ("invocation_string", "hi", "invocation_string is set without alora_invocation_tokens"),
         ("use_qalora", True, "QA-LoRA is not supported"),
         ("init_lora_weights", "pissa_niter_16", "path_initial_model_for_weight_conversion"),
         ("init_lora_weights", "olora", "init_lora_weights=olora: the adapter belongs to a base"),
@@ -145,6 +166,22 @@ def test_whole_modules(folder: Path) -> None:
     assert "has the weight of score twice" in refusal(folder)
     write_adapter(folder, FACTORS | {f"{PREFIX}score.weight": weight.int()})
     assert "score.weight has type int32; supported" in refusal(folder)
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        {f"{PREFIX}e.lora_embedding_A": torch.ones(1, 9)}
+        | {f"{PREFIX}e.lora_embedding_B": torch.ones(4, 1)},
+        {f"{PREFIX}e.weight": torch.ones(3, 4)},
+    ],
+)
+def test_activated_lora_changes_no_embedding(
+    tensors: dict[str, torch.Tensor], folder: Path
+) -> None:
+    """PEFT would change it for the tokens before the adapter, too."""
+    write_adapter(folder, FACTORS | tensors, alora_invocation_tokens=[1])
+    assert "activated LoRA (aLoRA) that changes e for all tokens" in refusal(folder)
 
 
 A, B = FACTORS

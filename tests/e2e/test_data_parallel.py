@@ -158,7 +158,7 @@ def test_nothing_is_left_after_the_end(server):
     family = psutil.Process(server.process.pid).children(recursive=True)
     server.process.send_signal(signal.SIGTERM)
     assert server.process.wait(20) == 0
-    _, left = psutil.wait_procs(family, timeout=5)
+    _, left = psutil.wait_procs(family, timeout=20)
     assert left == []
 
 

@@ -306,7 +306,7 @@ def test_streams_outlive_a_stage(tmp_path):
         family = psutil.Process(server.process.pid).children(recursive=True)
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(20) == 0
-        _, left = psutil.wait_procs(family, timeout=5)
+        _, left = psutil.wait_procs(family, timeout=20)
         assert left == []
 
 

@@ -133,7 +133,7 @@ def test_an_engine_and_then_its_node_are_killed_and_come_back(cluster, server, e
         family = psutil.Process(node.pid).children(recursive=True)
         node.send_signal(signal.SIGTERM)
         assert node.wait(20) == 0
-        _, left = psutil.wait_procs(family, timeout=5)
+        _, left = psutil.wait_procs(family, timeout=20)
         assert left == []
     asyncio.run(until(lambda: "was stopped" in server.log.read_text(), server.log))
     assert asyncio.run(ask_all(server)) == expected

@@ -22,7 +22,7 @@ def body(**fields):
     return json.dumps({"prompt": "hi", "max_tokens": 200, "ignore_eos": True, **fields}).encode()
 
 
-async def until(condition, timeout=5.0):
+async def until(condition, timeout=20.0):
     async with asyncio.timeout(timeout):
         while not condition():
             await asyncio.sleep(0.001)
