@@ -213,7 +213,19 @@ class PeftFolder:
         }
         rest = {name: tensor for name, tensor in tensors.items() if name not in copies}
         self.trained: Mapping[str, Mapping[str, StoredTensor]] = _find_trained(self.file, rest)
+        if config.get("modules_to_save") and not self.trained:
+            raise AdapterError(
+                f"{config.where}: modules_to_save is set, and {self.file.name} has no "
+                "whole module; save the adapter again."
+            )
         self.factors: Mapping[str, Factors] = _pair(self.file, rest)
+        whole = [name for name, pair in self.factors.items() if pair.of_embedding]
+        whole += self.trained
+        if self.invocation_tokens and whole:
+            raise AdapterError(
+                f"{self.file}: activated LoRA (aLoRA) that changes {shorten_names(whole)} for all "
+                "tokens is not supported. Train it without."
+            )
 
     def scale(self, module: str) -> float:
         """Implement `AdapterFile`, as PEFT computes it."""

@@ -113,7 +113,7 @@ class AdapterFiles:
             names = {weight.name for weight in without_forms(self._spec).weights()}
             layers = {name.removesuffix("weight") for name in names if is_adaptable(name)}
             layers.add(EMBED)  # a table that is tied has another name
-            self._model = AdaptableModel(self._spec, layers)
+            self._model = AdaptableModel(self._spec, layers, config.lora.lora_modules_to_save)
         adapter = open_adapter(
             path,
             self._model,

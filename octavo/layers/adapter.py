@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from octavo.kernels.base import Ops
-from octavo.kernels.lora import LINE, LoraTable, LoraWeight
-from octavo.kernels.sizes import lora_scratch_nbytes, packed_nbytes
-from octavo.system.dtypes import DTYPE_NBYTES
+from octavo.kernels.lora import LoraTable, LoraWeight
+from octavo.kernels.replaced import ReplacedTable, ReplacedWeight
+from octavo.kernels.sizes import lora_scratch_nbytes
 from octavo.system.tensor import Tensor
-
-if TYPE_CHECKING:
-    from octavo.layers.linear import Linear
 
 
 @dataclass(slots=True)
@@ -23,6 +19,8 @@ class AdaptedLinear:
 
     adapters: Adapters
     table: LoraTable
+    replaced: ReplacedTable | None = None
+    """Layers in place of it; None: adapters cannot replace it."""
 
     @property
     def in_step(self) -> bool:
@@ -30,7 +28,7 @@ class AdaptedLinear:
         return self.adapters.slots is not None
 
     def add(self, out: Tensor, x: Tensor) -> None:
-        """Add the changes to the layer's results for inputs x, if the step has an adapter.
+        """Change the layer's results for inputs x, if the step has an adapter.
 
         Args:
             out: results [T, out_features], of the type of x or float32.
@@ -38,6 +36,8 @@ class AdaptedLinear:
         """
         slots = self.adapters.slots
         if slots is not None:
+            if self.replaced is not None:
+                self.adapters.ops.replace_linear(out, x, slots, self.replaced)
             self.adapters.ops.add_lora(out, x, slots, self.table)
 
 
@@ -47,9 +47,11 @@ class AdaptedEmbedding:
 
     adapters: Adapters
     table: LoraTable
+    replaced: ReplacedTable | None
+    """Tables in place of it; None: adapters cannot replace it."""
 
     def add(self, out: Tensor, ids: Tensor) -> None:
-        """Add the changes to rows of the table, if the step has an adapter.
+        """Change rows of the table, if the step has an adapter.
 
         Args:
             out: rows [T, size], of the model's type.
@@ -57,29 +59,21 @@ class AdaptedEmbedding:
         """
         slots = self.adapters.slots
         if slots is not None:
+            if self.replaced is not None:
+                self.adapters.ops.replace_embedding(out, ids, slots, self.replaced)
             self.adapters.ops.add_lora_embedding(out, ids, slots, self.table)
 
 
-@dataclass(slots=True)
-class ReplacedLinear:
-    """Linear layer in whose place adapters may have their own (PEFT: modules_to_save)."""
+def is_replaceable(name: str, modules_to_save: Collection[str]) -> bool:
+    """Return True if adapters may have their own layer in place of a linear one, by its name.
 
-    outputs: int
-    inputs: int
-    has_bias: bool
-    linears: list[Linear | None]
-    """The layer of each slot; None: the adapter has none."""
-
-    def nbytes(self, dtype: str) -> int:
-        """Return the bytes of the weight and the bias of an adapter's layer, in whole lines."""
-        weight, bias = self.sizes(dtype)
-        return weight + bias
-
-    def sizes(self, dtype: str) -> tuple[int, int]:
-        """Return the bytes of an adapter's packed weight and of its bias, in whole lines."""
-        bias = self.outputs * DTYPE_NBYTES[dtype] if self.has_bias else 0
-        weight = packed_nbytes(self.outputs, self.inputs, dtype)
-        return -(-weight // LINE) * LINE, -(-bias // LINE) * LINE
+    Args:
+        name: the name.
+        modules_to_save: `lora_modules_to_save`.
+    """
+    if name == "lm_head.":
+        return "lm_head" in modules_to_save
+    return name.startswith("poolers.") and "classify" in name
 
 
 class Adapters:
@@ -89,32 +83,43 @@ class Adapters:
         ops: table of operations.
         num_slots: number of adapters that a step may use.
         max_rank: largest rank of an adapter.
+        modules_to_save: `lora_modules_to_save`.
     """
 
-    def __init__(self, ops: Ops, num_slots: int, max_rank: int) -> None:
+    def __init__(
+        self, ops: Ops, num_slots: int, max_rank: int, modules_to_save: Collection[str] = ()
+    ) -> None:
         self.ops = ops
         self.layers: dict[str, LoraTable] = {}
         """Adapters of each layer, by the layer's name, such as "layers.0.0.qkv."."""
-        self.replaced: dict[str, ReplacedLinear] = {}
+        self.replaced: dict[str, ReplacedTable] = {}
         """Layers that adapters may replace, by their names, such as "poolers.classify.0."."""
         self.slots: Tensor | None = None
         """Slot of each row that layers compute now, int32 [T], -1 for none; None: no row has an
         adapter, and no kernel is called."""
         self._linear: list[LoraTable] = []
+        self._modules_to_save = modules_to_save
         self._num_slots = num_slots
         self._max_rank = max_rank
 
-    def layer(self, name: str, outputs: Sequence[int], inputs: int) -> AdaptedLinear:
+    def layer(
+        self, name: str, outputs: Sequence[int], inputs: int, *, has_bias: bool = False
+    ) -> AdaptedLinear:
         """Return the changes to a layer, which has none yet.
 
         Args:
             name: name of the layer.
             outputs: number of outputs of each stacked module that the rank computes.
             inputs: number of inputs that the rank uses.
+            has_bias: True if the layer has a bias.
         """
-        table = self._add(name, outputs, inputs)
+        table, replaced = self._add(name, outputs, inputs), None
         self._linear.append(table)
-        return AdaptedLinear(self, table)
+        if is_replaceable(name, self._modules_to_save):
+            shape = sum(outputs), inputs
+            replaced = ReplacedTable(self._num_slots, shape, has_bias=has_bias, is_embedding=False)
+            self.replaced[name] = replaced
+        return AdaptedLinear(self, table, replaced)
 
     def embedding(self, name: str, size: int, vocab_size: int) -> AdaptedEmbedding:
         """Return the changes to the embedding of tokens, which has none yet.
@@ -124,20 +129,12 @@ class Adapters:
             size: numbers of an embedding.
             vocab_size: number of tokens.
         """
-        return AdaptedEmbedding(self, self._add(name, [size], vocab_size))
-
-    def replace(self, name: str, outputs: int, inputs: int, *, has_bias: bool) -> ReplacedLinear:
-        """Return the layers of adapters in place of a linear layer; there are none yet.
-
-        Args:
-            name: name of the layer.
-            outputs: number of its outputs.
-            inputs: number of its inputs.
-            has_bias: True if it has a bias.
-        """
-        linears: list[Linear | None] = [None] * self._num_slots
-        self.replaced[name] = ReplacedLinear(outputs, inputs, has_bias, linears)
-        return self.replaced[name]
+        table, replaced = self._add(name, [size], vocab_size), None
+        if "embed_tokens" in self._modules_to_save:
+            shape = vocab_size, size
+            replaced = ReplacedTable(self._num_slots, shape, has_bias=False, is_embedding=True)
+            self.replaced[name] = replaced
+        return AdaptedEmbedding(self, table, replaced)
 
     def _add(self, name: str, outputs: Sequence[int], inputs: int) -> LoraTable:
         table = self.layers[name] = LoraTable(self._num_slots, outputs, inputs, self._max_rank)
@@ -177,13 +174,13 @@ class Adapters:
         return max(
             lora_scratch_nbytes(table.max_rank, len(table.bounds) - 1, table.inputs, threads)
             for table in self._linear
-        )
+        ) + 16 * threads * max((it.shape[1] for it in self.replaced.values()), default=0)
 
     def set(
         self,
         slot: int,
         weights: Mapping[str, Sequence[LoraWeight | None]],
-        linears: Mapping[str, Linear],
+        replaced: Mapping[str, ReplacedWeight],
     ) -> None:
         """Put an adapter in a slot, between two steps; it takes effect at once.
 
@@ -191,10 +188,10 @@ class Adapters:
             slot: index of the slot.
             weights: weights for each module of each layer that the adapter changes; they must stay
                 in memory until the slot has another adapter.
-            linears: the layers that replace those of the model.
+            replaced: the layers in place of those of the model.
         """
-        for name, layer in self.replaced.items():
-            layer.linears[slot] = linears.get(name)
+        for name, layers in self.replaced.items():
+            layers.set(slot, replaced.get(name))
         for name, table in self.layers.items():
             if name in weights:
                 table.set(slot, weights[name])

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.kernels.base import Ops
-from octavo.layers.adapter import Adapters, ReplacedLinear
+from octavo.layers.adapter import Adapters
 from octavo.layers.linear import Linear
 from octavo.layers.norm import Norm
 from octavo.system.tensor import Tensor, dense, from_numpy
@@ -24,13 +24,6 @@ class Dense:
     linear: Linear | None
     activation: str
     norm: Norm | None
-    replaced: ReplacedLinear | None = None
-    """Layers of adapters in place of `linear`; None: there are none."""
-
-    def linear_of(self, slot: int) -> Linear | None:
-        """Return the linear layer of the adapter in a slot; -1: that of the model."""
-        own = None if self.replaced is None or slot < 0 else self.replaced.linears[slot]
-        return own or self.linear
 
 
 @dataclass(slots=True, eq=False)
@@ -52,34 +45,33 @@ class Pooler:
         """Map the hidden states float32 [tokens, n] to what is pooled, float32 [tokens, m].
 
         Args:
-            hidden: the hidden states.
+            hidden: the hidden states of one text.
             slot: slot of the text's adapter; -1: none.
         """
-        return self._compute(self.token_layers, hidden, slot)
+        return self._compute(self.token_layers, hidden, [slot] * len(hidden))
 
-    def head(self, pooled: Floats, slot: int = -1) -> Floats:
+    def head(self, pooled: Floats, slots: Sequence[int] = ()) -> Floats:
         """Map pooled vectors float32 [R, n] to the results, float32 [R, size].
 
         A row of the result depends on its row of the input only.
 
         Args:
             pooled: the vectors.
-            slot: slot of the adapter of all rows; -1: none.
+            slots: slot of each row's adapter; -1: none. Empty: no row has one.
         """
-        return self._compute(self.layers, pooled, slot)
+        return self._compute(self.layers, pooled, slots)
 
-    def _compute(self, layers: Sequence[Dense], pooled: Floats, slot: int) -> Floats:
-        if slot < 0:
-            return self._compute_rows(layers, pooled, slot)
+    def _compute(self, layers: Sequence[Dense], pooled: Floats, slots: Sequence[int]) -> Floats:
+        if max(slots, default=-1) < 0:
+            return self._compute_rows(layers, pooled)
         assert self.adapters is not None
-        slots = self.ops.to_device(from_numpy(np.full(len(pooled), slot, np.int32)))
-        with self.adapters.use(slots):
-            return self._compute_rows(layers, pooled, slot)
+        with self.adapters.use(self.ops.to_device(from_numpy(np.array(slots, np.int32)))):
+            return self._compute_rows(layers, pooled)
 
-    def _compute_rows(self, layers: Sequence[Dense], pooled: Floats, slot: int) -> Floats:
+    def _compute_rows(self, layers: Sequence[Dense], pooled: Floats) -> Floats:
         for layer in layers:
-            if (linear := layer.linear_of(slot)) is not None:
-                y: Tensor = linear(self._as_model(pooled), "float32")
+            if layer.linear is not None:
+                y: Tensor = layer.linear(self._as_model(pooled), "float32")
                 pooled = _activate(layer.activation, self.ops, y)
             if layer.norm is not None:
                 normed = layer.norm(self._as_model(pooled))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,9 +25,9 @@ from octavo.checkpoints.base import Source, shorten_names
 from octavo.checkpoints.model_files import printable
 from octavo.checkpoints.task_adapters import TaskAdapter, is_task
 from octavo.errors import AdapterError
+from octavo.layers.adapter import is_replaceable
 from octavo.models.blocks.attention import AttentionSpec
 from octavo.models.blocks.embedding import EmbedSpec
-from octavo.models.blocks.pooler import PoolerSpec
 from octavo.models.forms import without_forms
 from octavo.models.loader import rows_of
 from octavo.models.spec import ModelSpec
@@ -108,18 +108,18 @@ class _Module:
 class _Replaceable:
     """Module in whose place adapters may have their own."""
 
-    layers: tuple[str, ...]
-    """Prefixes of the names of its layer's weights, one for each pooler."""
+    uses: tuple[tuple[str, tuple[slice | IntArray, ...]], ...]
+    """Layers that it is, as `SliceShape.layer`, and the rows that the rank needs of it."""
     shapes: dict[str, tuple[int, ...]]
     """Shapes of its tensors: weight, and bias if it has one."""
 
 
 @dataclass(frozen=True)
-class TrainedLinear:
-    """Linear layer in place of the model's."""
+class Replacement:
+    """Layer in place of the model's."""
 
     weight: HostTensor
-    """Weight [outputs, inputs], of the types of `Slice.a`, and finite."""
+    """Weight [outputs, inputs] or [tokens, size], of the types of `Slice.a`, and finite."""
     bias: HostTensor | None
     """Bias [outputs]."""
 
@@ -130,9 +130,15 @@ class AdaptableModel:
     Args:
         spec: the model, or a rank's or a stage's part of it, with weights of any form.
         layers: linear layers that adapters may change, as `SliceShape.layer`; None: all.
+        modules_to_save: `lora_modules_to_save`.
     """
 
-    def __init__(self, spec: ModelSpec, layers: Collection[str] | None = None) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        layers: Collection[str] | None = None,
+        modules_to_save: Collection[str] = (),
+    ) -> None:
         spec = without_forms(spec)
         self.architecture, self.vocab_size = spec.architecture, spec.vocab_size
         self.expected = spec.expected
@@ -156,8 +162,7 @@ class AdaptableModel:
         """Other modules, and their kind for an error message."""
         self.replaceable: dict[str, _Replaceable] = {}
         """Modules in whose place adapters may have their own, by their names."""
-        for pooler in spec.poolers if spec.has_head else ():
-            self._add_replaceable(pooler)
+        self._modules_to_save = modules_to_save
         if spec.has_embed:
             self._add_embedding(spec.embed)
         elif spec.tied:
@@ -188,18 +193,11 @@ class AdaptableModel:
             }
         return self._by_stored[file.naming]
 
-    def _add_replaceable(self, pooler: PoolerSpec) -> None:
-        for i, dense in enumerate(pooler.token_dense + pooler.dense):
-            if (linear := dense.linear) is None or not pooler.is_replaceable(linear):
-                continue
-            ((name, outputs),) = linear.modules
-            known = self.replaceable.get(name)
-            layers = () if known is None else known.layers
-            shapes: dict[str, tuple[int, ...]] = {"weight": (outputs, linear.inputs)}
-            if linear.bias:
-                shapes["bias"] = (outputs,)
-            layer = f"poolers.{pooler.task}.{i}."
-            self.replaceable[name] = _Replaceable((*layers, layer), shapes)
+    def _add_replaceable(
+        self, name: str, source: Source, layer: str, rows: tuple[slice | IntArray, ...]
+    ) -> None:
+        known = self.replaceable.get(name, _Replaceable((), {"weight": source.shape}))
+        self.replaceable[name] = replace(known, uses=(*known.uses, (layer, rows)))
 
     def _add_embedding(self, spec: EmbedSpec) -> None:
         """Add the embedding of tokens; its inputs are tokens."""
@@ -216,6 +214,8 @@ class AdaptableModel:
             self.modules[types.module] = _Module(
                 types.module, source, size, types.rows, (use,), is_embedding=True
             )
+        if "embed_tokens" in self._modules_to_save:
+            self._add_replaceable(spec.module, source, EMBED, use.rows)
 
     def _add(self, weight: Weight, embedding: str) -> None:
         """Add a weight; an adapter of the embedding of tokens changes no weight tied to it."""
@@ -232,8 +232,15 @@ class AdaptableModel:
                 self.others[name] = "experts"
             elif weight.kind == "linear" and weight.form == PLAIN:
                 begin = self._use(name, source, weight, begin)
+                layer = weight.name.removesuffix("weight")
+                # Some rerankers have rows of the LM head in place of a head of their own.
+                is_rows = layer.startswith("poolers.") and source.parts is not None
+                if is_replaceable(layer, self._modules_to_save) and not is_rows:
+                    self._add_replaceable(name, source, layer, tuple(rows_of(source, weight)))
             elif source.name.endswith(".weight"):
                 self.others[name] = _NOT_LINEAR
+            elif (module := source.name.removesuffix(".bias")) in self.replaceable:
+                self.replaceable[module].shapes["bias"] = source.shape
 
     def _use(self, name: str, source: Source, weight: Weight, begin: int) -> int:
         """Add the use of a module from a linear layer's output `begin` on; return its end."""
@@ -327,7 +334,7 @@ class Adapter:
                         self._check_finite(array, self._modules[name], factor)
                 if name in self._model.modules:
                     factors[name] = self._narrow(a), self._narrow(b)
-            trained: dict[str, TrainedLinear] = {}
+            replaced: dict[str, Replacement] = {}
             for name in sorted(self._replaced):
                 tensors = {
                     kind: data.read(tensor)
@@ -339,13 +346,15 @@ class Adapter:
                         found.update(np.ascontiguousarray(array).view(np.uint8).data)
                         self._check_finite(array, self._replaced[name], f"the {kind}")
                 if name in self._model.replaceable:
-                    own = {k: from_numpy(self._narrow(array)) for k, array in tensors.items()}
-                    linear = TrainedLinear(own["weight"], own.get("bias"))
-                    layers = self._model.replaceable[name].layers
-                    trained |= dict.fromkeys(layers, linear)
+                    for layer, parts in self._model.replaceable[name].uses:
+                        own = {
+                            kind: from_numpy(self._narrow(_rows(array, parts)))
+                            for kind, array in tensors.items()
+                        }
+                        replaced[layer] = Replacement(own["weight"], own.get("bias"))
             data.check()
         content_hash = None if known else found.hexdigest()
-        return LoadedAdapter(content_hash, self._slices(factors), trained)
+        return LoadedAdapter(content_hash, self._slices(factors), replaced)
 
     def _check_finite(self, array: NDArray[Any], stored: str, tensor: str) -> None:
         """Raise `AdapterError` if a number of a module is not finite in the model's type."""
@@ -373,15 +382,13 @@ class Adapter:
             order = self.file.row_order(module.source, module.outputs, self._model.head_size)
             rows = b if order is None else b[order]
             for use in module.uses:
-                own = [rows[part] for part in use.rows]
-                own = own if len(own) == 1 else [np.concatenate(own)]
                 shape = use.shape
                 slices.setdefault(shape.layer, []).append(
                     Slice(
                         shape.begin,
                         shape.end,
                         from_numpy(np.ascontiguousarray(a[:, use.columns])),
-                        from_numpy(np.ascontiguousarray(own[0])),
+                        from_numpy(_rows(rows, use.rows)),
                         self._scales[name],
                     )
                 )
@@ -400,8 +407,15 @@ class LoadedAdapter:
     slices: dict[str, list[Slice]]
     """Slices of each linear layer that it changes, see `SliceShape.layer`; in the order of the
     outputs."""
-    trained: dict[str, TrainedLinear]
-    """Linear layers in place of the model's, by the prefix of the names of their weights."""
+    replaced: dict[str, Replacement]
+    """Layers in place of the model's, see `SliceShape.layer`."""
+
+
+def _rows(array: NDArray[Any], parts: Sequence[slice | IntArray]) -> NDArray[Any]:
+    """Return some rows of an array."""
+    if len(parts) == 1:
+        return np.ascontiguousarray(array[parts[0]])
+    return np.concatenate([array[part] for part in parts])
 
 
 def open_adapter_file(path: Path, root: Path | None = None) -> AdapterFile:
@@ -525,22 +539,36 @@ def _match_replaced(file: AdapterFile, model: AdaptableModel) -> dict[str, str]:
     matched: dict[str, str] = {}
     for stored, tensors in file.trained.items():
         name = by_stored.get(stored, stored)
-        if name not in model.elsewhere and name not in model.replaceable:
-            raise AdapterError(
-                f"{file.file} replaces {printable(stored)} (modules_to_save). Adapters can replace "
-                "the heads of classifiers only. Name other modules in target_modules instead, or "
-                f"{MERGE}."
-            )
-        known = model.replaceable.get(name)
+        known, module = model.replaceable.get(name), model.modules.get(name)
         found = {kind: tensor.shape for kind, tensor in tensors.items()}
+        if module is not None and "weight" in found:
+            _check_shape(file, f"{printable(stored)} is", found["weight"], module)
+        if name not in model.elsewhere and known is None:
+            raise AdapterError(
+                f"{file.file} replaces {printable(stored)} (modules_to_save). "
+                f"{_advice(module)}, or {MERGE}."
+            )
         if known is not None and found != known.shapes:
             raise AdapterError(
                 f"{file.file}: {printable(stored)} has {_shapes(found)}, and that of the model has "
-                f"{_shapes(known.shapes)}. Load an adapter of a model with as many classes and the "
-                "same head."
+                f"{_shapes(known.shapes)}. Load an adapter of a model with the same head."
             )
         matched[name] = stored
     return matched
+
+
+def _advice(module: _Module | None) -> str:
+    """Return what to do about a module that adapters cannot replace."""
+    for layer, name in ((EMBED, "embed_tokens"), (_LM_HEAD, "lm_head")):
+        if module is not None and any(use.shape.layer == layer for use in module.uses):
+            return (
+                f"Set lora_modules_to_save={name}, with which memory is planned for it in each "
+                "adapter; train factors of it instead (target_modules)"
+            )
+    return (
+        "Adapters can replace the embedding of tokens, the LM head and heads of classifiers only. "
+        "Train factors of other modules instead (target_modules)"
+    )
 
 
 def _shapes(shapes: Mapping[str, tuple[int, ...]]) -> str:

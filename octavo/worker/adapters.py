@@ -12,18 +12,17 @@ from octavo.errors import AdapterError, OctavoError
 from octavo.kernels.base import Ops
 from octavo.kernels.lora import LoraTable, LoraWeight
 from octavo.kernels.memory import map_memory
-from octavo.kernels.sizes import lora_nbytes, packed_nbytes
+from octavo.kernels.replaced import ReplacedWeight
+from octavo.kernels.sizes import lora_nbytes
 from octavo.layers.adapter import Adapters
-from octavo.layers.linear import Linear
 from octavo.messages import AdapterChange, AdapterLoaded, AdapterRef
-from octavo.models.adapters import AdaptableModel, Slice, TrainedLinear, open_adapter
+from octavo.models.adapters import AdaptableModel, Slice, open_adapter
 from octavo.plan.setup import WorkerSetup
-from octavo.system.tensor import HostTensor, dense, itemsize
 
 logger = logging.getLogger(__name__)
 
 _Weights = dict[str, list[LoraWeight | None]]
-_Linears = dict[str, Linear]
+_Replaced = dict[str, ReplacedWeight]
 
 
 class AdapterStore:
@@ -44,9 +43,11 @@ class AdapterStore:
         report: Callable[[AdapterLoaded], object],
     ) -> None:
         self._setup, self._ops, self._adapters, self._report = setup, ops, adapters, report
-        self._model = AdaptableModel(setup.part, adapters.layers)
+        self._model = AdaptableModel(
+            setup.part, adapters.layers, setup.config.lora.lora_modules_to_save
+        )
         self._thread = ThreadPoolExecutor(1, "octavo-adapters")
-        self._read: queue.SimpleQueue[tuple[int, _Weights, _Linears]] = queue.SimpleQueue()
+        self._read: queue.SimpleQueue[tuple[int, _Weights, _Replaced]] = queue.SimpleQueue()
 
     def begin_step(self, changes: Sequence[AdapterChange]) -> None:
         """Put the adapters that were read into their slots, then begin the changes.
@@ -73,7 +74,7 @@ class AdapterStore:
         else:
             self._report(AdapterLoaded(slot))
 
-    def _pack(self, adapter: AdapterRef) -> tuple[_Weights, _Linears]:
+    def _pack(self, adapter: AdapterRef) -> tuple[_Weights, _Replaced]:
         """Read an adapter; return its packed weights by layer, and its own layers.
 
         Raises:
@@ -101,8 +102,8 @@ class AdapterStore:
             for layer, module, one in places
         ]
         replaced = self._adapters.replaced
-        own = sum(replaced[layer].nbytes(setup.dtype) for layer in loaded.trained)
-        memory = map_memory(sum(sizes) + own)
+        whole = sum(replaced[layer].nbytes(setup.dtype) for layer in loaded.replaced)
+        memory = map_memory(sum(sizes) + whole)
         weights: _Weights = {
             layer: [None] * (len(layers[layer].bounds) - 1) for layer in loaded.slices
         }
@@ -114,24 +115,14 @@ class AdapterStore:
             packed = self._ops.pack_lora(one.a, one.b, one.scale, setup.dtype, out)
             weights[layer][module] = packed
             begin += size
-        linears: _Linears = {}
-        for layer, trained in loaded.trained.items():
-            size, end = replaced[layer].sizes(setup.dtype)
-            linears[layer] = self._pack_linear(trained, memory[begin : begin + size + end], size)
-            begin += size + end
-        return weights, linears
-
-    def _pack_linear(self, trained: TrainedLinear, memory: HostTensor, size: int) -> Linear:
-        """Return a layer in some memory, in which the bias begins at `size`."""
-        ops, dtype, (outputs, inputs) = self._ops, self._setup.dtype, trained.weight.shape
-        nbytes = packed_nbytes(outputs, inputs, dtype)
-        weight = ops.pack_weight(trained.weight, dtype, ops.to_device(memory[:nbytes]))
-        bias = None
-        if trained.bias is not None:
-            rows = memory[size : size + outputs * itemsize(dtype)].view(dtype)
-            bias = ops.to_device(rows)
-            ops.copy_(bias, ops.to_device(dense(trained.bias, dtype)))
-        return Linear(ops, weight, bias)
+        own: _Replaced = {}
+        for layer, it in loaded.replaced.items():
+            table = replaced[layer]
+            end = begin + table.nbytes(setup.dtype)
+            out = self._ops.to_device(memory[begin:end])
+            own[layer] = self._ops.pack_replaced(it.weight, it.bias, setup.dtype, table, out)
+            begin = end
+        return weights, own
 
     def shutdown(self) -> None:
         """End the thread, after the adapter that it reads."""

@@ -66,7 +66,7 @@ class PoolingRows:
         if not self._rows:
             return {}
         states, starts = self._ops.to_host(hidden), inputs.table.query_start_loc
-        done: dict[tuple[Pooler, int], list[tuple[str, Floats]]] = {}
+        done: dict[Pooler, list[tuple[str, int, Floats]]] = {}
         results: dict[str, bytes] = {}
         for i, (req_id, row) in enumerate(zip(inputs.req_ids, inputs.rows.tolist(), strict=True)):
             if (state := self._rows.get(row)) is None:
@@ -76,7 +76,9 @@ class PoolingRows:
             length = int(batch.num_prompt_tokens[row])
             ends = first + len(chunk) == length
             if state.pooled is None:
-                state.tokens.append(chunk if state.bare else state.pooler.head(chunk, state.slot))
+                state.tokens.append(
+                    chunk if state.bare else state.pooler.head(chunk, [state.slot] * len(chunk))
+                )
                 if ends:
                     results[req_id] = np.concatenate(state.tokens).tobytes()
                 continue
@@ -86,9 +88,10 @@ class PoolingRows:
                 tokens = state.pooler.of_tokens(chunk[begin : begin + size], state.slot)
                 state.pooled.add(tokens, first + begin)
             if ends:
-                pair = req_id, state.pooled.result(length)
-                done.setdefault((state.pooler, state.slot), []).append(pair)
-        for (pooler, slot), pairs in done.items():
-            rows = pooler.head(np.stack([vector for _, vector in pairs]), slot)
-            results |= {req_id: row.tobytes() for (req_id, _), row in zip(pairs, rows, strict=True)}
+                text = req_id, state.slot, state.pooled.result(length)
+                done.setdefault(state.pooler, []).append(text)
+        for pooler, texts in done.items():
+            ids, slots, vectors = zip(*texts, strict=True)
+            rows = pooler.head(np.stack(vectors), slots)
+            results |= {req_id: row.tobytes() for req_id, row in zip(ids, rows, strict=True)}
         return results

@@ -98,6 +98,10 @@ def test_adapters_of_a_server():
         ({"lora_modules": ["m=b"]}, "'m' is the name of the model"),
         ({"lora_modules": ["a=b"], "enable_lora": False}, "lora_modules=['a=b'] needs adapters"),
         ({"lora_root": "/x", "enable_lora": False}, "lora_root='/x' needs adapters"),
+        (
+            {"lora_modules_to_save": ["lm_head"], "enable_lora": False},
+            "lora_modules_to_save=['lm_head'] needs adapters",
+        ),
     ],
 )
 def test_contradictory_settings_of_adapters(settings, said):
@@ -144,6 +148,7 @@ BAD = {
     "max_lora_rank": [0, 513, 1.5, None],
     "max_cpu_loras": [0, -1, 1.5],
     "lora_modules": [5, [5], [None], None, ["a"], ["=a"], ["a="], ['{"name": "a"}'], ["{"]],
+    "lora_modules_to_save": [5, [5], ["norm"], "lm_head"],
     "lora_root": [5, ["a"]],
     "load_format": ["npz", None],
     "download_dir": [5],

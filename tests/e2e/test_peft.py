@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from octavo import LLM, LoRARequest, SamplingParams
+from octavo.errors import AdapterError
 from tests.models.harness import make_hf
 from tests.models.test_encoders import SIZES as ENCODER
 from tests.models.test_parity import CASES, SIZES, TEXT_PARTS
@@ -24,7 +25,7 @@ pytestmark = pytest.mark.skipif(
 )
 LORA: dict[str, Any] = {"enable_lora": True, "max_loras": 3, "skip_tokenizer_init": True}
 LORA |= {"dtype": "float32", "max_model_len": 64, "max_logprobs": -1}
-PROMPTS = [[(7 * i + 3 * k) % 90 + 1 for i in range(5 + 4 * k)] for k in range(4)]
+PROMPTS = [[(7 * i + 3 * k) % 90 + 3 for i in range(5 + 4 * k)] for k in range(4)]
 TARGETS = {
     "embedding": ["embed_tokens"],
     "head": ["lm_head"],
@@ -40,8 +41,8 @@ def make_base(case: str, folder: Path, **fields: Any) -> Path:
 
 def make_adapter(base: Path, folder: Path, seed: int = 1, **config: Any) -> Any:
     """Return PEFT's model with a random adapter, and write the adapter."""
-    from peft import LoraConfig, get_peft_model
     import transformers
+    from peft import LoraConfig, get_peft_model
 
     architecture = json.loads((base / "config.json").read_text())["architectures"][0]
     with warnings.catch_warnings():
@@ -137,6 +138,39 @@ def test_answers_are_those_of_peft(tied: bool, layout: str, tmp_path: Path) -> N
         check(llm, base, targets)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_replaced_embeddings_and_heads(tied: bool, layout: str, tmp_path: Path) -> None:
+    base = make_base("llama", tmp_path / "base", tie_word_embeddings=tied)
+    targets = {
+        "embedding": {"modules_to_save": ["embed_tokens"]},
+        "head": {"modules_to_save": ["lm_head"], "target_modules": ["embed_tokens", "v_proj"]},
+        "both": {"modules_to_save": ["embed_tokens", "lm_head"], "ensure_weight_tying": tied},
+    }
+    targets = {name: {"target_modules": ["q_proj"]} | fields for name, fields in targets.items()}
+    modules = ["embed_tokens", "lm_head"]
+    with LLM(model=str(base), lora_modules_to_save=modules, **LORA, **LAYOUTS[layout]) as llm:
+        check(llm, base, targets)
+
+
+def test_a_bias_of_the_head_is_replaced(tmp_path: Path) -> None:
+    base = make_base("gptj", tmp_path / "base")
+    fields = {"modules_to_save": ["lm_head"], "target_modules": ["q_proj"]}
+    with LLM(model=str(base), lora_modules_to_save=["lm_head"], **LORA) as llm:
+        check(llm, base, {"head": fields})
+
+
+def test_without_the_setting_replaced_modules_are_refused(tmp_path: Path) -> None:
+    base = make_base("llama", tmp_path / "base")
+    fields = {"modules_to_save": ["lm_head"], "target_modules": ["q_proj"]}
+    make_adapter(base, tmp_path / "a", **fields)
+    with (
+        LLM(model=str(base), lora_modules_to_save=["embed_tokens"], **LORA) as llm,
+        pytest.raises(AdapterError, match="Set lora_modules_to_save=lm_head, with which memory"),
+    ):
+        answers(llm, [LoRARequest("a", 1, str(tmp_path / "a"))], PROMPTS[:1])
+
+
 FAMILIES = ("gpt2", "bloom", "gemma2", "gemma3", "granite", "opt-350m", "gpt-neox", "falcon-7b")
 FAMILIES += ("cohere", "mpt", "gemma3n", "gemma4")
 """Scales of embeddings and logits, norms, projections, names, tied weights, several streams."""
@@ -166,7 +200,7 @@ def test_quantized_tables(tmp_path: Path) -> None:
 
 
 CLASSIFIERS = {
-    "llama": ("LlamaForSequenceClassification", SIZES | {"pad_token_id": 0}, ["q_proj"]),
+    "llama": ("LlamaForSequenceClassification", SIZES | {"num_labels": 3}, ["q_proj"]),
     "bert": ("BertForSequenceClassification", ENCODER, ["query", "pooler.dense"]),
     "roberta": ("RobertaForSequenceClassification", ENCODER, ["value"]),
 }
@@ -178,7 +212,7 @@ def test_heads_of_classifiers(case: str, layout: str, tmp_path: Path) -> None:
     """PEFT saves them whole; a layer before may have factors."""
     architecture, config, modules = CLASSIFIERS[case]
     base = tmp_path / "base"
-    make_hf(architecture, **config, num_labels=3).save_pretrained(base)
+    make_hf(architecture, **config).save_pretrained(base)
     if case != "llama" and layout == "pp":
         pytest.skip("encoders have one stage")
     fields = {"target_modules": modules, "task_type": "SEQ_CLS"}
@@ -204,7 +238,7 @@ def test_heads_of_classifiers(case: str, layout: str, tmp_path: Path) -> None:
 
 def test_heads_of_token_classifiers(tmp_path: Path) -> None:
     base = tmp_path / "base"
-    make_hf("BertForTokenClassification", **ENCODER, num_labels=3).save_pretrained(base)
+    make_hf("BertForTokenClassification", **ENCODER).save_pretrained(base)
     fields = {"target_modules": ["key"], "task_type": "TOKEN_CLS"}
     model = make_adapter(base, tmp_path / "a", **fields)
     with LLM(model=str(base), **LORA) as llm:

@@ -220,6 +220,41 @@ def test_copies_of_the_base_are_not_read(model: AdaptableModel, tmp_path: Path) 
         load(write_adapter(tmp_path / "a", tensors), model)
 
 
+def test_heads_of_classifiers_are_replaced(tmp_path: Path) -> None:
+    architecture, config = ENCODERS["bert-odd"]
+    model = AdaptableModel(save_config(tmp_path / "base", architecture, config))
+    factors = make_factors(model, [next(iter(model.modules))])
+    weight, bias = torch.randn(3, 39), torch.randn(3)
+    head = {f"{PREFIX}classifier.weight": weight, f"{PREFIX}classifier.bias": bias}
+    loaded = load(write_adapter(tmp_path / "a", factors | head), model)
+    ((layer, found),) = loaded.replaced.items()
+    assert layer == "poolers.classify.1."
+    assert np.array_equal(found.weight.numpy(), weight.numpy())
+    assert found.bias is not None
+    assert np.array_equal(found.bias.numpy(), bias.numpy())
+    head[f"{PREFIX}classifier.bias"][1] += 1e-6
+    again = load(write_adapter(tmp_path / "a", factors | head), model)
+    assert again.content_hash != loaded.content_hash
+    head[f"{PREFIX}classifier.bias"][1] = torch.nan
+    with pytest.raises(AdapterError, match="the bias of classifier has numbers that are NaN"):
+        load(write_adapter(tmp_path / "a", factors | head), model)
+    head[f"{PREFIX}classifier.weight"] = torch.randn(4, 39)
+    with pytest.raises(AdapterError, match=r"classifier is a weight \[4, 39\], and that of"):
+        load(write_adapter(tmp_path / "a", factors | head), model)
+
+
+def test_other_modules_are_not_replaced(model: AdaptableModel, tmp_path: Path) -> None:
+    factors = make_factors(model, [Q])
+    weights = {"model.norm": torch.ones(32), Q: torch.ones(32, 32), "none": torch.ones(3)}
+    for name, weight in weights.items():
+        tensors = factors | {f"{PREFIX}{name}.weight": weight}
+        with pytest.raises(AdapterError, match=rf"replaces {name} \(modules_to_save\)"):
+            load(write_adapter(tmp_path / "a", tensors), model)
+    tensors = factors | {f"{PREFIX}{E}.weight": torch.ones(131, 32)}
+    with pytest.raises(AdapterError, match="has added 3 tokens, which is not supported: merge"):
+        load(write_adapter(tmp_path / "a", tensors), model)
+
+
 def test_adapters_with_added_tokens_are_refused(model: AdaptableModel, tmp_path: Path) -> None:
     config = LLAMA | {"vocab_size": 130}
     larger = AdaptableModel(save_config(tmp_path / "larger", "LlamaForCausalLM", config))

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from octavo._native import ExpertLayer
     from octavo.attention.base import AttentionBackend
     from octavo.kernels.base import Ops, PackedWeight, QuantizedWeight
-    from octavo.layers.adapter import AdaptedEmbedding, AdaptedLinear, Adapters, ReplacedLinear
+    from octavo.layers.adapter import AdaptedEmbedding, AdaptedLinear, Adapters
     from octavo.layers.expert_exchange import ExpertExchange
     from octavo.layers.experts import Experts
     from octavo.layers.layer import Block
@@ -199,7 +199,7 @@ class Parts:
         """
         if self.adapters is None or not is_adaptable(self._own):
             return None
-        return self.adapters.layer(self._own, outputs, inputs)
+        return self.adapters.layer(self._own, outputs, inputs, has_bias=self.has("bias"))
 
     def adapted_embedding(self, name: str, size: int, vocab_size: int) -> AdaptedEmbedding | None:
         """Return the changes of adapters to a table of the embedding that these are the parts of.
@@ -212,17 +212,6 @@ class Parts:
         if self.adapters is None:
             return None
         return self.adapters.embedding(self._own + name, size, vocab_size)
-
-    def replaced(self, outputs: int, inputs: int) -> ReplacedLinear | None:
-        """Return the layers of adapters in place of the linear layer that these are the parts of.
-
-        Args:
-            outputs: number of its outputs.
-            inputs: number of its inputs.
-        """
-        if self.adapters is None:
-            return None
-        return self.adapters.replace(self._own, outputs, inputs, has_bias=self.has("bias"))
 
     def linear(self, name: str) -> PackedWeight | QuantizedWeight:
         """Return a packed weight."""

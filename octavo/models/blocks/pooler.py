@@ -119,14 +119,6 @@ class PoolerSpec:
             return f"this model's vectors have {self.size} numbers; choose one of: {known}."
         return None
 
-    def is_replaceable(self, linear: LinearSpec) -> bool:
-        """Return True if an adapter may have its own layer in place of a linear one of these.
-
-        These are the heads of classifiers, without rows of an LM head.
-        """
-        plain = linear.layout == "rows" and linear.parts is None and len(linear.modules) == 1
-        return "classify" in self.task and plain
-
     def weights(self, names: Names) -> Iterator[Weight]:
         """Yield the weights of the layers."""
         for i, dense in enumerate(self.token_dense + self.dense):
@@ -144,9 +136,6 @@ class PoolerSpec:
                 None if dense.linear is None else dense.linear.build(parts.of(f"{i}")),
                 dense.activation,
                 None if dense.norm is None else dense.norm.build(parts.of(f"{i}").of("norm")),
-                parts.of(f"{i}").replaced(dense.linear.outputs, dense.linear.inputs)
-                if dense.linear is not None and self.is_replaceable(dense.linear)
-                else None,
             )
             for i, dense in enumerate(self.token_dense + self.dense)
         ]
