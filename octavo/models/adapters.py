@@ -207,6 +207,8 @@ class AdaptableModel:
         self.modules[spec.module] = _Module(
             spec.module, source, spec.size, spec.vocab_size, (use,), is_embedding=True
         )
+        if "embed_tokens" in self._modules_to_save:
+            self._add_replaceable(spec.module, source, EMBED, use.rows)
         if (types := spec.token_types) is not None:
             size = spec.size if spec.projects_sum else spec.hidden_size
             use = replace(use, shape=SliceShape(TOKEN_TYPES, 0, size, types.rows))
@@ -214,8 +216,6 @@ class AdaptableModel:
             self.modules[types.module] = _Module(
                 types.module, source, size, types.rows, (use,), is_embedding=True
             )
-        if "embed_tokens" in self._modules_to_save:
-            self._add_replaceable(spec.module, source, EMBED, use.rows)
 
     def _add(self, weight: Weight, embedding: str) -> None:
         """Add a weight; an adapter of the embedding of tokens changes no weight tied to it."""
