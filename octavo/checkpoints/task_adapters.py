@@ -56,7 +56,7 @@ class TaskAdapter:
 
     kind = "LoRA"
     naming = "tasks"
-    base = None
+    base: str | None = None
     invocation_tokens: tuple[int, ...] = ()
     trained: Mapping[str, Mapping[str, StoredTensor]] = MappingProxyType({})
     copies: Mapping[str, tuple[int, ...]] = MappingProxyType({})
