@@ -26,13 +26,10 @@ from octavo.checkpoints.config_json import ConfigJson
 from octavo.checkpoints.mapped_file import StoredTensor
 from octavo.checkpoints.model_files import printable
 from octavo.checkpoints.safetensors_header import read_header
+from octavo.checkpoints.tasks import TASKS, read_tasks
 from octavo.errors import AdapterError
 from octavo.system.tensor import itemsize
 
-TASKS = "lora_adaptations"
-"""Field of config.json with the names of the tasks; in a path, the folder of their adapters."""
-FACTORS = r".*\.parametrizations\.weight\.0\.lora_[AB]"
-"""Pattern of the names of their tensors."""
 _WEIGHTS = "model.safetensors"
 _FACTOR = re.compile(r"(.+)\.parametrizations\.weight\.0\.lora_([AB])")
 _EMBEDDING = re.compile(r"(.*\.)?embeddings\..*")
@@ -108,19 +105,6 @@ class TaskAdapter:
     def row_order(self, source: Source, rows: int, head_size: int) -> None:
         """Implement `AdapterFile`: the order is that of the checkpoint."""
         return
-
-
-def read_tasks(config: ConfigJson) -> tuple[str, ...]:
-    """Return the names of the tasks of a model; none if it has no adapters.
-
-    Raises:
-        ModelError: the field is damaged.
-    """
-    tasks = config.get(TASKS) or []
-    valid = isinstance(tasks, list) and all(isinstance(it, str) and it for it in tasks)
-    if not valid or len(set(tasks)) < len(tasks):
-        raise config.error(TASKS, "it must be a list of different names")
-    return tuple(tasks)
 
 
 def _matrix(stored: StoredTensor, index: int) -> StoredTensor:

@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from octavo.checkpoints.task_adapters import TASKS
+from octavo.checkpoints.tasks import TASKS
 from octavo.config import EngineConfig
 from octavo.errors import RequestError
 from octavo.lora_request import LoRARequest

@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 from octavo.checkpoints.base import Checkpoint
 from octavo.checkpoints.config_json import ConfigJson
-from octavo.checkpoints.task_adapters import read_tasks
+from octavo.checkpoints.tasks import read_tasks
 from octavo.errors import ModelError
 from octavo.models.blocks.linear import LinearSpec
 from octavo.models.blocks.norm import LayerNormSpec
