@@ -13,7 +13,7 @@ from octavo.layers.rope_spec import RopeSpec
 from octavo.models.blocks.attention import Alibi
 from octavo.models.families import base
 from octavo.models.families.bert import BertLike, read_roberta
-from octavo.models.families.classifiers import families
+from octavo.models.families.classifiers import Layer, families
 from octavo.models.families.experts import ExpertNames, experts, read_num_experts, read_top_k
 from octavo.models.positions import alibi_slopes_bloom, read_rope
 from octavo.models.spec import ModelSpec
@@ -202,7 +202,7 @@ def _jina_v2(config: ConfigJson) -> ModelSpec:
     )
 
 
-_DENSE = (("classifier.dense", "tanh"),)
+_DENSE: tuple[Layer, ...] = (("classifier.dense", "tanh"),)
 ARCHITECTURES = {
     **families("New", partial(_gte, prefix="new.", theta=1e4), (("new.pooler.dense", "tanh"),)),
     **families("Gte", partial(_gte, prefix="gte.", theta=1.6e5), (("gte.pooler.dense", "tanh"),)),
