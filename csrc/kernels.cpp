@@ -7,6 +7,8 @@
 #include "delta_rule.h"
 #include "head_linear.h"
 #include "lora.h"
+#include "lora_embedding.h"
+#include "lora_replace.h"
 #include "norm.h"
 #include "rotary.h"
 #include "routing.h"

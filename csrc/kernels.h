@@ -775,6 +775,58 @@ struct LoraArgs {
   }
 };
 
+// Adds the changes of each row's adapter to rows of an embedding: scale * (row `id` of A^T) * B^T.
+struct LoraEmbeddingArgs {
+  const int64_t* ids;  // [rows], tokens
+  void* out;           // [rows, n], their embeddings
+  int64_t out_stride;
+  const int32_t* slots;     // [rows], the adapter of each row; -1: none
+  const LoraSlice* slices;  // [adapters]
+  int64_t rows, vocab, n, max_rank;
+  DType dtype;
+
+  MEMBERS(ids, out, out_stride, slots, slices, rows, vocab, n, max_rank, dtype)
+  void resize(const StepSize& size) { rows = size.rows; }
+  Work work() const { return {2.0 * rows * size_of(dtype) * double(n), 2.0 * rows * max_rank * double(n)}; }
+};
+
+// A layer's own weight and bias of an adapter.
+struct WholeLayer {
+  const void* weight;  // null: the adapter has none
+  const void* bias;    // [n] or null
+};
+
+// Replaces rows of a linear layer's results: x * weight^T + bias of each row's adapter.
+struct ReplaceLinearArgs {
+  const void* x;  // [rows, k], inputs of the layer
+  int64_t x_stride;
+  void* out;  // [rows, n], its results
+  int64_t out_stride;
+  const int32_t* slots;      // [rows], the adapter of each row; -1: none
+  const WholeLayer* layers;  // [adapters]; weights are packed as B of `PackLoraArgs`
+  int64_t rows, k, n;
+  DType dtype, out_dtype;
+
+  MEMBERS(x, x_stride, out, out_stride, slots, layers, rows, k, n, dtype, out_dtype)
+  void resize(const StepSize& size) { rows = size.rows; }
+  Work work() const { return {2.0 * rows * size_of(dtype) * double(k), 2.0 * rows * double(k) * double(n)}; }
+};
+
+// Replaces rows of an embedding: row `id` of the table of each row's adapter.
+struct ReplaceEmbeddingArgs {
+  const int64_t* ids;  // [rows], tokens
+  void* out;           // [rows, n], their embeddings
+  int64_t out_stride;
+  const int32_t* slots;      // [rows], the adapter of each row; -1: none
+  const WholeLayer* layers;  // [adapters]; weights are rows [vocab, n]
+  int64_t rows, vocab, n;
+  DType dtype;
+
+  MEMBERS(ids, out, out_stride, slots, layers, rows, vocab, n, dtype)
+  void resize(const StepSize& size) { rows = size.rows; }
+  Work work() const { return {2.0 * rows * size_of(dtype) * double(n), 0.0}; }
+};
+
 // Packs a matrix [rows, cols] of a LoRA adapter in panels of rows: A in panels of kLoraLanes, B of
 // kLoraPanel.
 struct PackLoraArgs {
@@ -972,6 +1024,9 @@ struct Wkv7Args {
   KERNEL(pack_lora, PackLoraArgs)         \
   KERNEL(add_lora, LoraArgs)              \
   KERNEL(lora_norms, LoraNormsArgs)       \
+  KERNEL(add_lora_embedding, LoraEmbeddingArgs) \
+  KERNEL(replace_linear, ReplaceLinearArgs) \
+  KERNEL(replace_embedding, ReplaceEmbeddingArgs) \
   KERNEL(selective_scan, SelectiveScanArgs)
 
 struct KernelTable {

@@ -47,7 +47,7 @@ class PoolingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
     """One of `PoolingTask`; None: the method's, or the model's first one."""
     prompt_name: str | None = None
     """Prompt of the model that is put before the text, such as query; "": none; None: the model's
-    default, mostly none."""
+    default, mostly none. A task of jina-embeddings-v3 also has an adapter (docs/lora.md)."""
     bare: bool = False
     """True for the hidden states of the tokens without the Dense layers of the model, with the task
     token_embed. It is not in vLLM."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from octavo.checkpoints.registry import open_checkpoint
 from octavo.config import EngineConfig
-from octavo.models.adapters import AdaptableModel, Adapter, Slice
+from octavo.models.adapters import EMBED, AdaptableModel, Adapter, Replacement, Slice
 from octavo.models.blocks.base import is_adaptable
 from octavo.models.hub import resolve_folders
 from octavo.models.registry import read_spec
@@ -41,8 +41,14 @@ def make_factors(
         module = model.modules[name]
         a = torch.randn(rank, module.inputs, generator=generator)
         b = torch.randn(module.outputs, rank, generator=generator)
-        tensors[f"{PREFIX}{name}.lora_A.weight"] = (a / module.inputs**0.5).to(dtype)
-        tensors[f"{PREFIX}{name}.lora_B.weight"] = (b / rank**0.5).to(dtype)
+        first, second = "lora_A.weight", "lora_B.weight"
+        if module.is_embedding:
+            first, second = "lora_embedding_A", "lora_embedding_B"
+            b /= 16
+        else:
+            a /= module.inputs**0.5
+        tensors[f"{PREFIX}{name}.{first}"] = a.to(dtype)
+        tensors[f"{PREFIX}{name}.{second}"] = (b / rank**0.5).to(dtype)
         if more:
             numbers = 0.5 + torch.rand(module.outputs, generator=generator)
             tensors[f"{PREFIX}{name}.{more}"] = numbers.to(dtype)
@@ -65,23 +71,30 @@ class LoadedAdapter:
     content_hash: str
     slices: dict[str, list[Slice]]
     """Slices of each linear layer, in the order of the outputs."""
+    replaced: dict[str, Replacement]
+    """Layers in place of the model's."""
 
 
 def load_all(adapter: Adapter, norms: WeightNorms | None = None) -> LoadedAdapter:
     """Read an adapter into memory; `norms` as in `Adapter.read`."""
     found: dict[str, list[Slice]] = {}
-    content_hash = adapter.read(lambda layer, one: found.setdefault(layer, []).append(one), norms)
+    whole: dict[str, Replacement] = {}
+    content_hash = adapter.read(
+        lambda layer, one: found.setdefault(layer, []).append(one),
+        norms,
+        whole.__setitem__,
+    )
     slices = {layer: sorted(own, key=lambda it: it.begin) for layer, own in sorted(found.items())}
-    return LoadedAdapter(content_hash, slices)
+    return LoadedAdapter(content_hash, slices, whole)
 
 
 def builtin_model() -> AdaptableModel:
-    """Return the built-in model, without its LM head."""
+    """Return the built-in model."""
     config = EngineConfig()
     path, _ = resolve_folders(config)
     spec = read_spec(open_checkpoint(path, "auto"), config.model)
     names = {weight.name.removesuffix("weight") for weight in spec.weights()}
-    return AdaptableModel(spec, {name for name in names if is_adaptable(name)})
+    return AdaptableModel(spec, {EMBED, *filter(is_adaptable, names)})
 
 
 def deltas(loaded: LoadedAdapter, shapes: Mapping[str, tuple[int, int]]) -> dict[str, Any]:

@@ -64,6 +64,8 @@ def example(field):
         return ["a/a", "b/*"], ["a/a", "b/*"]
     if field.name == "lora_modules":
         return ["a=/a", "b=/b"], ["a=/a", "b=/b"]
+    if field.name == "lora_modules_to_save":
+        return ["embed_tokens", "lm_head"], ["embed_tokens", "lm_head"]
     if field.type == list[str]:
         return ["a", "b"], ["a", "b"]
     if is_size(field.name):
@@ -110,6 +112,7 @@ NEEDED = {
     "enable_eplb": ["-tp", "2", "-ep"],
     "eplb_config": ["-tp", "2", "-ep", "--enable-eplb"],
     "lora_modules": ["--enable-lora"],
+    "lora_modules_to_save": ["--enable-lora"],
     "lora_root": ["--enable-lora"],
     "lora_hub_repos": ["--enable-lora"],
     "lora_resolvers": ["--enable-lora"],

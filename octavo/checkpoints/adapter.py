@@ -1,7 +1,8 @@
 """Files of adapters: low-rank changes of the weights of a model (LoRA).
 
 The change of a weight W [outputs, inputs] is scale * B A, with B [outputs, rank] and A [rank,
-inputs]. PEFT writes a folder with adapter_config.json and adapter_model.safetensors (or .bin):
+inputs]. That of an embedding W [tokens, size] is scale * (B A)^T, with B [size, rank] and A [rank,
+tokens]. PEFT writes a folder with adapter_config.json and adapter_model.safetensors (or .bin):
 https://huggingface.co/docs/peft/developer_guides/checkpoint
 """
 
@@ -10,7 +11,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +39,6 @@ _MOST_CONFIG_NBYTES = 2**20  # parsing it holds the interpreter's lock
 _KINDS = {
     "use_qalora": "QA-LoRA",
     "use_bdlora": "block-diagonal LoRA",
-    "modules_to_save": "LoRA with trained modules",
     "trainable_token_indices": "LoRA with trained tokens",
     "target_parameters": "LoRA of the weights of experts",
     "layer_replication": "LoRA with repeated layers",
@@ -91,10 +91,18 @@ _NEWER = {
 and their new names, which adapters that were trained with it have."""
 _TENSOR = re.compile(
     r"\.(?:lora_([AB])(?:\.[\w-]+)?\.weight|lora_(B)(?:\.[\w-]+)?\.(bias)"
-    r"|lora_(magnitude)_vector(?:\.[\w-]+)*)$"
+    r"|lora_(magnitude)_vector(?:\.[\w-]+)*|lora_embedding_([AB])(?:\.[\w-]+)?)$"
 )
 """Ends of the names of tensors; older files also have the name of the adapter, such as default."""
-_OTHER_TENSORS = {r"\.lora_embedding_[AB]": "LoRA of the embedding"}
+_OF_EMBEDDING = re.compile(r"\.lora_embedding_[AB](?:\.[\w-]+)?$")
+"""Ends of the names of the factors of an embedding."""
+_TRAINED = re.compile(
+    r"(?P<module>[\w.-]+?)(?:\.modules_to_save(?:\.[\w-]+)?)?\.(?P<tensor>weight|bias)"
+)
+"""Names of whole weights; older files also say where PEFT keeps them."""
+_COPY = re.compile(r"\.base_layer\.(weight|bias)$")
+"""Ends of the names of copies of the base's weights."""
+_OTHER_TENSORS = {r"\.token_adapter\.": "LoRA with trained tokens"}
 """Names of other tensors, and the kind of adapter that they make."""
 _PLAIN = re.compile(r"\^?[\w.-]+")
 """Keys of patterns that are names, or ends of names."""
@@ -117,6 +125,9 @@ class Factors:
     """Bias of B: [outputs]."""
     magnitude: StoredTensor | None = None
     """Norms of the rows of the changed weight: [outputs], for DoRA."""
+
+    of_embedding: bool = False
+    """True for an embedding: A is [rank, tokens], and B is [size, rank]."""
 
     @property
     def tensors(self) -> dict[str, StoredTensor]:
@@ -148,6 +159,11 @@ class AdapterFile(Protocol):
     """Files with equal texts have equal `names`."""
     factors: Mapping[str, Factors]
     """Factors of each module, by the module's name in the file."""
+    trained: Mapping[str, Mapping[str, StoredTensor]]
+    """Weight and bias of each module that the adapter replaces (modules_to_save)."""
+    copies: Mapping[str, tuple[int, ...]]
+    """Shapes of the copies of the base's weights, by the module's name in the file. PEFT writes
+    them with LoRA of the embedding or of the LM head; they are not read."""
 
     def scale(self, module: str) -> float:
         """Return the factor of the change of a module.
@@ -232,7 +248,20 @@ class PeftFolder:
         self.identity = identity_of(self.file)
         is_torch = self.file.suffix == ".bin"
         tensors = read_torch_header(self.file) if is_torch else read_header(self.file)
-        self.factors: Mapping[str, Factors] = _pair(self.file, tensors)
+        copies = {name: _COPY.sub("", _plain_name(name)) for name in tensors if _COPY.search(name)}
+        self.copies: Mapping[str, tuple[int, ...]] = {
+            module: tensors[name].shape
+            for name, module in copies.items()
+            if name.endswith(".weight")
+        }
+        rest = {name: tensor for name, tensor in tensors.items() if name not in copies}
+        self.trained: Mapping[str, Mapping[str, StoredTensor]] = _find_trained(self.file, rest)
+        if config.get("modules_to_save") and not self.trained:
+            raise AdapterError(
+                f"{config.where}: modules_to_save is set, and {self.file.name} has no "
+                "whole module; save the adapter again."
+            )
+        self.factors: Mapping[str, Factors] = _pair(self.file, rest)
         for field, tensor, wanted in (
             ("use_dora", "magnitude", is_dora),
             ("lora_bias", "bias", has_biases),
@@ -244,6 +273,13 @@ class PeftFolder:
                     f"{shorten_names(wrong)}, and {CONFIG} says {field}={str(wanted).lower()}; "
                     "correct it, or download the adapter again."
                 )
+        whole = [name for name, pair in self.factors.items() if pair.of_embedding]
+        whole += self.trained
+        if self.invocation_tokens and whole:
+            raise AdapterError(
+                f"{self.file}: activated LoRA (aLoRA) that changes {shorten_names(whole)} for all "
+                "tokens is not supported. Train it without."
+            )
 
     def scale(self, module: str) -> float:
         """Implement `AdapterFile`, as PEFT computes it."""
@@ -393,6 +429,38 @@ class _Patterns:
         return self._numbers[min(found)] if found else None
 
 
+def _find_trained(
+    file: Path, tensors: Mapping[str, StoredTensor]
+) -> dict[str, dict[str, StoredTensor]]:
+    """Return the tensors of the modules that an adapter replaces, by module.
+
+    Raises:
+        AdapterError: a tensor has a wrong type, or is there twice.
+    """
+    found: dict[str, dict[str, StoredTensor]] = {}
+    for name, tensor in tensors.items():
+        match = _TRAINED.fullmatch(whole := _plain_name(name))
+        if match is None or _is_part_of_lora(whole):
+            continue
+        if match["tensor"] in found.setdefault(match["module"], {}):
+            raise AdapterError(
+                f"{file} has the {match['tensor']} of {printable(match['module'])} twice; save the "
+                "adapter again."
+            )
+        if tensor.dtype not in FLOATS:
+            raise AdapterError(
+                f"{file}: {printable(name)} has type {tensor.dtype}; supported: "
+                f"{', '.join(FLOATS)}. Save the adapter in one of these."
+            )
+        found[match["module"]][match["tensor"]] = tensor
+    return found
+
+
+def _is_part_of_lora(name: str) -> bool:
+    """Return True for the name of a factor, or of another tensor that makes a kind of LoRA."""
+    return bool(_TENSOR.search(name)) or any(re.search(end, name) for end in _OTHER_TENSORS)
+
+
 def _pair(file: Path, tensors: Mapping[str, StoredTensor]) -> dict[str, Factors]:
     """Return the factors of each module.
 
@@ -400,17 +468,23 @@ def _pair(file: Path, tensors: Mapping[str, StoredTensor]) -> dict[str, Factors]
         AdapterError: some tensors are not factors of LoRA, or a factor is missing.
     """
     found: dict[str, dict[str, StoredTensor]] = {}
+    of_embedding: set[str] = set()
     for name, tensor in tensors.items():
-        whole = _WRAPPERS.sub("", name)
+        whole = _plain_name(name)
         match = _TENSOR.search(whole)
         if match is None:
             kinds = (kind for end, kind in _OTHER_TENSORS.items() if re.search(end, whole))
-            kind = next(kinds, "LoRA with trained modules (modules_to_save, resized embeddings)")
+            kind = next(kinds, None)
+            if kind is None and _TRAINED.fullmatch(whole):
+                continue
+            kind = kind or "LoRA with other tensors than weights and biases"
             raise AdapterError(
                 f"{file} has {printable(name)}: {kind} is not supported. Train without it, or "
                 f"{MERGE}."
             )
-        module, factor = whole[: match.start()].removeprefix(_PREFIX), match[match.lastindex or 0]
+        module, factor = whole[: match.start()], match[match.lastindex or 0]
+        if _OF_EMBEDDING.search(whole):
+            of_embedding.add(module)
         if factor in found.setdefault(module, {}):
             raise AdapterError(
                 f"{file} has lora_{factor} of {printable(module)} twice; save the adapter again."
@@ -418,15 +492,23 @@ def _pair(file: Path, tensors: Mapping[str, StoredTensor]) -> dict[str, Factors]
         found[module][factor] = tensor
     if not found:
         raise AdapterError(f"{file} has no tensors; save the adapter again.")
-    return pair_factors(file, found)
+    return pair_factors(file, found, of_embedding)
 
 
-def pair_factors(file: Path, found: Mapping[str, Mapping[str, StoredTensor]]) -> dict[str, Factors]:
+def _plain_name(name: str) -> str:
+    """Return the name of a tensor without what PEFT and wrappers of a training have added."""
+    return _WRAPPERS.sub("", name).removeprefix(_PREFIX)
+
+
+def pair_factors(
+    file: Path, found: Mapping[str, Mapping[str, StoredTensor]], of_embedding: Collection[str]
+) -> dict[str, Factors]:
     """Return the factors of each module, after a check of their types and shapes.
 
     Args:
         file: the file.
         found: tensors of each module, as in `Factors.tensors`.
+        of_embedding: modules that are embeddings.
 
     Raises:
         AdapterError: a factor is missing, has a wrong type, or shapes contradict each other.
@@ -450,6 +532,11 @@ def pair_factors(file: Path, found: Mapping[str, Mapping[str, StoredTensor]]) ->
                 f"{file}: A {list(a)} and B {list(b)} of {printable(module)} are not "
                 "[rank, inputs] and [outputs, rank]; download the adapter again."
             )
+        if module in of_embedding and len(pair) > 2:
+            raise AdapterError(
+                f"{file}: DoRA of the embedding ({printable(module)}) is not supported. Train "
+                f"without it, or {MERGE}."
+            )
         for factor in ("bias", "magnitude"):
             shape = pair[factor].shape if factor in pair else b[:1]
             if shape != b[:1]:
@@ -458,7 +545,9 @@ def pair_factors(file: Path, found: Mapping[str, Mapping[str, StoredTensor]]) ->
                     "different numbers of outputs; download the adapter again."
                 )
     return {
-        module: Factors(pair["A"], pair["B"], pair.get("bias"), pair.get("magnitude"))
+        module: Factors(
+            pair["A"], pair["B"], pair.get("bias"), pair.get("magnitude"), module in of_embedding
+        )
         for module, pair in found.items()
     }
 

@@ -18,8 +18,13 @@ if TYPE_CHECKING:
 
 LoadFormat = Literal["auto", "safetensors", "pt", "gguf", "sharded_state", "dummy"]
 FLOATS = ("float64", "float32", "float16", "bfloat16")
-_OLD_NAMES = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
-"""Ends of names, and those of checkpoints that were converted from TensorFlow."""
+_OLD_NAMES = {
+    "LayerNorm.weight": "LayerNorm.gamma",
+    "LayerNorm.bias": "LayerNorm.beta",
+    ".weight": ".parametrizations.weight.original",
+}
+"""Ends of names, and those of checkpoints that were converted from TensorFlow, or in which a weight
+has adapters (torch.nn.utils.parametrize)."""
 _MAX_NAMES = 6
 """Number of names listed in an error message."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +26,13 @@ class StoredTensor:
     """Position of its first byte in the file."""
     strides: tuple[int, ...] | None = None
     """Distances of successive elements of each dimension, in bytes; None: the tensor is dense."""
+
+    @property
+    def transposed(self) -> StoredTensor:
+        """A dense matrix, transposed."""
+        rows, columns = self.shape
+        size = itemsize(self.dtype)
+        return replace(self, shape=(columns, rows), strides=(size, columns * size))
 
 
 class MappedFile:

@@ -223,7 +223,7 @@ FOREIGN: dict[str, Foreign] = {
             enable_moe_shared_loras=EITHER,
         ),
         _group(
-            "it tunes adapters of classifiers' heads, which are not supported",
+            "heads of classifiers in adapters have the classes of the model's head; leave it out",
             max_lora_cls_labels=ANY,
         ),
         _group(

@@ -11,6 +11,8 @@ from msgspec import Meta
 from octavo.config.section import PositiveInt, Section
 from octavo.errors import ConfigError
 
+MODULES_TO_SAVE = ("embed_tokens", "lm_head")
+"""Values of `lora_modules_to_save`."""
 BUILTIN_ADAPTERS = ("octavo/stories-letters", "octavo/stories-llama-calls")
 """Adapters of the built-in model; their names are accepted as paths."""
 
@@ -54,6 +56,14 @@ class LoRAConfig(Section, frozen=True):
             " max_loras. Others are read again when a request needs them."
         ),
     ] = None
+    lora_modules_to_save: Annotated[
+        list[str],
+        Meta(
+            description="Large modules that adapters may replace (PEFT's modules_to_save):"
+            " embed_tokens, lm_head. Memory is planned for them in each adapter. Heads of"
+            " classifiers need no setting."
+        ),
+    ] = []
     lora_modules: Annotated[
         list[str],
         Meta(
@@ -114,6 +124,13 @@ class LoRAConfig(Section, frozen=True):
                 f"max_cpu_loras={self.max_cpu_loras} is less than max_loras={self.max_loras}: the "
                 "adapters of a step must be in memory. Raise the first or lower the second."
             )
+        others = set(self.lora_modules_to_save).difference(MODULES_TO_SAVE)
+        if others:
+            raise ConfigError(
+                f"lora_modules_to_save={self.lora_modules_to_save}: choose from "
+                f"{', '.join(MODULES_TO_SAVE)}; heads of classifiers need no setting, and other "
+                "modules cannot be replaced."
+            )
         names = [module.name for module in self.modules]
         double = next((name for name in names if names.count(name) > 1), None)
         if double is not None:
@@ -123,7 +140,13 @@ class LoRAConfig(Section, frozen=True):
             raise ConfigError(
                 f"lora_modules: {same!r} is the name of the model; give the adapter another name."
             )
-        for name in ("lora_modules", "lora_root", "lora_hub_repos", "lora_resolvers"):
+        for name in (
+            "lora_modules",
+            "lora_modules_to_save",
+            "lora_root",
+            "lora_hub_repos",
+            "lora_resolvers",
+        ):
             value = getattr(self, name)
             if value and not self.enable_lora:
                 raise ConfigError(

@@ -11,16 +11,18 @@ from typing import TypeAlias
 
 import msgspec
 
+from octavo.checkpoints.tasks import TASKS
 from octavo.config import EngineConfig
 from octavo.errors import RequestError, UnsupportedError
 from octavo.lora_request import LoRARequest
 from octavo.messages import AdapterRef
-from octavo.models.adapters import AdaptableModel, open_adapter
+from octavo.models.adapters import EMBED, AdaptableModel, open_adapter
 from octavo.models.blocks.base import is_adaptable
 from octavo.models.forms import without_forms
-from octavo.models.hub import resolve_adapter
+from octavo.models.hub import resolve_adapter, resolve_folders
 from octavo.models.spec import ModelSpec
 from octavo.plan.memory_plan import resolve_dtype
+from octavo.pooling_params import PoolingParams
 
 LoRARequests: TypeAlias = (
     LoRARequest | list[LoRARequest | None] | tuple[LoRARequest | None, ...] | None
@@ -153,6 +155,30 @@ class AdapterFiles:
             with self._lock:
                 self._known[key] = found
 
+    @property
+    def has_tasks(self) -> bool:
+        """True if the model's checkpoint has adapters, see `resolve_task`."""
+        return bool(self._spec.sentences.tasks)
+
+    def resolve_task(self, params: PoolingParams, adapter: AdapterRef | None) -> AdapterRef | None:
+        """Return the adapter of a text: that of the task that its prompt has, or the given one.
+
+        Raises:
+            AdapterError, RequestError: as `resolve`; or the text has both.
+        """
+        sentences, name = self._spec.sentences, params.prompt_name
+        name = sentences.default_prompt_name if name is None else name
+        if name not in sentences.tasks:
+            return adapter
+        if adapter is not None:
+            raise RequestError(
+                f"prompt_name={name!r} has an adapter of its own, and the request names "
+                f"{adapter.name!r}; leave one of them out.",
+                "prompt_name",
+            )
+        folder, _ = resolve_folders(self._config)
+        return self.resolve(LoRARequest(name, 1, str(folder / TASKS / name)))
+
     def _read(self, name: str, root: Path | None) -> AdapterRef:
         """Return an adapter whose files are right, without its name and number."""
         config = self._config
@@ -173,7 +199,8 @@ class AdapterFiles:
     def _model(self) -> AdaptableModel:
         names = {weight.name for weight in without_forms(self._spec).weights()}
         layers = {name.removesuffix("weight") for name in names if is_adaptable(name)}
-        return AdaptableModel(self._spec, layers)
+        layers.add(EMBED)  # a table that is tied has another name
+        return AdaptableModel(self._spec, layers, self._config.lora.lora_modules_to_save)
 
     def resolve_each(self, requests: LoRARequests, count: int) -> list[AdapterRef | None]:
         """Return the adapter of each of `count` prompts, given one for all or one for each.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
@@ -10,6 +11,7 @@ from pathlib import Path
 import msgspec
 
 from octavo.errors import RequestError
+from octavo.frontend.adapters import AdapterFiles
 from octavo.frontend.input_processor import InputProcessor, Prompt, processing_time
 from octavo.frontend.pooling import pooling_output, windows_output
 from octavo.frontend.request_memory import RequestMemory, pooling_nbytes
@@ -28,6 +30,7 @@ class AsyncPooling(ABC):
 
     request_memory: RequestMemory
     _input_processor: InputProcessor
+    _adapters: AdapterFiles
 
     @abstractmethod
     def _begin(self) -> None:
@@ -109,6 +112,9 @@ class AsyncPooling(ABC):
 
         `stages` gets the stages of the request before the engine.
         """
+        if self._adapters.has_tasks:
+            adapter = await asyncio.to_thread(self._adapters.resolve_task, params, options.adapter)
+            options = msgspec.structs.replace(options, adapter=adapter)
         if params.windows:
             return await self._serve_windows(
                 prompt, params, request_id, options, add_special_tokens, stages

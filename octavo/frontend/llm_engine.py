@@ -488,7 +488,7 @@ class LLMEngine:
             request_id,
             prompt,
             params,
-            RequestOptions(clock.now(), adapter=adapter),
+            RequestOptions(clock.now(), adapter=self.adapters.resolve_task(params, adapter)),
             add_special_tokens=add_special_tokens,
         )
 

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from octavo._native import ExpertLayer
 from octavo.kernels.lora import LoraTable, LoraWeight
+from octavo.kernels.replaced import ReplacedTable, ReplacedWeight
 from octavo.kernels.routing import ExpertActivation, Gate, Routing
 from octavo.system.tensor import HostTensor, Tensor
 
@@ -459,6 +460,67 @@ class Ops(Protocol):
             x: inputs [T, K].
             slots: int32 [T], the slot of each row's adapter; -1: none.
             table: the adapters.
+        """
+        ...
+
+    def add_lora_embedding(self, out: Tensor, ids: Tensor, slots: Tensor, table: LoraTable) -> None:
+        """Add each row's scale * A^T[id] B^T to rows of an embedding: out [T, N].
+
+        The product is a float32 number, and the sum is rounded once. Rows without an adapter, and
+        those whose id is outside of the table, keep their bits.
+
+        Args:
+            out: embeddings of the model's type, in rows of any stride; changed in place.
+            ids: int64 [T], tokens.
+            slots: int32 [T], the slot of each row's adapter; -1: none.
+            table: the adapters, of one module with a token for each input.
+        """
+        ...
+
+    def pack_replaced(
+        self,
+        weight: HostTensor,
+        bias: HostTensor | None,
+        dtype: str,
+        table: ReplacedTable,
+        out: Tensor | None = None,
+    ) -> ReplacedWeight:
+        """Pack an adapter's layer for `replace_linear` or `replace_embedding`.
+
+        Args:
+            weight: weight, of the table's shape.
+            bias: bias, if the layer has one.
+            dtype: type of the result.
+            table: the layer that is replaced.
+            out: memory for the result: uint8 [`table.nbytes`].
+        """
+        ...
+
+    def replace_linear(self, out: Tensor, x: Tensor, slots: Tensor, table: ReplacedTable) -> None:
+        """Set rows of a linear layer's results to x W^T + b of each row's adapter: out [T, N].
+
+        The products are added in float32, in the order of the inputs. Other rows keep their bits.
+
+        Args:
+            out: results of the type of x or float32, in rows of any stride; changed in place.
+            x: inputs [T, K].
+            slots: int32 [T], the slot of each row's adapter; -1: none.
+            table: the adapters' layers.
+        """
+        ...
+
+    def replace_embedding(
+        self, out: Tensor, ids: Tensor, slots: Tensor, table: ReplacedTable
+    ) -> None:
+        """Set rows of an embedding to those of each row's adapter: out [T, N].
+
+        Rows of other adapters, and those whose id is outside of the table, keep their bits.
+
+        Args:
+            out: embeddings of the model's type, in rows of any stride; changed in place.
+            ids: int64 [T], tokens.
+            slots: int32 [T], the slot of each row's adapter; -1: none.
+            table: the adapters' tables.
         """
         ...
 

@@ -14,7 +14,8 @@ from octavo.system.tensor import Tensor
 LANES, PANEL = 16, 64
 """Rows of a panel of A and of B: kLoraLanes and kLoraPanel in csrc/kernels.h."""
 
-_LINE = 64  # bytes of a cache line
+LINE = 64
+"""Bytes of a cache line, of which each weight has a whole number."""
 
 _SLICE = np.dtype(
     [("a", "u8"), ("b", "u8"), ("affine", "u8"), ("rank", "i8"), ("scale", "f4")], align=True
@@ -104,7 +105,7 @@ class LoraTable:
         """
         outputs = int(self.bounds[module + 1] - self.bounds[module])
         nbytes = lora_nbytes(rank, outputs, self.inputs, dtype, affine=affine)
-        return -(-nbytes // _LINE) * _LINE
+        return -(-nbytes // LINE) * LINE
 
     def set(self, slot: int, weights: Sequence[LoraWeight | None]) -> None:
         """Put an adapter in a slot: its weights for each module."""

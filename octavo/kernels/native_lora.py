@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from octavo._native import kernels
-from octavo.kernels.lora import LANES, PANEL, LoraTable, LoraWeight, affine_panels
+from octavo.kernels.lora import LANES, LINE, PANEL, LoraTable, LoraWeight, affine_panels
 from octavo.kernels.native_base import DTYPE_CODES, NativeMemory, check_rows
+from octavo.kernels.replaced import ReplacedTable, ReplacedWeight
 from octavo.kernels.sizes import lora_nbytes, lora_panels
-from octavo.system.tensor import HostTensor, Tensor, empty
+from octavo.system.tensor import HostTensor, Tensor, dense, empty
 
 
 class NativeLoraOps(NativeMemory):
@@ -110,3 +111,118 @@ class NativeLoraOps(NativeMemory):
             dtype=DTYPE_CODES[x.dtype],
             out_dtype=DTYPE_CODES[out.dtype],
         )
+
+    def add_lora_embedding(self, out: Tensor, ids: Tensor, slots: Tensor, table: LoraTable) -> None:
+        """Read the table when the kernel runs."""
+        check_rows(out)
+        (rows,) = ids.shape
+        assert out.shape == (rows, table.bounds[-1])
+        assert ids.dtype == "int64"
+        assert slots.dtype == "int32"
+        assert slots.shape == (rows,)
+        assert ids.is_contiguous()
+        assert slots.is_contiguous()
+        kernels.add_lora_embedding(
+            ids=ids.data_ptr(),
+            out=out.data_ptr(),
+            out_stride=out.stride(0),
+            slots=slots.data_ptr(),
+            slices=table.slices.ctypes.data,
+            rows=rows,
+            vocab=table.inputs,
+            n=out.shape[1],
+            max_rank=table.max_rank,
+            dtype=DTYPE_CODES[out.dtype],
+        )
+
+    def pack_replaced(
+        self,
+        weight: HostTensor,
+        bias: HostTensor | None,
+        dtype: str,
+        table: ReplacedTable,
+        out: Tensor | None = None,
+    ) -> ReplacedWeight:
+        """Pack a linear layer's weight in panels of rows."""
+        assert weight.shape == table.shape
+        assert (bias is not None) == table.has_bias
+        nbytes, of_bias = table.sizes(dtype)
+        data = empty(table.nbytes(dtype), dtype="uint8") if out is None else out
+        assert data.nbytes == table.nbytes(dtype)
+        assert data.data_ptr() % 64 == 0
+        packed, own = data[:nbytes], None
+        if bias is not None:
+            begin = -(-nbytes // LINE) * LINE
+            own = data[begin : begin + of_bias].view(dtype)
+            _copy(own, bias)
+        if table.is_embedding:
+            rows = packed.view(dtype).view(*table.shape)
+            _copy(rows, weight)
+            return ReplacedWeight(rows, own)
+        check_rows(weight)
+        kernels.pack_lora(
+            src=weight.data_ptr(),
+            src_stride=weight.stride(0),
+            dst=packed.data_ptr(),
+            rows=weight.shape[0],
+            cols=weight.shape[1],
+            panel=PANEL,
+            src_dtype=DTYPE_CODES[weight.dtype],
+            dtype=DTYPE_CODES[dtype],
+        )
+        return ReplacedWeight(packed, own)
+
+    def replace_linear(self, out: Tensor, x: Tensor, slots: Tensor, table: ReplacedTable) -> None:
+        """Read the table when the kernel runs."""
+        check_rows(x)
+        check_rows(out)
+        rows, (n, k) = x.shape[0], table.shape
+        assert x.shape[1] == k
+        assert out.shape == (rows, n)
+        assert out.dtype in (x.dtype, "float32")
+        assert slots.dtype == "int32"
+        assert slots.shape == (rows,)
+        assert slots.is_contiguous()
+        kernels.replace_linear(
+            x=x.data_ptr(),
+            x_stride=x.stride(0),
+            out=out.data_ptr(),
+            out_stride=out.stride(0),
+            slots=slots.data_ptr(),
+            layers=table.addresses.ctypes.data,
+            rows=rows,
+            k=k,
+            n=n,
+            dtype=DTYPE_CODES[x.dtype],
+            out_dtype=DTYPE_CODES[out.dtype],
+        )
+
+    def replace_embedding(
+        self, out: Tensor, ids: Tensor, slots: Tensor, table: ReplacedTable
+    ) -> None:
+        """Read the table when the kernel runs."""
+        check_rows(out)
+        (rows,), (vocab, size) = ids.shape, table.shape
+        assert out.shape == (rows, size)
+        assert ids.dtype == "int64"
+        assert slots.dtype == "int32"
+        assert slots.shape == (rows,)
+        assert ids.is_contiguous()
+        assert slots.is_contiguous()
+        kernels.replace_embedding(
+            ids=ids.data_ptr(),
+            out=out.data_ptr(),
+            out_stride=out.stride(0),
+            slots=slots.data_ptr(),
+            layers=table.addresses.ctypes.data,
+            rows=rows,
+            vocab=vocab,
+            n=size,
+            dtype=DTYPE_CODES[out.dtype],
+        )
+
+
+def _copy(out: Tensor, numbers: HostTensor) -> None:
+    """Copy numbers of any type to a dense tensor of the same shape."""
+    same = dense(numbers, out.dtype)
+    out.view("uint8").numpy()[:] = same.view("uint8").numpy()

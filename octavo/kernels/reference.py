@@ -42,6 +42,7 @@ from octavo.kernels.base import (
 )
 from octavo.kernels.dequantize import NF4_LEVELS, dequantize
 from octavo.kernels.lora import LoraTable, LoraWeight, affine_panels
+from octavo.kernels.replaced import ReplacedTable, ReplacedWeight
 from octavo.kernels.routing import ExpertActivation, Gate, Routing, Score
 from octavo.kernels.sampling_weights import sampling_weights
 from octavo.kernels.torch_tensors import Copying, as_torch, dtype_name, from_torch, torch_dtype
@@ -364,6 +365,44 @@ class ReferenceOps:
                         gain, offset = weight.affine.swapaxes(0, 1).reshape(2, -1)[:, : weight.n]
                         total = total * gain + offset
                     columns[rows] = total.to(out.dtype)
+
+    def add_lora_embedding(self, out: Tensor, ids: Tensor, slots: Tensor, table: LoraTable) -> None:
+        """Compute slot by slot."""
+        for slot, (weight,) in enumerate(table.weights):
+            if weight is not None:
+                rows = (slots == slot) & (ids >= 0) & (ids < table.inputs)
+                inner = weight.a.float().T[ids[rows]] * weight.scale
+                out[rows] = (out[rows] + inner @ weight.b.float().T).to(out.dtype)
+
+    def pack_replaced(
+        self,
+        weight: HostTensor,
+        bias: HostTensor | None,
+        dtype: str,
+        table: ReplacedTable,
+        out: Tensor | None = None,
+    ) -> ReplacedWeight:
+        """Keep both as they are; `out` is not supported."""
+        assert out is None
+        own = None if bias is None else self.to_device(bias).to(torch_dtype(dtype))
+        return ReplacedWeight(self.to_device(weight).to(torch_dtype(dtype)), own)
+
+    def replace_linear(self, out: Tensor, x: Tensor, slots: Tensor, table: ReplacedTable) -> None:
+        """Compute slot by slot."""
+        for slot, own in enumerate(table.weights):
+            if own is not None:
+                rows = slots == slot
+                y = x[rows].float() @ own.weight.float().T
+                out[rows] = (y if own.bias is None else y + own.bias.float()).to(out.dtype)
+
+    def replace_embedding(
+        self, out: Tensor, ids: Tensor, slots: Tensor, table: ReplacedTable
+    ) -> None:
+        """Compute slot by slot."""
+        for slot, own in enumerate(table.weights):
+            if own is not None:
+                rows = (slots == slot) & (ids >= 0) & (ids < table.shape[0])
+                out[rows] = own.weight[ids[rows]]
 
     def quantize_weight(
         self,

@@ -1,12 +1,14 @@
-"""The linear layers of a model that adapters change, and the adapters in their slots."""
+"""The layers of a model that adapters change, and the adapters in their slots."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from octavo.kernels.base import Ops
 from octavo.kernels.lora import LoraTable, LoraWeight
+from octavo.kernels.replaced import ReplacedTable, ReplacedWeight
 from octavo.kernels.sizes import lora_scratch_nbytes
 from octavo.system.tensor import Tensor
 
@@ -17,6 +19,8 @@ class AdaptedLinear:
 
     adapters: Adapters
     table: LoraTable
+    replaced: ReplacedTable | None = None
+    """Layers in place of it; None: adapters cannot replace it."""
 
     @property
     def in_step(self) -> bool:
@@ -24,7 +28,7 @@ class AdaptedLinear:
         return self.adapters.slots is not None
 
     def add(self, out: Tensor, x: Tensor) -> None:
-        """Add the changes to the layer's results for inputs x, if the step has an adapter.
+        """Change the layer's results for inputs x, if the step has an adapter.
 
         Args:
             out: results [T, out_features], of the type of x or float32.
@@ -32,30 +36,87 @@ class AdaptedLinear:
         """
         slots = self.adapters.slots
         if slots is not None:
+            if self.replaced is not None:
+                self.adapters.ops.replace_linear(out, x, slots, self.replaced)
             self.adapters.ops.add_lora(out, x, slots, self.table)
 
 
+@dataclass(slots=True)
+class AdaptedEmbedding:
+    """Changes of adapters to the embedding."""
+
+    adapters: Adapters
+    table: LoraTable
+    replaced: ReplacedTable | None
+    """Tables in place of it; None: adapters cannot replace it."""
+
+    def add(self, out: Tensor, ids: Tensor) -> None:
+        """Change rows of the table, if the step has an adapter.
+
+        Args:
+            out: rows [T, size], of the model's type.
+            ids: their tokens, int64 [T].
+        """
+        slots = self.adapters.slots
+        if slots is not None:
+            if self.replaced is not None:
+                self.adapters.ops.replace_embedding(out, ids, slots, self.replaced)
+            self.adapters.ops.add_lora_embedding(out, ids, slots, self.table)
+
+
+def is_replaceable(name: str, modules_to_save: Collection[str]) -> bool:
+    """Return True if adapters may have their own layer in place of a linear one, by its name.
+
+    Args:
+        name: the name.
+        modules_to_save: `lora_modules_to_save`.
+    """
+    if name == "lm_head.":
+        return "lm_head" in modules_to_save
+    return name.startswith("poolers.") and "classify" in name
+
+
 class Adapters:
-    """All linear layers of a model that adapters may change.
+    """All layers of a model that adapters may change.
 
     Args:
         ops: table of operations.
         num_slots: number of adapters that a step may use.
         max_rank: largest rank of an adapter.
+        modules_to_save: `lora_modules_to_save`.
+        layers_only: True if adapters may change the decoder's layers only.
     """
 
-    def __init__(self, ops: Ops, num_slots: int, max_rank: int) -> None:
-        self.ops = ops
+    def __init__(
+        self,
+        ops: Ops,
+        num_slots: int,
+        max_rank: int,
+        modules_to_save: Collection[str] = (),
+        *,
+        layers_only: bool = False,
+    ) -> None:
+        self.ops, self.layers_only = ops, layers_only
         self.layers: dict[str, LoraTable] = {}
         """Adapters of each layer, by the layer's name, such as "layers.0.0.qkv."."""
+        self.replaced: dict[str, ReplacedTable] = {}
+        """Layers that adapters may replace, by their names, such as "poolers.classify.0."."""
         self.slots: Tensor | None = None
-        """Slot of each token of the step that runs or is recorded, int32 [T], -1 for none; None: no
-        token has an adapter, and no kernel is called."""
+        """Slot of each row that layers compute now, int32 [T], -1 for none; None: no row has an
+        adapter, and no kernel is called."""
+        self._linear: list[LoraTable] = []
+        self._modules_to_save = modules_to_save
         self._num_slots = num_slots
         self._max_rank = max_rank
 
     def layer(
-        self, name: str, outputs: Sequence[int], inputs: int, bias: Tensor | None = None
+        self,
+        name: str,
+        outputs: Sequence[int],
+        inputs: int,
+        bias: Tensor | None = None,
+        *,
+        has_bias: bool = False,
     ) -> AdaptedLinear:
         """Return the changes to a layer, which has none yet.
 
@@ -64,37 +125,93 @@ class Adapters:
             outputs: number of outputs of each stacked module that the rank computes.
             inputs: number of inputs that the rank uses.
             bias: bias of all outputs that the results contain before `AdaptedLinear.add`.
+            has_bias: True if the layer has a bias.
         """
+        table, replaced = self._add(name, outputs, inputs, bias), None
+        self._linear.append(table)
+        if is_replaceable(name, self._modules_to_save):
+            shape = sum(outputs), inputs
+            replaced = ReplacedTable(self._num_slots, shape, has_bias=has_bias, is_embedding=False)
+            self.replaced[name] = replaced
+        return AdaptedLinear(self, table, replaced)
+
+    def embedding(self, name: str, size: int, vocab_size: int) -> AdaptedEmbedding:
+        """Return the changes to the embedding of tokens, which has none yet.
+
+        Args:
+            name: name of the layer.
+            size: numbers of an embedding.
+            vocab_size: number of tokens.
+        """
+        table, replaced = self._add(name, [size], vocab_size), None
+        if "embed_tokens" in self._modules_to_save:
+            shape = vocab_size, size
+            replaced = ReplacedTable(self._num_slots, shape, has_bias=False, is_embedding=True)
+            self.replaced[name] = replaced
+        return AdaptedEmbedding(self, table, replaced)
+
+    def _add(
+        self, name: str, outputs: Sequence[int], inputs: int, bias: Tensor | None = None
+    ) -> LoraTable:
         table = LoraTable(self._num_slots, outputs, inputs, self._max_rank, bias)
         self.layers[name] = table
-        return AdaptedLinear(self, table)
+        return table
+
+    @contextmanager
+    def use(self, slots: Tensor | None) -> Iterator[None]:
+        """Compute rows with these `slots` within the context."""
+        before, self.slots = self.slots, slots
+        try:
+            yield
+        finally:
+            self.slots = before
+
+    def slots_of(self, rows: Tensor) -> Tensor | None:
+        """Return the slots of some of the rows: int32 [M] for indices int64 [M].
+
+        A recorded step gathers them when it runs.
+        """
+        if self.slots is None:
+            return None
+        numbers = self.slots.view("float32").view(len(self.slots), 1)  # the bits are only copied
+        slots: Tensor = self.ops.embedding(numbers, rows).view("int32").view(len(rows))
+        return slots
 
     def slot_nbytes(self, dtype: str) -> int:
-        """Return the bytes of an adapter of the largest rank that changes all layers.
+        """Return the bytes of an adapter of the largest rank that changes and replaces all.
 
         Its outputs have gains and offsets.
         """
-        return sum(
+        changes = sum(
             table.weight_nbytes(module, table.max_rank, dtype, affine=True)
             for table in self.layers.values()
             for module in range(len(table.bounds) - 1)
         )
+        return changes + sum(layer.nbytes(dtype) for layer in self.replaced.values())
 
     def scratch_nbytes(self, threads: int) -> int:
         """Return an upper bound of the bytes that `Ops.add_lora` uses."""
         return max(
             lora_scratch_nbytes(table.max_rank, len(table.bounds) - 1, table.inputs, threads)
-            for table in self.layers.values()
-        )
+            for table in self._linear
+        ) + 16 * threads * max((it.shape[1] for it in self.replaced.values()), default=0)
 
-    def set(self, slot: int, weights: Mapping[str, Sequence[LoraWeight | None]]) -> None:
+    def set(
+        self,
+        slot: int,
+        weights: Mapping[str, Sequence[LoraWeight | None]],
+        replaced: Mapping[str, ReplacedWeight],
+    ) -> None:
         """Put an adapter in a slot, between two steps; it takes effect at once.
 
         Args:
             slot: index of the slot.
             weights: weights for each module of each layer that the adapter changes; they must stay
                 in memory until the slot has another adapter.
+            replaced: the layers in place of those of the model.
         """
+        for name, layers in self.replaced.items():
+            layers.set(slot, replaced.get(name))
         for name, table in self.layers.items():
             if name in weights:
                 table.set(slot, weights[name])
@@ -108,4 +225,4 @@ class Adapters:
 
     def clear(self, slot: int) -> None:
         """Remove the adapter from a slot."""
-        self.set(slot, {})
+        self.set(slot, {}, {})

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from octavo.kernels.base import Ops, PackedWeight, QuantizedWeight
+from octavo.layers.adapter import AdaptedEmbedding
 from octavo.layers.linear import Linear
 from octavo.layers.norm import Norm, RMSNorm
 from octavo.system.tensor import Tensor
@@ -35,10 +36,16 @@ class Embedding:
     """Type of the result of a quantized table."""
     norm_given: bool = True
     """True if embeddings that arrive with a prompt still need the norm."""
+    adapted: AdaptedEmbedding | None = None
+    """Changes of adapters to the table; None: adapters are off."""
+    adapted_types: AdaptedEmbedding | None = None
+    """Changes of adapters to `token_types`."""
 
     def look_up(self, input_ids: Tensor) -> Tensor:
         """Map input_ids [T] int64 to [T, embed_size], the form of prompts' embeddings."""
         x = self.ops.embedding(self.weight, input_ids, self.dtype)
+        if self.adapted is not None:
+            self.adapted.add(x, input_ids)
         if self.scale is not None and not self.scale_given:
             self.ops.scale_(x, self.scale)
         if self.norm is not None and not self.norm_given:
@@ -65,7 +72,10 @@ class Embedding:
             x = self.ops.add(x, self.ops.embedding(self.positions, positions))
         if self.token_types is not None:
             assert types is not None
-            x = self.ops.add(x, self.ops.embedding(self.token_types, types))
+            of_types = self.ops.embedding(self.token_types, types)
+            if self.adapted_types is not None:
+                self.adapted_types.add(of_types, types)
+            x = self.ops.add(x, of_types)
         if self.norm is not None and self.norm_given:
             x = self.norm(x)
         if self.project is not None and self.projects_sum:

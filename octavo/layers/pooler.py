@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.kernels.base import Ops
+from octavo.layers.adapter import Adapters
 from octavo.layers.linear import Linear
 from octavo.layers.norm import Norm
 from octavo.system.tensor import Tensor, dense, from_numpy
@@ -37,19 +38,37 @@ class Pooler:
     layers: Sequence[Dense]
     token_layers: Sequence[Dense] = ()
     """Layers of each token before the pooling."""
+    adapters: Adapters | None = None
+    """Adapters, which may change the layers; None: they are off."""
 
-    def of_tokens(self, hidden: Floats) -> Floats:
-        """Map the hidden states float32 [tokens, n] to what is pooled, float32 [tokens, m]."""
-        return self._compute(self.token_layers, hidden)
+    def of_tokens(self, hidden: Floats, slot: int = -1) -> Floats:
+        """Map the hidden states float32 [tokens, n] to what is pooled, float32 [tokens, m].
 
-    def head(self, pooled: Floats) -> Floats:
+        Args:
+            hidden: the hidden states of one text.
+            slot: slot of the text's adapter; -1: none.
+        """
+        return self._compute(self.token_layers, hidden, [slot] * len(hidden))
+
+    def head(self, pooled: Floats, slots: Sequence[int] = ()) -> Floats:
         """Map pooled vectors float32 [R, n] to the results, float32 [R, size].
 
         A row of the result depends on its row of the input only.
-        """
-        return self._compute(self.layers, pooled)
 
-    def _compute(self, layers: Sequence[Dense], pooled: Floats) -> Floats:
+        Args:
+            pooled: the vectors.
+            slots: slot of each row's adapter; -1: none. Empty: no row has one.
+        """
+        return self._compute(self.layers, pooled, slots)
+
+    def _compute(self, layers: Sequence[Dense], pooled: Floats, slots: Sequence[int]) -> Floats:
+        if max(slots, default=-1) < 0:
+            return self._compute_rows(layers, pooled)
+        assert self.adapters is not None
+        with self.adapters.use(self.ops.to_device(from_numpy(np.array(slots, np.int32)))):
+            return self._compute_rows(layers, pooled)
+
+    def _compute_rows(self, layers: Sequence[Dense], pooled: Floats) -> Floats:
         for layer in layers:
             if layer.linear is not None:
                 y: Tensor = layer.linear(self._as_model(pooled), "float32")

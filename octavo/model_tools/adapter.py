@@ -29,7 +29,8 @@ def describe_adapter(path: Path) -> dict[str, Any]:
         path, kind (such as "LoRA"), invocation_tokens (those that begin an activated LoRA, else
         empty), base_model (its name, or None), `parameters`, `nbytes` in the file, dtypes;
         `modules`: for each kind of module, such as q_proj, `number`, `ranks` (in ascending order),
-        `scales` (factors of the changes, in ascending order) and `parameters`.
+        `scales` (factors of the changes, in ascending order) and `parameters`;
+        `replaced`: the number of parameters of each module that it replaces (modules_to_save).
 
     Raises:
         AdapterError: the adapter is damaged, or of a kind that is not supported.
@@ -53,6 +54,13 @@ def describe_adapter(path: Path) -> dict[str, Any]:
         kind["scales"].add(file.scale(name))
         kind["parameters"] += count
         parameters += count
+    replaced: dict[str, int] = {}
+    for name, tensors in file.trained.items():
+        replaced[name] = sum(math.prod(tensor.shape) for tensor in tensors.values())
+        for tensor in tensors.values():
+            nbytes += math.prod(tensor.shape) * itemsize(tensor.dtype)
+            dtypes.add(tensor.dtype)
+        parameters += replaced[name]
     for kind in kinds.values():
         kind |= {"ranks": sorted(kind["ranks"]), "scales": sorted(kind["scales"])}
     return {
@@ -64,6 +72,7 @@ def describe_adapter(path: Path) -> dict[str, Any]:
         "nbytes": nbytes,
         "dtypes": sorted(dtypes),
         "modules": kinds,
+        "replaced": replaced,
     }
 
 
@@ -79,6 +88,9 @@ def print_adapter(result: Mapping[str, Any]) -> None:
         "parameters": f"{result['parameters']:,}",
         "in the file": f"{mib(result['nbytes'])}, {', '.join(result['dtypes'])}",
     }
+    if result["replaced"]:
+        sizes = (f"{harmless(name)} ({n:,})" for name, n in result["replaced"].items())
+        lines["replaces"] = f"{', '.join(sizes)} parameters"
     print_pairs(console, harmless(result["path"]), lines)
     table = make_table("modules", ("", "number", "rank", "factor", "parameters"), 1)
     for name, kind in result["modules"].items():

@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,11 @@ from octavo.checkpoints.adapter import (
 from octavo.checkpoints.base import Source, shorten_names
 from octavo.checkpoints.mapped_file import StoredTensor
 from octavo.checkpoints.model_files import printable
+from octavo.checkpoints.task_adapters import TaskAdapter, is_task
 from octavo.errors import AdapterError
+from octavo.layers.adapter import is_replaceable
 from octavo.models.blocks.attention import AttentionSpec
+from octavo.models.blocks.embedding import EmbedSpec
 from octavo.models.forms import without_forms
 from octavo.models.loader import rows_of
 from octavo.models.spec import ModelSpec
@@ -40,7 +43,16 @@ from octavo.system.tensor import HostTensor, from_numpy, itemsize, numpy_dtype
 
 PIECE_NBYTES = 2**20
 """Most bytes of several modules that are read together."""
-_NOT_LINEAR = "embeddings, norms, and weights that have other uses, too,"
+_NOT_LINEAR = "norms, other embeddings than that of tokens, and weights with several uses"
+EMBED = "embed."
+"""Name of the embedding of tokens, as `SliceShape.layer`."""
+TOKEN_TYPES = "embed.token_types"
+"""Name of the vectors of token types, as `SliceShape.layer`."""
+_LM_HEAD = "lm_head."
+_TIED_HEAD = "lm_head"
+"""Module of an LM head that is tied to the embedding: adapters distinguish the two."""
+_WHOLE = " whole"
+"""End of the key of a replaced module, besides those of changed ones."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +60,7 @@ class Slice:
     """Change of some outputs of a linear layer: y[:, begin:end] += scale * (x A^T) B^T.
 
     With a gain, all of x W^T + scale * (x A^T) B^T is multiplied by it, but not the layer's bias.
+    The inputs of the embedding are tokens, of which x has a one.
     """
 
     begin: int
@@ -112,7 +125,35 @@ class _Module:
     outputs: int
     inputs: int
     uses: tuple[_Use, ...]
-    """Uses by linear layers; a rank may have none."""
+    """Uses by layers; a rank may have none."""
+    is_embedding: bool = False
+    """True for the embedding of tokens: the inputs are tokens."""
+
+    @property
+    def weight_shape(self) -> tuple[int, int]:
+        """Shape of the weight, which has a row for each token if it is an embedding."""
+        shape = self.outputs, self.inputs
+        return shape[::-1] if self.is_embedding else shape
+
+
+@dataclass(frozen=True)
+class _Replaceable:
+    """Module in whose place adapters may have their own."""
+
+    uses: tuple[tuple[str, tuple[slice | IntArray, ...]], ...]
+    """Layers that it is, as `SliceShape.layer`, and the rows that the rank needs of it."""
+    shapes: dict[str, tuple[int, ...]]
+    """Shapes of its tensors: weight, and bias if it has one."""
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """Layer in place of the model's."""
+
+    weight: HostTensor
+    """Weight [outputs, inputs] or [tokens, size], of the types of `Slice.a`, and finite."""
+    bias: HostTensor | None
+    """Bias [outputs]."""
 
 
 class AdaptableModel:
@@ -121,9 +162,15 @@ class AdaptableModel:
     Args:
         spec: the model, or a rank's or a stage's part of it, with weights of any form.
         layers: linear layers that adapters may change, as `SliceShape.layer`; None: all.
+        modules_to_save: `lora_modules_to_save`.
     """
 
-    def __init__(self, spec: ModelSpec, layers: Collection[str] | None = None) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        layers: Collection[str] | None = None,
+        modules_to_save: Collection[str] = (),
+    ) -> None:
         spec = without_forms(spec)
         self.architecture, self.vocab_size = spec.architecture, spec.vocab_size
         self.expected = spec.expected
@@ -145,8 +192,17 @@ class AdaptableModel:
         """Modules that adapters may change, by their names."""
         self.others: dict[str, str] = {}
         """Other modules, and their kind for an error message."""
+        self.replaceable: dict[str, _Replaceable] = {}
+        """Modules in whose place adapters may have their own, by their names."""
+        self._modules_to_save = modules_to_save
+        if spec.has_embed:
+            self._add_embedding(spec.embed)
+        elif spec.tied:
+            self.elsewhere.append(spec.embed.module)
+        if spec.tied and not spec.has_head:
+            self.elsewhere.append(_TIED_HEAD)
         for weight in spec.weights():
-            self._add(weight, is_tied_head=spec.tied and weight.name == "lm_head.weight")
+            self._add(weight, spec.embed.module)
         if layers is not None:
             for name, module in self.modules.items():
                 if any(use.shape.layer not in layers for use in module.uses):
@@ -169,19 +225,54 @@ class AdaptableModel:
             }
         return self._by_stored[file.naming]
 
-    def _add(self, weight: Weight, *, is_tied_head: bool) -> None:
+    def _add_replaceable(
+        self, name: str, source: Source, layer: str, rows: tuple[slice | IntArray, ...]
+    ) -> None:
+        known = self.replaceable.get(name, _Replaceable((), {"weight": source.shape}))
+        self.replaceable[name] = replace(known, uses=(*known.uses, (layer, rows)))
+
+    def _add_embedding(self, spec: EmbedSpec) -> None:
+        """Add the embedding of tokens; its inputs are tokens."""
+        shape = SliceShape(EMBED, 0, spec.size, spec.vocab_size)
+        use = _Use(shape, (slice(None),), slice(None))
+        source = Source(f"{spec.module}.weight", (spec.vocab_size, spec.size))
+        self.modules[spec.module] = _Module(
+            spec.module, source, spec.size, spec.vocab_size, (use,), is_embedding=True
+        )
+        if "embed_tokens" in self._modules_to_save:
+            self._add_replaceable(spec.module, source, EMBED, use.rows)
+        if (types := spec.token_types) is not None:
+            size = spec.size if spec.projects_sum else spec.hidden_size
+            use = replace(use, shape=SliceShape(TOKEN_TYPES, 0, size, types.rows))
+            source = Source(f"{types.module}.weight", (types.rows, size))
+            self.modules[types.module] = _Module(
+                types.module, source, size, types.rows, (use,), is_embedding=True
+            )
+
+    def _add(self, weight: Weight, embedding: str) -> None:
+        """Add a weight; an adapter of the embedding of tokens changes no weight tied to it."""
         begin = 0
         for source in weight.sources:
             name = source.name.removesuffix(".weight")
-            if is_tied_head:  # an adapter changes the head, not the embedding
-                self.others[name] = _NOT_LINEAR
-                name = "lm_head"
+            if weight.name == TOKEN_TYPES:
+                continue
+            if name == embedding:
+                if weight.name != f"{_LM_HEAD}weight":
+                    continue
+                name = _TIED_HEAD
             if weight.expert is not None or source.index is not None:
                 self.others[name] = "experts"
             elif weight.kind == "linear" and weight.form == PLAIN:
                 begin = self._use(name, source, weight, begin)
+                layer = weight.name.removesuffix("weight")
+                # Some rerankers have rows of the LM head in place of a head of their own.
+                is_rows = layer.startswith("poolers.") and source.parts is not None
+                if is_replaceable(layer, self._modules_to_save) and not is_rows:
+                    self._add_replaceable(name, source, layer, tuple(rows_of(source, weight)))
             elif source.name.endswith(".weight"):
                 self.others[name] = _NOT_LINEAR
+            elif (module := source.name.removesuffix(".bias")) in self.replaceable:
+                self.replaceable[module].shapes["bias"] = source.shape
 
     def _use(self, name: str, source: Source, weight: Weight, begin: int) -> int:
         """Add the use of a module from a linear layer's output `begin` on; return its end."""
@@ -212,14 +303,21 @@ class Adapter:
         file: its files.
         model: the model.
         modules: the name in the file of each module that it changes.
+        replaced: the name in the file of each module that it replaces.
         dtype: type of weights and activations: float32, float16 or bfloat16.
     """
 
     def __init__(
-        self, file: AdapterFile, model: AdaptableModel, modules: Mapping[str, str], dtype: str
+        self,
+        file: AdapterFile,
+        model: AdaptableModel,
+        modules: Mapping[str, str],
+        replaced: Mapping[str, str],
+        dtype: str,
     ) -> None:
         self.file = file
         self._model, self._modules, self._dtype = model, modules, dtype
+        self._replaced = replaced
         self._scales = {name: file.scale(stored) for name, stored in modules.items()}
 
     @property
@@ -247,6 +345,7 @@ class Adapter:
         self,
         use: Callable[[str, Slice], object] = lambda layer, one: None,
         norms: WeightNorms | None = None,
+        use_whole: Callable[[str, Replacement], object] = lambda layer, one: None,
     ) -> str:
         """Read all numbers, in pieces; return SHA-256 of the adapter, in hex.
 
@@ -259,16 +358,21 @@ class Adapter:
                 have been checked.
             norms: the weights, whose changed norms DoRA needs; None: the slices of a DoRA have no
                 gains, so that layers cannot use them.
+            use_whole: called in the same way with each layer that the adapter replaces.
 
         Raises:
             AdapterError: a number is not finite, the file is damaged or has changed, or a norm of
                 DoRA is 0.
             ModelError: the weights cannot be read, or have changed since the model was loaded.
         """
-        files = {name: self.file.factors[stored].tensors for name, stored in self._modules.items()}
+        factors, trained = self.file.factors, self.file.trained
+        files: dict[str, Mapping[str, StoredTensor]]
+        files = {name: factors[stored].tensors for name, stored in self._modules.items()}
+        files |= {f"{name}{_WHOLE}": trained[stored] for name, stored in self._replaced.items()}
         first = min(it.begin for tensors in files.values() for it in tensors.values())
+        scales = {name: scale.hex() for name, scale in self._scales.items()}
         facts = [
-            (name, self._scales[name].hex(), part, it.begin - first, it.dtype, it.shape, it.strides)
+            (name, scales.get(name), part, it.begin - first, it.dtype, it.shape, it.strides)
             for name, tensors in sorted(files.items())
             for part, it in tensors.items()
         ]
@@ -287,8 +391,10 @@ class Adapter:
                 if not all(self._is_finite(block) for block in blocks):
                     self._check_tensors(tensors)
                 for name in names:
-                    if name in self._model.modules:
-                        read = {part: self._narrow(tensors[name, part]) for part in files[name]}
+                    read = {part: self._narrow(tensors[name, part]) for part in files[name]}
+                    if name.endswith(_WHOLE):
+                        self._use_whole(name.removesuffix(_WHOLE), read, use_whole)
+                    elif name in self._model.modules:
                         self._use_slices(name, read, norms, use)
                 adding.result()
             data.check()
@@ -309,8 +415,9 @@ class Adapter:
         """Raise `AdapterError` if a tensor has a number that is not finite."""
         for (name, part), array in arrays.items():
             if not self._is_finite(array):
+                stored = self._modules.get(name) or self._replaced[name.removesuffix(_WHOLE)]
                 raise AdapterError(
-                    f"{self.file.file}: {part} of {printable(self._modules[name])} has numbers "
+                    f"{self.file.file}: {part} of {printable(stored)} has numbers "
                     f"that are NaN or infinite in {self._dtype}; train the adapter again, or set "
                     "another dtype."
                 )
@@ -350,6 +457,22 @@ class Adapter:
             shape = it.shape
             one = Slice(shape.begin, shape.end, columns, outputs, scale, offset, gain)
             use(shape.layer, one)
+
+    def _use_whole(
+        self,
+        name: str,
+        read: Mapping[str, NDArray[Any]],
+        use: Callable[[str, Replacement], object],
+    ) -> None:
+        """Call `use` for each layer that is a module, of which `read` has the tensors."""
+        if name not in self._model.replaceable:
+            return
+        for layer, rows in self._model.replaceable[name].uses:
+            own = {
+                kind: from_numpy(np.ascontiguousarray(_select(array, rows)))
+                for kind, array in read.items()
+            }
+            use(layer, Replacement(own["weight"], own.get("bias")))
 
     def _gain(
         self, name: str, magnitude: NDArray[Any], norms: NDArray[np.float32]
@@ -399,13 +522,17 @@ def open_adapter_file(path: Path, root: Path | None = None) -> AdapterFile:
     """Return the description of an adapter, without its numbers.
 
     Args:
-        path: the folder that PEFT has written, or a GGUF file.
+        path: the folder that PEFT has written, a GGUF file, or a task of a model's own checkpoint,
+            see `TaskAdapter`.
         root: folder that must contain the adapter, links followed; None: any place is allowed.
 
     Raises:
         AdapterError: the adapter is damaged, of a kind that is not supported, or outside of `root`.
     """
     with adapter_errors():
+        if is_task(path):
+            check_place(path.parent.parent, root)
+            return TaskAdapter(path)
         if not path.exists():
             raise AdapterError(f"There is no adapter {path}; name its folder, or its GGUF file.")
         check_place(path, root)
@@ -456,7 +583,11 @@ def open_adapter(
     modules = _match_modules(file, model)
     for name, stored in modules.items():
         _check_factors(file, stored, model.modules.get(name), max_lora_rank)
-    return Adapter(file, model, modules, dtype)
+    for stored, shape in file.copies.items():
+        module = model.modules.get(model.by_stored(file).get(stored, ""))
+        if module is not None:
+            _check_shape(file, f"the copy of {printable(stored)} of the base is", shape, module)
+    return Adapter(file, model, modules, _match_replaced(file, model), dtype)
 
 
 def _match_modules(file: AdapterFile, model: AdaptableModel) -> dict[str, str]:
@@ -503,6 +634,53 @@ def _match_modules(file: AdapterFile, model: AdaptableModel) -> dict[str, str]:
     return matched
 
 
+def _match_replaced(file: AdapterFile, model: AdaptableModel) -> dict[str, str]:
+    """Return the name in the file of each module that the adapter replaces.
+
+    Raises:
+        AdapterError: the model does not have a module, or adapters cannot replace it.
+    """
+    by_stored = model.by_stored(file)
+    matched: dict[str, str] = {}
+    for stored, tensors in file.trained.items():
+        name = by_stored.get(stored, stored)
+        known, module = model.replaceable.get(name), model.modules.get(name)
+        found = {kind: tensor.shape for kind, tensor in tensors.items()}
+        if module is not None and "weight" in found:
+            _check_shape(file, f"{printable(stored)} is", found["weight"], module)
+        if name not in model.elsewhere and known is None:
+            raise AdapterError(
+                f"{file.file} replaces {printable(stored)} (modules_to_save). "
+                f"{_advice(module)}, or {MERGE}."
+            )
+        if known is not None and found != known.shapes:
+            raise AdapterError(
+                f"{file.file}: {printable(stored)} has {_shapes(found)}, and that of the model has "
+                f"{_shapes(known.shapes)}. Load an adapter of a model with the same head."
+            )
+        matched[name] = stored
+    return matched
+
+
+def _advice(module: _Module | None) -> str:
+    """Return what to do about a module that adapters cannot replace."""
+    for layer, name in ((EMBED, "embed_tokens"), (_LM_HEAD, "lm_head")):
+        if module is not None and any(use.shape.layer == layer for use in module.uses):
+            return (
+                f"Set lora_modules_to_save={name}, with which memory is planned for it in each "
+                "adapter; train factors of it instead (target_modules)"
+            )
+    return (
+        "Adapters can replace the embedding of tokens, the LM head and heads of classifiers only. "
+        "Train factors of other modules instead (target_modules)"
+    )
+
+
+def _shapes(shapes: Mapping[str, tuple[int, ...]]) -> str:
+    """Return the shapes of tensors for an error message."""
+    return " and ".join(f"{kind} {list(shape)}" for kind, shape in sorted(shapes.items()))
+
+
 def _check_factors(
     file: AdapterFile, stored: str, module: _Module | None, max_lora_rank: int
 ) -> None:
@@ -519,11 +697,40 @@ def _check_factors(
         )
     if module is None:  # another stage checks the shapes
         return
-    found = factors.b.shape[0], factors.a.shape[1]
-    if found != (module.outputs, module.inputs):
-        base = "" if file.base is None else f" It was trained for {printable(file.base)}."
+    if factors.of_embedding != module.is_embedding:
         raise AdapterError(
-            f"{file.file}: the factors of {printable(stored)} change a weight {list(found)}, and "
-            f"that of the model is {[module.outputs, module.inputs]}.{base} Load an adapter of "
-            "this model."
+            f"{file.file}: the factors of {printable(stored)} are those of "
+            f"{_kind_of(factors.of_embedding)}, and the model has {_kind_of(module.is_embedding)} "
+            "there. Load an adapter of this model."
         )
+    found = factors.b.shape[0], factors.a.shape[1]
+    if factors.of_embedding:
+        found = found[::-1]
+    _check_shape(file, f"the factors of {printable(stored)} change", found, module)
+
+
+def _kind_of(is_embedding: bool) -> str:
+    return "an embedding" if is_embedding else "a linear layer"
+
+
+def _check_shape(file: AdapterFile, what: str, found: tuple[int, ...], module: _Module) -> None:
+    """Raise `AdapterError` if a weight in the file has another shape than the module's.
+
+    Args:
+        file: the file.
+        what: beginning of a message about the weight.
+        found: the weight's shape.
+        module: the module.
+    """
+    if found == module.weight_shape:
+        return
+    added = found[0] - module.weight_shape[0]
+    if added > 0 and any(use.shape.layer in (EMBED, _LM_HEAD) for use in module.uses):
+        advice = f"The training has added {added} tokens, which is not supported: {MERGE}."
+    else:
+        base = "" if file.base is None else f"It was trained for {printable(file.base)}. "
+        advice = f"{base}Load an adapter of this model."
+    raise AdapterError(
+        f"{file.file}: {what} a weight {list(found)}, and that of the model is "
+        f"{list(module.weight_shape)}. {advice}"
+    )

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from octavo.checkpoints.gguf.folder import find_gguf
 from octavo.checkpoints.model_files import require_file
+from octavo.checkpoints.tasks import TASKS
 from octavo.config import (
     BUILTIN_ADAPTERS,
     BUILTIN_DRAFT_MODEL,
@@ -139,8 +140,8 @@ def resolve_adapter(
     without a network, an earlier download is used.
 
     Args:
-        name: octavo/stories-letters or -llama-calls, a folder, a GGUF file, or a hub id such as
-            org/name.
+        name: octavo/stories-letters or -llama-calls, a folder, a GGUF file, a task of a model
+            (`TaskAdapter`), or a hub id such as org/name.
         revision: branch, tag or commit on the hub.
         download_dir: folder for downloads; default: the hub client's cache.
 
@@ -148,7 +149,7 @@ def resolve_adapter(
         AdapterError: there is no such folder or file, or the download fails.
     """
     path = builtin_adapter(name) or Path(name).expanduser()
-    if path.exists():
+    if path.exists() or path.parent.name == TASKS:
         return path
     if path.suffix.lower() in _WEIGHT_FILES or _is_path(name):
         raise AdapterError(

@@ -89,11 +89,17 @@ def check_merge(folder: Path, spec: ModelSpec, checkpoint: Checkpoint, dtype: st
             f"{folder} changes {shorten_names(others)}, which share a weight with other layers and "
             "cannot be merged. Serve the adapter beside the model (enable_lora, lora_modules)."
         )
-    if any(factors.bias is not None for factors in adapter.file.factors.values()):
-        raise AdapterError(
-            f"lora_merge: {folder} has biases of B (lora_bias), which cannot be merged. Serve the "
-            "adapter beside the model (enable_lora, lora_modules)."
-        )
+    factors = adapter.file.factors.values()
+    for cannot, what in (
+        (any(it.bias is not None for it in factors), "biases of B (lora_bias)"),
+        (bool(adapter.file.trained), "whole modules (modules_to_save)"),
+        (spec.tied and any(it.of_embedding for it in factors), "changes of a tied embedding"),
+    ):
+        if cannot:
+            raise AdapterError(
+                f"lora_merge: {folder} has {what}, which cannot be merged. Serve the adapter "
+                "beside the model (enable_lora, lora_modules)."
+            )
     adapter.read()
     logger.info("the adapter %s is merged into %s", folder, name)
 
@@ -204,8 +210,10 @@ def _read_changes(file: AdapterFile, expected: Expected) -> dict[str, _Change]:
             if (name := stored_names.get(stored)) is not None:  # else, a weight of another rank
                 _, read = data.read(list(factors.tensors.values()))
                 own = dict(zip(factors.tensors, read, strict=True))
-                scale = file.scale(stored)
-                changes[name] = _Change(own["A"], own["B"], scale, own.get("magnitude"))
+                a, b = own["A"], own["B"]
+                if factors.of_embedding:
+                    a, b = b.T, a.T
+                changes[name] = _Change(a, b, file.scale(stored), own.get("magnitude"))
         data.check()
     return changes
 

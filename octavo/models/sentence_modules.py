@@ -10,6 +10,7 @@ from typing import Any, get_args
 
 from octavo.checkpoints.base import Checkpoint
 from octavo.checkpoints.config_json import ConfigJson
+from octavo.checkpoints.tasks import read_tasks
 from octavo.errors import ModelError
 from octavo.models.blocks.linear import LinearSpec
 from octavo.models.blocks.norm import LayerNormSpec
@@ -27,6 +28,8 @@ _OWN += ("sentence_transformers.sentence_transformer.modules.", "pylate.models."
 _OWN += ("sentence_transformers.sparse_encoder.models.",)
 _OWN += ("sentence_transformers.sparse_encoder.modules.",)
 """Beginnings of the names of the own modules of sentence-transformers, old and new, and PyLate."""
+_TASKS = "custom_st.Transformer"
+"""Module of models with adapters of tasks; it passes the task to the model."""
 _MODES: dict[str, Pooling] = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
@@ -118,6 +121,8 @@ def read_modules(checkpoint: Checkpoint, hidden_size: int) -> SentenceModules | 
     for module in modules:
         full, path = str(module.get("type")), str(module.get("path", ""))
         name = full.rpartition(".")[2]
+        if full == _TASKS and read_tasks(checkpoint.config):
+            continue
         if not full.startswith(_OWN):
             raise ModelError(
                 f"{where} names the module {full!r}, which is code of the model; Octavo never runs "
@@ -156,6 +161,8 @@ def read_sentences(
 ) -> tuple[SentencesSpec, int | None]:
     """Return config_sentence_transformers.json: the use of vectors, and truncate_dim if it is set.
 
+    The prompts of tasks with adapters are those of config.json.
+
     Args:
         checkpoint: the checkpoint.
         similarity: similarity of a file that names none; MaxSim, whatever the file names.
@@ -176,7 +183,11 @@ def read_sentences(
     if similarity != "max_sim":
         similarity = config.choice("similarity_fn_name", known, similarity)
     cut = config.integer("truncate_dim") if config.has("truncate_dim") else None
-    return SentencesSpec(tuple(prompts.items()), default, similarity), cut
+    tasks = read_tasks(checkpoint.config)
+    if tasks:
+        instructions = checkpoint.config.section("task_instructions")
+        prompts = {**prompts, **{task: str(instructions.get(task) or "") for task in tasks}}
+    return SentencesSpec(tuple(prompts.items()), default, tasks, similarity), cut
 
 
 def read_max_len(checkpoint: Checkpoint, most: int) -> int:

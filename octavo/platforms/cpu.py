@@ -313,6 +313,8 @@ def _beside_adapters(setup: WorkerSetup) -> int:
     weights = [it for it in without_forms(setup.spec).weights() if is_adaptable(it.name)]
     largest = max((sum(it.shape) for it in weights), default=0)
     piece = max(PIECE_NBYTES, 8 * lora.max_lora_rank * largest)
+    if lora.lora_modules_to_save:
+        piece = max(piece, 8 * setup.spec.vocab_size * setup.spec.hidden_size)
     num_objects = lora.num_in_memory * sum(len(it.sources) for it in weights)
     processes = setup.rank.world_size
     return processes * num_objects * _ADAPTER_OBJECT + (processes + 1) * 2 * piece

@@ -208,6 +208,21 @@ class EmbeddingsBody(InputBody):
     prompt_name: str | None = None
     """Prompt of the model that is put before each text, such as query; empty: none. Default: the
     model's."""
+    task: str | None = None
+    """Jina's name of prompt_name, such as retrieval.query."""
+
+    def pooling_params(self, task: str | None) -> PoolingParams:
+        """Return the parameters of each text; see `PooledBody.pooling_params`."""
+        params = super().pooling_params(task)
+        if self.task is not None:
+            params.prompt_name = self.task
+        return params
+
+    def check(self) -> None:
+        """Raise RequestError if fields contradict each other; see `PooledBody.check`."""
+        super().check()
+        if self.task is not None and self.prompt_name is not None:
+            raise RequestError("task and prompt_name are the same; leave one of them out.", "task")
 
 
 class ClassifyBody(InputBody):

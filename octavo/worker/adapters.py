@@ -14,10 +14,11 @@ from octavo.checkpoints.base import Tensors
 from octavo.errors import AdapterError, OctavoError
 from octavo.kernels.base import Ops
 from octavo.kernels.lora import LoraTable, LoraWeight
+from octavo.kernels.replaced import ReplacedWeight
 from octavo.kernels.sizes import lora_nbytes
 from octavo.layers.adapter import Adapters
 from octavo.messages import AdapterChange, AdapterLoaded, AdapterRef
-from octavo.models.adapters import AdaptableModel, Slice, open_adapter
+from octavo.models.adapters import AdaptableModel, Replacement, Slice, open_adapter
 from octavo.models.weight_norms import WeightNorms
 from octavo.plan.setup import WorkerSetup
 from octavo.worker.platform import Platform
@@ -25,6 +26,7 @@ from octavo.worker.platform import Platform
 logger = logging.getLogger(__name__)
 
 _Weights = dict[str, list[LoraWeight | None]]
+_Replaced = dict[str, ReplacedWeight]
 
 
 class AdapterStore:
@@ -59,10 +61,12 @@ class AdapterStore:
         """Size of this memory."""
         adapters.put_tables()
         self._open_checkpoint = open_checkpoint
-        self._model = AdaptableModel(setup.part, adapters.layers)
+        self._model = AdaptableModel(
+            setup.part, adapters.layers, setup.config.lora.lora_modules_to_save
+        )
         self._weights = setup.part.weights()
         self._thread = ThreadPoolExecutor(1, "octavo-adapters", _native.work_alone)
-        self._read: queue.SimpleQueue[tuple[int, _Weights]] = queue.SimpleQueue()
+        self._read: queue.SimpleQueue[tuple[int, _Weights, _Replaced]] = queue.SimpleQueue()
         self._of_weights: dict[int, AdapterRef] = {}
         """Adapters by slot that depend on the model's weights."""
 
@@ -97,15 +101,16 @@ class AdapterStore:
 
     def _reload(self) -> None:
         for slot, adapter in self._of_weights.items():
-            self._read.put((slot, self._pack(slot, adapter)[0]))
+            weights, replaced, _ = self._pack(slot, adapter)
+            self._read.put((slot, weights, replaced))
 
     def _load(self, slot: int, adapter: AdapterRef) -> None:
         try:
             with self._platform.beside_steps(self._device):
-                weights, needs_weights = self._pack(slot, adapter)
+                weights, replaced, needs_weights = self._pack(slot, adapter)
             if needs_weights:
                 self._of_weights[slot] = adapter
-            self._read.put((slot, weights))
+            self._read.put((slot, weights, replaced))
         except OctavoError as error:
             self._report(AdapterLoaded(slot, str(error), type(error).__name__))
         except Exception as error:  # such as a MemoryError; other adapters are not affected
@@ -115,12 +120,12 @@ class AdapterStore:
         else:
             self._report(AdapterLoaded(slot))
 
-    def _pack(self, slot: int, adapter: AdapterRef) -> tuple[_Weights, bool]:
-        """Read an adapter into a slot's memory; return its packed weights by linear layer.
+    def _pack(self, slot: int, adapter: AdapterRef) -> tuple[_Weights, _Replaced, bool]:
+        """Read an adapter into a slot's memory; return its packed weights, and its own layers.
 
         No step uses the slot from now on.
 
-        The second value is True if they depend on the model's weights.
+        The last value is True if they depend on the model's weights.
 
         Raises:
             AdapterError: the files cannot be used, or have changed since they were checked.
@@ -157,13 +162,23 @@ class AdapterStore:
             begin += layers[layer].weight_nbytes(module, rank, setup.dtype, affine=has_affine)
             needs_weights |= one.gain is not None
 
+        replaced: _Replaced = {}
+
+        def pack_whole(layer: str, one: Replacement) -> None:
+            nonlocal begin
+            table = self._adapters.replaced[layer]
+            end = begin + table.nbytes(setup.dtype)
+            out = memory[begin:end]
+            replaced[layer] = self._ops.pack_replaced(one.weight, one.bias, setup.dtype, table, out)
+            begin = end
+
         norms = WeightNorms(self._weights, self._open_checkpoint)
-        if opened.read(pack, norms) != adapter.content_hash:
+        if opened.read(pack, norms, pack_whole) != adapter.content_hash:
             raise AdapterError(
                 f"The files of the adapter {adapter.name!r} in {adapter.path} have changed since "
                 "it was loaded; load it again."
             )
-        return weights, needs_weights
+        return weights, replaced, needs_weights
 
     def shutdown(self) -> None:
         """End the thread, after the adapter that it reads."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -245,9 +246,15 @@ class DeviceSteps:
         sample: bool,
         has_adapters: bool,
     ) -> StepResult:
+        with self._eager.use_adapters(table) if has_adapters else nullcontext():
+            return self._compute(table, max_query_len, max_seq_len, sample=sample)
+
+    def _compute(
+        self, table: DeviceTable, max_query_len: int, max_seq_len: int, *, sample: bool
+    ) -> StepResult:
         eager, indices, rows = self._eager, table.logits_indices, table.sampling_rows
         take_tokens(table.input_ids, indices, rows, self._sampled)
-        step = eager.context(table, max_query_len, max_seq_len, has_adapters=has_adapters)
+        step = eager.context(table, max_query_len, max_seq_len)
         hidden = eager.model.forward(table.input_ids, step)
         if len(indices) == 0:
             return StepResult(hidden, self._logits[:0], step.kept, self._tokens[:0])

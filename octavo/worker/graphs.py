@@ -9,6 +9,7 @@ same buffers.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -146,8 +147,6 @@ class EagerSteps:
         table: StepTable[Tensor],
         max_query_len: int,
         max_seq_len: int,
-        *,
-        has_adapters: bool = False,
     ) -> StepContext:
         """Return the context of a step for the model's blocks.
 
@@ -155,10 +154,7 @@ class EagerSteps:
             table: the step's arrays, of exactly its size.
             max_query_len: most tokens of a request in the step.
             max_seq_len: longest context.
-            has_adapters: True if some tokens of the step have adapters.
         """
-        if self.adapters is not None:
-            self.adapters.slots = table.extra[ADAPTER_SLOTS.name] if has_adapters else None
         metadata = {
             group: self._kinds[group].metadata(table, group, max_query_len, max_seq_len)
             for group in set(self._groups)  # a stage may have no layer of a group
@@ -179,17 +175,20 @@ class EagerSteps:
             arrays=table.extra,
         )
 
+    def use_adapters(self, table: StepTable[Tensor]) -> AbstractContextManager[None]:
+        """Return the context in which the layers compute with the adapters of a step's tokens."""
+        assert self.adapters is not None
+        return self.adapters.use(table.extra[ADAPTER_SLOTS.name])
+
     def run(self, inputs: StepInputs, params: NDArray[np.void] | None) -> StepResult:
         """Implement `StepRunner`."""
         table = inputs.table.first(inputs.size)
-        max_seq_len = int(table.seq_lens.max())
         tensors: StepTable[Tensor] = table.map(self._ops.to_device)
-        step = self.context(
-            tensors,
-            int(inputs.counts.max()),
-            max_seq_len,
-            has_adapters=has_adapters(inputs),
-        )
+        with self.use_adapters(tensors) if has_adapters(inputs) else nullcontext():
+            return self._run(inputs, tensors, int(table.seq_lens.max()))
+
+    def _run(self, inputs: StepInputs, tensors: StepTable[Tensor], max_seq_len: int) -> StepResult:
+        step = self.context(tensors, int(inputs.counts.max()), max_seq_len)
         if inputs.embeds and self.model.spec.has_embed:
             assert isinstance(self.model, DecoderModel)
             step.embeds = self.model.embed_input_ids(tensors.input_ids)
@@ -206,6 +205,10 @@ class EagerSteps:
 class _Recorded:
     """Recorded forward pass, and the places of its results; see `StepResult`."""
 
+    look_up: _native.Plan
+    """Look-up of the embedding table, if it is a separate plan."""
+    embeds: Tensor | None
+    """Result of `look_up`; None: `plan` looks up."""
     plan: _native.Plan
     hidden: Tensor
     logits: Tensor
@@ -241,31 +244,30 @@ class CapturedSteps:
         self._ops = ops
         self._owners = eager, activations, logits  # keeps the memory that the plans refer to
         table: StepTable[Tensor] = buffers.table.map(ops.to_device)
-        self._look_up = _native.Plan()
-        self._embeds: Tensor | None = None
-        if prompt_embeds and eager.model.spec.has_embed:
-            assert isinstance(eager.model, DecoderModel)
-            with ops.record(self._look_up, activations):
-                self._embeds = eager.model.embed_input_ids(table.input_ids)
 
-        def record(has_adapters: bool) -> _Recorded:
-            plan = _native.Plan()
+        def record() -> _Recorded:
+            plan, look_up = _native.Plan(), _native.Plan()
             step_logits: Tensor = _NO_LOGITS
-            step = eager.context(table, len(table.input_ids), 0, has_adapters=has_adapters)
-            step.embeds = self._embeds
+            step = eager.context(table, len(table.input_ids), 0)
+            if prompt_embeds and eager.model.spec.has_embed:
+                assert isinstance(eager.model, DecoderModel)
+                with ops.record(look_up, activations):
+                    step.embeds = eager.model.embed_input_ids(table.input_ids)
+            embeds = step.embeds
             with ops.record(plan, activations):
                 hidden = eager.model.forward(table.input_ids, step)
             if step.handed is None and eager.model.spec.generates:
                 plan.bind("samples")
                 with ops.record(plan, logits):
                     step_logits = eager.model.head(hidden, table.logits_indices)
-            return _Recorded(plan, hidden, step_logits, step.kept, step.handed)
+            return _Recorded(look_up, embeds, plan, hidden, step_logits, step.kept, step.handed)
 
-        self._plain = record(False)
+        self._plain = record()
         self._adapted: _Recorded | None = None
         """Step with adapters; None: the model has none."""
         if eager.adapters is not None:
-            self._adapted = record(True)
+            with eager.use_adapters(table):
+                self._adapted = record()
         self._service = _native.Plan()
         if isinstance(eager.model, DecoderModel) and eager.model.exchanges:
             with ops.record(self._service, activations):
@@ -287,12 +289,12 @@ class CapturedSteps:
     def run(self, inputs: StepInputs, params: NDArray[np.void] | None) -> StepResult:
         """Implement `StepRunner`."""
         size = inputs.size
-        if self._embeds is not None:
-            self._look_up.run(size.tokens, size.requests, size.samples)
-            _put_embeds(self._ops, self._embeds, inputs.embeds)
         step = self._plain
         if self._adapted is not None and has_adapters(inputs):
             step = self._adapted
+        if step.embeds is not None:
+            step.look_up.run(size.tokens, size.requests, size.samples)
+            _put_embeds(self._ops, step.embeds, inputs.embeds)
         step.plan.run(size.tokens, size.requests, size.samples)
         kept = {layer: hidden[: size.tokens] for layer, hidden in step.kept.items()}
         hidden, logits = step.hidden[: size.tokens], step.logits[: size.samples]

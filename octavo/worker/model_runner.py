@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
@@ -18,6 +19,7 @@ from octavo.kernels.base import HostCopy
 from octavo.kernels.memory import release_memory
 from octavo.kv_cache.groups import KVCacheConfig
 from octavo.layers.adapter import Adapters
+from octavo.layers.adapter_table import ADAPTER_SLOTS
 from octavo.messages import (
     CoreSamplingParams,
     ExpertLoad,
@@ -50,7 +52,7 @@ from octavo.worker.expert_balancer import BalancedSteps, ExpertBalancer
 from octavo.worker.expert_group import ExpertGroup, make_exchange, reason_of_end
 from octavo.worker.expert_loads import ExpertLoads
 from octavo.worker.expert_relay import ExpertRelay
-from octavo.worker.graphs import EagerSteps, ExpertSteps, StepResult, StepRunner
+from octavo.worker.graphs import EagerSteps, ExpertSteps, StepResult, StepRunner, has_adapters
 from octavo.worker.group import Group, make_buffers, make_received
 from octavo.worker.input_batch import (
     UNKNOWN,
@@ -184,7 +186,14 @@ class ModelRunner:
         self.adapters: Adapters | None = None
         """Adapters in the model's linear layers; None: they are off."""
         if config.lora.enable_lora:
-            self.adapters = Adapters(self.ops, config.lora.num_in_memory, config.lora.max_lora_rank)
+            lora = config.lora
+            self.adapters = Adapters(
+                self.ops,
+                lora.num_in_memory,
+                lora.max_lora_rank,
+                lora.lora_modules_to_save,
+                layers_only=not platform.is_native(config.device),
+            )
         buffers, exchange = make_buffers(setup), make_exchange(setup)
         with loading_bar(config.model.model, shown=setup.rank.number == 0) as progress:
             checkpoint = open_model(config, setup.model_path, setup.dtype)
@@ -778,7 +787,7 @@ class ModelRunner:
         row = self.state.batch.add(req_id, data)
         self._add_sampling(req_id, row, data)
         if data.pooling is not None and self._pooling is not None:
-            self._pooling.add_row(row, data.pooling)
+            self._pooling.add_row(row, data.pooling, data.adapter_slot)
         if self.state.proposer is not None:
             self.state.proposer.add_row(row, data)
         if data.sampling_params.prompt_logprobs is not None:
@@ -820,13 +829,22 @@ class ModelRunner:
             parts: list[LogprobsLists] = []
             for at in range(0, count, self.setup.prompt_logprobs_rows):
                 n = min(self.setup.prompt_logprobs_rows, count - at)
-                logits = self.model.head(hidden[begin + at : begin + at + n])
+                tokens = slice(begin + at, begin + at + n)
+                with self._use_adapters(inputs, tokens):
+                    logits = self.model.head(hidden[tokens])
                 targets = batch.token_ids[row, first + at + 1 : first + at + 1 + n]
                 parts.append(self._prompt_lists(logits, targets, k))
                 if self.group is not None:  # the next logits overwrite these
                     self.group.memory.barrier()
             result[req_id] = LogprobsLists.join(parts)
         return result
+
+    def _use_adapters(self, inputs: StepInputs, tokens: slice) -> AbstractContextManager[None]:
+        """Return the context in which layers compute with the adapters of some tokens of a step."""
+        if self.adapters is None or not has_adapters(inputs):
+            return nullcontext()
+        slots = inputs.table.extra[ADAPTER_SLOTS.name][tokens]
+        return self.adapters.use(self.ops.to_device(slots))
 
     def _prompt_lists(self, logits: Tensor, targets: IntArray, k: int) -> LogprobsLists:
         return prompt_logprobs(self.ops, logits, targets.astype(np.int64), k)

@@ -26,6 +26,8 @@ class _Row:
     """None: each token has a result."""
     bare: bool
     """True if the results are the hidden states."""
+    slot: int
+    """Slot of its adapter; -1: it has none."""
     tokens: list[Floats] = field(default_factory=list)
     """Results of the tokens so far."""
 
@@ -42,12 +44,12 @@ class PoolingRows:
         self._ops, self._poolers = ops, poolers
         self._rows: dict[int, _Row] = {}
 
-    def add_row(self, row: int, spec: PoolingSpec) -> None:
-        """Begin a request in a row."""
+    def add_row(self, row: int, spec: PoolingSpec, slot: int) -> None:
+        """Begin a request in a row; `slot` is that of its adapter, or -1."""
         pooler = self._poolers[spec.task]
         of_tokens = pooler.pooling[0] == "all"
         pooled = None if of_tokens else PooledRow(pooler.pooling)
-        self._rows[row] = _Row(pooler, pooled, spec.bare)
+        self._rows[row] = _Row(pooler, pooled, spec.bare, slot)
 
     def remove_row(self, row: int) -> None:
         """Forget the request of a row, if it is here."""
@@ -64,7 +66,7 @@ class PoolingRows:
         if not self._rows:
             return {}
         states, starts = self._ops.to_host(hidden), inputs.table.query_start_loc
-        done: dict[Pooler, list[tuple[str, Floats]]] = {}
+        done: dict[Pooler, list[tuple[str, int, Floats]]] = {}
         results: dict[str, bytes] = {}
         for i, (req_id, row) in enumerate(zip(inputs.req_ids, inputs.rows.tolist(), strict=True)):
             if (state := self._rows.get(row)) is None:
@@ -74,18 +76,22 @@ class PoolingRows:
             length = int(batch.num_prompt_tokens[row])
             ends = first + len(chunk) == length
             if state.pooled is None:
-                state.tokens.append(chunk if state.bare else state.pooler.head(chunk))
+                state.tokens.append(
+                    chunk if state.bare else state.pooler.head(chunk, [state.slot] * len(chunk))
+                )
                 if ends:
                     results[req_id] = np.concatenate(state.tokens).tobytes()
                 continue
             # A slice bounds the memory of layers with many outputs.
             size = _SLICE if state.pooler.token_layers else len(chunk)
             for begin in range(0, len(chunk), size):
-                tokens = state.pooler.of_tokens(chunk[begin : begin + size])
+                tokens = state.pooler.of_tokens(chunk[begin : begin + size], state.slot)
                 state.pooled.add(tokens, first + begin)
             if ends:
-                done.setdefault(state.pooler, []).append((req_id, state.pooled.result(length)))
-        for pooler, pairs in done.items():
-            rows = pooler.head(np.stack([vector for _, vector in pairs]))
-            results |= {req_id: row.tobytes() for (req_id, _), row in zip(pairs, rows, strict=True)}
+                text = req_id, state.slot, state.pooled.result(length)
+                done.setdefault(state.pooler, []).append(text)
+        for pooler, texts in done.items():
+            ids, slots, vectors = zip(*texts, strict=True)
+            rows = pooler.head(np.stack(vectors), slots)
+            results |= {req_id: row.tobytes() for req_id, row in zip(ids, rows, strict=True)}
         return results

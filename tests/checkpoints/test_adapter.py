@@ -107,7 +107,6 @@ def test_a_file_of_torch(folder: Path) -> None:
         ("lora_bias", True, f"has no bias of {Q}, and {CONFIG} says lora_bias=true"),
         ("use_dora", 1, "it must be true or false"),
         ("bias", "all", "bias=all: LoRA with trained biases is not supported"),
-        ("modules_to_save", ["lm_head"], "LoRA with trained modules is not supported"),
         ("trainable_token_indices", [1, 2], "LoRA with trained tokens is not supported"),
         ("target_parameters", ["experts.up_proj"], "weights of experts is not supported"),
         ("layer_replication", [[0, 4], [2, 5]], "repeated layers is not supported"),
@@ -149,18 +148,52 @@ def test_a_scale_beyond_float32(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        (f"{Q}.lora_magnitude_vector.x y", "LoRA with trained modules"),
-        (f"{Q}.lora_A.bias", "LoRA with trained modules"),
-        ("model.embed_tokens.lora_embedding_A", "LoRA of the embedding is not supported"),
-        ("lm_head.weight", "LoRA with trained modules"),
-        ("model.embed_tokens.modules_to_save.default.weight", "LoRA with trained modules"),
-        ("\x1b[31m" * 500, "LoRA with trained modules"),
-        ("", "LoRA with trained modules"),
+        (f"{Q}.lora_magnitude_vector.x y", "LoRA with other tensors than weights and biases"),
+        ("model.embed_tokens.lora_embedding_A", "only one of the two factors (A, B) of model.e"),
+        ("model.embed_tokens.token_adapter.trainable_tokens_delta", "LoRA with trained tokens"),
+        ("\x1b[31m" * 500, "LoRA with other tensors than weights and biases"),
+        ("", "LoRA with other tensors than weights and biases"),
     ],
 )
 def test_tensors_that_are_refused(name: str, message: str, folder: Path) -> None:
     write_adapter(folder, FACTORS | {f"{PREFIX}{name}": torch.ones(4)})
     assert message in refusal(folder)
+
+
+def test_whole_modules(folder: Path) -> None:
+    """Names of new and of old files."""
+    weight, bias = torch.ones(3, 4), torch.ones(3)
+    for name in ("score", "score.modules_to_save", "score.modules_to_save.default"):
+        tensors = {f"{PREFIX}{name}.weight": weight, f"{PREFIX}score.bias": bias}
+        write_adapter(folder, FACTORS | tensors, modules_to_save=["score", "classifier"])
+        found = open_adapter_file(folder).trained
+        assert list(found) == ["score"]
+        assert {kind: it.shape for kind, it in found["score"].items()} == {
+            "weight": (3, 4),
+            "bias": (3,),
+        }
+    write_adapter(folder, FACTORS, modules_to_save=["score", "classifier"])
+    assert "adapter_model.safetensors has no whole module; save" in refusal(folder)
+    write_adapter(folder, FACTORS | tensors | {f"{PREFIX}score.weight": weight.clone()})
+    assert "has the weight of score twice" in refusal(folder)
+    write_adapter(folder, FACTORS | {f"{PREFIX}score.weight": weight.int()})
+    assert "score.weight has type int32; supported" in refusal(folder)
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        {f"{PREFIX}e.lora_embedding_A": torch.ones(1, 9)}
+        | {f"{PREFIX}e.lora_embedding_B": torch.ones(4, 1)},
+        {f"{PREFIX}e.weight": torch.ones(3, 4)},
+    ],
+)
+def test_activated_lora_changes_no_embedding(
+    tensors: dict[str, torch.Tensor], folder: Path
+) -> None:
+    """PEFT would change it for the tokens before the adapter, too."""
+    write_adapter(folder, FACTORS | tensors, alora_invocation_tokens=[1])
+    assert "activated LoRA (aLoRA) that changes e for all tokens" in refusal(folder)
 
 
 A, B = FACTORS

@@ -102,6 +102,10 @@ def test_adapters_of_a_server():
         ({"lora_hub_repos": ["a"]}, "lora_hub_repos='a' is not allowed; write org/name, or org/*"),
         ({"lora_resolvers": ["folder"]}, "lora_resolvers: folder needs lora_root"),
         ({"lora_resolvers": ["hub"]}, "lora_resolvers: hub needs lora_hub_repos"),
+        (
+            {"lora_modules_to_save": ["lm_head"], "enable_lora": False},
+            "lora_modules_to_save=['lm_head'] needs adapters",
+        ),
     ],
 )
 def test_contradictory_settings_of_adapters(settings, said):
@@ -148,6 +152,7 @@ BAD = {
     "max_lora_rank": [0, 513, 1.5, None],
     "max_cpu_loras": [0, -1, 1.5],
     "lora_modules": [5, [5], [None], None, ["a"], ["=a"], ["a="], ['{"name": "a"}'], ["{"]],
+    "lora_modules_to_save": [5, [5], ["norm"], "lm_head"],
     "lora_root": [5, ["a"]],
     "lora_merge": [5, "", ["a"]],
     "lora_hub_repos": [5, [5], ["a"], ["a/b/c"], ["*/a"], ["a/b*"]],

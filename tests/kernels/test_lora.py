@@ -12,6 +12,7 @@ from torch import Tensor
 
 from octavo.kernels import native
 from octavo.kernels.lora import LoraTable
+from octavo.kernels.replaced import ReplacedTable
 from octavo.kernels.sizes import lora_nbytes, lora_scratch_nbytes
 from octavo.kernels.torch_tensors import from_torch
 from tests.kernels.test_state import random, strided
@@ -183,6 +184,104 @@ def test_adapters_change_between_two_calls() -> None:
         torch.testing.assert_close(out.double(), expected.double(), rtol=1e-4, atol=1e-5)
 
 
+@dtypes
+@pytest.mark.parametrize(("size", "ranks"), [(5, [1]), (200, [4, 33, 16]), (64, [8, 64])])
+def test_add_lora_embedding(size: int, ranks: list[int], dtype: torch.dtype) -> None:
+    vocab = 37
+    adapters = [adapter([size], vocab, rank, 10 * i) for i, rank in enumerate(ranks)]
+    ids = torch.tensor([0, 36, 5, 5, 17, 36, -1, 37, 12, 3, 36, 1, 0])
+    slots = (torch.arange(len(ids)) * 7 // 3 % (len(ranks) + 1) - 1).int()
+    base = random(len(ids), size, dtype=dtype, seed=5)
+    expected = base.double()
+    for row, (slot, token) in enumerate(zip(slots.tolist(), ids.tolist(), strict=True)):
+        if slot >= 0 and 0 <= token < vocab:
+            (module,) = adapters[slot]
+            assert module is not None
+            a, b = (matrix.to(dtype).double() for matrix in module[:2])
+            expected[row] += module[2] * a[:, token] @ b.T
+    for operations in (ops, reference):
+        table = table_of(operations, adapters, vocab, dtype, 64)
+        out = strided(base.clone())
+        operations.add_lora_embedding(out, ids, slots, table)
+        assert (out.double() - expected).abs().max() < TOLERANCE[dtype] * expected.abs().max()
+        assert torch.equal(out[slots < 0], base[slots < 0])
+    table = table_of(ops, adapters, vocab, dtype, 64)
+    for row in range(len(ids)):  # as alone
+        alone, one = base[row : row + 1].clone(), slice(row, row + 1)
+        ops.add_lora_embedding(alone, ids[one].clone(), slots[one].clone(), table)
+        whole = base.clone()
+        ops.add_lora_embedding(whole, ids, slots, table)
+        assert torch.equal(alone, whole[one])
+
+
+def replaced_by(
+    table: Any, shape: tuple[int, int], owners: list[int], dtype: torch.dtype, embedding: bool
+) -> ReplacedTable:
+    """Return the layers of some of four slots, with a bias if they are linear."""
+    result = ReplacedTable(4, shape, has_bias=not embedding, is_embedding=embedding)
+    for slot in owners:
+        bias = None if embedding else random(shape[0], seed=slot + 50)
+        weight = random(*shape, seed=slot)
+        if isinstance(table, Named):
+            own = None if bias is None else from_torch(bias)
+            packed = table.pack_replaced(from_torch(weight), own, dtype, result)
+        else:
+            packed = table.pack_replaced(weight, bias, dtype, result)
+        result.set(slot, packed)
+    return result
+
+
+@dtypes
+@pytest.mark.parametrize(("rows", "n", "k"), [(1, 5, 3), (9, 130, 100), (70, 64, 513)])
+@pytest.mark.parametrize("wide", [False, True], ids=["same", "float32"])
+def test_replace_linear(rows: int, n: int, k: int, dtype: torch.dtype, wide: bool) -> None:
+    x = strided(random(rows, k, dtype=dtype, seed=7))
+    slots = (torch.arange(rows) // 3 % 5 - 1).int()
+    out_dtype = torch.float32 if wide else dtype
+    base = random(rows, n, dtype=out_dtype, seed=5)
+    expected = base.double()
+    for slot in (0, 2):
+        weight, bias = random(n, k, seed=slot), random(n, seed=slot + 50)
+        own = slots == slot
+        y = x[own].double() @ weight.to(dtype).double().T + bias.to(dtype).double()
+        expected[own] = y
+    results = []
+    for operations in (ops, reference):
+        table = replaced_by(operations, (n, k), [0, 2], dtype, embedding=False)
+        out = strided(base.clone())
+        operations.replace_linear(out, x, slots, table)
+        error = (out.double() - expected).abs().max() / expected.abs().max()
+        assert error < (TOLERANCE[torch.float32] if wide else TOLERANCE[dtype])
+        results.append(out)
+    others = (slots != 0) & (slots != 2)
+    assert torch.equal(results[0][others], base[others])
+    table = replaced_by(ops, (n, k), [0, 2], dtype, embedding=False)
+    for row in range(rows):  # as alone
+        alone, one = base[row : row + 1].clone(), slice(row, row + 1)
+        ops.replace_linear(alone, x[one], slots[one].clone(), table)
+        assert torch.equal(alone, results[0][one])
+
+
+@dtypes
+def test_replace_embedding(dtype: torch.dtype) -> None:
+    ids = torch.tensor([0, 10, 5, 5, -1, 11, 3, 10])
+    slots = torch.tensor([0, 1, 2, -1, 0, 0, 0, 3], dtype=torch.int32)
+    base = random(len(ids), 37, dtype=dtype, seed=5)
+    expected = base.clone()
+    for row in (0, 2, 6):
+        weight = random(11, 37, seed=int(slots[row])).to(dtype)
+        expected[row] = weight[ids[row]]
+    for operations in (ops, reference):
+        table = replaced_by(operations, (11, 37), [0, 2], dtype, embedding=True)
+        out = strided(base.clone())
+        operations.replace_embedding(out, ids, slots, table)
+        assert torch.equal(out, expected)
+        table.set(0, None)
+        out = base.clone()
+        operations.replace_embedding(out, ids, slots, table)
+        assert torch.equal(out[:1], base[:1])
+
+
 def test_sizes() -> None:
     assert lora_nbytes(8, 100, 30, "bfloat16") == 2 * (16 * 30 + 128 * 8)
     assert lora_nbytes(17, 64, 30, "float32") == 4 * (32 * 30 + 64 * 17)
@@ -191,6 +290,10 @@ def test_sizes() -> None:
     weight = pack(ops, (random(8, 30), random(100, 8), 1.0, random(2, 100)), torch.float32)
     nbytes = sum(it.nbytes for it in (weight.a, weight.b, weight.affine))
     assert nbytes == lora_nbytes(8, 100, 30, "float32", affine=True)
+    table = ReplacedTable(1, (100, 30), has_bias=True, is_embedding=False)
+    assert table.nbytes("bfloat16") == 2 * 128 * 30 + 256
+    table = ReplacedTable(1, (100, 30), has_bias=False, is_embedding=True)
+    assert table.nbytes("bfloat16") == 6016
 
 
 @dtypes

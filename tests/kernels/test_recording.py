@@ -15,6 +15,7 @@ from octavo.kernels.base import SAMPLING_ROW, Ops, StateRates, Wkv7Inputs, Wkv7P
 from octavo.kernels.lora import LoraTable
 from octavo.kernels.memory import Arena
 from octavo.kernels.native import NativeOps
+from octavo.kernels.replaced import ReplacedTable
 from octavo.kernels.routing import ExpertActivation, Routing
 from octavo.models.state_cache import StateMetadata
 from octavo.system.tensor import full
@@ -148,9 +149,41 @@ def adapted(x: Tensor) -> Tensor:
     return out
 
 
+embedding_adapters = LoraTable(2, [DIM], IDS, 8)
+for slot in range(2):
+    factors = random(8, IDS, seed=slot), random(DIM, 8, seed=9)
+    embedding_adapters.set(slot, [ops.pack_lora(*factors, 0.5, torch.float32)])
+
+
+replaced_linear = ReplacedTable(2, (DIM, DIM), has_bias=True, is_embedding=False)
+replaced_linear.set(0, ops.pack_replaced(weight[:DIM], bias[:DIM], torch.float32, replaced_linear))
+replaced_table = ReplacedTable(2, (ROWS, DIM), has_bias=False, is_embedding=True)
+replaced_table.set(1, ops.pack_replaced(residual, None, torch.float32, replaced_table))
+
+
+def replaced(x: Tensor) -> Tensor:
+    n = len(x)
+    out = ops.linear(x, halved)[:, :DIM]
+    ops.replace_linear(out, x, adapter_slots[:n], replaced_linear)
+    return out
+
+
+def looked_up(x: Tensor) -> Tensor:
+    n = len(x)
+    ops.replace_embedding(x, positions[:n], adapter_slots[:n], replaced_table)
+    return x
+
+
+def embedded(x: Tensor) -> Tensor:
+    n = len(x)
+    ops.add_lora_embedding(x, ids[:n], adapter_slots[:n], embedding_adapters)
+    return x
+
+
 NOT_IN_STEPS = {
     "stack",
     "pack_lora",
+    "pack_replaced",
     "pack_weight",
     "quantize_weight",
     "pack_blocks",
@@ -164,6 +197,9 @@ NOT_IN_STEPS |= {"gather", "ranks", "set_at_", "add_at_", "penalize_", "change_r
 CASES: dict[str, Callable[[Tensor], Tensor | tuple[Tensor, ...]]] = {
     "linear": lambda x: (ops.linear(x, packed, bias), ops.linear(x, quantized, bias)),
     "add_lora": adapted,
+    "add_lora_embedding": embedded,
+    "replace_linear": replaced,
+    "replace_embedding": looked_up,
     "head_linear": lambda x: ops.head_linear(x.view(-1, 4, 16), heads, 4).flatten(1),
     "linear_act": lambda x: (
         ops.linear_act(x, packed, bias, "gelu"),

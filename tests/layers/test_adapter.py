@@ -52,7 +52,7 @@ def test_every_call_adds_the_changes(name: str, stacked: bool) -> None:
     adapters = Adapters(ops, 1, 4)
     layer, plain = make(adapters, stacked), make(None, stacked)
     changes = [ops.pack_lora(a, b[:64], 0.5, "float32"), ops.pack_lora(a, b[64:], 0.5, "float32")]
-    adapters.set(0, {"layers.0.up.": changes})
+    adapters.set(0, {"layers.0.up.": changes}, {})
     run = CALLS[name]
     base = run(plain).numpy()
     assert (run(layer).numpy() == base).all(), "a step without adapters"

@@ -51,7 +51,18 @@ def test_description(folder: Path) -> None:
                 "parameters": 5 * 80,
             },
         },
+        "replaced": {},
     }
+
+
+def test_a_replaced_module(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    head = {f"{PREFIX}score.weight": torch.zeros(3, 32), f"{PREFIX}score.bias": torch.zeros(3)}
+    folder = write_adapter(tmp_path / "a", TENSORS | head, rank_pattern=PATTERN)
+    described = describe_adapter(folder)
+    assert described["replaced"] == {"score": 99}
+    assert described["dtypes"] == ["bfloat16", "float32"]
+    assert cli.main(["inspect", str(folder)]) == 0
+    assert "score (99) parameters" in capsys.readouterr().out
 
 
 def test_command(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

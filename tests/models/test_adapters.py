@@ -161,7 +161,8 @@ def test_sizes_are_known_before_the_numbers_are_read(model: AdaptableModel, tmp_
     ]
     all_slices = {(it.layer, it.begin, it.end, it.inputs) for it in model.slices}
     assert ("layers.1.down_proj.", 0, 32, 48) in all_slices
-    assert len(all_slices) == 2 * 7 + 1
+    assert ("embed.", 0, 32, 128) in all_slices
+    assert len(all_slices) == 2 * 7 + 2
     assert adapter.base == "org/base"
 
 
@@ -197,14 +198,90 @@ def test_names_of_newer_transformers(tmp_path: Path) -> None:
     assert list(load(write_adapter(tmp_path / "a", renamed), model).slices) == ["lm_head."]
 
 
-def test_the_adapter_of_a_tied_lm_head_changes_the_head_only(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stages", [1, 2])
+def test_adapters_of_tied_weights_change_one_of_the_two(stages: int, tmp_path: Path) -> None:
     config = LLAMA | {"tie_word_embeddings": True}
-    model = AdaptableModel(save_config(tmp_path / "base", "LlamaForCausalLM", config))
-    folder = write_adapter(tmp_path / "a", make_factors(model, ["lm_head"]))
-    assert list(load(folder, model).slices) == ["lm_head."]
-    tensors = {f"{PREFIX}model.embed_tokens.lora_{x}.weight": torch.ones(4, 4) for x in "AB"}
-    with pytest.raises(AdapterError, match="embed_tokens: LoRA of embeddings, norms"):
+    spec = save_config(tmp_path / "base", "LlamaForCausalLM", config)
+    whole = AdaptableModel(spec)
+    parts = [AdaptableModel(spec.stage(i, i + 1)) for i in range(2)] if stages == 2 else [whole]
+    for module, layer in (("lm_head", "lm_head."), ("model.embed_tokens", "embed.")):
+        folder = write_adapter(tmp_path / "a", make_factors(whole, [module]))
+        assert [name for part in parts for name in load(folder, part).slices] == [layer]
+
+
+E, HEAD = "model.embed_tokens", "lm_head"
+
+
+def test_factors_of_an_embedding_and_of_linear_layers(
+    model: AdaptableModel, tmp_path: Path
+) -> None:
+    (it,) = load(write_adapter(tmp_path / "a", make_factors(model, [E])), model).slices["embed."]
+    assert (it.begin, it.end, it.a.shape, it.b.shape) == (0, 32, (4, 128), (32, 4))
+    tensors = {f"{PREFIX}{E}.lora_{x}.weight": torch.ones(4, 4) for x in "AB"}
+    with pytest.raises(AdapterError, match="embed_tokens are those of a linear layer"):
         load(write_adapter(tmp_path / "b", tensors), model)
+    tensors = {f"{PREFIX}{Q}.lora_embedding_{x}": torch.ones(4, 4) for x in "AB"}
+    with pytest.raises(AdapterError, match="q_proj are those of an embedding, and the model has"):
+        load(write_adapter(tmp_path / "b", tensors), model)
+
+
+def test_copies_of_the_base_are_not_read(model: AdaptableModel, tmp_path: Path) -> None:
+    tensors = make_factors(model, [E, HEAD])
+    expected = load(write_adapter(tmp_path / "a", tensors), model)
+    for module in (E, HEAD):
+        tensors[f"{PREFIX}{module}.base_layer.weight"] = torch.full((128, 32), torch.nan)
+    found = load(write_adapter(tmp_path / "a", tensors), model)
+    assert found.slices.keys() == expected.slices.keys()
+    for layer, (one,) in found.slices.items():
+        assert np.array_equal(one.a.numpy(), expected.slices[layer][0].a.numpy())
+        assert np.array_equal(one.b.numpy(), expected.slices[layer][0].b.numpy())
+    tensors[f"{PREFIX}{E}.base_layer.weight"] = torch.zeros(130, 32)
+    with pytest.raises(AdapterError, match="The training has added 2 tokens, which is not"):
+        load(write_adapter(tmp_path / "a", tensors), model)
+
+
+def test_heads_of_classifiers_are_replaced(tmp_path: Path) -> None:
+    architecture, config = ENCODERS["bert-odd"]
+    model = AdaptableModel(save_config(tmp_path / "base", architecture, config))
+    factors = make_factors(model, [next(iter(model.modules))])
+    weight, bias = torch.randn(3, 39), torch.randn(3)
+    head = {f"{PREFIX}classifier.weight": weight, f"{PREFIX}classifier.bias": bias}
+    loaded = load(write_adapter(tmp_path / "a", factors | head), model)
+    ((layer, found),) = loaded.replaced.items()
+    assert layer == "poolers.classify.1."
+    assert np.array_equal(found.weight.numpy(), weight.numpy())
+    assert found.bias is not None
+    assert np.array_equal(found.bias.numpy(), bias.numpy())
+    head[f"{PREFIX}classifier.bias"][1] += 1e-6
+    again = load(write_adapter(tmp_path / "a", factors | head), model)
+    assert again.content_hash != loaded.content_hash
+    head[f"{PREFIX}classifier.bias"][1] = torch.nan
+    with pytest.raises(AdapterError, match="bias of classifier has numbers that are NaN"):
+        load(write_adapter(tmp_path / "a", factors | head), model)
+    head[f"{PREFIX}classifier.weight"] = torch.randn(4, 39)
+    with pytest.raises(AdapterError, match=r"classifier is a weight \[4, 39\], and that of"):
+        load(write_adapter(tmp_path / "a", factors | head), model)
+
+
+def test_other_modules_are_not_replaced(model: AdaptableModel, tmp_path: Path) -> None:
+    factors = make_factors(model, [Q])
+    weights = {"model.norm": torch.ones(32), Q: torch.ones(32, 32), "none": torch.ones(3)}
+    for name, weight in weights.items():
+        tensors = factors | {f"{PREFIX}{name}.weight": weight}
+        with pytest.raises(AdapterError, match=rf"replaces {name} \(modules_to_save\)"):
+            load(write_adapter(tmp_path / "a", tensors), model)
+    tensors = factors | {f"{PREFIX}{E}.weight": torch.ones(131, 32)}
+    with pytest.raises(AdapterError, match="has added 3 tokens, which is not supported: merge"):
+        load(write_adapter(tmp_path / "a", tensors), model)
+
+
+def test_adapters_with_added_tokens_are_refused(model: AdaptableModel, tmp_path: Path) -> None:
+    config = LLAMA | {"vocab_size": 130}
+    larger = AdaptableModel(save_config(tmp_path / "larger", "LlamaForCausalLM", config))
+    for module in (E, HEAD):
+        folder = write_adapter(tmp_path / "a", make_factors(larger, [module]))
+        with pytest.raises(AdapterError, match=r"weight \[130, 32\].* has added 2 tokens, which"):
+            load(folder, model)
 
 
 def test_the_hash_covers_numbers_and_scales(model: AdaptableModel, tmp_path: Path) -> None:
@@ -363,7 +440,7 @@ def test_weights_that_also_make_tables_are_refused(tmp_path: Path) -> None:
     query = next(name for name in model.others if name.endswith("query_proj"))
     assert not any(name.endswith("query_proj") for name in model.modules)
     tensors = {f"{PREFIX}{query}.lora_{x}.weight": torch.ones(4, 4) for x in "AB"}
-    with pytest.raises(AdapterError, match=r"query_proj: LoRA of embeddings, norms, and weights"):
+    with pytest.raises(AdapterError, match=r"query_proj: LoRA of norms, other embeddings"):
         load(write_adapter(tmp_path / "a", tensors), model)
 
 
@@ -508,9 +585,10 @@ def test_random_adapters(data: st.DataObject, model: AdaptableModel, tmp_path: P
         shapes[it.layer] = [max(it.end, shapes.get(it.layer, [0])[0]), it.inputs]
     expected = {layer: np.zeros(shape) for layer, shape in shapes.items()}
     for name in names:
+        kind = "embedding_{}" if model.modules[name].is_embedding else "{}.weight"
         r = first(rank_pattern, name, rank)
         scale = first(alpha_pattern, name, alpha) / (r**0.5 if stabilized else r)
-        a, b = (tensors[f"{PREFIX}{name}.lora_{x}.weight"].double().numpy() for x in "AB")
+        a, b = (tensors[f"{PREFIX}{name}.lora_{kind.format(x)}"].double().numpy() for x in "AB")
         (use,) = model.modules[name].uses
         expected[use.shape.layer][use.shape.begin : use.shape.end] += scale * (b @ a)
     found = deltas(load(folder, model), {layer: (n, k) for layer, (n, k) in shapes.items()})

@@ -439,7 +439,11 @@ def test_layers_of_albert_share_their_weights(tmp_path: Path) -> None:
             {"sentence_transformers": {"activation_fn": "torch.nn.modules.activation.Tanh"}},
             "activation_fn=.*supported: torch.nn.modules.linear.Identity",
         ),
-        ("xlm-roberta-model", {"lora_adaptations": ["retrieval.query"]}, "adapters of jina"),
+        (
+            "xlm-roberta-model",
+            {"lora_adaptations": ["retrieval.query"]},
+            "adapters of tasks need rotary",
+        ),
         ("albert", {"inner_group_num": 2}, "only groups of one layer"),
         ("modernbert", {"classifier_pooling": "max"}, "supported: cls, mean"),
         ("modernbert", {"layer_types": ["full_attention"]}, "one type for each of 4 layers"),

@@ -147,7 +147,9 @@ def test_refused(base: Path, tmp_path: Path) -> None:
     large = write_adapter(tmp_path / "d", factors(base, [V]), lora_alpha=1e6)
     merged = open_model(config_of(base, large), base, "float16").open(spec.expected)
     (source,) = (it for it in spec.expected.sources if it.name == f"{V}.weight")
-    with pytest.raises(AdapterError, match=r"v_proj.weight has numbers that are not finite in float16"):
+    with pytest.raises(
+        AdapterError, match=r"v_proj.weight has numbers that are not finite in float16"
+    ):
         merged.read(source)
 
 

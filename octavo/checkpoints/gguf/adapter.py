@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +24,7 @@ from octavo.checkpoints.model_files import printable
 from octavo.errors import AdapterError
 
 _FACTOR = re.compile(r"(.+)\.weight\.lora_([ab])")
+_EMBEDDING = "token_embd"
 _TOKENS = "adapter.alora.invocation_tokens"
 
 
@@ -47,6 +49,9 @@ class GGUFAdapter:
         AdapterError: the adapter is of a kind that is not supported.
         ModelError: the file is damaged.
     """
+
+    trained: Mapping[str, Mapping[str, StoredTensor]] = MappingProxyType({})
+    copies: Mapping[str, tuple[int, ...]] = MappingProxyType({})
 
     def __init__(self, path: Path) -> None:
         self.path = self.file = path
@@ -99,10 +104,12 @@ class GGUFAdapter:
                     "must be floats; convert the adapter with --outtype f16."
                 )
             stored = StoredTensor(self.path, tensor.shape, tensor.type, tensor.begin)
+            if match[1] == _EMBEDDING and match[2] == "a":
+                stored = stored.transposed  # [tokens, rank], as llama.cpp gathers rows
             found.setdefault(match[1], {})[match[2].upper()] = stored
         if not found:
             raise AdapterError(f"{self.path} has no tensors; convert the adapter again.")
-        return pair_factors(self.path, found)
+        return pair_factors(self.path, found, {_EMBEDDING})
 
     def scale(self, module: str) -> float:
         """Implement `AdapterFile`, as llama.cpp computes it: without alpha, the factor is 1."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from octavo._native import ExpertLayer
     from octavo.attention.base import AttentionBackend
     from octavo.kernels.base import Ops, PackedWeight, QuantizedWeight
-    from octavo.layers.adapter import AdaptedLinear, Adapters
+    from octavo.layers.adapter import AdaptedEmbedding, AdaptedLinear, Adapters
     from octavo.layers.expert_exchange import ExpertExchange
     from octavo.layers.experts import Experts
     from octavo.layers.layer import Block
@@ -123,13 +123,15 @@ class BlockSpec(ABC):
         )
 
 
-def is_adaptable(name: str) -> bool:
-    """Return True if adapters may change a linear layer, by its name.
+def is_adaptable(name: str, layers_only: bool = False) -> bool:
+    """Return True if adapters may change a layer, by its name.
 
-    Others than those of the decoder's layers, such as the LM head, do not compute one row for each
-    token.
+    Args:
+        name: the name.
+        layers_only: True if they may change the decoder's layers only.
     """
-    return name.startswith("layers.")
+    others = () if layers_only else ("embed.", "lm_head.", "project.", "poolers.")
+    return name.startswith(("layers.", *others))
 
 
 class Parts:
@@ -170,7 +172,7 @@ class Parts:
         """All mixtures of experts that were built, in the order of the forward pass."""
         self._shared = shared
         self._weights = weights
-        self._adapters = adapters
+        self.adapters = adapters
         self._cached = cached or {}
         self._own = ""
         self._tables: dict[Table, Tensor] = {}
@@ -204,9 +206,21 @@ class Parts:
             inputs: number of inputs that the rank uses.
             bias: bias that the results contain before they are changed.
         """
-        if self._adapters is None or not is_adaptable(self._own):
+        if self.adapters is None or not is_adaptable(self._own, self.adapters.layers_only):
             return None
-        return self._adapters.layer(self._own, outputs, inputs, bias)
+        return self.adapters.layer(self._own, outputs, inputs, bias, has_bias=self.has("bias"))
+
+    def adapted_embedding(self, name: str, size: int, vocab_size: int) -> AdaptedEmbedding | None:
+        """Return the changes of adapters to a table of the embedding that these are the parts of.
+
+        Args:
+            name: name of the table; "": that of tokens.
+            size: numbers of an embedding.
+            vocab_size: number of tokens.
+        """
+        if self.adapters is None or self.adapters.layers_only:
+            return None
+        return self.adapters.embedding(self._own + name, size, vocab_size)
 
     def linear(self, name: str) -> PackedWeight | QuantizedWeight:
         """Return a packed weight."""

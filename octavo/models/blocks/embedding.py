@@ -171,6 +171,14 @@ class EmbedSpec:
             norm=None if self.norm is None else self.norm.build(parts.of("norm")),
             dtype=parts.dtype,
             norm_given=self.norm_given,
+            adapted=parts.adapted_embedding("", self.size, self.vocab_size),
+            adapted_types=None
+            if self.token_types is None
+            else parts.adapted_embedding(
+                "token_types",
+                self.size if self.projects_sum else self.hidden_size,
+                self.token_types.rows,
+            ),
         )
 
 

@@ -68,4 +68,5 @@ class HeadSpec:
             scale=self.scale,
             soft_cap=self.soft_cap,
             prompt_columns=prompt,
+            adapters=None if lm_head.adapted is None else parts.adapters,
         )

@@ -140,7 +140,9 @@ class PoolerSpec:
             for i, dense in enumerate(self.token_dense + self.dense)
         ]
         first = len(self.token_dense)
-        return Pooler(parts.ops, parts.dtype, self.pooling, layers[first:], layers[:first])
+        return Pooler(
+            *(parts.ops, parts.dtype, self.pooling, layers[first:], layers[:first]), parts.adapters
+        )
 
 
 @dataclass(frozen=True)
@@ -151,6 +153,9 @@ class SentencesSpec:
     """Names of prompts, and the text of each, which is put before a text."""
     default_prompt_name: str | None = None
     """Prompt of a text for which none is named; None: no prompt."""
+    tasks: tuple[str, ...] = ()
+    """Names of prompts whose texts are computed with an adapter of the checkpoint; see
+    `checkpoints/task_adapters.py`."""
     similarity_fn_name: Similarity = "cosine"
     """Function that compares two vectors."""
 

@@ -18,11 +18,6 @@ from octavo.models.families.gpt import GPTLike
 from octavo.models.spec import ModelSpec
 
 _ACTIVATIONS = base.PLAIN | {"gelu_python": "gelu"}
-ADAPTERS = (
-    "the adapters of jina-embeddings-v3 are not supported; without them, checkpoints of "
-    "JinaEmbeddingsV3Model run"
-)
-"""Reason to refuse the field lora_adaptations."""
 _XLM_UNKNOWN = 3
 """Id of the unknown token in the vocabulary of XLM-RoBERTa, which config.json does not have."""
 _HEADS = r"(cls|lm_head|predictions|sop_classifier|(vocab|generator|discriminator)_\w+)\..*"
@@ -135,9 +130,9 @@ class BertLike:
         ).read(config)
 
 
-def _roberta(config: ConfigJson) -> ModelSpec:
+def read_roberta(config: ConfigJson) -> ModelSpec:
     """Read RoBERTa, XLM-RoBERTa or CamemBERT."""
-    config.refuse("lora_adaptations", None, ADAPTERS)
+    config.refuse("lora_adaptations", None, "adapters of tasks need rotary positions")
     return BertLike(prefix="roberta.", skips=True).read(config)
 
 
@@ -147,7 +142,7 @@ def _bge_m3(config: ConfigJson) -> ModelSpec:
     Chen et al., "BGE M3-Embedding", arXiv 2402.03216. The architecture's name is vLLM's, for
     `hf_overrides`: the checkpoint names XLMRobertaModel.
     """
-    spec = _roberta(config)
+    spec = read_roberta(config)
     size, begin = spec.hidden_size, config.integer("bos_token_id", default=0, least=0)
     end, pad = (
         config.integer(f"{name}_token_id", default=default, least=0)
@@ -230,10 +225,9 @@ def _albert(config: ConfigJson) -> ModelSpec:
 _DENSE: tuple[Layer, ...] = (("classifier.dense", "tanh"),)
 ARCHITECTURES = {
     **families("Bert", BertLike().read, (("bert.pooler.dense", "tanh"),)),
-    **families("Roberta", _roberta, _DENSE, "classifier.out_proj"),
-    **families("XLMRoberta", _roberta, _DENSE, "classifier.out_proj"),
+    **families("Roberta", read_roberta, _DENSE, "classifier.out_proj"),
     "BgeM3EmbeddingModel": _bge_m3,
-    **families("Camembert", _roberta, _DENSE, "classifier.out_proj"),
+    **families("Camembert", read_roberta, _DENSE, "classifier.out_proj"),
     **families("DistilBert", _distilbert, (("pre_classifier", "relu"),)),
     **families("Electra", _electra, (("classifier.dense", "gelu"),), "classifier.out_proj"),
     **families("MPNet", _mpnet, _DENSE, "classifier.out_proj"),

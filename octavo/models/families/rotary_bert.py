@@ -1,4 +1,5 @@
-"""Encoders like BERT with rotary positions or ALiBi: GTE, Nomic BERT, and those of Jina."""
+"""Encoders like BERT with rotary positions or ALiBi: GTE, Nomic BERT, and those of Jina, which may
+be named XLM-RoBERTa."""
 
 from __future__ import annotations
 
@@ -6,12 +7,13 @@ from dataclasses import replace
 from functools import partial
 
 from octavo.checkpoints.config_json import ConfigJson
+from octavo.checkpoints.tasks import FACTORS, read_tasks
 from octavo.kernels.routing import ExpertActivation, Routing
 from octavo.layers.rope_spec import RopeSpec
 from octavo.models.blocks.attention import Alibi
 from octavo.models.families import base
-from octavo.models.families.bert import ADAPTERS, BertLike
-from octavo.models.families.classifiers import families
+from octavo.models.families.bert import BertLike, read_roberta
+from octavo.models.families.classifiers import Layer, families
 from octavo.models.families.experts import ExpertNames, experts, read_num_experts, read_top_k
 from octavo.models.positions import alibi_slopes_bloom, read_rope
 from octavo.models.spec import ModelSpec
@@ -156,7 +158,7 @@ _NOMIC = {
 
 
 def _jina_v3(config: ConfigJson) -> ModelSpec:
-    """Read jina-embeddings-v3 without its adapters, as transformers publishes it."""
+    """Read jina-embeddings-v3 as transformers publishes it: without adapters."""
     return BertLike(
         prefix="roberta.",
         embed_norm="emb_ln",
@@ -169,11 +171,18 @@ def _jina_v3(config: ConfigJson) -> ModelSpec:
 
 
 def read_flash(config: ConfigJson) -> ModelSpec:
-    """Read XLM-RoBERTa with rotary positions as Jina publishes it, without adapters."""
+    """Read XLM-RoBERTa with rotary positions as Jina publishes it, maybe with adapters of tasks."""
     config.refuse("position_embedding_type", "rotary", "only rotary ones are supported")
-    config.refuse("lora_adaptations", None, ADAPTERS)
     config = config.replaced("position_embedding_type", "rope")
-    return _jina_v3(config.replaced("rope_theta", config.get("rotary_emb_base") or 10000.0))
+    spec = _jina_v3(config.replaced("rope_theta", config.get("rotary_emb_base") or 10000.0))
+    if read_tasks(config):
+        spec = replace(spec, ignored=(*spec.ignored, FACTORS))
+    return spec
+
+
+def _xlm_roberta(config: ConfigJson) -> ModelSpec:
+    is_flash = config.get("position_embedding_type") == "rotary"
+    return read_flash(config) if is_flash else read_roberta(config)
 
 
 def _jina_v2(config: ConfigJson) -> ModelSpec:
@@ -193,12 +202,12 @@ def _jina_v2(config: ConfigJson) -> ModelSpec:
     )
 
 
+_DENSE: tuple[Layer, ...] = (("classifier.dense", "tanh"),)
 ARCHITECTURES = {
     **families("New", partial(_gte, prefix="new.", theta=1e4), (("new.pooler.dense", "tanh"),)),
     **families("Gte", partial(_gte, prefix="gte.", theta=1.6e5), (("gte.pooler.dense", "tanh"),)),
     **families("NomicBert", _nomic, (("nomic_bert.pooler.dense", "tanh"),)),
     **families("JinaBert", _jina_v2, (("bert.pooler.dense", "tanh"),)),
-    **families(
-        "JinaEmbeddingsV3", _jina_v3, (("classifier.dense", "tanh"),), "classifier.out_proj"
-    ),
+    **families("JinaEmbeddingsV3", _jina_v3, _DENSE, "classifier.out_proj"),
+    **families("XLMRoberta", _xlm_roberta, _DENSE, "classifier.out_proj"),
 }

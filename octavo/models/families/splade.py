@@ -15,7 +15,7 @@ from octavo.checkpoints.config_json import ConfigJson
 from octavo.models.blocks.linear import LinearSpec
 from octavo.models.blocks.norm import LayerNormSpec
 from octavo.models.blocks.pooler import DenseActivation, DenseSpec, PoolerSpec, SentencesSpec
-from octavo.models.families import bert, modernbert
+from octavo.models.families import bert, modernbert, rotary_bert
 from octavo.models.families.base import Family
 from octavo.models.families.classifiers import dense
 from octavo.models.spec import ModelSpec
@@ -95,7 +95,7 @@ def _read(config: ConfigJson, read: Family, head: _Head) -> ModelSpec:
 
 
 def _reader(architecture: str, head: _Head) -> Family:
-    read = (bert.ARCHITECTURES | modernbert.ARCHITECTURES)[architecture]
+    read = (bert.ARCHITECTURES | modernbert.ARCHITECTURES | rotary_bert.ARCHITECTURES)[architecture]
     return partial(_read, read=read, head=head)
 
 

@@ -59,11 +59,17 @@ def write(
     stored = {}
     for name, tensor in tensors.items():
         module, _, factor = name.removeprefix(PREFIX).removesuffix(".weight").rpartition(".lora_")
+        of_embedding = factor.startswith("embedding_")
+        factor = factor.removeprefix("embedding_")
         numbers = tensor.numpy()
+        if of_embedding and factor == "A":  # llama.cpp gathers rows of it
+            numbers = numbers.T
         if factor == "B":
             numbers = converted(module, numbers, config)
         if module == "lm_head":
             own = "output"
+        elif of_embedding:
+            own = "token_embd"
         else:
             layer = module.split("layers.")[-1].split("h.", 1)[-1]
             index, _, inner = layer.partition(".")
@@ -84,7 +90,7 @@ def open_spec(case: str, folder: Path) -> tuple[ModelSpec, dict[str, Any]]:
     ("case", "kind", "modules"),
     [
         ("llama", "llama", ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "down_proj"]),
-        ("llama-mqa-tied-bias", "llama", ["q_proj", "k_proj", "lm_head"]),
+        ("llama-mqa-tied-bias", "llama", ["q_proj", "k_proj", "lm_head", "embed_tokens"]),
         ("bloom", "bloom", ["query_key_value", "dense_h_to_4h"]),
     ],
 )
