@@ -42,7 +42,6 @@ _KINDS = {
     "alora_invocation_tokens": "activated LoRA (aLoRA)",
     "modules_to_save": "LoRA with trained modules",
     "trainable_token_indices": "LoRA with trained tokens",
-    "target_parameters": "LoRA of the weights of experts",
     "layer_replication": "LoRA with repeated layers",
     "arrow_config": "Arrow",
     "kasa_config": "KaSA",
@@ -72,6 +71,8 @@ _OTHER_TENSORS = {
     r"\.lora_embedding_[AB]": "LoRA of the embedding",
 }
 """Names of other tensors, and the kind of adapter that they make."""
+_SWAPPING = re.compile(r"0\.1[78]\.")
+"""Versions of PEFT that take weights [experts, outputs, inputs] for [experts, inputs, outputs]."""
 _PLAIN = re.compile(r"\^?[\w.-]+")
 """Keys of patterns that are names, or ends of names."""
 _MOST_PATTERNS, _MOST_WAYS = 16, 2**12
@@ -113,8 +114,18 @@ class AdapterFile(Protocol):
     factors: Mapping[str, Factors]
     """Factors of each module, by the module's name in the file."""
 
-    def scale(self, module: str) -> float:
+    settings: str
+    """Text of all that `scale` depends on besides the factors."""
+    swaps_experts: bool
+    """True if the factors of fused experts are those of transposed weights."""
+
+    def scale(self, module: str, parameter: str | None = None, experts: int = 1) -> float:
         """Return the factor of the change of a module.
+
+        Args:
+            module: its name in the file.
+            parameter: name of its parameter that is changed; None: its weight.
+            experts: number of the experts whose factors the module has.
 
         Raises:
             AdapterError: the factor contradicts the tensors, or is not finite.
@@ -173,6 +184,9 @@ class PeftFolder:
         self._ranks = _Patterns(config, "rank_pattern")
         self._alphas = _Patterns(config, "alpha_pattern")
         self._stabilized = config.flag("use_rslora", False)
+        fields = ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora")
+        self.settings = str([config.get(field) for field in fields])
+        self.swaps_experts = _SWAPPING.match(str(config.get("peft_version"))) is not None
         self.naming = "PEFT"
         self.kind = "rsLoRA" if self._stabilized else "LoRA"
         base = config.get("base_model_name_or_path")
@@ -188,18 +202,19 @@ class PeftFolder:
         tensors = read_torch_header(self.file) if is_torch else read_header(self.file)
         self.factors: Mapping[str, Factors] = _pair(self.file, tensors)
 
-    def scale(self, module: str) -> float:
+    def scale(self, module: str, parameter: str | None = None, experts: int = 1) -> float:
         """Implement `AdapterFile`, as PEFT computes it."""
-        rank = self._ranks.find(module)
+        name = parameter or module
+        rank = self._ranks.find(name)
         rank = self._rank if rank is None else rank
-        stored = self.factors[module].rank
+        stored = self.factors[module].rank // experts
         if rank != stored:
             raise AdapterError(
                 f"{self.file}: the factors of {printable(module)} have rank {stored}, and "
                 f"{CONFIG} says {rank} (r, or rank_pattern); correct it, or download the adapter "
                 "again."
             )
-        alpha = self._alphas.find(module)
+        alpha = self._alphas.find(name)
         alpha = self._alpha if alpha is None else alpha
         return finite_scale(alpha / (math.sqrt(rank) if self._stabilized else rank), self.path)
 

@@ -135,6 +135,11 @@ class EngineConfig(Section, frozen=True):
         self._check_executor()
 
     @property
+    def adapts_experts(self) -> bool:
+        """True if adapters may change experts: each process has all it computes, and keeps it."""
+        return not (self.divides_experts or self.device.enable_eplb)
+
+    @property
     def divides_experts(self) -> bool:
         """True if several engines divide the experts of a model."""
         return self.device.enable_expert_parallel and self.parallel.data_parallel_size > 1

@@ -83,8 +83,11 @@ class AdapterFiles:
         """Return the content hash of an adapter whose files are right."""
         config = self._config
         if self._model is None:
-            names = {weight.name for weight in without_forms(self._spec).weights()}
-            layers = {name.removesuffix("weight") for name in names if is_adaptable(name)}
+            layers = {
+                weight.name.removesuffix("weight")
+                for weight in without_forms(self._spec).weights()
+                if is_adaptable(weight.name) and (weight.expert is None or config.adapts_experts)
+            }
             self._model = AdaptableModel(self._spec, layers)
         adapter = open_adapter(
             path,

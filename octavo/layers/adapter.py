@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from octavo.kernels.base import Ops
-from octavo.kernels.lora import LoraTable, LoraWeight
+from octavo.kernels.lora import ExpertPart, LoraTable, LoraWeight
 from octavo.kernels.sizes import lora_scratch_nbytes
 from octavo.system.tensor import Tensor
 
@@ -42,16 +42,21 @@ class Adapters:
         ops: table of operations.
         num_slots: number of adapters that a step may use.
         max_rank: largest rank of an adapter.
+        adapts_experts: True if adapters may change experts.
     """
 
-    def __init__(self, ops: Ops, num_slots: int, max_rank: int) -> None:
+    def __init__(
+        self, ops: Ops, num_slots: int, max_rank: int, *, adapts_experts: bool = True
+    ) -> None:
         self.ops = ops
-        self.layers: dict[str, LoraTable] = {}
+        self.adapts_experts = adapts_experts
+        self.layers: dict[str, LoraTable | ExpertPart] = {}
         """Adapters of each layer, by the layer's name, such as "layers.0.0.qkv."."""
         self.slots: Tensor | None = None
         """Slot of each token of the step that runs or is recorded, int32 [T], -1 for none; None: no
         token has an adapter, and no kernel is called."""
         self._num_slots = num_slots
+        self._changed: dict[int, list[str]] = {}  # layers that the adapter in a slot changes
         self._max_rank = max_rank
 
     def layer(self, name: str, outputs: Sequence[int], inputs: int) -> AdaptedLinear:
@@ -64,6 +69,21 @@ class Adapters:
         """
         table = self.layers[name] = LoraTable(self._num_slots, outputs, inputs, self._max_rank)
         return AdaptedLinear(self, table)
+
+    def experts(
+        self, names: Mapping[int, str], experts: int, outputs: Sequence[int], inputs: int
+    ) -> LoraTable:
+        """Return the changes to one product of all experts of a mixture, which have none yet.
+
+        Args:
+            names: name of the layer of each expert that the rank computes, by the expert's number.
+            experts: number of experts, also of other ranks.
+            outputs: as in `layer`, of one expert.
+            inputs: likewise.
+        """
+        table = LoraTable(self._num_slots, outputs, inputs, self._max_rank, experts)
+        self.layers |= {name: ExpertPart(table, expert) for expert, name in names.items()}
+        return table
 
     def slot_nbytes(self, dtype: str) -> int:
         """Return the bytes of an adapter of the largest rank that changes all layers."""
@@ -88,11 +108,11 @@ class Adapters:
             weights: weights for each module of each layer that the adapter changes; they must stay
                 in memory until the slot has another adapter.
         """
-        for name, table in self.layers.items():
-            if name in weights:
-                table.set(slot, weights[name])
-            else:
-                table.clear(slot)
+        for name in self._changed.pop(slot, ()):
+            self.layers[name].clear(slot)
+        for name, each in weights.items():
+            self.layers[name].set(slot, each)
+        self._changed[slot] = list(weights)
 
     def clear(self, slot: int) -> None:
         """Remove the adapter from a slot."""

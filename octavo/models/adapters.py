@@ -25,6 +25,13 @@ from octavo.checkpoints.base import Source, shorten_names
 from octavo.checkpoints.model_files import printable
 from octavo.errors import AdapterError
 from octavo.models.blocks.attention import AttentionSpec
+from octavo.models.expert_adapters import (
+    AllFusedExperts,
+    FusedMatch,
+    bare_module,
+    check_single,
+    container_of,
+)
 from octavo.models.forms import without_forms
 from octavo.models.loader import rows_of
 from octavo.models.spec import ModelSpec
@@ -33,6 +40,7 @@ from octavo.quantization.base import IntArray
 from octavo.quantization.plain import PLAIN
 from octavo.system.tensor import HostTensor, from_numpy, numpy_dtype
 
+_MOVING = "experts that several engines divide, or that enable_eplb moves,"
 _NOT_LINEAR = "embeddings, norms, and weights that have other uses, too,"
 
 
@@ -99,6 +107,7 @@ class AdaptableModel:
             name.removesuffix(".weight") for name in spec.elsewhere if name.endswith(".weight")
         ]
         """Modules that only other stages need."""
+        self._elsewhere = spec.elsewhere
         self._left_out = [re.compile(pattern) for pattern in self.expected.ignored]
         self.head_size = next(
             (
@@ -113,15 +122,18 @@ class AdaptableModel:
         """Modules that adapters may change, by their names."""
         self.others: dict[str, str] = {}
         """Other modules, and their kind for an error message."""
+        self.fused = AllFusedExperts()
         for weight in spec.weights():
             self._add(weight, is_tied_head=spec.tied and weight.name == "lm_head.weight")
         if layers is not None:
+            experts = self.fused.modules
             for name, module in self.modules.items():
                 if any(use.shape.layer not in layers for use in module.uses):
-                    self.others[name] = "these layers"
+                    self.others[name] = _MOVING if name in experts else "these layers"
         for name in self.others:
             self.modules.pop(name, None)
         self._by_stored: dict[str, dict[str, str]] = {}
+        self._containers: dict[str, dict[str, str]] = {}
 
     def leaves_out(self, name: str) -> bool:
         """Return True for a module of a part that Octavo does not compute, such as a tower."""
@@ -137,6 +149,17 @@ class AdaptableModel:
             }
         return self._by_stored[file.naming]
 
+    def containers(self, file: AdapterFile) -> dict[str, str]:
+        """Return the modules that have fused experts, by their names in an adapter's file."""
+        if file.naming not in self._containers:
+            found = map(container_of, sorted(self._elsewhere))
+            self._containers[file.naming] = {
+                stored: name
+                for name in dict.fromkeys([*found, *self.fused.containers])
+                for stored in file.names(name, self.expected)
+            }
+        return self._containers[file.naming]
+
     def _add(self, weight: Weight, *, is_tied_head: bool) -> None:
         begin = 0
         for source in weight.sources:
@@ -144,7 +167,12 @@ class AdaptableModel:
             if is_tied_head:  # an adapter changes the head, not the embedding
                 self.others[name] = _NOT_LINEAR
                 name = "lm_head"
-            if weight.expert is not None or source.index is not None:
+            if weight.expert is not None and weight.kind == "linear" and weight.form == PLAIN:
+                module = name if source.index is None else f"{name}.{source.index}"
+                begin = self._use(module, source, weight, begin)
+                made = self.modules[module]
+                self.fused.add(source, weight, module, made.outputs, made.inputs)
+            elif source.index is not None:
                 self.others[name] = "experts"
             elif weight.kind == "linear" and weight.form == PLAIN:
                 begin = self._use(name, source, weight, begin)
@@ -154,7 +182,8 @@ class AdaptableModel:
     def _use(self, name: str, source: Source, weight: Weight, begin: int) -> int:
         """Add the use of a module from a linear layer's output `begin` on; return its end."""
         turned = source.transform in ("transpose", "swap")
-        outputs, inputs = source.shape[::-1] if turned else source.shape
+        shape = source.shape[-2:]  # without that of the experts
+        outputs, inputs = shape[::-1] if turned else shape
         rows = tuple(rows_of(source, weight))
         end = begin + sum(len(np.arange(outputs)[part]) for part in rows)
         columns = slice(*(source.columns or (0, inputs)))
@@ -180,15 +209,26 @@ class Adapter:
         file: its files.
         model: the model.
         modules: the name in the file of each module that it changes.
+        fused: modules with fused experts that it changes, by other names.
         dtype: type of weights and activations: float32, float16 or bfloat16.
     """
 
     def __init__(
-        self, file: AdapterFile, model: AdaptableModel, modules: Mapping[str, str], dtype: str
+        self,
+        file: AdapterFile,
+        model: AdaptableModel,
+        modules: Mapping[str, str],
+        fused: Mapping[str, FusedMatch],
+        dtype: str,
     ) -> None:
         self.file = file
-        self._model, self._modules, self._dtype = model, modules, dtype
+        self._model, self._modules, self._fused, self._dtype = model, modules, fused, dtype
         self._scales = {name: file.scale(stored) for name, stored in modules.items()}
+        for match in fused.values():
+            if match.fused is not None:
+                own = match.fused
+                scale = file.scale(match.stored, own.name, own.experts)
+                self._scales |= {part.module: scale for part in own.parts}
 
     @property
     def base(self) -> str | None:
@@ -199,9 +239,14 @@ class Adapter:
     def slices(self) -> list[tuple[SliceShape, int]]:
         """Place and rank of each slice that `read` returns."""
         factors = self.file.factors
+        ranks = {name: factors[stored].rank for name, stored in self._modules.items()}
+        for match in self._fused.values():
+            if (own := match.fused) is not None:
+                rank = factors[match.stored].rank // own.experts
+                ranks |= {part.module: rank for part in own.parts}
         return [
-            (use.shape, factors[stored].rank)
-            for name, stored in self._modules.items()
+            (use.shape, rank)
+            for name, rank in ranks.items()
             if name in self._model.modules
             for use in self._model.modules[name].uses
         ]
@@ -224,22 +269,30 @@ class Adapter:
         found = hashlib.sha256()
         factors: dict[str, tuple[NDArray[Any], NDArray[Any]]] = {}
         with adapter_errors(), AdapterData(self.file) as data:
-            for name in sorted(self._modules):
-                stored = self.file.factors[self._modules[name]]
+            fused = {name: match.stored for name, match in self._fused.items()}
+            for name, module in sorted((self._modules | fused).items()):
+                stored = self.file.factors[module]
                 a, b = data.read(stored.a), data.read(stored.b)
                 if not known:
-                    facts = name, self._scales[name].hex(), a.dtype.name, b.dtype.name, *b.shape
+                    # A stage does not know the scales of other stages' experts.
+                    scale = self.file.settings if name in fused else self._scales[name].hex()
+                    facts = name, scale, a.dtype.name, b.dtype.name, *b.shape
                     found.update(f"{facts} {a.shape}".encode())
                     for array in (a, b):
                         found.update(np.ascontiguousarray(array).view(np.uint8).data)
                     for factor, array in (("A", a), ("B", b)):
-                        self._check_finite(array, name, factor)
-                if name in self._model.modules:
+                        self._check_finite(array, module, factor)
+                if name in fused:
+                    match = self._fused[name]
+                    factors |= {
+                        part: pair for part, *pair in match.split(*map(self._narrow, (a, b)))
+                    }
+                elif name in self._model.modules:
                     factors[name] = self._narrow(a), self._narrow(b)
             data.check()
         return LoadedAdapter(None if known else found.hexdigest(), self._slices(factors))
 
-    def _check_finite(self, array: NDArray[Any], name: str, factor: str) -> None:
+    def _check_finite(self, array: NDArray[Any], stored: str, factor: str) -> None:
         """Raise `AdapterError` if a number is not finite in the model's type."""
         # Without their signs, floats are in the order of their bits; NaN is the largest.
         bits = array.view(f"u{array.itemsize}")
@@ -248,7 +301,7 @@ class Adapter:
             largest = largest.view(array.dtype).astype(numpy_dtype(self._dtype))
         if not np.isfinite(largest).all():
             raise AdapterError(
-                f"{self.file.file}: {factor} of {printable(self._modules[name])} has numbers that "
+                f"{self.file.file}: {factor} of {printable(stored)} has numbers that "
                 f"are NaN or infinite in {self._dtype}; train the adapter again, or set another "
                 "dtype."
             )
@@ -342,24 +395,42 @@ def open_adapter(
             belongs to another model; or a rank is above `max_lora_rank`.
     """
     file = open_adapter_file(path, root)
-    modules = _match_modules(file, model)
+    modules, containers = _match_modules(file, model)
     for name, stored in modules.items():
         _check_factors(file, stored, model.modules.get(name), max_lora_rank)
-    return Adapter(file, model, modules, dtype)
+    fused = {
+        f"{name}{inner}": model.fused.match(name, f"{stored}{inner}", file, max_lora_rank)
+        for stored, inner, name in containers
+    }
+    check_single(file, fused, set(modules))
+    return Adapter(file, model, modules, fused, dtype)
 
 
-def _match_modules(file: AdapterFile, model: AdaptableModel) -> dict[str, str]:
-    """Return the name in the file of each module that the adapter changes.
+def _match_modules(
+    file: AdapterFile, model: AdaptableModel
+) -> tuple[dict[str, str], list[tuple[str, str, str]]]:
+    """Return the modules that an adapter changes.
+
+    Returns:
+        The name in the file of each module. And the modules with fused experts: the name in the
+        file without its end, the end, and the module.
 
     Raises:
         AdapterError: the model does not have a module, or adapters cannot change it.
     """
-    by_stored = model.by_stored(file)
+    by_stored, containers = model.by_stored(file), model.containers(file)
     matched: dict[str, str] = {}
+    fused: list[tuple[str, str, str]] = []
     refused: dict[str, list[str]] = {}
     unknown = []
     for stored in file.factors:
-        name = by_stored.get(stored)
+        name, (bare, inner) = by_stored.get(stored), bare_module(stored)
+        if name is None and bare in containers:
+            if any(part in model.others for part in model.fused.parts_of(containers[bare])):
+                refused.setdefault(_MOVING, []).append(stored)
+            else:
+                fused.append((bare, inner, containers[bare]))
+            continue
         if name is None and model.leaves_out(stored):
             continue
         if name is None:
@@ -379,7 +450,7 @@ def _match_modules(file: AdapterFile, model: AdaptableModel) -> dict[str, str]:
             f"{file.file} changes {len(unknown)} modules that {model.architecture} does not have: "
             f"{shorten_names(sorted(unknown))}.{base} Load an adapter of this model."
         )
-    if not matched and not refused:
+    if not matched and not fused and not refused:
         raise AdapterError(
             f"{file.file} only changes parts of {model.architecture} that Octavo does not compute, "
             f"such as {printable(next(iter(file.factors)))}. Load an adapter of its text part."
@@ -389,7 +460,7 @@ def _match_modules(file: AdapterFile, model: AdaptableModel) -> dict[str, str]:
             f"{file.file} changes {shorten_names(names)}: LoRA of {kind} is not supported. Train "
             f"the adapter without, or {MERGE}."
         )
-    return matched
+    return matched, fused
 
 
 def _check_factors(

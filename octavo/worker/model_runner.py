@@ -184,7 +184,13 @@ class ModelRunner:
         self.adapters: Adapters | None = None
         """Adapters in the model's linear layers; None: they are off."""
         if config.lora.enable_lora:
-            self.adapters = Adapters(self.ops, config.lora.num_in_memory, config.lora.max_lora_rank)
+            lora = config.lora
+            self.adapters = Adapters(
+                self.ops,
+                lora.num_in_memory,
+                lora.max_lora_rank,
+                adapts_experts=config.adapts_experts,
+            )
         buffers, exchange = make_buffers(setup), make_exchange(setup)
         with loading_bar(config.model.model, shown=setup.rank.number == 0) as progress:
             checkpoint = open_checkpoint(

@@ -80,7 +80,9 @@ def measure_scratch(setup: WorkerSetup, asked: AttentionBackend, expert_slots: i
     weights = spec.weights()
     lora, adapters = config.lora, None
     if lora.enable_lora:
-        adapters = Adapters(ops, lora.num_in_memory, lora.max_lora_rank)
+        adapters = Adapters(
+            ops, lora.num_in_memory, lora.max_lora_rank, adapts_experts=config.adapts_experts
+        )
     parts = Parts(
         {weight.name: _weight(weight, dtype) for weight in weights},
         ops,
