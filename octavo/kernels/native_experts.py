@@ -186,7 +186,7 @@ class NativeExpertOps(NativeMemory):
             assert given.shape == shape
             assert given.is_contiguous()
         assert factors is None or (factors.shape == ids.shape and factors.is_contiguous())
-        gathered = None
+        pair_slots, gathered = self._empty(pairs, dtype="int32"), None
         if activation is not None:
             width = out.shape[1] // (2 if activation.gated else 1)
             inner = self._result(inner, pairs, width, dtype=x.dtype)
@@ -200,7 +200,7 @@ class NativeExpertOps(NativeMemory):
             slots=slots.data_ptr(),
             slices=table.slices.ctypes.data,
             bounds=table.bounds.ctypes.data,
-            pair_slots=self._empty(pairs, dtype="int32").data_ptr(),
+            pair_slots=pair_slots.data_ptr(),
             gathered=0 if gathered is None else gathered.data_ptr(),
             out=out.data_ptr(),
             inner=0 if inner is None else inner.data_ptr(),

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from octavo import LLM, LoRARequest, SamplingParams
 from octavo.errors import AdapterError, ConfigError
+from tests.adapters import write_adapter
 from tests.models.harness import make_hf
 from tests.models.test_parity import CASES, VOCAB
 
@@ -102,3 +103,97 @@ def test_equal_to_peft(case: str, tmp_path: Path) -> None:
     assert check(adapted, plain) > 2e-2
     with adapted.disable_adapter():
         assert check(adapted, plain) < 2e-3
+
+
+FEW = {"num_experts": 9, "num_experts_per_tok": 2, "num_hidden_layers": 2}
+FEW |= {"decoder_sparse_step": 1, "mlp_only_layers": [], "num_key_value_heads": 2}
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model and three adapters: of experts in both forms, and of the first layer only."""
+    folder = tmp_path_factory.mktemp("mixture")
+    architecture, config = CASES["qwen3-moe"]
+    make_hf(architecture, **config | FEW).save_pretrained(folder / "base")
+    generator = torch.Generator().manual_seed(3)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator) * 0.2
+
+    hidden, inner, experts, rank = config["hidden_size"], 40, 9, 3
+    for name, layers in (("a", 2), ("first", 1)):
+        tensors, single = {}, {}
+        for layer in range(layers):
+            prefix = f"base_model.model.model.layers.{layer}."
+            for module, outputs in (("mlp.gate", experts), ("self_attn.o_proj", hidden)):
+                inputs = hidden if module == "mlp.gate" else 4 * config["head_dim"]
+                both = {"A": random(rank, inputs), "B": random(outputs, rank)}
+                both = {f"{prefix}{module}.lora_{x}.weight": it for x, it in both.items()}
+                tensors |= both
+                single |= both
+            for part, outputs, inputs, names in (
+                (".base_layer", 2 * inner, hidden, ("gate_proj", "up_proj")),
+                ("", hidden, inner, ("down_proj",)),
+            ):
+                a, b = random(experts * rank, inputs), random(outputs, experts * rank)
+                fused = f"{prefix}mlp.experts{part}"
+                tensors |= {f"{fused}.lora_A.weight": a, f"{fused}.lora_B.weight": b}
+                for expert in range(experts):
+                    rows = b[:, expert::experts].chunk(len(names))
+                    for module, some in zip(names, rows, strict=True):
+                        own = f"{prefix}mlp.experts.{expert}.{module}"
+                        single[f"{own}.lora_A.weight"] = a[expert * rank :][:rank].clone()
+                        single[f"{own}.lora_B.weight"] = some.clone()
+        write_adapter(folder / name, tensors, r=rank, lora_alpha=4)
+        if name == "a":
+            write_adapter(folder / "single", single, r=rank, lora_alpha=4)
+    return folder
+
+
+def requests(mixture: Path) -> list[LoRARequest | None]:
+    names = ("a", None, "first", "single", "a", None, "a")
+    return [it and LoRARequest(it, len(it), str(mixture / it)) for it in names]
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def alone(request: pytest.FixtureRequest, mixture: Path) -> tuple[str, list[Any]]:
+    """Answers of one request at a time."""
+    with engine(mixture / "base", dtype=request.param, max_loras=3) as llm:
+        found = [ask(llm, [it])[0] for it in requests(mixture)]
+    with engine(mixture / "base", dtype=request.param, enable_lora=False) as llm:
+        (plain,) = ask(llm, [None])
+    assert found[1] == plain, "a model without adapters"
+    assert found[0] == found[3], "fused and single experts"
+    assert len({str(it) for it in found[:3]}) == 3
+    return request.param, found
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "eager": {"enforce_eager": True, "max_num_batched_tokens": 37, "max_num_seqs": 3},
+    "columns": {"tensor_parallel_size": 2, "num_threads": 1},
+    "experts": {"tensor_parallel_size": 2, "num_threads": 1, "enable_expert_parallel": True},
+    "stages": {"pipeline_parallel_size": 2, "num_threads": 1},
+    "cache": {"expert_cache": 2**18},
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_same_bits_in_every_layout(
+    layout: str, alone: tuple[str, list[Any]], mixture: Path, tmp_path: Path
+) -> None:
+    dtype, expected = alone
+    settings = {"dtype": dtype, "max_loras": 3, "weight_cache": str(tmp_path)} | LAYOUTS[layout]
+    with engine(mixture / "base", **settings) as llm:
+        assert ask(llm, requests(mixture)) == expected
+        if layout == "cache":
+            assert llm.stats().expert_cache_misses > 0
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_quantized_experts(quantization: str, mixture: Path) -> None:
+    with engine(mixture / "base", quantization=quantization, max_loras=3) as llm:
+        found = [ask(llm, [it])[0] for it in requests(mixture)]
+        assert ask(llm, requests(mixture)) == found
+        assert found[0] == found[3]
+        assert found[0] != found[1]
