@@ -77,7 +77,6 @@ def test_a_file_of_torch(folder: Path) -> None:
         ("bias", "all", "bias=all: LoRA with trained biases is not supported"),
         ("modules_to_save", ["lm_head"], "LoRA with trained modules is not supported"),
         ("trainable_token_indices", [1, 2], "LoRA with trained tokens is not supported"),
-        ("target_parameters", ["experts.up_proj"], "weights of experts is not supported"),
         ("layer_replication", [[0, 4], [2, 5]], "repeated layers is not supported"),
         ("alora_invocation_tokens", [5, 6], "aLoRA"),
         ("use_qalora", True, "QA-LoRA is not supported"),

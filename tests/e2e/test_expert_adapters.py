@@ -197,3 +197,36 @@ def test_quantized_experts(quantization: str, mixture: Path) -> None:
         assert ask(llm, requests(mixture)) == found
         assert found[0] == found[3]
         assert found[0] != found[1]
+
+
+@pytest.fixture(scope="module")
+def outer(mixture: Path) -> Path:
+    """An adapter of other layers than experts."""
+    tensors = load_file(mixture / "a" / "adapter_model.safetensors")
+    some = {name: it for name, it in tensors.items() if ".experts" not in name}
+    return write_adapter(mixture / "outer", some, r=3, lora_alpha=4)
+
+
+MOVING = {
+    "engines": {"data_parallel_size": 2},
+    "balanced": {
+        "tensor_parallel_size": 2,
+        "enable_eplb": True,
+        "eplb_config": {"num_redundant_experts": 1},
+    },
+}
+
+
+@pytest.mark.parametrize("layout", MOVING)
+def test_processes_that_divide_experts(layout: str, mixture: Path, outer: Path) -> None:
+    """Adapters of other layers have the same bits, and those of experts are refused."""
+    adapter = LoRARequest("outer", 9, str(outer))
+    with engine(mixture / "base") as llm:
+        expected = [ask(llm, [it])[0] for it in (adapter, None)]
+    settings = {"enable_expert_parallel": True, "num_threads": 1} | MOVING[layout]
+    with engine(mixture / "base", **settings) as llm:
+        assert ask(llm, [adapter, None] * 2) == expected * 2
+        for name in ("a", "single"):
+            with pytest.raises(AdapterError, match="experts that several engines divide, or that"):
+                ask(llm, [LoRARequest(name, 5, str(mixture / name))])
+        assert ask(llm, [None]) == expected[1:]

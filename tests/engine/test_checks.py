@@ -31,10 +31,6 @@ CASES = [
     (CACHE | {"kv_transfer_config": CONNECTOR}, "expert_cache is not supported with kv_transfer"),
     (TRITON | {"enable_lora": True}, "enable_lora: adapters work on device=cpu only"),
     (
-        {"enable_lora": True, "enable_expert_parallel": True, "data_parallel_size": 2},
-        "enable_lora is not supported yet with engines that divide experts",
-    ),
-    (
         {"kv_transfer_config": CONNECTOR, "enable_prefix_caching": False},
         "kv_transfer_config needs enable_prefix_caching",
     ),
