@@ -113,15 +113,15 @@ class AllFusedExperts:
         expert, up = weight.expert, weight.name.endswith(".up.weight")
         key = expert.block, "up" if up else "down"
         if key not in self._by_block:
-            name = "down_proj"
-            if up:
-                gated = len(weight.sources) == 2 or source.name.endswith("gate_up_proj")
-                name = "gate_up_proj" if gated else "up_proj"
             container = container_of(source.name)
             turned = source.transform in ("transpose", "swap")
-            fused = FusedExperts(f"{container}.{name}", expert.count, inputs, turned)
+            name = f"{container}.{key[1]}_proj"
+            fused = FusedExperts(name, expert.count, inputs, turned)
             self._by_block[key] = fused
             self._by_module.setdefault(container, []).append(fused)
+            first = self._by_block[expert.block, "up"]
+            if not up and first.outputs == 2 * inputs:
+                first.name = f"{container}.gate_up_proj"
         fused = self._by_block[key]
         begin = 0
         if fused.parts and fused.parts[-1].expert == expert.index:

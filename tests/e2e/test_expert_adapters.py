@@ -1,18 +1,16 @@
 """Adapters of experts: equal to PEFT's models in float32, and the same bits in every layout."""
 
 import importlib.util
-import json
-import re
 import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from octavo import LLM, LoRARequest, SamplingParams
-from octavo.errors import AdapterError, ConfigError
+from octavo.errors import AdapterError
 from tests.adapters import write_adapter
 from tests.models.harness import make_hf
 from tests.models.test_parity import CASES, VOCAB
