@@ -182,8 +182,8 @@ class AdaptableModel:
     def _use(self, name: str, source: Source, weight: Weight, begin: int) -> int:
         """Add the use of a module from a linear layer's output `begin` on; return its end."""
         turned = source.transform in ("transpose", "swap")
-        shape = source.shape[-2:]  # without that of the experts
-        outputs, inputs = shape[::-1] if turned else shape
+        stored = source.shape[-2:]  # without that of the experts
+        outputs, inputs = stored[::-1] if turned else stored
         rows = tuple(rows_of(source, weight))
         end = begin + sum(len(np.arange(outputs)[part]) for part in rows)
         columns = slice(*(source.columns or (0, inputs)))
@@ -270,7 +270,7 @@ class Adapter:
         factors: dict[str, tuple[NDArray[Any], NDArray[Any]]] = {}
         with adapter_errors(), AdapterData(self.file) as data:
             fused = {name: match.stored for name, match in self._fused.items()}
-            for name, module in sorted((self._modules | fused).items()):
+            for name, module in sorted((*self._modules.items(), *fused.items())):
                 stored = self.file.factors[module]
                 a, b = data.read(stored.a), data.read(stored.b)
                 if not known:
@@ -283,10 +283,8 @@ class Adapter:
                     for factor, array in (("A", a), ("B", b)):
                         self._check_finite(array, module, factor)
                 if name in fused:
-                    match = self._fused[name]
-                    factors |= {
-                        part: pair for part, *pair in match.split(*map(self._narrow, (a, b)))
-                    }
+                    parts = self._fused[name].split(self._narrow(a), self._narrow(b))
+                    factors |= {part: (first, second) for part, first, second in parts}
                 elif name in self._model.modules:
                     factors[name] = self._narrow(a), self._narrow(b)
             data.check()

@@ -82,14 +82,15 @@ class FusedMatch:
             a: A of the file.
             b: likewise B.
         """
-        fused = self.fused
-        for part in () if fused is None else fused.parts:
-            rank = len(a) // fused.experts
+        if self.fused is None:
+            return
+        experts, columns = self.fused.experts, b.T
+        rank = len(a) // experts
+        for part in self.fused.parts:
             own = a[part.expert * rank : (part.expert + 1) * rank]
-            others = b[:, part.expert :: fused.experts]
-            if self.swapped:
-                own, others = others.T, own.T
-            yield part.module, own, others[part.begin : part.end]
+            others = columns[part.expert :: experts]
+            first, second = (others, own) if self.swapped else (own, others)
+            yield part.module, first, second.T[part.begin : part.end]
 
 
 class AllFusedExperts:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from octavo.errors import AdapterError, OctavoError
 from octavo.kernels.base import Ops
-from octavo.kernels.lora import LoraTable, LoraWeight
+from octavo.kernels.lora import ExpertPart, LoraTable, LoraWeight
 from octavo.kernels.memory import map_memory
 from octavo.kernels.sizes import lora_nbytes
 from octavo.layers.adapter import Adapters
@@ -116,7 +116,7 @@ class AdapterStore:
         self._thread.shutdown(cancel_futures=True)
 
 
-def _module_of(table: LoraTable, one: Slice) -> int:
+def _module_of(table: LoraTable | ExpertPart, one: Slice) -> int:
     """Return the index of the module whose outputs a slice changes."""
     module: int = table.bounds.tolist().index(one.begin)
     assert table.bounds[module + 1] == one.end
