@@ -195,6 +195,8 @@ class AdapterRef(msgspec.Struct, array_like=True, frozen=True):
     content_hash: str
     """Hash of all that changes answers. Adapters with equal ones are the same, whatever their names
     are; the worker rejects files with another one."""
+    invocation_tokens: tuple[int, ...] = ()
+    """Tokens of the prompt that begin an activated LoRA; empty: the adapter changes all tokens."""
 
 
 class RequestOptions(msgspec.Struct, array_like=True, frozen=True):
@@ -230,6 +232,8 @@ class RequestOptions(msgspec.Struct, array_like=True, frozen=True):
     `observability/tracing.py`."""
     adapter: AdapterRef | None = None
     """Adapter of the request; None: the model alone."""
+    adapter_begin: int = 0
+    """Index of the first token that the adapter changes."""
 
     @property
     def share(self) -> str | int | None:
@@ -428,6 +432,8 @@ class NewRequestData(msgspec.Struct, array_like=True):
     """Result in place of tokens; see `EngineCoreRequest`."""
     adapter_slot: int = -1
     """Slot of its adapter; -1: it has none."""
+    adapter_begin: int = 0
+    """Index of the first token that the adapter changes."""
 
 
 class ScheduledRequest(msgspec.Struct, array_like=True):

@@ -70,15 +70,14 @@ def expected_output(
     max_model_len: int,
     allowed: Callable[[int], Sequence[int]] | None = None,
     adapter: str | None = None,
+    adapter_begin: int = 0,
 ) -> list[int]:
     """Return the output of a request that runs alone, computed without a scheduler.
 
     `allowed`: the tokens that its grammar allows at each place of the output. `adapter`: the
-    content of its adapter.
+    content of its adapter, which changes the tokens from `adapter_begin` on.
     """
-    prefix = first_hash(adapter)
-    for token in prompt:
-        prefix = extend_hash(prefix, token)
+    prefix = hash_prompt(prompt, adapter, adapter_begin)
     output: list[int] = []
     while True:
         token = next_token(prefix, params.seed)
@@ -93,17 +92,24 @@ def expected_output(
             return output
 
 
-def first_hash(adapter: str | None) -> int:
-    """Return the hash of no tokens, with the content of an adapter."""
-    return 0 if adapter is None else int.from_bytes(adapter.encode())
+def begin_adapter(prefix: int, adapter: str | None) -> int:
+    """Return the hash of some tokens before the content of an adapter."""
+    return prefix if adapter is None else hash((prefix, int.from_bytes(adapter.encode()), 7))
 
 
-def pooled(tokens: Sequence[int], adapter: str | None = None) -> bytes:
-    """Return the vector of a text."""
-    prefix = first_hash(adapter)
-    for token in tokens:
+def hash_prompt(tokens: Sequence[int], adapter: str | None, adapter_begin: int) -> int:
+    """Return the hash of tokens, some with an adapter."""
+    prefix = 0
+    for index, token in enumerate(tokens):
+        if index == adapter_begin:
+            prefix = begin_adapter(prefix, adapter)
         prefix = extend_hash(prefix, token)
-    return str(prefix).encode()
+    return prefix
+
+
+def pooled(tokens: Sequence[int], adapter: str | None = None, adapter_begin: int = 0) -> bytes:
+    """Return the vector of a text."""
+    return str(hash_prompt(tokens, adapter, adapter_begin)).encode()
 
 
 def scheduled_tokens(work: SchedulerOutput) -> dict[str, int]:
@@ -115,7 +121,7 @@ class _Row:
     def __init__(
         self, data: NewRequestData, block_ids: list[list[int]], adapter: str | None
     ) -> None:
-        self.adapter = adapter
+        self.adapter, self.adapter_begin = adapter, data.adapter_begin
         self.tokens = list(data.token_ids)
         self.slots: list[list[int]] = [[] for _ in block_ids]
         """Expected content of the slots of its tokens for each group, as far as computed."""
@@ -132,7 +138,10 @@ class _Row:
         prefixes = self.prefixes
         while len(prefixes) <= position:
             at = len(prefixes)
-            prefix = extend_hash(prefixes[-1] if at else first_hash(self.adapter), self.tokens[at])
+            prefix = prefixes[-1] if at else 0
+            if at == self.adapter_begin:
+                prefix = begin_adapter(prefix, self.adapter)
+            prefix = extend_hash(prefix, self.tokens[at])
             prefixes.append(prefix)
             for group, slots in enumerate(self.slots):
                 slots.append(prefix + group)
@@ -372,7 +381,7 @@ class FakeWorker:
             assert not (row.pooling.reads_all and row.num_skipped), "a prefix is missing"
             assert not row.pooling.whole or count == len(row.tokens), "a text is divided"
             if first + count == len(row.tokens):
-                out.pooled[req_id] = pooled(row.tokens, row.adapter)
+                out.pooled[req_id] = pooled(row.tokens, row.adapter, row.adapter_begin)
             if req_id in self.fail:
                 out.errors[req_id] = "made to fail"
             out.sampled_token_ids.append([])
@@ -569,12 +578,13 @@ class FakeEngine:
         scope: str | None = None,
         pooling: PoolingSpec | None = None,
         adapter: str | None = None,
+        adapter_begin: int = 0,
         **params: object,
     ) -> Request:
         """Add a request; `stop` are stop tokens besides `stop_token_ids`, such as EOS.
 
         `output`: tokens that it already has. With a `scope` it is hashed even without caching.
-        `adapter`: content of its adapter.
+        `adapter`: content of its adapter, which changes the tokens from `adapter_begin` on.
         """
         self._arrivals += 1
         sampling = core_params(**{"max_tokens": 8, "all_stop_token_ids": list(stop)} | params)
@@ -594,6 +604,7 @@ class FakeEngine:
             tenant=tenant,
             pooling=pooling,
             adapter=None if adapter is None else AdapterRef(f"name of {adapter}", "/x", adapter),
+            adapter_begin=adapter_begin,
         )
         hasher = make_block_hasher(self.kv_config.block_size) if scope else self.hasher
         request = Request(core, hasher if hashed else None, cache_scope=scope, leader=leader)

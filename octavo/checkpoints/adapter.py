@@ -39,7 +39,6 @@ _KINDS = {
     "lora_bias": "LoRA with a bias of B",
     "use_qalora": "QA-LoRA",
     "use_bdlora": "block-diagonal LoRA",
-    "alora_invocation_tokens": "activated LoRA (aLoRA)",
     "modules_to_save": "LoRA with trained modules",
     "trainable_token_indices": "LoRA with trained tokens",
     "layer_replication": "LoRA with repeated layers",
@@ -106,7 +105,9 @@ class AdapterFile(Protocol):
     identity: tuple[int, ...]
     """`identity_of` the file before it was read."""
     kind: str
-    """Kind of adapter, for people: "LoRA" or "rsLoRA"."""
+    """Kind of adapter, for people, such as "LoRA"."""
+    invocation_tokens: tuple[int, ...]
+    """Tokens of the prompt that begin an activated LoRA; empty: the adapter changes all tokens."""
     base: str | None
     """Name of the model that it was trained for, or None."""
     naming: str
@@ -188,7 +189,10 @@ class PeftFolder:
         self.settings = str([config.get(field) for field in fields])
         self.swaps_experts = _SWAPPING.match(str(config.get("peft_version"))) is not None
         self.naming = "PEFT"
+        self.invocation_tokens = _invocation_tokens(config)
         self.kind = "rsLoRA" if self._stabilized else "LoRA"
+        if self.invocation_tokens:
+            self.kind = f"activated {self.kind}"
         base = config.get("base_model_name_or_path")
         self.base = base if isinstance(base, str) and base else None
         self.file = next((path / name for name in WEIGHTS if (path / name).exists()), path)
@@ -239,6 +243,22 @@ def finite_scale(scale: float, path: Path) -> float:
     if not abs(scale) < float(np.finfo(np.float32).max):
         raise AdapterError(f"{path}: the factor {scale} (alpha / rank) is too large; lower alpha.")
     return scale
+
+
+def _invocation_tokens(config: ConfigJson) -> tuple[int, ...]:
+    """Return the tokens that begin an activated LoRA (Greenewald et al. 2025).
+
+    Raises:
+        AdapterError: the config names them as a text only.
+        ModelError: they are not token ids.
+    """
+    tokens = config.token_ids("alora_invocation_tokens")
+    if not tokens and config.get("invocation_string"):
+        raise AdapterError(
+            f"{config.where}: invocation_string is set without alora_invocation_tokens; add the "
+            "token ids of the text as alora_invocation_tokens."
+        )
+    return tokens
 
 
 def _refuse_other_kinds(config: ConfigJson) -> None:

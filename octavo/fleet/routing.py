@@ -9,7 +9,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from octavo.kv_cache.hashing import hash_block, root_hash
+from octavo.kv_cache.hashing import adapter_keys, hash_block, root_hash
 from octavo.messages import EngineCoreRequest
 
 # Maximum number of hashed blocks of a prompt, since hashing blocks the event loop: 15 ms for these.
@@ -179,9 +179,10 @@ class Router:
         if not self._caching or request.prompt_embeds is not None:
             return []
         options, hashes, size = request.options, [], self._block_size
-        parent = root_hash(options.cache_salt, adapter=options.adapter)
+        parent = root_hash(options.cache_salt)
         tokens = request.prompt_token_ids
         for index in range(min(len(tokens) // size, _MOST_HASHED)):
-            parent = hash_block(parent, tokens[index * size : (index + 1) * size])
+            begin, end = index * size, (index + 1) * size
+            parent = hash_block(parent, tokens[begin:end], adapter_keys(options, begin, end))
             hashes.append(parent)
         return hashes

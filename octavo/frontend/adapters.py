@@ -6,6 +6,8 @@ import threading
 from pathlib import Path
 from typing import TypeAlias
 
+import msgspec
+
 from octavo.config import EngineConfig
 from octavo.errors import RequestError
 from octavo.lora_request import LoRARequest
@@ -41,8 +43,8 @@ class AdapterFiles:
         self._config, self._spec = config, spec
         self._lock = threading.Lock()
         self._model: AdaptableModel | None = None
-        self._known: dict[tuple[int, str], str] = {}
-        """Content hashes by number and path."""
+        self._known: dict[tuple[int, str], AdapterRef] = {}
+        """Adapters by number and path."""
 
     def resolve(self, request: LoRARequest | None, root: Path | None = None) -> AdapterRef | None:
         """Return the adapter of a request; None: the request has none.
@@ -73,14 +75,13 @@ class AdapterFiles:
         key = request.lora_int_id, str(path)
         with self._lock:
             known = None if request.load_inplace else self._known.pop(key, None)
-            content_hash = known or self._read(path, root)
-            self._known[key] = content_hash
+            found = self._known[key] = known or self._read(path, root)
             if len(self._known) > _MOST_KNOWN:
                 del self._known[next(iter(self._known))]
-        return AdapterRef(request.lora_name, str(path), content_hash)
+        return msgspec.structs.replace(found, name=request.lora_name)
 
-    def _read(self, path: Path, root: Path | None) -> str:
-        """Return the content hash of an adapter whose files are right."""
+    def _read(self, path: Path, root: Path | None) -> AdapterRef:
+        """Return an adapter whose files are right, without its name."""
         config = self._config
         if self._model is None:
             layers = {
@@ -98,7 +99,7 @@ class AdapterFiles:
         )
         content_hash = adapter.read().content_hash
         assert content_hash is not None
-        return content_hash
+        return AdapterRef("", str(path), content_hash, adapter.file.invocation_tokens)
 
     def resolve_each(self, requests: LoRARequests, count: int) -> list[AdapterRef | None]:
         """Return the adapter of each of `count` prompts, given one for all or one for each.

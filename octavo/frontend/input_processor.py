@@ -15,6 +15,7 @@ import numpy as np
 
 from octavo.config import ModelConfig
 from octavo.errors import ContextLengthError, RequestError, UnsupportedError
+from octavo.frontend.activation import activate
 from octavo.frontend.core_params import KV_TRANSFER_PARAMS, make_core_params
 from octavo.frontend.prompt_embeds import PROMPT_EMBEDS_OFF, check_embeds, read_tensor
 from octavo.messages import (
@@ -195,6 +196,7 @@ class InputProcessor:
             for piece in pieces(given):
                 self._check_ids("prompt", piece)
             ids = given[self._kept(len(given), params)]
+        options = activate(options, None if embeds is not None else ids)
         max_tokens = self._max_tokens(len(ids), params)
         seed = self._derive_seed(request_id) if params.seed is None else params.seed
         stop_ids = set(params.stop_token_ids)
@@ -273,6 +275,7 @@ class InputProcessor:
                 "tokens. Shorten it or set truncate_prompt_tokens.",
                 "prompt",
             )
+        options = activate(options, ids)
         reads_all = pooler.reads_all or params.skip_reading_prefix_cache is True
         request = EngineCoreRequest(
             request_id=request_id,

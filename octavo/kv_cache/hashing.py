@@ -6,7 +6,7 @@ import hashlib
 import struct
 from collections.abc import Callable, Sequence
 
-from octavo.messages import AdapterRef
+from octavo.messages import RequestOptions
 from octavo.request import BlockHasher, Request
 
 # Functions that return the data besides token ids that determine a block's KV (such as the hashes
@@ -14,17 +14,13 @@ from octavo.request import BlockHasher, Request
 ExtraKeys = Callable[[Request, int, int], Sequence[bytes]]
 
 
-def root_hash(
-    cache_salt: str | None, cache_scope: str | None = None, adapter: AdapterRef | None = None
-) -> bytes:
+def root_hash(cache_salt: str | None, cache_scope: str | None = None) -> bytes:
     """Return the parent hash of a request's first block.
 
-    Salt, scope and adapter are only used here: every later hash depends on them through the chain.
+    Salt and scope are only used here: every later hash depends on them through the chain.
     """
     salt = b"" if cache_salt is None else b"salt:" + cache_salt.encode()
     root = hashlib.sha256(b"octavo-kv:" + salt).digest()
-    if adapter is not None:
-        root = hashlib.sha256(b"octavo-kv-adapter:" + root + adapter.content_hash.encode()).digest()
     if cache_scope is None:
         return root
     return hashlib.sha256(b"octavo-kv-scope:" + root + cache_scope.encode()).digest()
@@ -40,6 +36,17 @@ def hash_block(parent: bytes, token_ids: Sequence[int], extra_keys: Sequence[byt
     for key in extra_keys:
         message += struct.pack("<q", len(key)) + key
     return hashlib.sha256(message).digest()
+
+
+def adapter_keys(options: RequestOptions, start: int, end: int) -> list[bytes]:
+    """Return the extra key of the block in which a request's adapter begins; [] for other blocks.
+
+    Blocks before it are those of the model alone, and later ones depend on it through the chain.
+    """
+    adapter, begin = options.adapter, options.adapter_begin
+    if adapter is None or not start <= begin < end:
+        return []
+    return [f"adapter from {begin}: {adapter.content_hash}".encode()]
 
 
 def prompt_embeds_keys(request: Request, start: int, end: int) -> list[bytes]:
@@ -65,11 +72,14 @@ def make_block_hasher(block_size: int, extra_keys: ExtraKeys | None = None) -> B
         if len(tokens) - start < block_size:
             return []
         salt, scope = request.options.cache_salt, request.cache_scope
-        parent = hashes[-1] if hashes else root_hash(salt, scope, request.options.adapter)
+        parent = hashes[-1] if hashes else root_hash(salt, scope)
         new = []
-        for end in range(start + block_size, len(tokens) + 1, block_size):
-            extra = extra_keys(request, end - block_size, end) if extra_keys is not None else ()
-            parent = hash_block(parent, tokens[end - block_size : end], extra)
+        for begin in range(start, len(tokens) - block_size + 1, block_size):
+            end = begin + block_size
+            extra = adapter_keys(request.options, begin, end)
+            if extra_keys is not None:
+                extra += extra_keys(request, begin, end)
+            parent = hash_block(parent, tokens[begin:end], extra)
             new.append(parent)
         return new
 

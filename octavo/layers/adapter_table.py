@@ -15,13 +15,16 @@ if TYPE_CHECKING:
 
 
 class _Filler:
-    """Implementation of `StepFiller`: the slot of each request's adapter, by row."""
+    """Implementation of `StepFiller`: slot and begin of each request's adapter, by row."""
 
     def __init__(self, max_num_rows: int) -> None:
-        self._slots: NDArray[np.int32] = np.full(max_num_rows, -1, np.int32)
+        self._slots: NDArray[np.int32] = np.full((max_num_rows, 2), -1, np.int32)
+        """Slot of each row's tokens before the adapter, which is -1, and of those from it on."""
+        self._begins: LongArray = np.zeros(max_num_rows, np.int64)
 
     def add_row(self, row: int, data: NewRequestData) -> None:
-        self._slots[row] = data.adapter_slot
+        self._slots[row, 1] = data.adapter_slot
+        self._begins[row] = data.adapter_begin
 
     def schedule(self, row: int, request: ScheduledRequest) -> None:
         """Do nothing: a request keeps its adapter."""
@@ -29,7 +32,9 @@ class _Filler:
     def fill(
         self, out: NDArray[Any], rows: LongArray, starts: LongArray, counts: LongArray
     ) -> None:
-        out[:] = np.repeat(self._slots[rows], counts)
+        before = np.clip(self._begins[rows] - starts, 0, counts)
+        lengths = np.stack((before, counts - before), 1)
+        out[:] = np.repeat(self._slots[rows].ravel(), lengths.ravel())
 
 
 @dataclass(frozen=True)

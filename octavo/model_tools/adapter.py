@@ -26,10 +26,10 @@ def describe_adapter(path: Path) -> dict[str, Any]:
     """Return the description of an adapter, without its numbers.
 
     Returns:
-        path, kind ("LoRA" or "rsLoRA"), base_model (its name, or None), `parameters`, `nbytes` in
-        the file, dtypes; `modules`: for each kind of module, such as q_proj, `number`, `ranks` (in
-        ascending order), `scales` (factors of the changes, in
-        ascending order) and `parameters`.
+        path, kind (such as "LoRA"), invocation_tokens (those that begin an activated LoRA, else
+        empty), base_model (its name, or None), `parameters`, `nbytes` in the file, dtypes;
+        `modules`: for each kind of module, such as q_proj, `number`, `ranks` (in ascending order),
+        `scales` (factors of the changes, in ascending order) and `parameters`.
 
     Raises:
         AdapterError: the adapter is damaged, or of a kind that is not supported.
@@ -58,6 +58,7 @@ def describe_adapter(path: Path) -> dict[str, Any]:
     return {
         "path": str(path),
         "kind": file.kind,
+        "invocation_tokens": list(file.invocation_tokens),
         "base_model": file.base,
         "parameters": parameters,
         "nbytes": nbytes,
@@ -71,6 +72,9 @@ def print_adapter(result: Mapping[str, Any]) -> None:
     console = make_console()
     lines = {
         "adapter": result["kind"],
+        **(
+            {"begins at the tokens": str(tokens)} if (tokens := result["invocation_tokens"]) else {}
+        ),
         "base model": result["base_model"] or "not named",
         "parameters": f"{result['parameters']:,}",
         "in the file": f"{mib(result['nbytes'])}, {', '.join(result['dtypes'])}",

@@ -101,7 +101,7 @@ class AdaptableModel:
 
     def __init__(self, spec: ModelSpec, layers: Collection[str] | None = None) -> None:
         spec = without_forms(spec)
-        self.architecture = spec.architecture
+        self.architecture, self.vocab_size = spec.architecture, spec.vocab_size
         self.expected = spec.expected
         self.elsewhere = [
             name.removesuffix(".weight") for name in spec.elsewhere if name.endswith(".weight")
@@ -266,7 +266,7 @@ class Adapter:
         Raises:
             AdapterError: a number is not finite, or the file is damaged or has changed.
         """
-        found = hashlib.sha256()
+        found = hashlib.sha256(str(self.file.invocation_tokens or "").encode())
         factors: dict[str, tuple[NDArray[Any], NDArray[Any]]] = {}
         with adapter_errors(), AdapterData(self.file) as data:
             fused = {name: match.stored for name, match in self._fused.items()}
@@ -338,8 +338,8 @@ class LoadedAdapter:
     """Factors of an adapter."""
 
     content_hash: str | None
-    """SHA-256 of all factors of the file and their scales: adapters with one hash are equal. None:
-    it was not computed again."""
+    """SHA-256 of all factors of the file, their scales and the invocation tokens: adapters with one
+    hash are equal. None: it was not computed again."""
     slices: dict[str, list[Slice]]
     """Slices of each linear layer that it changes, see `SliceShape.layer`; in the order of the
     outputs."""
@@ -393,6 +393,11 @@ def open_adapter(
             belongs to another model; or a rank is above `max_lora_rank`.
     """
     file = open_adapter_file(path, root)
+    if (token := max(file.invocation_tokens, default=0)) >= model.vocab_size:
+        raise AdapterError(
+            f"{file.path}: the invocation token {token} is none of the {model.vocab_size} tokens "
+            f"of {model.architecture}. Load an adapter of this model."
+        )
     modules, containers = _match_modules(file, model)
     for name, stored in modules.items():
         _check_factors(file, stored, model.modules.get(name), max_lora_rank)

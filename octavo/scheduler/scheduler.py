@@ -749,6 +749,7 @@ class Scheduler:
             prompt_embeds=request.prompt_embeds,
             pooling=request.pooling,
             adapter_slot=-1 if self.adapters is None else self.adapters.slot_of(request),
+            adapter_begin=request.options.adapter_begin,
         )
         if manager.states is not None:
             data.state_slots, data.state_source = manager.states.live_slots(request)

@@ -466,7 +466,7 @@ class Generation(Call, ABC, Generic[B]):
                 and (reports or (story is not None and not self.context.background))
                 and self._may_find_misses(prompts[0], params, engine)
             ):
-                watched = _WatchedPrompt(self, self.salt, reports)
+                watched = _WatchedPrompt(self, self.prompt_scope, reports)
             streams = [one(i) for i in range(len(prompts))]
             merged = streams[0] if len(streams) == 1 else _merge(streams)
             try:

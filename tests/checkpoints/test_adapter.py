@@ -50,6 +50,25 @@ def test_an_adapter(folder: Path) -> None:
     assert file.scale(Q) == 2.0
 
 
+@pytest.mark.parametrize(
+    ("fields", "tokens", "kind"),
+    [
+        ({"alora_invocation_tokens": [5, 6]}, (5, 6), "activated LoRA"),
+        ({"alora_invocation_tokens": None}, (), "LoRA"),
+        (
+            {"alora_invocation_tokens": [5], "invocation_string": "x", "use_rslora": True},
+            (5,),
+            "activated rsLoRA",
+        ),
+    ],
+)
+def test_activated_lora(
+    fields: dict[str, Any], tokens: tuple[int, ...], kind: str, folder: Path
+) -> None:
+    file = open_adapter_file(write_adapter(folder, FACTORS, **fields))
+    assert (file.invocation_tokens, file.kind) == (tokens, kind)
+
+
 def test_a_file_of_torch(folder: Path) -> None:
     """It is read without pickle; a transposed tensor is a view."""
     tensors = dict(FACTORS)
@@ -78,7 +97,9 @@ def test_a_file_of_torch(folder: Path) -> None:
         ("modules_to_save", ["lm_head"], "LoRA with trained modules is not supported"),
         ("trainable_token_indices", [1, 2], "LoRA with trained tokens is not supported"),
         ("layer_replication", [[0, 4], [2, 5]], "repeated layers is not supported"),
-        ("alora_invocation_tokens", [5, 6], "aLoRA"),
+        ("alora_invocation_tokens", [5, -6], "it must be a token id or a list of token ids"),
+        ("alora_invocation_tokens", "hi", "it must be a token id or a list of token ids"),
+        ("invocation_string", "hi", "invocation_string is set without alora_invocation_tokens"),
         ("use_qalora", True, "QA-LoRA is not supported"),
         ("init_lora_weights", "pissa_niter_16", "path_initial_model_for_weight_conversion"),
         ("init_lora_weights", "olora", "init_lora_weights=olora: the adapter belongs to a base"),

@@ -12,7 +12,7 @@ from octavo.config import EngineConfig
 from octavo.fleet import routing
 from octavo.fleet.routing import PrefixMap, Router, load_of, score
 from octavo.kv_cache.groups import KVCacheConfig, make_kv_cache_groups
-from octavo.messages import CoreSamplingParams, PromptEmbeds
+from octavo.messages import AdapterRef, CoreSamplingParams, PromptEmbeds
 from octavo.models.cache import AttentionCache
 from octavo.simulation.simulation import SimulatedEngine, simulate
 from octavo.simulation.step_times import StepTimes
@@ -147,6 +147,15 @@ def test_a_prefix_is_found_again():
     assert place(where, "g", prompt) != 0
 
 
+def test_an_adapter_that_begins_late_finds_the_prefix_of_the_model():
+    where, prompt = router(), list(range(40))
+    adapter = AdapterRef("name", "/x", "content")
+    assert place(where, "a", prompt) == 0
+    assert place(where, "b", prompt, adapter=adapter) == 1
+    assert place(where, "c", prompt, adapter=adapter, adapter_begin=36) == 0
+    assert where.holder_of("c") is None
+
+
 def test_without_prefix_caching_the_load_alone_decides():
     where = router(caching=False)
     assert [place(where, str(i), range(40)) for i in range(3)] == [0, 1, 2]
@@ -155,7 +164,7 @@ def test_without_prefix_caching_the_load_alone_decides():
 def test_of_a_very_long_prompt_the_beginning_is_looked_at(monkeypatch):
     monkeypatch.setattr(routing, "_MOST_HASHED", 3)
     hashed = []
-    monkeypatch.setattr(routing, "hash_block", lambda parent, tokens: hashed.append(tokens) or b"")
+    monkeypatch.setattr(routing, "hash_block", lambda _, tokens, keys: hashed.append(tokens) or b"")
     place(router(), "a", range(100))
     assert hashed == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
 

@@ -9,7 +9,7 @@ from octavo.kv_cache.hashing import (
     prompt_embeds_keys,
     root_hash,
 )
-from octavo.messages import CoreSamplingParams, PromptEmbeds
+from octavo.messages import AdapterRef, CoreSamplingParams, PromptEmbeds
 from octavo.request import Request
 from tests.params import core_request
 
@@ -86,6 +86,25 @@ def test_extra_keys_apply_to_their_block_and_those_after():
     assert plain[0] == media[0]
     assert plain[1] != media[1]
     assert plain[2] != media[2]
+
+
+def test_an_adapter_changes_the_block_in_which_it_begins_and_those_after():
+    """Content and begin count: the same tokens may have the adapter from different ones on."""
+
+    def hashes(content=None, begin=0):
+        adapter = content and AdapterRef("name", "/x", content)
+        core = core_request(
+            "r", [7] * 16, CoreSamplingParams(), adapter=adapter, adapter_begin=begin
+        )
+        return Request(core, make_block_hasher(4)).block_hashes
+
+    plain = hashes()
+    for begin in range(16):
+        assert [a == b for a, b in zip(hashes("a", begin), plain, strict=True)] == [
+            index < begin // 4 for index in range(4)
+        ]
+    last = {hashes(content, begin)[-1] for content in "ab" for begin in range(16)}
+    assert len(last) == 32
 
 
 def test_embeddings_are_known_by_their_content():

@@ -37,6 +37,7 @@ def test_description(folder: Path) -> None:
     assert describe_adapter(folder) == {
         "path": str(folder),
         "kind": "LoRA",
+        "invocation_tokens": [],
         "base_model": "org/base",
         "parameters": sum(parameters),
         "nbytes": 2 * sum(parameters),
@@ -60,6 +61,16 @@ def test_command(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert part in text
     assert cli.main(["inspect", str(folder), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == describe_adapter(folder)
+
+
+def test_the_tokens_of_an_activated_adapter(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_adapter(folder, TENSORS, rank_pattern=PATTERN, alora_invocation_tokens=[17, 4])
+    assert cli.main(["inspect", str(folder)]) == 0
+    text = capsys.readouterr().out
+    assert "activated LoRA" in text
+    assert "17, 4" in text
 
 
 def test_adapters_that_are_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -203,6 +203,7 @@ def test_the_hash_covers_numbers_and_scales(model: AdaptableModel, tmp_path: Pat
     assert hash_of(lora_alpha=9) != first
     assert hash_of(alpha_pattern={"v_proj": 9}) != first
     assert hash_of(use_rslora=True) != first
+    assert len({first, *(hash_of(alora_invocation_tokens=it) for it in ([1], [2], [2, 1]))}) == 4
     tensors[f"{PREFIX}{Q}.lora_B.weight"][5, 3] += 1e-6
     assert hash_of() != first
     assert load(tmp_path / "a", model, known=True).content_hash is None

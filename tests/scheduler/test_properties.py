@@ -100,6 +100,7 @@ prompts = st.builds(
     st.sampled_from([1, 7, 8, 16, 24, 31, 40]),
     st.lists(st.integers(0, VOCAB - 1), max_size=10) | st.just([]),
 )
+begins = st.sampled_from([0, 0, 3, 5, 12, 14, 30])
 parameters = st.fixed_dictionaries(
     {
         "max_tokens": st.integers(1, 40),
@@ -277,9 +278,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         tokens = self.engine.tokens(name)
         prompt = request.all_token_ids[: request.num_prompt_tokens]
         adapter = key_of(request)
-        alone = expected_output(request.sampling_params, prompt, MAX_MODEL_LEN, adapter=adapter)
+        begin = request.options.adapter_begin
+        alone = expected_output(
+            request.sampling_params, prompt, MAX_MODEL_LEN, None, adapter, begin
+        )
         if request.pooling is not None:
-            self.check_text(name, prompt, outputs, adapter)
+            self.check_text(name, outputs, pooled(prompt, adapter, begin))
             return
         if name in self.ended_early:
             assert tokens == alone[: len(tokens)]
@@ -300,12 +304,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             rows = [o.new_prompt_logprobs for o in outputs if o.new_prompt_logprobs is not None]
             assert [t for r in rows for (t,) in unpack_logprobs(r)[0]] == prompt[1:]
 
-    def check_text(self, name, prompt, outputs, adapter):
+    def check_text(self, name, outputs, vector):
         if name in self.ended_early and not outputs:
             return
         *_, last = outputs
         if last.finish_reason == FinishReason.STOP:
-            assert last.pooled == pooled(prompt, adapter)
+            assert last.pooled == vector
         else:
             assert last.finish_reason in (FinishReason.ERROR, FinishReason.ABORT)
             assert last.pooled is None
@@ -373,15 +377,26 @@ class AdapterMachine(SchedulerMachine):
         lora = LoRAConfig(enable_lora=True, max_loras=max_loras, max_cpu_loras=max_loras + more)
         super().start(data.draw(engines(lora=lora)))
 
-    @rule(prompt=prompts, params=parameters, adapter=st.sampled_from("abcdef"), n=st.integers(1, 3))
-    def requests_with_adapters_arrive(self, prompt, params, adapter, n):
-        for _ in range(n):
-            self.add(prompt, params, adapter=adapter)
+    def add(self, prompt, params, adapter=None, begin=0, **fields):
+        """Add a request whose adapter begins at a token, or at the last one of a short prompt."""
+        adapter_begin = min(begin, len(prompt.tokens) - 1)
+        return super().add(prompt, params, adapter=adapter, adapter_begin=adapter_begin, **fields)
 
-    @rule(prompt=prompts, params=parameters, adapter=st.sampled_from("ab"))
-    def text_with_an_adapter_arrives(self, prompt, params, adapter):
+    @rule(
+        prompt=prompts,
+        params=parameters,
+        adapter=st.sampled_from("abcdef"),
+        begin=begins,
+        n=st.integers(1, 3),
+    )
+    def requests_with_adapters_arrive(self, prompt, params, adapter, begin, n):
+        for _ in range(n):
+            self.add(prompt, params, adapter, begin)
+
+    @rule(prompt=prompts, params=parameters, adapter=st.sampled_from("ab"), begin=begins)
+    def text_with_an_adapter_arrives(self, prompt, params, adapter, begin):
         params = params | {"max_tokens": 1, "prompt_logprobs": None}
-        self.add(prompt, params, pooling=PoolingSpec("embed"), adapter=adapter)
+        self.add(prompt, params, adapter, begin, pooling=PoolingSpec("embed"))
 
     @precondition(lambda self: self.engine.executor.reading)
     @rule(fails=st.sampled_from([False, False, True]))

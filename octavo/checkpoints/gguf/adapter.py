@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from octavo.checkpoints.adapter import MERGE, Factors, finite_scale, identity_of, pair_factors
 from octavo.checkpoints.base import FLOATS, Expected, Source
+from octavo.checkpoints.config_json import ConfigJson
 from octavo.checkpoints.gguf.architectures import ARCHITECTURES, stored_name
 from octavo.checkpoints.gguf.file import GROUPED
 from octavo.checkpoints.gguf.header import GGUFHeader
@@ -47,7 +48,6 @@ class GGUFAdapter:
         ModelError: the file is damaged.
     """
 
-    kind = "LoRA"
     settings = ""
     swaps_experts = False
 
@@ -62,8 +62,10 @@ class GGUFAdapter:
                     f"{path}: {key}={printable(str(metadata.get(key)))}; it must be {required}. "
                     "Name the GGUF file of a LoRA."
                 )
-        if _TOKENS in metadata:
-            raise AdapterError(f"{path}: {_TOKENS}: activated LoRA (aLoRA) is not supported.")
+        tokens = metadata.get(_TOKENS)
+        listed = {_TOKENS: tokens.tolist() if isinstance(tokens, np.ndarray) else tokens}
+        self.invocation_tokens = ConfigJson(listed, str(path)).token_ids(_TOKENS)
+        self.kind = "activated LoRA" if self.invocation_tokens else "LoRA"
         architecture = metadata.get("general.architecture")
         known = ARCHITECTURES.get(architecture) if isinstance(architecture, str) else None
         if known is None or known.tiled:

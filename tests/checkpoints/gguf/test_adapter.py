@@ -128,6 +128,14 @@ def test_without_alpha_the_factor_is_1(
         assert file.scale("blk.0.attn_v") == scale
 
 
+def test_activated_lora(llama: tuple[AdaptableModel, dict[str, Any]], tmp_path: Path) -> None:
+    model, config = llama
+    tensors = make_factors(model, ["model.layers.0.self_attn.v_proj"])
+    more = {"adapter.alora.invocation_tokens": [5, 6]}
+    file = open_adapter_file(write(tmp_path / "a.gguf", tensors, config, "f16", **more))
+    assert (file.invocation_tokens, file.kind) == ((5, 6), "activated LoRA")
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [
@@ -138,7 +146,10 @@ def test_without_alpha_the_factor_is_1(
         ({"general.architecture": 3}, "general.architecture=3 is not supported"),
         ({"adapter.lora.alpha": "8"}, "adapter.lora.alpha=8 is not a finite number"),
         ({"adapter.lora.alpha": float("inf")}, "adapter.lora.alpha=inf is not a finite number"),
-        ({"adapter.alora.invocation_tokens": [1, 2]}, "activated LoRA (aLoRA) is not supported"),
+        (
+            {"adapter.alora.invocation_tokens": ["a"]},
+            "it must be a token id or a list of token ids",
+        ),
     ],
 )
 def test_files_that_are_refused(
