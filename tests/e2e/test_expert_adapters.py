@@ -155,8 +155,8 @@ def requests(mixture: Path) -> list[LoRARequest | None]:
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
 def alone(request: pytest.FixtureRequest, mixture: Path) -> tuple[str, list[Any]]:
-    """Answers of one request at a time."""
-    with engine(mixture / "base", dtype=request.param, max_loras=3) as llm:
+    """Answers of one request at a time, whose adapters take one slot in turn."""
+    with engine(mixture / "base", dtype=request.param, max_loras=1) as llm:
         found = [ask(llm, [it])[0] for it in requests(mixture)]
     with engine(mixture / "base", dtype=request.param, enable_lora=False) as llm:
         (plain,) = ask(llm, [None])
