@@ -104,7 +104,8 @@ endif
 	$(PIP) -r .venv/dev-requirements.txt
 	@touch $@
 
-ALL_KERNELS := $(BUILD)=OFF --config-settings=cmake.define.OCTAVO_EMULATED_TILES=ON
+ALL_KERNELS := $(BUILD)=OFF --config-settings=cmake.define.OCTAVO_EMULATED_TILES=ON \
+  --config-settings=cmake.define.OCTAVO_OPTIMIZE_THIS_MACHINE=ON
 .venv/.all-kernels: .venv/.tools $(NATIVE)
 	$(BIN)/python -m pip wheel -qq --disable-pip-version-check --no-deps $(ALL_KERNELS) --wheel-dir build .
 	@touch $@

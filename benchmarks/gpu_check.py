@@ -20,6 +20,7 @@ from gpu.base import FULL, QUICK, Bench, Gpu, Row, Sizes
 from gpu.correctness import check_invariance, check_parity
 from gpu.families import check_families
 from gpu.kernels import measure_card, measure_kernels
+from gpu.lora import check_lora
 from gpu.models import measure_model
 from gpu.quantized import check_quantized
 
@@ -36,6 +37,7 @@ def parts(sizes: Sizes) -> dict[str, Callable[[Bench], None]]:
         "families": check_families,
         "kernels": measure_kernels,
         "quantized": check_quantized,
+        "lora": check_lora,
         **{name: partial(measure_model, name=name) for name in sizes.models},
     }
 

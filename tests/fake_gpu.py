@@ -8,6 +8,7 @@ CUDA graphs.
 
 from __future__ import annotations
 
+import contextlib
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -64,6 +65,19 @@ class Event:
 
     def synchronize(self) -> None:
         self.done = True
+
+
+class Stream:
+    """Stand-in for torch.cuda.Stream: all work is done at once."""
+
+    def __init__(self, *args: object) -> None:
+        pass
+
+    def wait_stream(self, other: Stream) -> None:
+        """Do nothing."""
+
+    def synchronize(self) -> None:
+        """Do nothing."""
 
 
 class Graphs:
@@ -127,6 +141,9 @@ class FakeGpu:
         )
         patch(torch.cuda, "get_device_properties", lambda _: card)
         patch(torch.cuda, "Event", Event)
+        patch(torch.cuda, "Stream", Stream)
+        patch(torch.cuda, "current_stream", Stream)
+        patch(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
         patch(device, "num_cuda_devices", lambda: 1)
         patch(device_steps, "CudaGraphs", Graphs)
         self._patch_triton(monkeypatch)

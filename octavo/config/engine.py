@@ -136,8 +136,13 @@ class EngineConfig(Section, frozen=True):
 
     @property
     def adapts_experts(self) -> bool:
-        """True if adapters may change experts: each process has all it computes, and keeps it."""
-        return not (self.divides_experts or self.device.enable_eplb)
+        """True if adapters may change experts, unless `device=auto` finds a GPU.
+
+        They must be on a CPU, and each process keeps the experts that it computes.
+        """
+        device = self.device
+        on_gpu = device.device not in ("auto", "cpu") or device.attention_backend == "triton"
+        return not (on_gpu or self.divides_experts or device.enable_eplb)
 
     @property
     def divides_experts(self) -> bool:

@@ -134,12 +134,6 @@ REQUIREMENTS = (
         " if an expert could not be read; leave out one of the two.",
     ),
     Requirement(
-        "`enable_lora`",
-        _NATIVE,
-        lambda config, platform: config.lora.enable_lora and not _is_native(config, platform),
-        "enable_lora: adapters work on device=cpu only, without Triton; leave it out.",
-    ),
-    Requirement(
         "`kv_transfer_config`",
         "`enable_prefix_caching`",
         lambda config, platform: (

@@ -431,6 +431,13 @@ class Ops(Protocol):
         """
         ...
 
+    def put_lora_tables(self, tables: Sequence[LoraTable]) -> None:
+        """Copy all tables of a model to the device, after the steps that were launched before.
+
+        `add_lora` reads the copy. On a CPU nothing is copied.
+        """
+        ...
+
     def add_lora(self, out: Tensor, x: Tensor, slots: Tensor, table: LoraTable) -> None:
         """Add each row's scale * (x A^T) B^T to the results of a linear layer: out [T, N].
 

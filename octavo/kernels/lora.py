@@ -17,6 +17,8 @@ _LINE = 64  # bytes of a cache line
 
 _SLICE = np.dtype([("a", "u8"), ("b", "u8"), ("rank", "i8"), ("scale", "f4")], align=True)
 """LoraSlice in csrc/kernels.h."""
+SLICE_WORDS = _SLICE.itemsize // 8
+"""Words of 64 bits of a slice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +45,8 @@ class LoraWeight:
 class LoraTable:
     """The adapters in the slots of one linear layer.
 
-    A change takes effect at the next call of `Ops.add_lora`, in a recorded step, too.
+    A change takes effect at the next call of `Ops.add_lora` after `Ops.put_lora_tables`, in a
+    recorded step, too.
 
     Args:
         num_slots: number of adapters.
@@ -75,6 +78,8 @@ class LoraTable:
             [None] * len(outputs) for _ in range(num_slots)
         ]
         """Weights of each slot for each module; None: no change."""
+        self.on_device: object | None = None
+        """What `Ops.put_lora_tables` keeps on the device."""
 
     def weight_nbytes(self, module: int, rank: int, dtype: str) -> int:
         """Return the bytes of a packed weight for a module, up to the next cache line."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from octavo._native import kernels
 from octavo.kernels.lora import LANES, PANEL, LoraTable, LoraWeight
 from octavo.kernels.native_base import DTYPE_CODES, NativeMemory, check_rows
@@ -37,6 +39,9 @@ class NativeLoraOps(NativeMemory):
                 dtype=DTYPE_CODES[dtype],
             )
         return LoraWeight(*parts, rank, n, k, scale)
+
+    def put_lora_tables(self, tables: Sequence[LoraTable]) -> None:
+        """Do nothing: the kernel reads the tables themselves."""
 
     def add_lora(self, out: Tensor, x: Tensor, slots: Tensor, table: LoraTable) -> None:
         """Read the table when the kernel runs."""

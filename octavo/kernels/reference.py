@@ -346,6 +346,9 @@ class ReferenceOps:
         left, right = (self.to_device(x).to(torch_dtype(dtype)) for x in (a, b))
         return LoraWeight(left, right, a.shape[0], b.shape[0], a.shape[1], scale)
 
+    def put_lora_tables(self, tables: Sequence[LoraTable]) -> None:
+        """Do nothing: `add_lora` reads the tables themselves."""
+
     def add_lora(self, out: Tensor, x: Tensor, slots: Tensor, table: LoraTable) -> None:
         """Compute slot by slot."""
         for slot, weights in enumerate(table.weights):

@@ -113,6 +113,12 @@ class Adapters:
         for name, each in weights.items():
             self.layers[name].set(slot, each)
         self._changed[slot] = list(weights)
+        self.put_tables()
+
+    def put_tables(self) -> None:
+        """Copy the tables of all layers to the device; needed before the first step."""
+        tables = [it for it in self.layers.values() if isinstance(it, LoraTable)]
+        self.ops.put_lora_tables(tables)
 
     def clear(self, slot: int) -> None:
         """Remove the adapter from a slot."""

@@ -40,7 +40,7 @@ from octavo.quantization.base import IntArray
 from octavo.quantization.plain import PLAIN
 from octavo.system.tensor import HostTensor, from_numpy, numpy_dtype
 
-_MOVING = "experts that several engines divide, or that enable_eplb moves,"
+_MOVING = "experts on a GPU, or that several engines divide, or that enable_eplb moves,"
 _NOT_LINEAR = "embeddings, norms, and weights that have other uses, too,"
 
 

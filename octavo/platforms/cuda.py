@@ -160,6 +160,17 @@ class CUDAPlatform(Platform):
                 "use a smaller model."
             ) from error
 
+    @contextlib.contextmanager
+    def beside_steps(self, device: torch.device) -> Iterator[None]:
+        """Implement `Platform` by a stream of its own."""
+        import torch
+
+        stream = torch.cuda.Stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.inference_mode(), torch.cuda.stream(stream):
+            yield
+        stream.synchronize()
+
     def allocated_nbytes(self, device: torch.device) -> int:
         """Implement `Platform`."""
         import torch
@@ -172,6 +183,7 @@ class CUDAPlatform(Platform):
         device: torch.device,
         run_largest_step: Callable[[], int],
         allocated_before: int,
+        adapter_nbytes: int,
     ) -> MemoryBudget:
         """Measure the memory by a step of the largest size."""
         import torch
@@ -186,9 +198,11 @@ class CUDAPlatform(Platform):
             # most.
             rows = setup.config.scheduler.max_num_seqs
             step += -(-step * rows // setup.max_num_batched_tokens)
-            step += len(sizes) * _GRAPH_NBYTES + 4 * rows * setup.spec.vocab_size
+            graphs = len(sizes) * (2 if adapter_nbytes else 1)
+            step += graphs * _GRAPH_NBYTES + 4 * rows * setup.spec.vocab_size
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
+        lora = setup.config.lora
         total, free = machine.cuda_memory(device)
         foreign = total - free - torch.cuda.memory_reserved(device) + allocated_before
         return MemoryBudget(
@@ -197,7 +211,12 @@ class CUDAPlatform(Platform):
             most_kv_cache=total,
             items=(
                 MemoryItem("runtime", foreign),
-                MemoryItem("weights", loaded - allocated_before),
+                MemoryItem("weights", loaded - allocated_before - adapter_nbytes),
+                MemoryItem(
+                    "adapters",
+                    adapter_nbytes,
+                    note=f" for {lora.num_in_memory} of rank {lora.max_lora_rank}",
+                ),
                 MemoryItem("activations", step, "step"),
             ),
         )

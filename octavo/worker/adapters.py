@@ -7,16 +7,17 @@ import queue
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from octavo.errors import AdapterError, OctavoError
 from octavo.kernels.base import Ops
 from octavo.kernels.lora import ExpertPart, LoraTable, LoraWeight
-from octavo.kernels.memory import map_memory
 from octavo.kernels.sizes import lora_nbytes
 from octavo.layers.adapter import Adapters
 from octavo.messages import AdapterChange, AdapterLoaded, AdapterRef
 from octavo.models.adapters import AdaptableModel, Slice, open_adapter
 from octavo.plan.setup import WorkerSetup
+from octavo.worker.platform import Platform
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +29,8 @@ class AdapterStore:
 
     Args:
         setup: the worker's setup.
+        platform: platform of the device.
+        device: the model's device.
         ops: operations that pack weights.
         adapters: the live adapters of the model.
         report: callback for the result of each read, on any thread.
@@ -36,11 +39,20 @@ class AdapterStore:
     def __init__(
         self,
         setup: WorkerSetup,
+        platform: Platform,
+        device: Any,
         ops: Ops,
         adapters: Adapters,
         report: Callable[[AdapterLoaded], object],
     ) -> None:
         self._setup, self._ops, self._adapters, self._report = setup, ops, adapters, report
+        self._platform, self._device = platform, device
+        num_slots, nbytes = setup.config.lora.num_in_memory, adapters.slot_nbytes(setup.dtype)
+        self._memory = platform.allocate_cache(num_slots, nbytes, ops)
+        """Memory of each slot: uint8 [slots, slot_nbytes]."""
+        self.nbytes = num_slots * nbytes
+        """Size of this memory."""
+        adapters.put_tables()
         self._model = AdaptableModel(setup.part, adapters.layers)
         self._thread = ThreadPoolExecutor(1, "octavo-adapters")
         self._read: queue.SimpleQueue[tuple[int, _Weights]] = queue.SimpleQueue()
@@ -60,7 +72,9 @@ class AdapterStore:
 
     def _load(self, slot: int, adapter: AdapterRef) -> None:
         try:
-            self._read.put((slot, self._pack(adapter)))
+            with self._platform.beside_steps(self._device):
+                weights = self._pack(slot, adapter)
+            self._read.put((slot, weights))
         except OctavoError as error:
             self._report(AdapterLoaded(slot, str(error), type(error).__name__))
         except Exception as error:  # such as a MemoryError; other adapters are not affected
@@ -70,8 +84,10 @@ class AdapterStore:
         else:
             self._report(AdapterLoaded(slot))
 
-    def _pack(self, adapter: AdapterRef) -> _Weights:
-        """Read an adapter; return its packed weights by linear layer.
+    def _pack(self, slot: int, adapter: AdapterRef) -> _Weights:
+        """Read an adapter into a slot's memory; return its packed weights by linear layer.
+
+        No step uses the slot from now on.
 
         Raises:
             AdapterError: the files cannot be used, or have changed since they were checked.
@@ -97,7 +113,7 @@ class AdapterStore:
             layers[layer].weight_nbytes(module, one.a.shape[0], setup.dtype)
             for layer, module, one in places
         ]
-        memory = map_memory(sum(sizes))
+        memory = self._memory[slot]
         weights: _Weights = {
             layer: [None] * (len(layers[layer].bounds) - 1) for layer in loaded.slices
         }
@@ -105,7 +121,7 @@ class AdapterStore:
         for (layer, module, one), size in zip(places, sizes, strict=True):
             (rank, inputs), outputs = one.a.shape, one.b.shape[0]
             end = begin + lora_nbytes(rank, outputs, inputs, setup.dtype)
-            out = self._ops.to_device(memory[begin:end])
+            out = memory[begin:end]
             packed = self._ops.pack_lora(one.a, one.b, one.scale, setup.dtype, out)
             weights[layer][module] = packed
             begin += size

@@ -13,6 +13,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -24,7 +25,7 @@ from octavo.kernels.torch_tensors import torch_dtype
 from octavo.kernels.triton.ops import TritonOps
 from octavo.kernels.triton.tokens import take_tokens
 from octavo.layers.step_table import SAMPLING_ROW_WORDS, StepLayout, StepSize, StepTable
-from octavo.worker.graphs import EagerSteps, StepResult
+from octavo.worker.graphs import EagerSteps, StepResult, has_adapters
 from octavo.worker.input_batch import HostTable, InputBatch, StepBuffers, StepInputs
 
 logger = logging.getLogger(__name__)
@@ -81,6 +82,8 @@ class _Graph:
     buffers: list[StepBuffers]
     """The step's inputs in each of the host's buffers."""
     graph: Graph
+    adapted: Graph | None
+    """Step whose tokens may have adapters; None: the model has none."""
 
 
 class DeviceSteps:
@@ -144,7 +147,7 @@ class DeviceSteps:
 
     def run(self, inputs: StepInputs, params: NDArray[np.void] | None) -> StepResult:
         """Launch a step; see `StepRunner`."""
-        size, host = inputs.size, inputs.table
+        size, host, adapted = inputs.size, inputs.table, has_adapters(inputs)
         graph = self._find_graph(size.tokens, size.requests)
         host.sampling_rows[: size.samples] = inputs.sampling_rows
         # A captured step always chooses tokens. If they are not used: greedily, which is quick.
@@ -159,7 +162,9 @@ class DeviceSteps:
             copied.record()
         if graph is not None:
             self._rows = graph.table.sampling_rows[: size.samples]
-            graph.graph.replay()
+            captured = graph.adapted if adapted else graph.graph
+            assert captured is not None
+            captured.replay()
             return StepResult(
                 self._hidden[: size.requests],
                 self._logits[: size.samples],
@@ -170,7 +175,11 @@ class DeviceSteps:
         self._rows = table.sampling_rows
         max_seq_len = int(host.seq_lens[: size.requests].max())
         return self._forward(
-            table, int(inputs.counts.max()), max_seq_len, sample=params is not None
+            table,
+            int(inputs.counts.max()),
+            max_seq_len,
+            sample=params is not None,
+            has_adapters=adapted,
         )
 
     def put_tokens(self, tokens: Tensor) -> None:
@@ -184,6 +193,7 @@ class DeviceSteps:
         """
         start, before = time.monotonic(), self._reserved()
         capture = capture or CudaGraphs(self.device)
+        variants = (False,) if self._eager.adapters is None else (False, True)
         for size in sorted(sizes, reverse=True):
             layout = self._batch.layout(StepSize(size, size, size))
             table = _device_table(layout, self._memory)
@@ -194,8 +204,10 @@ class DeviceSteps:
             for array in table.extra.values():
                 array.fill_(-1)
 
-            def step(table: DeviceTable = table, size: int = size) -> None:
-                result = self._forward(table, 1, self._max_model_len, sample=True)
+            def step(adapted: bool, table: DeviceTable = table, size: int = size) -> None:
+                result = self._forward(
+                    table, 1, self._max_model_len, sample=True, has_adapters=adapted
+                )
                 assert result.tokens is not None
                 self._hidden[:size], self._logits[:size] = result.hidden, result.logits
                 self._tokens[:size] = result.tokens
@@ -203,7 +215,9 @@ class DeviceSteps:
                     self._kept[layer][:size] = hidden
 
             buffers = [StepBuffers(layout, host.numpy()) for host in self._host]
-            self._graphs[size] = _Graph(layout, table, buffers, capture(step))
+            graphs = [capture(partial(step, adapted)) for adapted in variants]
+            adapted = graphs[1] if len(graphs) > 1 else None
+            self._graphs[size] = _Graph(layout, table, buffers, graphs[0], adapted)
         logger.info(
             "captured %d decode steps of up to %d requests in %.1f s, %.0f MiB",
             len(sizes),
@@ -223,11 +237,17 @@ class DeviceSteps:
         return None if size is None else self._graphs[size]
 
     def _forward(
-        self, table: DeviceTable, max_query_len: int, max_seq_len: int, *, sample: bool
+        self,
+        table: DeviceTable,
+        max_query_len: int,
+        max_seq_len: int,
+        *,
+        sample: bool,
+        has_adapters: bool,
     ) -> StepResult:
         eager, indices, rows = self._eager, table.logits_indices, table.sampling_rows
         take_tokens(table.input_ids, indices, rows, self._sampled)
-        step = eager.context(table, max_query_len, max_seq_len)
+        step = eager.context(table, max_query_len, max_seq_len, has_adapters=has_adapters)
         hidden = eager.model.forward(table.input_ids, step)
         if len(indices) == 0:
             return StepResult(hidden, self._logits[:0], step.kept, self._tokens[:0])

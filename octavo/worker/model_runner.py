@@ -189,7 +189,7 @@ class ModelRunner:
                 self.ops,
                 lora.num_in_memory,
                 lora.max_lora_rank,
-                adapts_experts=config.adapts_experts,
+                adapts_experts=config.adapts_experts and self.ops.name == "native",
             )
         buffers, exchange = make_buffers(setup), make_exchange(setup)
         with loading_bar(config.model.model, shown=setup.rank.number == 0) as progress:
@@ -407,6 +407,8 @@ class ModelRunner:
         if not self.spec.generates:
             pooling = PoolingSpec(self.spec.poolers[0].task, whole=self.spec.sees_all)
         new = NewRequestData([0] * count, count, params, 0, state_slots=[0], pooling=pooling)
+        if self.adapters is not None:
+            new.adapter_slot = 0
         self.execute_model(
             SchedulerOutput(
                 scheduled_reqs=[

@@ -133,6 +133,14 @@ class Platform(ABC):
         """
         return nullcontext()
 
+    def beside_steps(self, device: Any) -> AbstractContextManager[None]:
+        """Return a context for work on the device beside the steps, on another thread than theirs.
+
+        The work begins after the steps that have been launched. At the end of the context it is
+        complete.
+        """
+        return nullcontext()
+
     def allocated_nbytes(self, device: Any) -> int:
         """Return the bytes that this process has on the device; 0 if it does not measure them."""
         return 0
@@ -143,6 +151,7 @@ class Platform(ABC):
         device: Any,
         run_largest_step: Callable[[], int],
         allocated_before: int,
+        adapter_nbytes: int,
     ) -> MemoryBudget:
         """Return the available and the needed memory, with the model loaded.
 
@@ -152,6 +161,7 @@ class Platform(ABC):
             run_largest_step: runs a step of the largest size on a temporary KV cache; returns the
                 bytes of that cache.
             allocated_before: `allocated_nbytes` before the model was loaded.
+            adapter_nbytes: bytes of the memory of adapters, which has been allocated since.
         """
         raise NotImplementedError(f"{self.name} estimates its memory")
 

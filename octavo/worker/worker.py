@@ -45,12 +45,15 @@ class Worker:
         self._on_adapter: Callable[[AdapterLoaded], object] = lambda loaded: None
         self._adapters: AdapterStore | None = None
         if self._runner.adapters is not None:
-            self._adapters = AdapterStore(
-                setup,
-                self._runner.ops,
-                self._runner.adapters,
-                lambda loaded: self._on_adapter(loaded),
-            )
+            with self._platform.computing("allocating the memory of adapters"):
+                self._adapters = AdapterStore(
+                    setup,
+                    platform,
+                    self.device,
+                    self._runner.ops,
+                    self._runner.adapters,
+                    lambda loaded: self._on_adapter(loaded),
+                )
         self._step = 0  # number of the current one; the engine core counts in the same way
 
     @property
@@ -67,6 +70,7 @@ class Worker:
                 self.device,
                 self.runner.run_largest_step,
                 self._allocated_before,
+                0 if self._adapters is None else self._adapters.nbytes,
             )
 
     def initialize_kv_cache(self, kv_cache: KVCacheConfig) -> None:

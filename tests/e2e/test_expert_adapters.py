@@ -225,6 +225,6 @@ def test_processes_that_divide_experts(layout: str, mixture: Path, outer: Path) 
     with engine(mixture / "base", **settings) as llm:
         assert ask(llm, [adapter, None] * 2) == expected * 2
         for name in ("a", "single"):
-            with pytest.raises(AdapterError, match="experts that several engines divide, or that"):
+            with pytest.raises(AdapterError, match="experts on a GPU, or that several engines"):
                 ask(llm, [LoRARequest(name, 5, str(mixture / name))])
         assert ask(llm, [None]) == expected[1:]

@@ -13,18 +13,24 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from octavo import LLM, SamplingParams
+from octavo import LLM, LoRARequest, SamplingParams
+from octavo.checkpoints.registry import open_checkpoint
+from octavo.config import EngineConfig
 from octavo.errors import ConfigError
 from octavo.frontend.input_processor import InputProcessor
 from octavo.kernels.reference import ReferenceOps
 from octavo.kernels.torch_tensors import from_torch
 from octavo.messages import GuardSpec
+from octavo.models.adapters import AdaptableModel
+from octavo.models.blocks.base import is_adaptable
+from octavo.models.registry import read_spec
 from octavo.quantization import int4
 from octavo.quantization.base import PackedShape
 from octavo.quantization.gptq import GPTQ
 from octavo.quantization.int4 import GROUP_SIZE
 from octavo.system.tensor import from_numpy
 from octavo.worker import model_runner
+from tests.adapters import make_factors, write_adapter
 from tests.drafts import SETTINGS, Drafter
 from tests.e2e.test_triton import folder
 from tests.encoders import write_encoder
@@ -244,6 +250,58 @@ def test_a_weight_of_a_checkpoint(gpu: FakeGpu) -> None:
     packed = form.pack(ops, form.cut(tensors, [slice(None)], None), PackedShape(40, 96, "float32"))
     got = ops.linear(ops.to_device(np.eye(96, dtype=np.float32)), packed)
     np.testing.assert_allclose(ops.to_host(got).T, weight, rtol=1e-6, atol=1e-8)
+
+
+@pytest.fixture(scope="module")
+def adapters(llama: str, tmp_path_factory: pytest.TempPathFactory) -> list[LoRARequest | None]:
+    """Return no adapter, and two adapters of different ranks."""
+    folder = tmp_path_factory.mktemp("adapters")
+    spec = read_spec(open_checkpoint(Path(llama), "auto"), EngineConfig().model)
+    names = {weight.name.removesuffix("weight") for weight in spec.weights()}
+    model = AdaptableModel(spec, {name for name in names if is_adaptable(name)})
+    requests: list[LoRARequest | None] = [None]
+    for rank in (3, 8):
+        modules = list(model.modules)[rank % 2 :]
+        factors = make_factors(model, modules, rank=rank, seed=rank)
+        path = write_adapter(folder / str(rank), factors, r=rank, lora_alpha=2 * rank)
+        requests.append(LoRARequest(f"rank {rank}", rank, str(path)))
+    return requests
+
+
+LORA = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"enforce_eager": True, "quantization": "int8"}, {"batch_invariant": True}],
+    ids=["captured", "eager int8", "invariant"],
+)
+def test_adapters(
+    settings: dict[str, object],
+    llama: str,
+    adapters: list[LoRARequest | None],
+    gpu: FakeGpu,
+) -> None:
+    """Tokens are those of the CPU; no step waits, also while adapters are read."""
+    params = [PLAIN, GREEDY, GREEDY]
+    native = {"quantization": settings.get("quantization")}
+
+    def ask(llm: LLM, requests: list[LoRARequest | None]) -> list[list[int]]:
+        prompts = [{"prompt_token_ids": ids} for ids in PROMPTS]
+        outputs = llm.generate(prompts, params, lora_request=requests, use_tqdm=False)
+        return ids([output.outputs[0] for output in outputs])
+
+    mixes = [adapters, [adapters[2], None, adapters[1]], [adapters[1]] * 3, [None] * 3]
+    with LLM(model=llama, dtype="float32", device="cpu", **SMALL | native | LORA) as llm:
+        expected = [ask(llm, mix) for mix in mixes]
+    assert len({str(tokens) for tokens in expected}) == len(mixes)
+    few = {"max_loras": 1} if "batch_invariant" in settings else {}  # slots change adapters
+    with LLM(model=llama, dtype="float32", device="cuda", **SMALL | settings | LORA | few) as llm:
+        gpu.waits.clear()
+        replays = gpu.replays
+        assert [ask(llm, mix) for mix in mixes] == expected
+        assert gpu.waits == []
+        assert (gpu.replays > replays) != ("enforce_eager" in settings)
 
 
 def test_everything_that_sampling_has(llama: str, llm: LLM, gpu: FakeGpu) -> None:

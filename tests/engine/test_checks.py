@@ -29,7 +29,6 @@ CASES = [
     (CACHE | {"weight_cache": "off"}, "expert_cache keeps the experts in the weight_cache folder"),
     (CACHE | {"load_format": "dummy"}, "expert_cache needs the weights of a checkpoint"),
     (CACHE | {"kv_transfer_config": CONNECTOR}, "expert_cache is not supported with kv_transfer"),
-    (TRITON | {"enable_lora": True}, "enable_lora: adapters work on device=cpu only"),
     (
         {"kv_transfer_config": CONNECTOR, "enable_prefix_caching": False},
         "kv_transfer_config needs enable_prefix_caching",

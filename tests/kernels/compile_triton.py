@@ -27,12 +27,14 @@ from octavo.kernels.base import (
     Wkv7Inputs,
     Wkv7Parameters,
 )
+from octavo.kernels.lora import SLICE_WORDS, LoraTable
 from octavo.kernels.routing import Routing
 from octavo.kernels.triton import (
     activation,
     experts,
     gemm,
     kv_write,
+    lora,
     norm,
     quantized,
     routing,
@@ -205,6 +207,17 @@ def products(x: torch.Tensor) -> None:
             mixture(x, weight)
 
 
+def adapters(dtype: torch.dtype, rank: int) -> None:
+    """Launch the changes of adapters, for few rows and for many."""
+    table = LoraTable(8, [4096, 1024, 1024], 4096, rank)
+    slices = zeros(*table.slices.shape, SLICE_WORDS, dtype=torch.int64)
+    table.on_device = lora.DeviceTable(slices, zeros(96, 4, dtype=torch.int32), slices)
+    for rows in (8, 4096):
+        x, slots = zeros(rows, 4096, dtype=dtype), zeros(rows, dtype=torch.int32)
+        precision = "ieee" if dtype == torch.float32 else "tf32x3"
+        lora.add_lora(zeros(rows, 6144, dtype=dtype), x, slots, table, precision, upcast=False)
+
+
 def states(dtype: torch.dtype) -> None:
     """Launch the operations with recurrent states, of the sizes of published models."""
     ops, ints = TritonOps("meta"), zeros(5, dtype=torch.int32)
@@ -247,6 +260,8 @@ for capability in sys.argv[1:]:
     kernels(torch.bfloat16)
     if target.arch >= 90:
         kernels(torch.float32)
+    adapters(torch.float16 if target.arch < 90 else torch.bfloat16, 16)
+    adapters(torch.float32 if target.arch < 90 else torch.bfloat16, 64)
     states(torch.bfloat16 if target.arch < 90 else torch.float32)
     logits, ids = zeros(3, 128256), zeros(3, dtype=torch.int64)
     sample.sample(logits, zeros(3, 4, dtype=torch.int64), ids)

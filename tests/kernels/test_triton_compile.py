@@ -43,6 +43,8 @@ KERNELS = {
     "_sample",
     "_apply_bitmask",
     "_take",
+    "_shrink",
+    "_expand",
 }
 
 

@@ -1,7 +1,9 @@
 """Parts of an engine on a GPU, with stand-ins for torch's answers."""
 
+import contextlib
 import importlib.util
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -134,3 +136,32 @@ def test_a_missing_package_names_the_extra(package: str, monkeypatch: pytest.Mon
     message = rf"device=cuda needs the package {package}.*pip install 'octavo\[cuda\]'"
     with pytest.raises(ConfigError, match=message):
         CUDAPlatform().make_ops(setup().config.device, CUDA)
+
+
+def test_work_beside_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waits for the launched steps on the device, and the host waits for it at the end."""
+    calls: list[str] = []
+
+    class Stream:
+        def __init__(self, where: torch.device) -> None:
+            assert where == CUDA
+
+        def wait_stream(self, other: str) -> None:
+            calls.append(f"wait for {other}")
+
+        def synchronize(self) -> None:
+            calls.append("synchronize")
+
+    @contextlib.contextmanager
+    def current(stream: Stream) -> Iterator[None]:
+        calls.append("begin")
+        yield
+        calls.append("end")
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda where: "the steps")
+    monkeypatch.setattr(torch.cuda, "stream", current)
+    with CUDAPlatform().beside_steps(CUDA):
+        assert torch.is_inference_mode_enabled()
+        calls.append("work")
+    assert calls == ["wait for the steps", "begin", "work", "end", "synchronize"]

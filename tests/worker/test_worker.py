@@ -173,7 +173,7 @@ def test_nothing_is_planned_for_captured_steps_that_there_are_not(
     gpu: None, tmp_path: Path, settings: dict[str, object]
 ) -> None:
     setup = make_setup(tmp_path, **settings)
-    memory = CUDAPlatform().measure_memory(setup, torch.device("cuda"), lambda: 7, 0)
+    memory = CUDAPlatform().measure_memory(setup, torch.device("cuda"), lambda: 7, 0, 0)
     assert memory.nbytes("activations") == 50 * MIB - 7
 
 
@@ -185,6 +185,30 @@ def test_what_the_process_had_on_the_card_before_is_not_the_model_s(
     memory = worker.measure_memory()
     assert memory.nbytes("weights") == 15 * MIB
     assert memory.nbytes("runtime") == (100 - 30 + 5) * MIB
+
+
+def test_adapters_are_planned(gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their slots are allocated with the model, and steps with them are captured, too."""
+    allocated: list[tuple[int, int]] = []
+    allocate = CPUPlatform.allocate_cache
+
+    def noted(platform: CPUPlatform, count: int, nbytes: int, ops: Any) -> Any:
+        allocated.append((count, nbytes))
+        return allocate(platform, count, nbytes, ops)
+
+    monkeypatch.setattr(CPUPlatform, "allocate_cache", noted)
+    settings = {"enable_lora": True, "max_loras": 2, "max_cpu_loras": 5, "max_lora_rank": 8}
+    worker, setup = make_worker(tmp_path, **settings)
+    count, nbytes = allocated[-1]
+    linear = [weight for weight in setup.spec.weights() if weight.kind == "linear"]
+    assert count == 5
+    assert nbytes > 4 * 8 * sum(sum(weight.shape) for weight in linear[:-1])
+    memory = worker.measure_memory()
+    assert memory.nbytes("adapters") == 5 * nbytes
+    assert memory.nbytes("weights") == 20 * MIB - 5 * nbytes
+    plain = make_worker(tmp_path)[0].measure_memory()
+    more = memory.nbytes("activations") - plain.nbytes("activations")
+    assert more == 3 * cuda._GRAPH_NBYTES
 
 
 def test_memory_that_runs_out_names_what_to_lower(

@@ -23,11 +23,12 @@ from octavo.kernels.base import (
     StackedWeight,
     TokenSlots,
 )
+from octavo.kernels.lora import LoraTable, LoraWeight
 from octavo.kernels.reference import into
 from octavo.kernels.routing import ExpertActivation, Gate, Routing
-from octavo.kernels.torch_tensors import torch_dtype
+from octavo.kernels.torch_tensors import as_torch, torch_dtype
 from octavo.kernels.triton import activation as _activation
-from octavo.kernels.triton import experts, gemm, norm, quantized, sample
+from octavo.kernels.triton import experts, gemm, lora, norm, quantized, sample
 from octavo.kernels.triton import routing as _routing
 from octavo.kernels.triton.states import TritonStateOps
 from octavo.system.tensor import HostTensor
@@ -108,6 +109,20 @@ class TritonOps(TritonStateOps):
         assert out is None
         own = None if order is None else self.to_device(order)
         return quantized.pack(n, k, format, group_size, parts, own)
+
+    def pack_lora(
+        self, a: HostTensor, b: HostTensor, scale: float, dtype: str, out: Tensor | None = None
+    ) -> LoraWeight:
+        """Pack on the host, and copy once."""
+        left, right = as_torch(a), as_torch(b)
+        return lora.pack(left, right, scale, torch_dtype(dtype), out, self.device)
+
+    def put_lora_tables(self, tables: Sequence[LoraTable]) -> None:
+        lora.put_tables(tables, self.device)
+
+    def add_lora(self, out: Tensor, x: Tensor, slots: Tensor, table: LoraTable) -> None:
+        """Run a kernel for each product; a row's bits do not depend on other rows."""
+        lora.add_lora(out, x, slots, table, lora.best_precision(x), upcast=self.upcast)
 
     def rms_norm(
         self,
