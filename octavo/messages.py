@@ -197,6 +197,8 @@ class AdapterRef(msgspec.Struct, array_like=True, frozen=True):
     are; the worker rejects files with another one."""
     invocation_tokens: tuple[int, ...] = ()
     """Tokens of the prompt that begin an activated LoRA; empty: the adapter changes all tokens."""
+    lora_int_id: int = 1
+    """Number of the adapter in its front end; the engine ignores it."""
 
 
 class RequestOptions(msgspec.Struct, array_like=True, frozen=True):

@@ -10,6 +10,8 @@ from typing import Any, Generic, TypeVar, overload
 import numpy as np
 from numpy.typing import NDArray
 
+from octavo.lora_request import LoRARequest
+
 
 @dataclass(slots=True)
 class Logprob:
@@ -239,7 +241,8 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
-    lora_request: None = None
+    lora_request: LoRARequest | None = None
+    """The adapter of the request, with its absolute path."""
     encoder_prompt: None = None
     encoder_prompt_token_ids: None = None
     num_cached_tokens: int = 0

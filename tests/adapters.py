@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from octavo.checkpoints.registry import open_checkpoint
 from octavo.config import EngineConfig
-from octavo.models.adapters import AdaptableModel, LoadedAdapter
+from octavo.models.adapters import AdaptableModel, Adapter, Slice
 from octavo.models.blocks.base import is_adaptable
 from octavo.models.hub import resolve_folders
 from octavo.models.registry import read_spec
@@ -47,6 +48,23 @@ def write_adapter(folder: Path, tensors: Mapping[str, Tensor], **fields: Any) ->
     (folder / "adapter_config.json").write_text(json.dumps(config | fields))
     save_file(dict(tensors), folder / "adapter_model.safetensors")
     return folder
+
+
+@dataclass(frozen=True)
+class LoadedAdapter:
+    """Factors of an adapter, and the hash of its content."""
+
+    content_hash: str
+    slices: dict[str, list[Slice]]
+    """Slices of each linear layer, in the order of the outputs."""
+
+
+def load_all(adapter: Adapter) -> LoadedAdapter:
+    """Read an adapter into memory."""
+    found: dict[str, list[Slice]] = {}
+    content_hash = adapter.read(lambda layer, one: found.setdefault(layer, []).append(one))
+    slices = {layer: sorted(own, key=lambda it: it.begin) for layer, own in sorted(found.items())}
+    return LoadedAdapter(content_hash, slices)
 
 
 def builtin_model() -> AdaptableModel:

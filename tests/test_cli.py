@@ -60,6 +60,8 @@ def example(field):
         return ["yes"], True
     if field.type is bool:
         return (["no"] if field.default else []), not field.default
+    if field.name == "lora_hub_repos":
+        return ["a/a", "b/*"], ["a/a", "b/*"]
     if field.name == "lora_modules":
         return ["a=/a", "b=/b"], ["a=/a", "b=/b"]
     if field.type == list[str]:
@@ -109,6 +111,8 @@ NEEDED = {
     "eplb_config": ["-tp", "2", "-ep", "--enable-eplb"],
     "lora_modules": ["--enable-lora"],
     "lora_root": ["--enable-lora"],
+    "lora_hub_repos": ["--enable-lora"],
+    "lora_resolvers": ["--enable-lora"],
 }
 """Other flags that a setting needs."""
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from octavo.checkpoints.base import FLOATS, Expected, Source, shorten_names
 from octavo.checkpoints.config_json import ConfigJson
 from octavo.checkpoints.mapped_file import StoredTensor
-from octavo.checkpoints.model_files import printable, require_file
+from octavo.checkpoints.model_files import open_file, printable, require_file
 from octavo.checkpoints.patterns import compile_safely
 from octavo.checkpoints.safetensors_header import read_header
 from octavo.checkpoints.torch_header import read_torch_header
@@ -34,6 +34,7 @@ WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 """Names of the file of the tensors, the preferred one first."""
 MERGE = "merge it into the model with peft (merge_and_unload), and serve the result"
 """Advice for adapters of other kinds."""
+_MOST_CONFIG_NBYTES = 2**20  # parsing it holds the interpreter's lock
 _KINDS = {
     "use_dora": "DoRA",
     "lora_bias": "LoRA with a bias of B",
@@ -89,6 +90,11 @@ class Factors:
     """A: [rank, inputs]."""
     b: StoredTensor
     """B: [outputs, rank]."""
+
+    @property
+    def tensors(self) -> dict[str, StoredTensor]:
+        """All tensors by their names."""
+        return {"A": self.a, "B": self.b}
 
     @property
     def rank(self) -> int:
@@ -177,7 +183,7 @@ class PeftFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        config = ConfigJson.load(path / CONFIG)
+        config = ConfigJson.load(path / CONFIG, _MOST_CONFIG_NBYTES)
         _refuse_other_kinds(config)
         self._config = config
         self._rank = config.integer("r")
@@ -411,12 +417,13 @@ class AdapterData:
 
     Raises:
         AdapterError: the file has changed since its description was read, or ends too early.
+        ModelError: the file is no regular file any more.
         OSError: the file cannot be read.
     """
 
     def __init__(self, adapter: AdapterFile) -> None:
         self._file, self._identity = adapter.file, adapter.identity
-        self._stream = self._file.open("rb", buffering=0)
+        self._stream = open_file(adapter.file)
 
     def __enter__(self) -> AdapterData:
         return self
@@ -429,20 +436,71 @@ class AdapterData:
         if _identity(os.fstat(self._stream.fileno())) != self._identity:
             raise AdapterError(f"{self._file} has changed while it was read; load it again.")
 
-    def read(self, stored: StoredTensor) -> NDArray[Any]:
-        """Return the numbers of a tensor, in a type of numpy or ml_dtypes."""
-        dtype = numpy_dtype(stored.dtype)
-        spans = zip(stored.shape, stored.strides or (), strict=False)
-        count = math.prod(stored.shape)
+    def read(
+        self, tensors: Sequence[StoredTensor]
+    ) -> tuple[list[NDArray[Any]], list[NDArray[Any]]]:
+        """Return the numbers of tensors, in types of numpy or ml_dtypes.
+
+        Returns:
+            Blocks of all numbers in the order of the file, where neighbours of one type are one
+            block; and the tensors, which are views of blocks.
+        """
+        places, sizes = _plan_blocks(self._file, tensors)
+        blocks: list[NDArray[Any]] = []
+        for begin, nbytes, dtype in sizes:
+            block = np.empty(nbytes, np.uint8)
+            self._stream.seek(begin)
+            if self._stream.readinto(block.data) != nbytes:
+                raise AdapterError(f"{self._file} has changed while it was read; load it again.")
+            blocks.append(block.view(numpy_dtype(dtype)))
+        arrays: list[NDArray[Any]] = [
+            np.ndarray(
+                stored.shape,
+                blocks[place].dtype,
+                blocks[place],
+                stored.begin - sizes[place][0],
+                stored.strides,
+            )
+            for stored, place in zip(tensors, places, strict=True)
+        ]
+        return blocks, arrays
+
+
+def _plan_blocks(
+    file: Path, tensors: Sequence[StoredTensor]
+) -> tuple[list[int], list[tuple[int, int, str]]]:
+    """Return the index of each tensor's block, and begin, bytes and type of each block.
+
+    Raises:
+        AdapterError: a tensor is a part of a larger one, which would take more memory.
+    """
+    places, blocks = [0] * len(tensors), [(-1, 0, "")]
+    is_open = False
+    for index in sorted(range(len(tensors)), key=lambda index: tensors[index].begin):
+        stored = tensors[index]
+        size = numpy_dtype(stored.dtype).itemsize
+        nbytes = math.prod(stored.shape) * size
         if stored.strides is not None:
-            count = 1 + sum((size - 1) * stride for size, stride in spans) // dtype.itemsize
-        self._stream.seek(stored.begin)
-        numbers: NDArray[Any] = np.fromfile(self._stream, dtype, count)
-        if len(numbers) != count:
-            raise AdapterError(f"{self._file} has changed while it was read; load it again.")
-        if stored.strides is None:
-            return numbers.reshape(stored.shape)
-        return np.ndarray(stored.shape, dtype, numbers, 0, stored.strides)
+            spans = zip(stored.shape, stored.strides, strict=True)
+            span = size + sum((n - 1) * stride for n, stride in spans)
+            if span > nbytes:
+                raise AdapterError(
+                    f"{file} has tensors that are parts of larger ones; save the adapter again as "
+                    "safetensors."
+                )
+            nbytes = span
+        begin, before, dtype = blocks[-1]
+        if is_open and (stored.begin, stored.dtype, stored.strides) == (
+            begin + before,
+            dtype,
+            None,
+        ):
+            blocks[-1] = begin, before + nbytes, dtype
+        else:
+            blocks.append((stored.begin, nbytes, stored.dtype))
+        places[index] = len(blocks) - 2
+        is_open = stored.strides is None
+    return places, blocks[1:]
 
 
 def identity_of(file: Path) -> tuple[int, ...]:
@@ -473,3 +531,27 @@ def check_place(path: Path, root: Path | None) -> None:
             )
     for file in files:
         require_file(file)
+
+
+def check_opened(adapter: AdapterFile, root: Path) -> None:
+    """Check that the described file of tensors is inside of a folder, even if links change now.
+
+    Raises:
+        AdapterError: it is not, or has changed.
+        OSError: the folders have changed.
+    """
+    place = adapter.file.resolve()
+    if place.is_relative_to(root.resolve()):
+        *folders, name = place.relative_to(root.resolve()).parts
+        at = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            for folder in folders:
+                inner = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=at)
+                os.close(at)
+                at = inner
+            found = os.stat(name, dir_fd=at, follow_symlinks=False)
+        finally:
+            os.close(at)
+        if _identity(found) == adapter.identity:
+            return
+    raise AdapterError(f"{adapter.file} has changed while it was read; load it again.")

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from octavo.checkpoints.model_files import (
+    open_file,
     printable,
     refuse_lfs_pointer,
-    require_file,
     without_config,
 )
 from octavo.errors import ModelError, reason_of
@@ -39,18 +39,19 @@ class ConfigJson:
         """File, and object within it, for error messages."""
 
     @classmethod
-    def load(cls, path: Path) -> ConfigJson:
-        """Read a file.
+    def load(cls, path: Path, most_nbytes: int = MOST_JSON_NBYTES) -> ConfigJson:
+        """Read a file of at most `most_nbytes`.
 
         Raises:
             ModelError: the file is missing, not a JSON object, or too large.
         """
-        require_file(path)
         try:
             refuse_lfs_pointer(path)
-            if path.stat().st_size > MOST_JSON_NBYTES:
-                raise ValueError(f"it has more than {MOST_JSON_NBYTES} bytes")
-            data = json.loads(path.read_text(encoding="utf-8"))
+            with open_file(path) as stream:
+                text = stream.read(most_nbytes + 1)
+            if len(text) > most_nbytes:
+                raise ValueError(f"it has more than {most_nbytes} bytes")
+            data = json.loads(text.decode())
         except FileNotFoundError:
             raise without_config(path.parent) from None
         except (OSError, ValueError, RecursionError) as error:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import stat
+from io import BufferedReader
 from pathlib import Path
 
 from octavo.errors import ModelError
@@ -29,6 +32,42 @@ def require_file(path: Path) -> None:
         raise ModelError(f"{path} is not a regular file; download the model again.")
 
 
+def open_file(path: Path) -> BufferedReader:
+    """Open a regular file for reading; a pipe or device is refused without waiting for it.
+
+    Raises:
+        ModelError: the path is neither a regular file nor a link to one.
+        OSError: the file cannot be opened.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise ModelError(f"{path} is not a regular file; download the model again.")
+    return open(descriptor, "rb")
+
+
+class FileBytes:
+    """Bytes of an open file, which are read when they are sliced: it may be cut off meanwhile.
+
+    Raises:
+        ValueError: the file is empty.
+    """
+
+    def __init__(self, stream: BufferedReader) -> None:
+        self._file = stream.fileno()
+        self._size = os.fstat(self._file).st_size
+        if not self._size:
+            raise ValueError("it is empty")
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, part: slice) -> bytes:
+        """Return the bytes of a slice without step; fewer if the file has been cut off."""
+        begin, end, _ = part.indices(self._size)
+        return os.pread(self._file, max(end - begin, 0), begin)
+
+
 def refuse_lfs_pointer(path: Path) -> None:
     """Check that a file is not a Git-LFS pointer: git without LFS writes a short text instead.
 
@@ -36,7 +75,7 @@ def refuse_lfs_pointer(path: Path) -> None:
         ModelError: the file is a pointer.
         OSError: the file cannot be read.
     """
-    with path.open("rb") as stream:
+    with open_file(path) as stream:
         if stream.read(len(_LFS_POINTER)) == _LFS_POINTER:
             raise ModelError(
                 f"{path} is a Git-LFS pointer, a few lines of text in place of the file. Run "

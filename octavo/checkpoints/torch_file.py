@@ -15,6 +15,7 @@ import struct
 from dataclasses import dataclass
 from typing import Any
 
+from octavo.checkpoints.model_files import FileBytes
 from octavo.system.tensor import itemsize
 
 _MAX_DIMS = 8
@@ -99,7 +100,7 @@ class _Tensor:
 
 
 def read_torch_file(
-    data: memoryview, *, max_entries: int, max_program_nbytes: int
+    data: FileBytes | memoryview, *, max_entries: int, max_program_nbytes: int
 ) -> FileTensor | dict[str, FileTensor]:
     """Return the tensor of a file, or the dictionary of its tensors.
 
@@ -306,7 +307,7 @@ def _make(function: object, args: object) -> object:
     raise TorchFileError(f"it holds something else than tensors{name}")
 
 
-def _read_entries(data: memoryview, most: int) -> dict[str, tuple[int, int]]:
+def _read_entries(data: FileBytes | memoryview, most: int) -> dict[str, tuple[int, int]]:
     """Return begin and end of the bytes of each entry of a zip archive.
 
     Raises:
@@ -336,7 +337,7 @@ def _read_entries(data: memoryview, most: int) -> dict[str, tuple[int, int]]:
     return found
 
 
-def _find_directory(data: memoryview) -> tuple[int, int, int]:
+def _find_directory(data: FileBytes | memoryview) -> tuple[int, int, int]:
     """Return the number of entries of a zip archive, and begin and end of their directory."""
     tail = bytes(data[-_END.size - _MAX_COMMENT_NBYTES :])
     at = len(data) - len(tail) + tail.rindex(b"PK\x05\x06")
@@ -348,7 +349,7 @@ def _find_directory(data: memoryview) -> tuple[int, int, int]:
     return count, begin, begin + nbytes
 
 
-def _read_entry(data: memoryview, at: int) -> tuple[str, tuple[int, int], int]:
+def _read_entry(data: FileBytes | memoryview, at: int) -> tuple[str, tuple[int, int], int]:
     """Return the name of an entry, begin and end of its bytes, and the next entry's position."""
     fields = _unpack(_ENTRY, data, at, b"PK\x01\x02")
     flags, method, packed, size = fields[3], fields[4], fields[8], fields[9]
@@ -375,7 +376,7 @@ def _read_entry(data: memoryview, at: int) -> tuple[str, tuple[int, int], int]:
     return name.decode(), (begin, begin + size), extra_end + fields[12]
 
 
-def _widen(extra: memoryview, sizes: list[int]) -> list[int]:
+def _widen(extra: bytes | memoryview, sizes: list[int]) -> list[int]:
     """Return the sizes of an entry: those that are too large are in its zip64 field."""
     while _ALL_ONES in sizes:
         kind, length = struct.unpack("<HH", extra[:4])
@@ -386,7 +387,9 @@ def _widen(extra: memoryview, sizes: list[int]) -> list[int]:
     return sizes
 
 
-def _unpack(form: struct.Struct, data: memoryview, at: int, signature: bytes) -> tuple[Any, ...]:
+def _unpack(
+    form: struct.Struct, data: FileBytes | memoryview, at: int, signature: bytes
+) -> tuple[Any, ...]:
     """Return the fields of a structure with a signature."""
     fields = form.unpack(data[at : at + form.size])
     if fields[0] != signature:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from octavo.checkpoints.mapped_file import MappedFile, StoredTensor
-from octavo.checkpoints.model_files import refuse_lfs_pointer, require_file
+from octavo.checkpoints.mapped_file import StoredTensor
+from octavo.checkpoints.model_files import FileBytes, open_file, refuse_lfs_pointer
 from octavo.checkpoints.torch_file import TorchFileError, read_torch_file
 from octavo.errors import ModelError
 from octavo.system.tensor import itemsize
@@ -21,14 +21,14 @@ def read_torch_header(file: Path) -> dict[str, StoredTensor]:
     Raises:
         ModelError: the file is damaged, or of another kind.
     """
-    require_file(file)
     try:
         refuse_lfs_pointer(file)
-        tensors = read_torch_file(
-            MappedFile(file).data,
-            max_entries=_MAX_ENTRIES,
-            max_program_nbytes=_MAX_PROGRAM_NBYTES,
-        )
+        with open_file(file) as stream:
+            tensors = read_torch_file(
+                FileBytes(stream),
+                max_entries=_MAX_ENTRIES,
+                max_program_nbytes=_MAX_PROGRAM_NBYTES,
+            )
     except (OSError, ValueError) as error:
         raise ModelError(
             f"{file} is damaged or cut off ({error}); download the file again."

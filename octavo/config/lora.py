@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated
 
 import msgspec
@@ -12,6 +13,10 @@ from octavo.errors import ConfigError
 
 BUILTIN_ADAPTERS = ("octavo/stories-letters", "octavo/stories-llama-calls")
 """Adapters of the built-in model; their names are accepted as paths."""
+
+
+_HUB_ID = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}", re.ASCII)
+_HUB_REPO = re.compile(r"[\w.-]{1,96}/([\w.-]{1,96}|\*)", re.ASCII)
 
 
 class LoRAModule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -56,6 +61,13 @@ class LoRAConfig(Section, frozen=True):
             ' {"name": "a", "path": "/adapters/a"}.'
         ),
     ] = []
+    lora_merge: Annotated[
+        Annotated[str, Meta(min_length=1)] | None,
+        Meta(
+            description="Adapter that is merged into the model's weights when they are loaded: a"
+            " folder, a hub id or a built-in adapter. It needs no enable_lora."
+        ),
+    ] = None
     lora_root: Annotated[
         str | None,
         Meta(
@@ -63,6 +75,21 @@ class LoRAConfig(Section, frozen=True):
             " may load none."
         ),
     ] = None
+    lora_hub_repos: Annotated[
+        list[str],
+        Meta(
+            description="Hub ids of adapters that clients may load (org/name, or org/* for all of"
+            " an owner); default: none."
+        ),
+    ] = []
+    lora_resolvers: Annotated[
+        list[str],
+        Meta(
+            description="Resolvers that find an adapter which a request names as its model and the"
+            " server does not know: folder (folders in lora_root), hub (lora_hub_repos), or the"
+            " name of an installed one; default: none."
+        ),
+    ] = []
 
     @property
     def num_in_memory(self) -> int:
@@ -96,11 +123,28 @@ class LoRAConfig(Section, frozen=True):
             raise ConfigError(
                 f"lora_modules: {same!r} is the name of the model; give the adapter another name."
             )
-        for name, value in (("lora_modules", self.lora_modules), ("lora_root", self.lora_root)):
+        for name in ("lora_modules", "lora_root", "lora_hub_repos", "lora_resolvers"):
+            value = getattr(self, name)
             if value and not self.enable_lora:
                 raise ConfigError(
                     f"{name}={value!r} needs adapters; add enable_lora, or leave {name} out."
                 )
+        for repo in self.lora_hub_repos:
+            if not _HUB_REPO.fullmatch(repo):
+                raise ConfigError(
+                    f"lora_hub_repos={repo!r} is not allowed; write org/name, or org/*."
+                )
+        for resolver, needed in (("folder", "lora_root"), ("hub", "lora_hub_repos")):
+            if resolver in self.lora_resolvers and not getattr(self, needed):
+                raise ConfigError(
+                    f"lora_resolvers: {resolver} needs {needed}; add it, or leave {resolver} out."
+                )
+
+    def allows_from_hub(self, name: str) -> bool:
+        """Return True if clients may load the adapter with a hub id."""
+        owner = name.partition("/")[0]
+        allowed = name in self.lora_hub_repos or f"{owner}/*" in self.lora_hub_repos
+        return allowed and _HUB_ID.fullmatch(name) is not None
 
 
 def _parse(text: str) -> LoRAModule:

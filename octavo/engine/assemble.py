@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from octavo.checkpoints.registry import open_checkpoint
 from octavo.config import EngineConfig
 from octavo.engine.adapters import AdapterInbox
 from octavo.engine.checks import check_settings
@@ -29,6 +28,7 @@ from octavo.kv_connector.base import KVConnectorScheduler
 from octavo.kv_connector.inbox import TransferInbox
 from octavo.kv_connector.registry import get_connector
 from octavo.models.hub import resolve_folders
+from octavo.models.open_model import find_merged, open_model
 from octavo.models.spec import ModelSpec
 from octavo.models.weight_cache import read_ahead
 from octavo.observability.profiler import Profiler
@@ -121,7 +121,7 @@ def make_engine_core(
         logger.info("%s is run as a text model, without %s", spec.architecture, spec.left_out)
     setup = replace(setup, expert_memory=expert_memory, machine=machine)
     config, budget = setup.config, setup.max_num_batched_tokens
-    checkpoint = open_checkpoint(model_path, config.load.load_format)
+    checkpoint = open_model(config, model_path, setup.dtype)
     for stage in setup.stages:
         read_ahead(config, stage.part, checkpoint, setup.dtype)  # while the memory is planned
     make_executor = make_executor or get_executor_class(config)
@@ -257,7 +257,7 @@ def plan_memory(
         warm_spare=warm_spare,
         limit=limit,
         draft=None if setup.draft is None else setup.draft.spec,
-        items=_memory_items(config, spec),
+        items=_memory_items(setup),
         states_per_request=setup.states_per_request,
     )
 
@@ -314,9 +314,15 @@ def _make_kv_publisher(
     return KVEventPublisher(events, rank if parallel.numbered else None, log)
 
 
-def _memory_items(config: EngineConfig, spec: ModelSpec) -> list[MemoryItem]:
+def _memory_items(setup: WorkerSetup) -> list[MemoryItem]:
     """Return the users of the host's memory besides the model and the server."""
+    config, spec = setup.config, setup.spec
     items, transfer = [], config.cache.kv_transfer_config
+    if (adapter := find_merged(config)) is not None:
+        from octavo.models.merge import merge_nbytes
+
+        nbytes = merge_nbytes(adapter, setup.dtype) * setup.rank.world_size
+        items.append(MemoryItem("merging", nbytes, "loading", ", freed before the first step"))
     if transfer is not None:
         nbytes = get_connector(transfer).host_nbytes(transfer)
         items.append(MemoryItem("KV connector", nbytes, note=" for blocks"))

@@ -15,10 +15,10 @@ import msgspec
 import octavo
 from octavo import _native
 from octavo.checkpoints.identity import model_hash
-from octavo.checkpoints.registry import open_checkpoint
 from octavo.config import EngineConfig
 from octavo.kv_cache.block_map import INTERVAL, REST, BlockMap
 from octavo.messages import EngineCoreOutputs, EngineCoreRequest, SchedulerOutput
+from octavo.models.open_model import open_model
 from octavo.observability.recording import (
     FORMAT,
     Head,
@@ -54,7 +54,7 @@ def make_recorder(
         created=clock.now(),
         build=describe_build(),
         config=msgspec.to_builtins(config),
-        model=model_hash(open_checkpoint(path, config.load.load_format), tokenizer_path),
+        model=model_hash(open_model(config, path), tokenizer_path),
         prompts=settings.prompts,
     )
     return Recorder(Path(settings.path), head, settings.max_bytes)

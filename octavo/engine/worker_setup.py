@@ -9,12 +9,12 @@ from pathlib import Path
 import msgspec
 
 from octavo.checkpoints.identity import model_hash
-from octavo.checkpoints.registry import open_checkpoint
 from octavo.config import EngineConfig, SpeculationConfig
 from octavo.errors import ConfigError
 from octavo.kv_cache.groups import find_full_attention, make_kv_cache_groups
 from octavo.kv_connector.registry import get_connector
 from octavo.models.drafts import find_draft
+from octavo.models.open_model import find_merged, open_model
 from octavo.models.spec import ModelSpec
 from octavo.plan.memory_plan import (
     resolve_dtype,
@@ -62,6 +62,10 @@ def make_worker_setup(
         max_num_batched_tokens=resolve_max_num_batched_tokens(config, default_batched_tokens, spec),
         rank=Rank.of(0, config.device),
     )
+    if (adapter := find_merged(config)) is not None:
+        from octavo.models.merge import check_merge
+
+        check_merge(adapter, spec, open_model(config, model_path), setup.dtype)
     _ = setup.expert_slots  # rejects an expert_cache that does not fit the model
     if config.divides_experts:
         _check_divided_experts(setup)
@@ -190,7 +194,7 @@ def _with_connector(setup: WorkerSetup, engine_index: int) -> WorkerSetup:
     cache = msgspec.structs.replace(config.cache, kv_transfer_config=transfer)
     load_format = config.load.load_format
     seed = model.seed if load_format == "dummy" else None
-    found = model_hash(open_checkpoint(setup.model_path, load_format), setup.model_path)
+    found = model_hash(open_model(config, setup.model_path), setup.model_path)
     overrides = msgspec.json.encode(model.hf_overrides, order="sorted").decode()
     numbers = "dequantized" if model.dequantize else model.quantization
     identity = (found, setup.dtype, numbers, load_format, seed, setup.max_model_len)

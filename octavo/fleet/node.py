@@ -21,7 +21,6 @@ import zmq.utils.monitor
 
 from octavo import __version__
 from octavo.checkpoints.identity import model_hash
-from octavo.checkpoints.registry import open_checkpoint
 from octavo.config import EngineConfig, ServerConfig
 from octavo.engine.core_messages import CoreProcessSetup, ReachedBy
 from octavo.engine.head import connect
@@ -41,6 +40,7 @@ from octavo.fleet.expert_memory import ExpertMemory
 from octavo.fleet.process import CoreProcess
 from octavo.fleet.start import share_cores
 from octavo.models.hub import resolve_folders
+from octavo.models.open_model import open_model, with_local_adapter
 from octavo.models.registry import read_spec
 from octavo.plan.setup import Machine
 from octavo.system.device import cpu_memory
@@ -78,7 +78,8 @@ def run_node(server_config: ServerConfig, config: EngineConfig) -> int:
     key = ClusterKey.from_file(parallel.cluster_key_file)
     config = share_cores(config)
     path, tokenizer_path = resolve_folders(config)
-    checkpoint = open_checkpoint(path, config.load.load_format)
+    config = with_local_adapter(config)
+    checkpoint = open_model(config, path)
     read_spec(checkpoint, config.model)
     join = Join(
         version=__version__,

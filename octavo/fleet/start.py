@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from octavo.checkpoints.identity import model_hash
-from octavo.checkpoints.registry import open_checkpoint
 from octavo.config import EngineConfig
 from octavo.engine.checks import check_requirements
 from octavo.errors import OctavoError, reason_of
@@ -20,6 +19,7 @@ from octavo.fleet.process import CoreProcess
 from octavo.fleet.supervisor import Recovery, Supervisor
 from octavo.messages import EngineCoreRequest
 from octavo.models.hub import local_folder
+from octavo.models.open_model import open_model
 from octavo.observability.recording import RecordSettings
 from octavo.plan.memory_plan import MemoryPlan
 from octavo.platforms.registry import get_platform
@@ -151,9 +151,7 @@ def start_engines(
         launcher,
         unfinished,
         config=config,
-        model=model_hash(open_checkpoint(path, config.load.load_format), tokenizer_path)
-        if remote
-        else "",
+        model=model_hash(open_model(config, path), tokenizer_path) if remote else "",
         max_restarts=restarts,
         progress_timeout=timeout,
         on_recovery=on_recovery,

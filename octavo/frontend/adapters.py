@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TypeAlias
 
 import msgspec
 
 from octavo.config import EngineConfig
-from octavo.errors import RequestError
+from octavo.errors import RequestError, UnsupportedError
 from octavo.lora_request import LoRARequest
 from octavo.messages import AdapterRef
 from octavo.models.adapters import AdaptableModel, open_adapter
 from octavo.models.blocks.base import is_adaptable
 from octavo.models.forms import without_forms
-from octavo.models.hub import builtin_adapter
+from octavo.models.hub import resolve_adapter
 from octavo.models.spec import ModelSpec
 from octavo.plan.memory_plan import resolve_dtype
 
@@ -26,13 +29,31 @@ LoRARequests: TypeAlias = (
 
 _MOST_KNOWN = 10_000
 """Most adapters whose content is remembered; older ones are read again."""
+_THREADS = 16
+"""Most adapters that are read at the same time."""
+_Found: TypeAlias = "Future[AdapterRef]"
+"""Adapter without its name and number, as soon as it has been read."""
+
+
+def no_pins(lora_id: int) -> UnsupportedError:
+    """Return the error for `pin_lora`."""
+    return UnsupportedError(
+        f"pin_lora({lora_id!r:.40}) is not supported: an adapter stays in memory as long as no "
+        "other one needs its place; raise max_cpu_loras to the number of adapters, and all stay.",
+        "lora_id",
+    )
+
+
+def _named(found: AdapterRef, request: LoRARequest) -> AdapterRef:
+    return msgspec.structs.replace(found, name=request.lora_name, lora_int_id=request.lora_int_id)
 
 
 class AdapterFiles:
     """Checker of adapters for one model. Any thread may use it.
 
-    It reads the files of each pair of number and path once. The engine reads them again when a
-    request needs them, and refuses files that have changed since.
+    It reads the files of each pair of number and path once, on a thread of its own, so one that is
+    slow to read makes no other adapter wait. The engine reads them again when a request needs them,
+    and refuses files that have changed since.
 
     Args:
         config: the engine's settings.
@@ -42,16 +63,17 @@ class AdapterFiles:
     def __init__(self, config: EngineConfig, spec: ModelSpec) -> None:
         self._config, self._spec = config, spec
         self._lock = threading.Lock()
-        self._model: AdaptableModel | None = None
-        self._known: dict[tuple[int, str], AdapterRef] = {}
-        """Adapters by number and path."""
+        self._threads = ThreadPoolExecutor(_THREADS, "octavo-adapter-files")
+        self._known: dict[tuple[int, str, Path | None], _Found] = {}
+        """Adapters that have been read, or are, by number, path and root."""
 
     def resolve(self, request: LoRARequest | None, root: Path | None = None) -> AdapterRef | None:
         """Return the adapter of a request; None: the request has none.
 
         Args:
             request: the adapter.
-            root: folder that must contain its files; None: they may be anywhere.
+            root: folder that must contain its files; None: they may be anywhere, and the path may
+                be a hub id.
 
         Raises:
             AdapterError: the files cannot be used with this model.
@@ -59,6 +81,48 @@ class AdapterFiles:
         """
         if request is None:
             return None
+        return _named(self._find(request, root).result(), request)
+
+    async def resolve_async(
+        self, request: LoRARequest | None, root: Path | None = None
+    ) -> AdapterRef | None:
+        """Do the same as `resolve`; the event loop continues meanwhile."""
+        if request is None:
+            return None
+        # A caller that gives up must not end the work for the others.
+        found = await asyncio.shield(asyncio.wrap_future(self._find(request, root)))
+        return _named(found, request)
+
+    def add(self, request: LoRARequest) -> bool:
+        """Check an adapter before a request uses it.
+
+        Returns:
+            True if its number was not known, or the files were read again (`load_inplace`).
+
+        Raises:
+            AdapterError, RequestError: see `resolve`.
+        """
+        is_new = request.load_inplace or request.lora_int_id not in self.numbers
+        self.resolve(request)
+        return is_new
+
+    def remove(self, lora_int_id: int) -> bool:
+        """Forget an adapter: the files are read again for its next request; False: unknown."""
+        with self._lock:
+            known = [key for key in self._known if key[0] == lora_int_id]
+            for key in known:
+                del self._known[key]
+        return bool(known)
+
+    @property
+    def numbers(self) -> set[int]:
+        """Numbers of the adapters that have been read."""
+        with self._lock:
+            known = list(self._known.items())
+        return {key[0] for key, it in known if it.done() and it.exception() is None}
+
+    def _find(self, request: LoRARequest, root: Path | None) -> _Found:
+        """Begin to read an adapter, unless it is known; see `resolve`."""
         if not isinstance(request, LoRARequest):
             raise RequestError(
                 f"lora_request is a {type(request).__name__}; give an octavo.LoRARequest.",
@@ -70,26 +134,32 @@ class AdapterFiles:
                 "engine with enable_lora=True (--enable-lora).",
                 "lora_request",
             )
-        builtin = builtin_adapter(request.lora_path) if root is None else None
-        path = builtin or Path(request.lora_path).absolute()
-        key = request.lora_int_id, str(path)
+        key = request.lora_int_id, request.lora_path, root
         with self._lock:
-            known = None if request.load_inplace else self._known.pop(key, None)
-            found = self._known[key] = known or self._read(path, root)
-            if len(self._known) > _MOST_KNOWN:
-                del self._known[next(iter(self._known))]
-        return msgspec.structs.replace(found, name=request.lora_name)
+            found = None if request.load_inplace else self._known.pop(key, None)
+            if found is None or (found.done() and found.exception() is not None):
+                found = self._threads.submit(self._read, request.lora_path, root)
+            if not request.load_inplace:
+                self._known[key] = found
+                if len(self._known) > _MOST_KNOWN:
+                    del self._known[next(iter(self._known))]
+        if request.load_inplace:  # others use the old files meanwhile
+            found.add_done_callback(partial(self._note, key))
+        return found
 
-    def _read(self, path: Path, root: Path | None) -> AdapterRef:
-        """Return an adapter whose files are right, without its name."""
+    def _note(self, key: tuple[int, str, Path | None], found: _Found) -> None:
+        """Remember an adapter that has been read again."""
+        if found.exception() is None:
+            with self._lock:
+                self._known[key] = found
+
+    def _read(self, name: str, root: Path | None) -> AdapterRef:
+        """Return an adapter whose files are right, without its name and number."""
         config = self._config
-        if self._model is None:
-            layers = {
-                weight.name.removesuffix("weight")
-                for weight in without_forms(self._spec).weights()
-                if is_adaptable(weight.name) and (weight.expert is None or config.adapts_experts)
-            }
-            self._model = AdaptableModel(self._spec, layers)
+        if root is None:
+            path = resolve_adapter(name, download_dir=config.load.download_dir).absolute()
+        else:
+            path = Path(name).absolute()
         adapter = open_adapter(
             path,
             self._model,
@@ -97,9 +167,17 @@ class AdapterFiles:
             max_lora_rank=config.lora.max_lora_rank,
             root=root,
         )
-        content_hash = adapter.read().content_hash
-        assert content_hash is not None
-        return AdapterRef("", str(path), content_hash, adapter.file.invocation_tokens)
+        return AdapterRef("", str(path), adapter.read(), adapter.file.invocation_tokens)
+
+    @cached_property
+    def _model(self) -> AdaptableModel:
+        adapts = self._config.adapts_experts
+        layers = {
+            weight.name.removesuffix("weight")
+            for weight in without_forms(self._spec).weights()
+            if is_adaptable(weight.name) and (weight.expert is None or adapts)
+        }
+        return AdaptableModel(self._spec, layers)
 
     def resolve_each(self, requests: LoRARequests, count: int) -> list[AdapterRef | None]:
         """Return the adapter of each of `count` prompts, given one for all or one for each.

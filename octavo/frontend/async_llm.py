@@ -42,7 +42,7 @@ from octavo.errors import (
 from octavo.fleet.core_client import ElasticClient, WatchedClient
 from octavo.fleet.start import EngineProcesses, OnRecovery, Unfinished, start_engines
 from octavo.fleet.supervisor import Recovery
-from octavo.frontend.adapters import AdapterFiles
+from octavo.frontend.adapters import AdapterFiles, no_pins
 from octavo.frontend.async_pooling import AsyncPooling
 from octavo.frontend.beam_search import (
     beam_search_nbytes,
@@ -77,6 +77,7 @@ from octavo.messages import (
     RequestOptions,
 )
 from octavo.models.hub import resolve_folders
+from octavo.models.open_model import with_local_adapter
 from octavo.models.registry import read_spec
 from octavo.observability.metrics import EngineMetrics, join_pages
 from octavo.observability.recording import Died, Recorder, RecordSettings
@@ -259,6 +260,7 @@ class AsyncLLM(AsyncPooling):
         processes = processes or EngineProcesses()
         # A download may take long; the event loop continues meanwhile.
         folders = await asyncio.to_thread(resolve_folders, config)
+        config = await asyncio.to_thread(with_local_adapter, config)
         return cls(
             config,
             *folders,
@@ -292,7 +294,7 @@ class AsyncLLM(AsyncPooling):
         check_stat_loggers(stat_loggers)
         level = apply_environment()
         config = engine_args.create_engine_config()
-        folders = resolve_folders(config)
+        config, folders = with_local_adapter(config), resolve_folders(config)
         processes = EngineProcesses(log_level=level or "warning")
         return cls(
             config,
@@ -498,6 +500,22 @@ class AsyncLLM(AsyncPooling):
                 request, text, search, of_prompt, self.tokenizer, self._stream
             )
 
+    async def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Check an adapter before its first request; see `LLMEngine.add_lora`."""
+        return await asyncio.to_thread(self._adapters.add, lora_request)
+
+    async def remove_lora(self, lora_id: int) -> bool:
+        """Forget an adapter; see `LLMEngine.remove_lora`."""
+        return self._adapters.remove(lora_id)
+
+    async def list_loras(self) -> set[int]:
+        """Return the numbers (`lora_int_id`) of the known adapters."""
+        return self._adapters.numbers
+
+    async def pin_lora(self, lora_id: int) -> bool:
+        """Raise `UnsupportedError`; see `LLMEngine.pin_lora`."""
+        raise no_pins(lora_id)
+
     async def resolve_adapter(
         self, lora_request: LoRARequest | None, root: Path | None = None
     ) -> AdapterRef | None:
@@ -505,15 +523,14 @@ class AsyncLLM(AsyncPooling):
 
         Args:
             lora_request: the adapter.
-            root: folder that must contain its files; None: they may be anywhere.
+            root: folder that must contain its files; None: they may be anywhere, and the path may
+                be a hub id.
 
         Raises:
             AdapterError: the files cannot be used with this model.
             RequestError: adapters are off, or `lora_request` is not a `LoRARequest`.
         """
-        if lora_request is None:
-            return None
-        return await asyncio.to_thread(self._adapters.resolve, lora_request, root)
+        return await self._adapters.resolve_async(lora_request, root)
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """End a request, or several, within one step; ignore unknown ids."""

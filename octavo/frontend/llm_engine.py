@@ -19,7 +19,7 @@ from octavo.engine.assemble import make_engine_core
 from octavo.engine.checks import check_offline
 from octavo.errors import EngineDeadError, OctavoError, RequestError, UnsupportedError
 from octavo.fleet.core_client import InprocClient
-from octavo.frontend.adapters import AdapterFiles
+from octavo.frontend.adapters import AdapterFiles, no_pins
 from octavo.frontend.environment import apply_environment
 from octavo.frontend.input_processor import InputProcessor, Prompt
 from octavo.frontend.interrupts import late_interrupts
@@ -29,6 +29,7 @@ from octavo.lora_request import LoRARequest
 from octavo.messages import AdapterRef, EngineCoreRequest, PauseMode, RequestOptions
 from octavo.models.blocks.pooler import PoolerSpec
 from octavo.models.hub import resolve_folders
+from octavo.models.open_model import with_local_adapter
 from octavo.models.registry import read_spec
 from octavo.observability.profiler import span
 from octavo.observability.recording import Arrival, End, Outputs
@@ -82,7 +83,7 @@ class LLMEngine:
         record: Callable[[Arrival | Outputs | End], None] | None = None,
     ) -> None:
         apply_environment()
-        self.config = config
+        config = self.config = with_local_adapter(config)
         check_offline(config)
         settings = config.model
         path, tokenizer_path = resolve_folders(config)
@@ -197,6 +198,30 @@ class LLMEngine:
             self._hand_in(request, params, text)
             self._added.add(request_id)
         return request_id
+
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Check an adapter before its first request, which reads it into the memory.
+
+        Returns:
+            True if its number was not known, or its files were read again (`load_inplace`).
+
+        Raises:
+            AdapterError: the files cannot be used with this model.
+            RequestError: adapters are off, or `lora_request` is not a `LoRARequest`.
+        """
+        return self.adapters.add(lora_request)
+
+    def remove_lora(self, lora_id: int) -> bool:
+        """Forget an adapter; its running requests end as they are. False: the number is unknown."""
+        return self.adapters.remove(lora_id)
+
+    def list_loras(self) -> set[int]:
+        """Return the numbers (`lora_int_id`) of the known adapters."""
+        return self.adapters.numbers
+
+    def pin_lora(self, lora_id: int) -> bool:
+        """Raise `UnsupportedError`: which adapters stay in memory follows from their requests."""
+        raise no_pins(lora_id)
 
     def step(self) -> list[RequestOutput]:
         """Run a step and return the new outputs of requests of `add_request`.

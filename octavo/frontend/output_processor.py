@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator
@@ -12,7 +13,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from octavo.errors import OctavoError, RequestError, make_error
-from octavo.messages import EngineCoreOutput, EngineCoreRequest, FinishReason, Repetition
+from octavo.lora_request import LoRARequest
+from octavo.messages import (
+    AdapterRef,
+    EngineCoreOutput,
+    EngineCoreRequest,
+    FinishReason,
+    Repetition,
+)
 from octavo.observability.recording import Arrival, End, Outputs
 from octavo.outputs import (
     CompletionOutput,
@@ -168,11 +176,20 @@ class _Group:
             completions,
             self.finished,
             times,
+            lora_request=_lora_request(self.request.options.adapter),
             num_cached_tokens=self.num_cached_tokens,
             kv_transfer_params=self.kv_transfer_params,
             num_computed_tokens=self.num_computed_tokens,
             pooled=self.pooled,
         )
+
+
+@functools.lru_cache(256)
+def _lora_request(adapter: AdapterRef | None) -> LoRARequest | None:
+    """Return the adapter of a request as callers know it."""
+    if adapter is None:
+        return None
+    return LoRARequest(adapter.name, adapter.lora_int_id, adapter.path)
 
 
 @dataclass(slots=True)

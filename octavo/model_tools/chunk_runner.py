@@ -9,7 +9,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.attention.base import AttentionBackend
-from octavo.checkpoints.registry import open_checkpoint
 from octavo.engine.assemble import set_up_worker
 from octavo.errors import ConfigError, ModelError
 from octavo.kv_cache.groups import KVCacheConfig
@@ -18,6 +17,7 @@ from octavo.messages import CoreSamplingParams, NewRequestData, ScheduledRequest
 from octavo.model_tools.opened import OpenedModel
 from octavo.models.decoder import DecoderModel
 from octavo.models.loader import load_model
+from octavo.models.open_model import open_model
 from octavo.models.weight_cache import WeightCache
 from octavo.platforms.registry import get_platform
 from octavo.system.tensor import Tensor
@@ -56,7 +56,7 @@ class ChunkRunner:
         with loading_bar(config.model.model, shown=True) as progress:
             loaded = load_model(
                 setup.part,
-                open_checkpoint(model.path, config.load.load_format, config.model.seed),
+                open_model(config, model.path, setup.dtype),
                 dtype=setup.dtype,
                 max_model_len=chunk,
                 ops=self.ops,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,9 +21,11 @@ from octavo.checkpoints.adapter import (
     AdapterFile,
     PeftFolder,
     adapter_errors,
+    check_opened,
     check_place,
 )
 from octavo.checkpoints.base import Source, shorten_names
+from octavo.checkpoints.mapped_file import StoredTensor
 from octavo.checkpoints.model_files import printable
 from octavo.errors import AdapterError
 from octavo.models.blocks.attention import AttentionSpec
@@ -38,9 +42,11 @@ from octavo.models.spec import ModelSpec
 from octavo.models.weights import Weight
 from octavo.quantization.base import IntArray
 from octavo.quantization.plain import PLAIN
-from octavo.system.tensor import HostTensor, from_numpy, numpy_dtype
+from octavo.system.tensor import HostTensor, from_numpy, itemsize, numpy_dtype
 
 _MOVING = "experts on a GPU, or that several engines divide, or that enable_eplb moves,"
+PIECE_NBYTES = 2**20
+"""Most bytes of several modules that are read together."""
 _NOT_LINEAR = "embeddings, norms, and weights that have other uses, too,"
 
 
@@ -236,6 +242,11 @@ class Adapter:
         return self.file.base
 
     @property
+    def stored_names(self) -> list[str]:
+        """Names in the file of the modules that it changes."""
+        return [*self._modules.values(), *(match.stored for match in self._fused.values())]
+
+    @property
     def slices(self) -> list[tuple[SliceShape, int]]:
         """Place and rank of each slice that `read` returns."""
         factors = self.file.factors
@@ -251,98 +262,122 @@ class Adapter:
             for use in self._model.modules[name].uses
         ]
 
-    @property
-    def identity(self) -> tuple[int, ...]:
-        """Device, number, size and times of the file: they change with its contents."""
-        return self.file.identity
+    def read(self, use: Callable[[str, Slice], object] = lambda layer, one: None) -> str:
+        """Read all numbers, in pieces; return SHA-256 of the adapter, in hex.
 
-    def read(self, *, known: bool = False) -> LoadedAdapter:
-        """Read the factors.
+        It covers the factors, their scales and the invocation tokens: adapters with one hash are
+        equal. A thread computes it while this one uses the piece.
 
         Args:
-            known: True for a file that was read before and has the same `identity` since: the
-                numbers are neither checked nor hashed again.
+            use: called with the prefix of a linear layer and with each of its slices, see
+                `slices`; the slice's memory is freed afterwards. It is called before all numbers
+                have been checked.
 
         Raises:
             AdapterError: a number is not finite, or the file is damaged or has changed.
         """
-        found = hashlib.sha256(str(self.file.invocation_tokens or "").encode())
-        factors: dict[str, tuple[NDArray[Any], NDArray[Any]]] = {}
-        with adapter_errors(), AdapterData(self.file) as data:
-            fused = {name: match.stored for name, match in self._fused.items()}
-            for name, module in sorted((*self._modules.items(), *fused.items())):
-                stored = self.file.factors[module]
-                a, b = data.read(stored.a), data.read(stored.b)
-                if not known:
-                    # A stage does not know the scales of other stages' experts.
-                    scale = self.file.settings if name in fused else self._scales[name].hex()
-                    facts = name, scale, a.dtype.name, b.dtype.name, *b.shape
-                    found.update(f"{facts} {a.shape}".encode())
-                    for array in (a, b):
-                        found.update(np.ascontiguousarray(array).view(np.uint8).data)
-                    for factor, array in (("A", a), ("B", b)):
-                        self._check_finite(array, module, factor)
-                if name in fused:
-                    parts = self._fused[name].split(self._narrow(a), self._narrow(b))
-                    factors |= {part: (first, second) for part, first, second in parts}
-                elif name in self._model.modules:
-                    factors[name] = self._narrow(a), self._narrow(b)
-            data.check()
-        return LoadedAdapter(None if known else found.hexdigest(), self._slices(factors))
+        fused = {name: match.stored for name, match in self._fused.items()}
+        modules = {**self._modules, **fused}
+        files = {name: self.file.factors[stored].tensors for name, stored in modules.items()}
+        # A stage does not know the scales of other stages' experts.
+        scales = {name: scale.hex() for name, scale in self._scales.items()}
+        scales |= dict.fromkeys(fused, self.file.settings)
+        first = min(it.begin for tensors in files.values() for it in tensors.values())
+        facts = [
+            (name, scales[name], part, it.begin - first, it.dtype, it.shape, it.strides)
+            for name, tensors in sorted(files.items())
+            for part, it in tensors.items()
+        ]
+        hashed = hashlib.sha256(f"{self.file.invocation_tokens} {facts}".encode())
 
-    def _check_finite(self, array: NDArray[Any], stored: str, factor: str) -> None:
-        """Raise `AdapterError` if a number is not finite in the model's type."""
+        def add(blocks: list[NDArray[Any]]) -> None:
+            for block in blocks:
+                hashed.update(block.view(np.uint8).data)
+
+        with adapter_errors(), AdapterData(self.file) as data, ThreadPoolExecutor(1) as thread:
+            for names in _pieces(files):
+                keys = [(name, part) for name in names for part in files[name]]
+                blocks, arrays = data.read([files[name][part] for name, part in keys])
+                adding = thread.submit(add, blocks)
+                tensors = dict(zip(keys, arrays, strict=True))
+                if not all(self._is_finite(block) for block in blocks):
+                    self._check_tensors(tensors)
+                for name in names:
+                    a, b = (self._narrow(tensors[name, part]) for part in "AB")
+                    if name in fused:
+                        for own in self._fused[name].split(a, b):
+                            self._use_slices(*own, use)
+                    elif name in self._model.modules:
+                        self._use_slices(name, a, b, use)
+                adding.result()
+            data.check()
+        return hashed.hexdigest()
+
+    def _is_finite(self, array: NDArray[Any]) -> bool:
+        """Return True if all numbers are finite in the model's type."""
         # Without their signs, floats are in the order of their bits; NaN is the largest.
-        bits = array.view(f"u{array.itemsize}")
-        largest = (bits & (2 ** (8 * array.itemsize - 1) - 1)).max(keepdims=True)
+        sign = 2 ** (8 * array.itemsize - 1)
+        largest = array.view(f"u{array.itemsize}").max(keepdims=True)
+        negative = largest & (sign - 1)
+        positive = array.view(f"i{array.itemsize}").max(keepdims=True).clip(0)
+        both = np.maximum(negative, positive.view(negative.dtype)).view(array.dtype)
         with np.errstate(over="ignore"):  # numbers beyond the type become infinite
-            largest = largest.view(array.dtype).astype(numpy_dtype(self._dtype))
-        if not np.isfinite(largest).all():
-            raise AdapterError(
-                f"{self.file.file}: {factor} of {printable(stored)} has numbers that "
-                f"are NaN or infinite in {self._dtype}; train the adapter again, or set another "
-                "dtype."
-            )
+            return bool(np.isfinite(both.astype(numpy_dtype(self._dtype))).all())
+
+    def _check_tensors(self, arrays: Mapping[tuple[str, str], NDArray[Any]]) -> None:
+        """Raise `AdapterError` if a tensor has a number that is not finite."""
+        for (name, part), array in arrays.items():
+            if not self._is_finite(array):
+                raise AdapterError(
+                    f"{self.file.file}: {part} of {printable(self._stored(name))} has numbers "
+                    f"that are NaN or infinite in {self._dtype}; train the adapter again, or set "
+                    "another dtype."
+                )
+
+    def _stored(self, name: str) -> str:
+        """Return the name in the file of a module that the adapter changes."""
+        return self._fused[name].stored if name in self._fused else self._modules[name]
 
     def _narrow(self, array: NDArray[Any]) -> NDArray[Any]:
         return array.astype(numpy_dtype(self._dtype)) if array.itemsize == 8 else array
 
-    def _slices(
-        self, factors: Mapping[str, tuple[NDArray[Any], NDArray[Any]]]
-    ) -> dict[str, list[Slice]]:
-        slices: dict[str, list[Slice]] = {}
-        for name, (a, b) in factors.items():
-            module = self._model.modules[name]
-            order = self.file.row_order(module.source, module.outputs, self._model.head_size)
-            rows = b if order is None else b[order]
-            for use in module.uses:
-                own = [rows[part] for part in use.rows]
-                own = own if len(own) == 1 else [np.concatenate(own)]
-                shape = use.shape
-                slices.setdefault(shape.layer, []).append(
-                    Slice(
-                        shape.begin,
-                        shape.end,
-                        from_numpy(np.ascontiguousarray(a[:, use.columns])),
-                        from_numpy(np.ascontiguousarray(own[0])),
-                        self._scales[name],
-                    )
-                )
-        return {
-            layer: sorted(own, key=lambda it: it.begin) for layer, own in sorted(slices.items())
-        }
+    def _use_slices(
+        self,
+        name: str,
+        a: NDArray[Any],
+        b: NDArray[Any],
+        use: Callable[[str, Slice], object],
+    ) -> None:
+        """Call `use` for each linear layer that computes with a module."""
+        module = self._model.modules[name]
+        order = self.file.row_order(module.source, module.outputs, self._model.head_size)
+        rows = b if order is None else b[order]
+        for it in module.uses:
+            own = [rows[part] for part in it.rows]
+            own = own if len(own) == 1 else [np.concatenate(own)]
+            columns = from_numpy(np.ascontiguousarray(a[:, it.columns]))
+            outputs = from_numpy(np.ascontiguousarray(own[0]))
+            shape = it.shape
+            one = Slice(shape.begin, shape.end, columns, outputs, self._scales[name])
+            use(shape.layer, one)
 
 
-@dataclass(frozen=True)
-class LoadedAdapter:
-    """Factors of an adapter."""
+def _pieces(files: Mapping[str, Mapping[str, StoredTensor]]) -> Iterator[list[str]]:
+    """Return names of modules in the order of the file, in pieces of `PIECE_NBYTES` or one module.
 
-    content_hash: str | None
-    """SHA-256 of all factors of the file, their scales and the invocation tokens: adapters with one
-    hash are equal. None: it was not computed again."""
-    slices: dict[str, list[Slice]]
-    """Slices of each linear layer that it changes, see `SliceShape.layer`; in the order of the
-    outputs."""
+    Args:
+        files: tensors of each module.
+    """
+    piece: list[str] = []
+    nbytes = 0
+    for name in sorted(files, key=lambda name: min(it.begin for it in files[name].values())):
+        size = sum(math.prod(it.shape) * itemsize(it.dtype) for it in files[name].values())
+        if piece and nbytes + size > PIECE_NBYTES:
+            yield piece
+            piece, nbytes = [], 0
+        piece.append(name)
+        nbytes += size
+    yield piece
 
 
 def open_adapter_file(path: Path, root: Path | None = None) -> AdapterFile:
@@ -359,16 +394,21 @@ def open_adapter_file(path: Path, root: Path | None = None) -> AdapterFile:
         if not path.exists():
             raise AdapterError(f"There is no adapter {path}; name its folder, or its GGUF file.")
         check_place(path, root)
-        if path.is_file():
-            from octavo.checkpoints.gguf.adapter import GGUFAdapter
-
-            return GGUFAdapter(path)
-        if not (path / CONFIG).exists():
+        if not path.is_file() and not (path / CONFIG).exists():
             raise AdapterError(
                 f"{path} has no {CONFIG}: an adapter is a folder with {CONFIG} and "
                 "adapter_model.safetensors, or a GGUF file. Name one of these."
             )
-        return PeftFolder(path)
+        file: AdapterFile
+        if path.is_file():
+            from octavo.checkpoints.gguf.adapter import GGUFAdapter
+
+            file = GGUFAdapter(path)
+        else:
+            file = PeftFolder(path)
+        if root is not None:
+            check_opened(file, root)
+    return file
 
 
 def open_adapter(

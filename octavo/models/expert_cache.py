@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo import _native
-from octavo.checkpoints.registry import open_checkpoint
+from octavo.checkpoints.base import Checkpoint
 from octavo.config import EngineConfig
 from octavo.errors import OctavoError
 from octavo.kernels.memory import map_memory, release_memory
@@ -111,7 +111,9 @@ class ExpertCache:
         )
 
 
-def find_file(config: EngineConfig, spec: ModelSpec, path: Path, dtype: str) -> Path | None:
+def find_file(
+    config: EngineConfig, spec: ModelSpec, checkpoint: Checkpoint, dtype: str
+) -> Path | None:
     """Return a file for `describe_speed`, if there is one.
 
     It is the file of packed weights or, until that is written, the largest file of the checkpoint.
@@ -119,11 +121,10 @@ def find_file(config: EngineConfig, spec: ModelSpec, path: Path, dtype: str) -> 
     Args:
         config: the settings.
         spec: the model, or a rank's part.
-        path: the model's folder or file.
+        checkpoint: the model.
         dtype: type of the model.
     """
     with contextlib.suppress(OctavoError, OSError):
-        checkpoint = open_checkpoint(path, config.load.load_format)
         cache, key = WeightCache.from_config(config), weights_key(spec, checkpoint, dtype)
         if cache is not None and key is not None and cache.file(key).is_file():
             return cache.file(key)

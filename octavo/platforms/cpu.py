@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 from octavo.config import cache_folder
 from octavo.errors import ConfigError
 from octavo.layers.step_table import StepLayout, input_batch_nbytes
+from octavo.models.forms import without_forms
 from octavo.plan.draft_sizes import suffix_nbytes
 from octavo.plan.memory import MemoryBudget, MemoryItem, Scratch
 from octavo.plan.setup import WorkerSetup
@@ -37,9 +38,8 @@ if TYPE_CHECKING:
 
 # Maximum default size of the KV cache: the machine has other users than the engine.
 DEFAULT_KV_NBYTES = 4 * 2**30
-# Copies of an adapter while the worker reads it, and again while the front end checks it: in the
-# model's type, and in the order of the layers.
-ADAPTER_COPIES = 4
+# A `LoraWeight` and its tensors, without their numbers.
+_ADAPTER_OBJECT = 1280
 # Interpreter and libraries (62 MiB after import), messages.
 RUNTIME_NBYTES = 72 * 2**20
 # The same without the front end's libraries (48 MiB after import).
@@ -279,7 +279,7 @@ def memory_budget(
             MemoryItem("experts", experts, note=note),
             MemoryItem(
                 "adapters",
-                (lora.num_in_memory + ADAPTER_COPIES) * adapter,
+                lora.num_in_memory * adapter + _beside_adapters(setup),
                 note=f" for {lora.num_in_memory} of rank {lora.max_lora_rank}, and to read them",
             ),
             MemoryItem("activations", activations, "step"),
@@ -296,12 +296,33 @@ def memory_budget(
     )
 
 
+def _beside_adapters(setup: WorkerSetup) -> int:
+    """Return the bytes of objects of adapters, and those that reading needs.
+
+    The front end and all ranks read an adapter each at the same time: a piece of its file, in which
+    a number has at most 8 bytes, and a copy in the model's type and in the order of the layers.
+    """
+    lora = setup.config.lora
+    if not lora.enable_lora:
+        return 0
+    from octavo.models.adapters import PIECE_NBYTES
+    from octavo.models.blocks.base import is_adaptable
+
+    weights = [it for it in without_forms(setup.spec).weights() if is_adaptable(it.name)]
+    largest = max((sum(it.shape) for it in weights), default=0)
+    piece = max(PIECE_NBYTES, 8 * lora.max_lora_rank * largest)
+    num_objects = lora.num_in_memory * sum(len(it.sources) for it in weights)
+    processes = setup.rank.world_size
+    return processes * num_objects * _ADAPTER_OBJECT + (processes + 1) * 2 * piece
+
+
 def _plan_experts(setup: WorkerSetup) -> tuple[int, str]:
     """Return the bytes of an expert cache, and what to expect from it; 0 without one."""
     config, device = setup.config, setup.config.device
     if config.load.expert_cache is None:
         return 0, ""
     from octavo.models.expert_cache import describe_speed, find_file
+    from octavo.models.open_model import open_model
 
     ranks = [
         dataclasses.replace(setup, rank=Rank.of(i, device)) for i in range(setup.rank.world_size)
@@ -310,7 +331,8 @@ def _plan_experts(setup: WorkerSetup) -> tuple[int, str]:
     nbytes = sum(rank.expert_slots * size.largest for rank, size in zip(ranks, sizes, strict=True))
     total, slots = sum(size.count for size in sizes), sum(rank.expert_slots for rank in ranks)
     note = f" = {slots:,} of {total:,} experts"
-    file = find_file(config, setup.part, setup.model_path, setup.dtype)
+    checkpoint = open_model(config, setup.model_path)
+    file = find_file(config, setup.part, checkpoint, setup.dtype)
     if file is not None:
         others = sum(rank.part.weight_nbytes(setup.dtype) for rank in ranks)
         others -= sum(size.nbytes for size in sizes)

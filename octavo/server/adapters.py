@@ -43,9 +43,11 @@ def _check(request: Request) -> ServerState:
     check_admin(request)
     state = state_of(request)
     lora = state.engine_config.lora
-    if not lora.enable_lora or lora.lora_root is None:
+    if not lora.enable_lora or (lora.lora_root is None and not lora.lora_hub_repos):
         raise RouteError(
-            404, "Adapters cannot be loaded; start the server with --enable-lora --lora-root DIR."
+            404,
+            "Adapters cannot be loaded; start the server with --enable-lora and --lora-root DIR "
+            "or --lora-hub-repos.",
         )
     if state.config.api_server_count > 1:
         raise RouteError(

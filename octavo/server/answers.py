@@ -123,10 +123,10 @@ class CacheMiss(Answer):
     """Reason why at least 256 tokens of the prompt were not in the cache though a recent prompt of
     the same key has them, or was the same but for a part."""
 
-    reason: Literal["changed", "forgotten", "no_state", "emptied"]
+    reason: Literal["changed", "forgotten", "no_state", "emptied", "other_adapter"]
     """changed: this prompt differs; forgotten: the cache has used the blocks for others; no_state:
     it has the blocks, but no recurrent state; emptied: the cache was emptied, as by the end of an
-    engine."""
+    engine; other_adapter: the recent prompt ran with another adapter, or one of the two without."""
     token: int
     """Index of the first token that differs, or that was not in the cache."""
     message: int | None

@@ -56,7 +56,7 @@ async def count_tokens(request: Request) -> Response:
 
     async def count() -> int:
         body = await _to_chat(request, given)
-        state.check_model(body.model)
+        await state.find_model(body.model)
         with state.admit(1, "messages", state.tenant(context.api_key)):
             engine = await state.get_engine()
             tokenizer = state.tokenizer(engine, "messages")

@@ -23,6 +23,7 @@ from octavo.config import EngineConfig, ServerConfig
 from octavo.errors import ConfigError, OctavoError, reason_of
 from octavo.fleet.coordinator_client import addresses_of
 from octavo.models.hub import resolve_folders
+from octavo.models.open_model import with_local_adapter
 from octavo.server.child_process import Child
 from octavo.system import clock
 from octavo.system.socket_folder import SocketFolder
@@ -122,6 +123,7 @@ async def serve_by_api_servers(
     """
     # A download may take long; a thread keeps the event loop free for signals.
     path, tokenizer_path = await asyncio.to_thread(resolve_folders, engine_config)
+    engine_config = await asyncio.to_thread(with_local_adapter, engine_config)
     folder = SocketFolder("octavo-engine-")
     setup = APIServerSetup(
         config,

@@ -68,14 +68,14 @@ def read_lines(path: Path, max_request_bytes: int) -> Iterator[tuple[int, bytes 
 
 
 def check_input(
-    path: Path, endpoint: str, models: Collection[str], max_request_bytes: int
+    path: Path, endpoint: str, models: Collection[str] | None, max_request_bytes: int
 ) -> CheckedInput:
     """Check the lines of a file; stop at the hundredth error.
 
     Args:
         path: the file.
         endpoint: address that all lines must name.
-        models: names of the served model.
+        models: names of the model and its adapters; None: resolvers may know others.
         max_request_bytes: most bytes of a request.
 
     Raises:
@@ -107,7 +107,7 @@ def check_input(
 def _check(
     line: bytes | None,
     endpoint: str,
-    models: Collection[str],
+    models: Collection[str] | None,
     seen: set[bytes],
     max_request_bytes: int,
 ) -> str | None:
@@ -143,7 +143,7 @@ def _check(
     return _check_model(request, models)
 
 
-def _check_model(request: BatchLine, models: Collection[str]) -> str | None:
+def _check_model(request: BatchLine, models: Collection[str] | None) -> str | None:
     try:
         model = msgspec.json.decode(request.body, type=_Body).model
     except (msgspec.MsgspecError, RecursionError):
@@ -152,7 +152,7 @@ def _check_model(request: BatchLine, models: Collection[str]) -> str | None:
             "invalid_body",
             "body",
         ) from None
-    if model is not None and model not in models:
+    if model is not None and models is not None and model not in models:
         raise LineError(
             f"names the model {show(model)}; this server has {', '.join(models)}.",
             "model_not_found",

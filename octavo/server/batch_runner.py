@@ -498,7 +498,7 @@ class _Job:
                 check_input,
                 runner.files.path(file.id),
                 batch.endpoint,
-                state.all_names,
+                None if state.adapters.resolves else state.all_names,
                 state.config.max_request_bytes,
             )
         if checked.errors:

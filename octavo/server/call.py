@@ -66,6 +66,12 @@ class Call:
         self._own_deadline = _after(arrival, deadline_ms)
         self._first_token_deadline = _after(arrival, max_ttft_ms or self.context.max_ttft_ms)
 
+    @property
+    def adapter_hash(self) -> str | None:
+        """Content hash of the request's adapter; None: it has none."""
+        ref = None if self._adapter is None else self._adapter.ref
+        return None if ref is None else ref.content_hash
+
     def admit(self, count: int, param: str) -> AbstractContextManager[None]:
         """Hold places for `count` answers; see `ServerState.admit`."""
         # Lines of batches take no places: their number has a limit of its own.

@@ -132,7 +132,7 @@ class Generation(Call, ABC, Generic[B]):
         """Answer a body, as a stream or at once."""
         state = state_of(request)
         body.check()
-        state.check_model(body.model)
+        await state.find_model(body.model)
         generation = cls(request, body)
         if body.stream:
             return generation.stream()
@@ -684,15 +684,17 @@ class _WatchedPrompt:
         """Explain the missed prefix, and record the prompt."""
         generation, ids = self._generation, output.prompt_token_ids
         prompts, prompt = generation.state.recent_prompts, to_bytes(ids)
+        adapter = generation.adapter_hash
         scheduled = output.metrics.first_scheduled_time
         found = None
         if scheduled is not None and len(ids) - output.num_cached_tokens >= LONG:
-            found = prompts.find(self._scope, prompt, scheduled)
+            found = prompts.find(self._scope, prompt, scheduled, adapter)
         if found is not None:
             engine = await generation.state.get_engine()
             emptied = engine.cache_emptied_at
             num_stored = output.metrics.num_stored_tokens
-            miss = explain(found, prompt, output.num_cached_tokens, num_stored, emptied)
+            num_cached = output.num_cached_tokens
+            miss = explain(found, prompt, num_cached, num_stored, emptied, adapter)
             if miss is not None and generation.tokenizer is not None and output.prompt is not None:
                 miss["message"] = await offload(
                     len(ids) // 4, self._message_of, output, generation.tokenizer, miss["token"]
@@ -701,7 +703,7 @@ class _WatchedPrompt:
                 generation.usage.cache_miss = miss
             if miss is not None:
                 self._tell(found, prompt, miss)
-        self._recorded = prompts.add(self._scope, prompt)
+        self._recorded = prompts.add(self._scope, prompt, adapter)
 
     def _tell(self, found: Found, prompt: bytes, miss: answers.CacheMiss) -> None:
         """Record the missed prefix for `explain`."""

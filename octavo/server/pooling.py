@@ -119,7 +119,7 @@ class PoolingCall(Call, ABC, Generic[B]):
     async def serve(cls, request: Request, body: B) -> Response:
         """Check a body and answer it."""
         body.check()
-        state_of(request).check_model(body.model)
+        await state_of(request).find_model(body.model)
         return await cls(request, body).respond()
 
     async def respond(self) -> Response:

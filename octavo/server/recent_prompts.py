@@ -38,12 +38,13 @@ class Recorded:
         since: second of `time.monotonic` from which a later request could find the prompt.
         answer: token ids of the answer as int32; empty until the request ends.
         ended: second of `time.monotonic` from which a later request could find the answer.
+        adapter: content hash of the request's adapter; None: it had none.
     """
 
-    __slots__ = ("answer", "ended", "prompt", "scope", "since")
+    __slots__ = ("adapter", "answer", "ended", "prompt", "scope", "since")
 
-    def __init__(self, scope: str | None, prompt: bytes) -> None:
-        self.scope = scope
+    def __init__(self, scope: str | None, prompt: bytes, adapter: str | None = None) -> None:
+        self.scope, self.adapter = scope, adapter
         self.prompt = prompt
         self.since = self.ended = time.monotonic()
         self.answer = b""
@@ -87,30 +88,43 @@ class RecentPrompts:
         self._by_age: OrderedDict[Recorded, None] = OrderedDict()
         self.nbytes = 0
 
-    def find(self, scope: str | None, prompt: bytes, before: float) -> Found | None:
+    def find(
+        self, scope: str | None, prompt: bytes, before: float, adapter: str | None = None
+    ) -> Found | None:
         """Return the prompt of a scope that is most like a new one; among equals, the newest.
+
+        A prompt with another adapter counts if it has `LONG` tokens more in common than all with
+        the same one.
 
         Args:
             scope: scope of the new prompt.
             prompt: its token ids as int32.
             before: prompts that were recorded after this second of `time.monotonic` do not count.
+            adapter: content hash of its adapter; None: it has none.
         """
         best: Found | None = None
+        other: Found | None = None
         for recorded in self._scopes.get(scope, ()):
-            if recorded.since <= before:
-                common = recorded.num_common(prompt, before)
-                if common and (best is None or common >= best.num_common):
-                    best = Found(recorded, common)
+            if recorded.since > before:
+                continue
+            common = recorded.num_common(prompt, before)
+            if recorded.adapter != adapter:
+                if common >= LONG and (other is None or common >= other.num_common):
+                    other = Found(recorded, common)
+            elif common and (best is None or common >= best.num_common):
+                best = Found(recorded, common)
+        if other is not None and (best is None or other.num_common - best.num_common >= LONG):
+            return other
         return best
 
-    def add(self, scope: str | None, prompt: bytes) -> Recorded | None:
+    def add(self, scope: str | None, prompt: bytes, adapter: str | None = None) -> Recorded | None:
         """Record a prompt in place of those that it begins with; None if it is too long."""
-        recorded = Recorded(scope, prompt)
+        recorded = Recorded(scope, prompt, adapter)
         if recorded.nbytes > self._max_bytes:
             return None
         known = self._scopes.setdefault(scope, [])
         for old in [old for old in known if prompt.startswith(old.prompt)]:
-            if prompt.startswith(old.answer, len(old.prompt)):
+            if old.adapter == adapter and prompt.startswith(old.answer, len(old.prompt)):
                 self._drop(old)
         known = self._scopes.setdefault(scope, [])
         if len(known) == MAX_PROMPTS:
@@ -149,7 +163,12 @@ def to_bytes(token_ids: Iterable[int]) -> bytes:
 
 
 def explain(
-    found: Found, prompt: bytes, num_cached: int, num_stored: int, emptied: float | None
+    found: Found,
+    prompt: bytes,
+    num_cached: int,
+    num_stored: int,
+    emptied: float | None,
+    adapter: str | None = None,
 ) -> answers.CacheMiss | None:
     """Return why a prefix was not in the cache; None if less than `LONG` tokens were missed.
 
@@ -159,6 +178,7 @@ def explain(
         num_cached: number of its tokens that were in the cache.
         num_stored: number of its tokens with cached keys and values.
         emptied: second of `time.monotonic` at which the cache was emptied last.
+        adapter: content hash of the adapter of this prompt; None: it has none.
     """
     recorded, common = found
     num_tokens = len(prompt) // _TOKEN
@@ -166,6 +186,16 @@ def explain(
     in_answer = common * _TOKEN > len(recorded.prompt)
     used = recorded.ended if in_answer else recorded.since
     reusable = min(common, num_tokens - 1)
+    if recorded.adapter != adapter:
+        if reusable - num_cached < LONG:
+            return None
+        return {
+            "reason": "other_adapter",
+            "token": num_cached,
+            "message": None,
+            "known_tokens": common,
+            "seconds": round(now - used, 3),
+        }
     if reusable - num_cached >= LONG:
         was_emptied = emptied is not None and emptied >= used
         lost: Literal["forgotten", "no_state"] = "forgotten"

@@ -51,7 +51,7 @@ async def render_completion(request: Request) -> Response:
 async def _respond(request: Request, generation: Generation[Any], *, single: bool) -> Response:
     state, body = generation.state, generation.body
     body.check()
-    state.check_model(body.model)
+    await state.find_model(body.model)
     if body.use_beam_search:
         raise RequestError(
             "use_beam_search is not available here: POST /inference/v1/generate continues a prompt "

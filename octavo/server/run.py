@@ -18,6 +18,7 @@ from octavo.fleet.process import CoreProcess
 from octavo.fleet.start import EngineProcesses, start_loading
 from octavo.frontend.past import WhatIf
 from octavo.models.hub import resolve_model
+from octavo.models.open_model import find_merged
 from octavo.models.registry import read_spec
 from octavo.models.spec import divide_layers
 from octavo.observability.recording import RecordSettings
@@ -34,6 +35,7 @@ from octavo.server.listen import (
     is_any_address,
     tls_context,
 )
+from octavo.server.lora_resolvers import make_resolvers
 from octavo.system.device import SWITCH_INTERVAL
 from octavo.system.distributed import Rank
 from octavo.system.garbage import modules_stay
@@ -177,6 +179,7 @@ def _check_model(config: ServerConfig, engine_config: EngineConfig) -> None:
     engine_config.parallel.check(headless=False)
     check_settings(engine_config, get_platform(device.device))
     check_recording(engine_config, config.record)
+    make_resolvers(engine_config.lora)
     if config.chat_template is not None:
         read_override(config.chat_template)
     name, load = engine_config.model, engine_config.load
@@ -186,9 +189,14 @@ def _check_model(config: ServerConfig, engine_config: EngineConfig) -> None:
         download_dir=load.download_dir,
         load_format="dummy",
     )
-    spec = read_spec(open_checkpoint(folder, load.load_format), name)
+    checkpoint = open_checkpoint(folder, load.load_format)
+    spec = read_spec(checkpoint, name)
     resolve_kv_cache_dtype(engine_config, resolve_dtype(engine_config, spec))
     resolve_max_model_len(engine_config, spec)
+    if (adapter := find_merged(engine_config)) is not None:
+        from octavo.models.merge import check_merge
+
+        check_merge(adapter, spec, checkpoint, resolve_dtype(engine_config, spec))
     spec.split(Rank.of(0, device))
     divide_layers(spec, device.pipeline_parallel_size, device.pipeline_layers)
     if name.tokenizer is not None:

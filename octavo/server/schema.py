@@ -808,7 +808,7 @@ class LoadAdapterBody(Body):
     lora_name: Annotated[str, Field(min_length=1, max_length=MAX_ADAPTER_NAME)]
     """Name by which requests choose the adapter."""
     lora_path: Annotated[str, Field(min_length=1, max_length=4096)]
-    """Folder of the adapter, in --lora-root."""
+    """Folder of the adapter, in --lora-root; or a hub id that --lora-hub-repos allows."""
     load_inplace: bool = False
     """True to replace an adapter with the same name."""
 

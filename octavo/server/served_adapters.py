@@ -4,22 +4,37 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
+import os
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from octavo.config import LoRAConfig
-from octavo.errors import NotFoundError, RequestError
-from octavo.lora_request import LoRARequest
+from octavo.errors import (
+    AdapterError,
+    NotFoundError,
+    OctavoError,
+    QueueFullError,
+    RequestError,
+)
+from octavo.lora_request import MAX_ADAPTER_NAME, LoRARequest
+from octavo.lora_resolver import LoRAResolver
 from octavo.messages import AdapterRef
 from octavo.server.errors import show
+from octavo.server.lora_resolvers import FOLDER, make_resolvers
 
 if TYPE_CHECKING:
     from octavo.frontend.async_llm import AsyncLLM
 
+logger = logging.getLogger(__name__)
+
 MAX_ADAPTERS = 10_000
 """Most adapters of a server."""
+_MOST_SEARCHES = 64
+"""Most unknown names that resolvers search for at the same time."""
 
 
 @dataclass(slots=True, eq=False)
@@ -44,7 +59,11 @@ class ServedAdapters:
     """
 
     def __init__(self, config: LoRAConfig, model_names: list[str]) -> None:
+        self._config = config
         self._root = None if config.lora_root is None else Path(config.lora_root)
+        self._resolvers: dict[str, LoRAResolver] = {}
+        self._resolving: dict[str, asyncio.Task[ServedAdapter | None]] = {}
+        """Searches for unknown names, by name."""
         self._model_names = model_names
         self._numbers = itertools.count(1)
         self._changing = asyncio.Lock()
@@ -57,6 +76,11 @@ class ServedAdapters:
         """Iterate over the adapters, in the order in which they were loaded."""
         return itertools.chain(self._served.values())
 
+    @property
+    def resolves(self) -> bool:
+        """True if resolvers may find unknown names."""
+        return bool(self._config.lora_resolvers)
+
     def find(self, name: str | None) -> ServedAdapter | None:
         """Return the adapter with a name; None: no adapter has it."""
         return None if name is None else self._served.get(name)
@@ -66,7 +90,9 @@ class ServedAdapters:
 
         Raises:
             AdapterError: an adapter cannot be used.
+            ConfigError: a resolver does not exist.
         """
+        self._resolvers = make_resolvers(self._config)
         for adapter in self._served.values():
             adapter.ref = await engine.resolve_adapter(self._request(adapter.name, adapter.path))
 
@@ -85,7 +111,6 @@ class ServedAdapters:
             AdapterError: the files cannot be used.
             RequestError: the name is in use, or there are too many adapters.
         """
-        assert self._root is not None
         if name in self._model_names:
             raise RequestError(
                 f"lora_name={show(name)} is the name of the model; give another one.", "lora_name"
@@ -97,14 +122,83 @@ class ServedAdapters:
                     "load_inplace.",
                     "lora_name",
                 )
-            if name not in self._served and len(self._served) >= MAX_ADAPTERS:
-                raise RequestError(
-                    f"There are {MAX_ADAPTERS} adapters already; unload one first.", "lora_name"
+            self._check_room(name)
+            request, root = self._place(name, path)
+            return await self._add(engine, request, root)
+
+    def _place(self, name: str, path: str) -> tuple[LoRARequest, Path | None]:
+        """Return the adapter at a path that a client names, and the folder that must contain it."""
+        is_here = self._root is not None and os.path.exists(self._root / path)
+        if not is_here and self._config.allows_from_hub(path):
+            return self._request(name, path), None
+        if self._root is None:
+            raise RequestError(
+                f"lora_path={show(path)} is not one of the hub ids that may be loaded "
+                "(--lora-hub-repos), and no folder is set (--lora-root).",
+                "lora_path",
+            )
+        return self._request(name, str(self._root / path)), self._root
+
+    async def resolve(self, engine: AsyncLLM, name: str) -> ServedAdapter | None:
+        """Let the resolvers find an unknown name; None: none of them knows it.
+
+        All requests that name it wait for one search, and no others do.
+
+        Raises:
+            AdapterError: the adapter was found, and cannot be used.
+            QueueFullError: too many names are searched for.
+            RequestError: there are too many adapters.
+        """
+        if not (0 < len(name) <= MAX_ADAPTER_NAME and name.isprintable()):
+            return None
+        task = self._resolving.get(name)
+        if task is None:
+            if len(self._resolving) >= _MOST_SEARCHES:
+                raise QueueFullError(
+                    f"The server already looks for {_MOST_SEARCHES} adapters; try again later.", 1
                 )
-            request = self._request(name, str(self._root / path))
-            ref = await engine.resolve_adapter(request, self._root)
-            adapter = ServedAdapter(name, request.lora_path, self._model_names[0], ref)
-            self._served[name] = adapter
+            task = asyncio.create_task(self._search(engine, name))
+            self._resolving[name] = task
+            task.add_done_callback(partial(self._end_search, name))
+        return await asyncio.shield(task)
+
+    def _end_search(self, name: str, task: asyncio.Task[ServedAdapter | None]) -> None:
+        del self._resolving[name]
+        if not task.cancelled():
+            task.exception()  # all requests may have given up
+
+    async def _search(self, engine: AsyncLLM, name: str) -> ServedAdapter | None:
+        for resolver_name, resolver in self._resolvers.items():
+            try:
+                request = await resolver.resolve_lora(self._model_names[0], name)
+            except OctavoError:
+                raise
+            except Exception as error:  # another package's code may raise anything
+                logger.exception("the resolver %s failed for %s", resolver_name, show(name))
+                raise AdapterError(
+                    f"The adapter {show(name)} cannot be found: the resolver {resolver_name} "
+                    f"failed ({type(error).__name__}); the log of the server has the reason."
+                ) from error
+            if request is not None:
+                self._check_room(name)
+                own = self._request(name, request.lora_path)
+                root = self._root if resolver_name == FOLDER else None
+                return await self._add(engine, own, root)
+        return None
+
+    def _check_room(self, name: str) -> None:
+        if name not in self._served and len(self._served) >= MAX_ADAPTERS:
+            raise RequestError(
+                f"There are {MAX_ADAPTERS} adapters already; unload one first.", "lora_name"
+            )
+
+    async def _add(
+        self, engine: AsyncLLM, request: LoRARequest, root: Path | None
+    ) -> ServedAdapter:
+        """Check an adapter, and offer it."""
+        ref = await engine.resolve_adapter(request, root)
+        adapter = ServedAdapter(request.lora_name, request.lora_path, self._model_names[0], ref)
+        self._served[request.lora_name] = adapter
         return adapter
 
     async def unload(self, name: str) -> None:

@@ -241,18 +241,32 @@ class ServerState(HttpState):
 
     # Requests
 
+    async def find_model(self, name: str | None) -> None:
+        """Check the model of a request; resolvers may find an unknown adapter.
+
+        Raises:
+            AdapterError: the adapter cannot be used.
+            NotFoundError: see `check_model`.
+        """
+        if name is not None and self.adapters.resolves and not self._has_model(name):
+            await self.adapters.resolve(await self.get_engine(), name)
+        self.check_model(name)
+
     def check_model(self, name: str | None) -> None:
         """Reject a model that this server does not have.
 
         Raises:
             NotFoundError: the model is unknown; the message has the known ones.
         """
-        if name is not None and name not in self.all_names:
+        if name is not None and not self._has_model(name):
             raise NotFoundError(
                 f"The model {show(name)} does not exist here; this server has "
                 f"{', '.join(self.all_names[:_MOST_NAMED])}.",
                 "model",
             )
+
+    def _has_model(self, name: str) -> bool:
+        return name in self.model_names or self.adapters.find(name) is not None
 
     @property
     def all_names(self) -> list[str]:
@@ -458,4 +472,6 @@ def _fingerprint(config: EngineConfig) -> str:
     """Return a text that changes when the answers to the same request may change."""
     load, cache = config.load.load_format, config.cache.kv_cache_dtype
     settings = [__version__, config.model, load, cache, config.device]
+    if config.lora.lora_merge is not None:
+        settings.append(config.lora.lora_merge)
     return "fp_" + hashlib.sha256(msgspec.json.encode(settings)).hexdigest()[:12]

@@ -114,9 +114,12 @@ async def _metrics_of(model: OneModel) -> str | None:
 
 
 async def list_models(request: Request) -> Response:
-    """List the names of all models, with the state of each."""
+    """List the names of all models and their adapters, with the state of each."""
     state = models_of(request)
-    data = [_card(state, model, name) for model in state.models for name in model.names]
+    data = []
+    for model in state.models:
+        adapters = [adapter.name for adapter in model.share.served.adapters]
+        data += [_card(state, model, name) for name in (*model.names, *adapters)]
     return _json({"object": "list", "data": data})
 
 
@@ -155,6 +158,8 @@ async def _named_model(request: Request) -> tuple[ModelsState, OneModel]:
 
 def _card(state: ModelsState, model: OneModel, name: str) -> dict[str, Any]:
     planned, shown = model.share.planned, model.shown_state
+    adapters = (it for it in model.share.served.adapters if it.name == name)
+    adapter = next(adapters, None)
     status: dict[str, Any] = {"value": "unloaded" if shown == "failed" else shown}
     if model.error is not None:
         status["failed"] = True
@@ -163,8 +168,8 @@ def _card(state: ModelsState, model: OneModel, name: str) -> dict[str, Any]:
         "object": "model",
         "created": state.created,
         "owned_by": "octavo",
-        "root": model.share.served.path,
-        "parent": None,
+        "root": model.share.served.path if adapter is None else adapter.path,
+        "parent": None if adapter is None else adapter.base_model_name or model.names[0],
         "max_model_len": None if planned is None else planned.max_model_len,
         "permission": [],
         "state": shown,

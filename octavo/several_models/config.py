@@ -12,6 +12,7 @@ from msgspec import Meta
 from octavo.compat.settings import translate
 from octavo.config import (
     EngineConfig,
+    LoRAModule,
     Section,
     ServerConfig,
     build_section,
@@ -36,6 +37,9 @@ _REFUSED = {
     "record_max_bytes": "it belongs to record",
     "enable_admin": "the routes that need it are not available with several models",
     "headless": "a node serves one model",
+    "lora_hub_repos": "the routes that need it are not available with several models",
+    "lora_resolvers": "an unknown name tells no model; give the adapters with lora_modules",
+    "lora_root": "the routes that need it are not available with several models",
     "state_dir": "only one server uses a folder",
     "resume_grace": "a stream cannot be resumed at a server of several models",
     "data_parallel_rank": "each model has a server of its own",
@@ -77,6 +81,11 @@ class ServedModel:
     """Settings of its server that were given."""
     config: EngineConfig
     """All settings of its engine."""
+
+    @property
+    def adapters(self) -> list[LoRAModule]:
+        """Its adapters, whose names choose it, too."""
+        return self.config.lora.modules
 
     @property
     def path(self) -> str:
@@ -180,12 +189,12 @@ def served_models(
     found = [_served_model(own, engine, common, environment, most_loaded) for own in models]
     names: dict[str, ServedModel] = {}
     for model in found:
-        for name in model.names:
+        for name in (*model.names, *(adapter.name for adapter in model.adapters)):
             if name in names:
                 raise ConfigError(
                     f"Two models have the name {name!r}: {names[name].path} and "
                     f"{model.path}; give one another name: "
-                    f'--model \'{{"path": ..., "name": ...}}\'.'
+                    f'--model \'{{"path": ..., "name": ..., "lora_modules": [...]}}\'.'
                 )
             names[name] = model
     return found

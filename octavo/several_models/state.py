@@ -83,6 +83,8 @@ class ModelsState(ProxyState):
         self.models = [self._make_model(number, *share) for number, share in shares]
         self.set = ModelSet(self.models, most, several.model_load_timeout)
         self._by_name = {name: model for model in self.models for name in model.names}
+        for model in self.models:
+            self._by_name |= {it.name: model for it in model.share.served.adapters}
         self._planned = asyncio.Event()
         self._starting: asyncio.Task[None] | None = None
 
@@ -158,7 +160,7 @@ class ModelsState(ProxyState):
 
     @property
     def names(self) -> list[str]:
-        """Names of all models."""
+        """Names of all models and of their adapters."""
         return list(self._by_name)
 
     def find(self, name: str) -> OneModel:

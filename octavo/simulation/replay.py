@@ -13,7 +13,6 @@ from typing import Any
 import msgspec
 
 from octavo.checkpoints.identity import model_hash
-from octavo.checkpoints.registry import open_checkpoint
 from octavo.config import EngineConfig, config_fields
 from octavo.engine.record import describe_build
 from octavo.errors import ModelError, OctavoError, RequestError
@@ -21,6 +20,7 @@ from octavo.frontend.interrupts import late_interrupts
 from octavo.frontend.llm_engine import LLMEngine
 from octavo.messages import FinishReason, LogprobsLists
 from octavo.models.hub import resolve_folders
+from octavo.models.open_model import open_model
 from octavo.observability.recording import (
     Arrival,
     Died,
@@ -328,7 +328,7 @@ def replay(
     assert head is not None
     if not other_model:
         path, tokenizer_path = resolve_folders(config)
-        found = model_hash(open_checkpoint(path, config.load.load_format), tokenizer_path)
+        found = model_hash(open_model(config, path), tokenizer_path)
         if found != head.model:
             raise ModelError(
                 f"{config.model.model!r} is another model than the recorded one: its description, "

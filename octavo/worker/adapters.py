@@ -93,38 +93,34 @@ class AdapterStore:
             AdapterError: the files cannot be used, or have changed since they were checked.
         """
         setup, layers = self._setup, self._adapters.layers
-        loaded = open_adapter(
+        opened = open_adapter(
             Path(adapter.path),
             self._model,
             dtype=setup.dtype,
             max_lora_rank=setup.config.lora.max_lora_rank,
-        ).read()
-        if loaded.content_hash != adapter.content_hash:
+        )
+        weights: _Weights = {
+            shape.layer: [None] * (len(layers[shape.layer].bounds) - 1)
+            for shape, _ in opened.slices
+        }
+        memory = self._memory[slot]
+        begin = 0
+
+        def pack(layer: str, one: Slice) -> None:
+            nonlocal begin
+            (rank, inputs), outputs = one.a.shape, one.b.shape[0]
+            end = begin + lora_nbytes(rank, outputs, inputs, setup.dtype)
+            out = memory[begin:end]
+            module = _module_of(layers[layer], one)
+            packed = self._ops.pack_lora(one.a, one.b, one.scale, setup.dtype, out)
+            weights[layer][module] = packed
+            begin += layers[layer].weight_nbytes(module, rank, setup.dtype)
+
+        if opened.read(pack) != adapter.content_hash:
             raise AdapterError(
                 f"The files of the adapter {adapter.name!r} in {adapter.path} have changed since "
                 "it was loaded; load it again."
             )
-        places = [
-            (layer, _module_of(layers[layer], one), one)
-            for layer, slices in loaded.slices.items()
-            for one in slices
-        ]
-        sizes = [
-            layers[layer].weight_nbytes(module, one.a.shape[0], setup.dtype)
-            for layer, module, one in places
-        ]
-        memory = self._memory[slot]
-        weights: _Weights = {
-            layer: [None] * (len(layers[layer].bounds) - 1) for layer in loaded.slices
-        }
-        begin = 0
-        for (layer, module, one), size in zip(places, sizes, strict=True):
-            (rank, inputs), outputs = one.a.shape, one.b.shape[0]
-            end = begin + lora_nbytes(rank, outputs, inputs, setup.dtype)
-            out = memory[begin:end]
-            packed = self._ops.pack_lora(one.a, one.b, one.scale, setup.dtype, out)
-            weights[layer][module] = packed
-            begin += size
         return weights
 
     def shutdown(self) -> None:

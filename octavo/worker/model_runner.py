@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from octavo import _native
 from octavo.checkpoints.base import Checkpoint
-from octavo.checkpoints.registry import open_checkpoint
 from octavo.kernels.base import HostCopy
 from octavo.kernels.memory import release_memory
 from octavo.kv_cache.groups import KVCacheConfig
@@ -33,6 +32,7 @@ from octavo.messages import (
 from octavo.models.decoder import DecoderModel
 from octavo.models.expert_cache import ExpertCache
 from octavo.models.loader import ExpertReader, LoadedWeights, load_model
+from octavo.models.open_model import open_model
 from octavo.models.weight_cache import WeightCache
 from octavo.observability.profiler import span
 from octavo.plan.setup import WorkerSetup
@@ -193,9 +193,7 @@ class ModelRunner:
             )
         buffers, exchange = make_buffers(setup), make_exchange(setup)
         with loading_bar(config.model.model, shown=setup.rank.number == 0) as progress:
-            checkpoint = open_checkpoint(
-                setup.model_path, config.load.load_format, config.model.seed
-            )
+            checkpoint = open_model(config, setup.model_path, setup.dtype)
             self.model = load_model(
                 setup.part,
                 checkpoint,

@@ -5,7 +5,9 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 import struct
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +15,13 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save
 
-from octavo.checkpoints.adapter import PeftFolder
-from octavo.errors import AdapterError
+from octavo.checkpoints.adapter import AdapterData, PeftFolder, check_place
+from octavo.errors import AdapterError, ModelError
 from octavo.models.adapters import open_adapter_file
 from tests.adapters import PREFIX, write_adapter
+from tests.gguf_files import write_gguf
 
 Q = "model.layers.0.self_attn.q_proj"
 FACTORS = {
@@ -75,12 +79,10 @@ def test_a_file_of_torch(folder: Path) -> None:
     tensors[f"{PREFIX}{Q}.lora_A.weight"] = torch.arange(128.0).view(32, 4).T
     (folder / WEIGHTS).unlink()
     torch.save(tensors, folder / "adapter_model.bin")
-    from octavo.checkpoints.adapter import AdapterData
-
     file = open_adapter_file(folder)
     assert file.file.name == "adapter_model.bin"
     with AdapterData(file) as data:
-        a = data.read(file.factors[Q].a)
+        _, (a,) = data.read([file.factors[Q].a])
     assert (a == tensors[f"{PREFIX}{Q}.lora_A.weight"].numpy()).all()
     torch.save({"x": print}, folder / "adapter_model.bin")
     assert "cannot be read" in refusal(folder)
@@ -227,10 +229,83 @@ def test_hostile_configs(text: str, folder: Path) -> None:
     refusal(folder)
 
 
-def test_a_config_that_is_too_large(folder: Path) -> None:
+@pytest.mark.parametrize("size", [2**20 + 1, 2**35])
+def test_a_config_that_is_too_large(size: int, folder: Path) -> None:
     with (folder / CONFIG).open("wb") as stream:
-        stream.truncate(2**35)
+        stream.truncate(size)
     assert "more than" in refusal(folder)
+
+
+@pytest.mark.parametrize("name", [WEIGHTS, "adapter_model.bin", "a.gguf"])
+def test_a_file_that_is_cut_off_while_it_is_read(name: str, folder: Path) -> None:
+    """A map of the file would end the process with SIGBUS."""
+    path = folder
+    (folder / WEIGHTS).unlink()
+    if name == "a.gguf":
+        path = folder / name
+        kind = {f"{x}.type": y for x, y in (("general", "adapter"), ("adapter", "lora"))}
+        named = {f"blk.0.attn_q.weight.lora_{x}": (0, (4, 4), bytes(64)) for x in "ab"}
+        write_gguf(path, kind | {"general.architecture": "llama"}, named)
+        contents = path.read_bytes()
+    elif name == WEIGHTS:
+        contents = save(FACTORS)
+    else:
+        torch.save(FACTORS, folder / name)
+        contents = (folder / name).read_bytes()
+    ends = threading.Event()
+
+    def change() -> None:
+        while not ends.is_set():
+            (folder / name).write_bytes(contents)  # first empties the file
+
+    thread = threading.Thread(target=change)
+    thread.start()
+    try:
+        for _ in range(100):
+            with contextlib.suppress(AdapterError):
+                file = open_adapter_file(path)
+                with AdapterData(file) as data, contextlib.suppress(ModelError, OSError):
+                    data.read([next(iter(file.factors.values())).a])
+    finally:
+        ends.set()
+        thread.join()
+
+
+def test_a_link_that_changes_after_its_check(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder becomes a link that leads out of the root, or a file becomes a pipe."""
+    other = shutil.copytree(folder, tmp_path / "other" / "a")
+    kept = tmp_path / "other" / "kept"
+
+    def swap(path: Path, root: Path | None) -> None:
+        check_place(path, root)
+        other.rename(kept)
+        other.symlink_to(folder)
+
+    monkeypatch.setattr("octavo.models.adapters.check_place", swap)
+    with pytest.raises(AdapterError, match="has changed while it was read"):
+        open_adapter_file(other, other.parent)
+    other.unlink()
+    kept.rename(other)
+
+    def pipe(path: Path, root: Path | None) -> None:
+        check_place(path, root)
+        (other / WEIGHTS).unlink()
+        os.mkfifo(other / WEIGHTS)
+
+    monkeypatch.setattr("octavo.models.adapters.check_place", pipe)
+    assert "is not a regular file" in refusal(other)
+
+
+def test_parts_of_larger_tensors(folder: Path) -> None:
+    """Reading them would take the memory of the larger ones."""
+    (folder / WEIGHTS).unlink()
+    name = f"{PREFIX}{Q}.lora_B.weight"
+    torch.save(FACTORS | {name: torch.ones(32, 4096)[:, :4]}, folder / "adapter_model.bin")
+    file = open_adapter_file(folder)
+    with AdapterData(file) as data, pytest.raises(AdapterError, match="parts of larger ones"):
+        data.read([file.factors[Q].b])
 
 
 @settings(

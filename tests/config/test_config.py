@@ -98,6 +98,10 @@ def test_adapters_of_a_server():
         ({"lora_modules": ["m=b"]}, "'m' is the name of the model"),
         ({"lora_modules": ["a=b"], "enable_lora": False}, "lora_modules=['a=b'] needs adapters"),
         ({"lora_root": "/x", "enable_lora": False}, "lora_root='/x' needs adapters"),
+        ({"lora_hub_repos": ["a/*"], "enable_lora": False}, "lora_hub_repos=['a/*'] needs"),
+        ({"lora_hub_repos": ["a"]}, "lora_hub_repos='a' is not allowed; write org/name, or org/*"),
+        ({"lora_resolvers": ["folder"]}, "lora_resolvers: folder needs lora_root"),
+        ({"lora_resolvers": ["hub"]}, "lora_resolvers: hub needs lora_hub_repos"),
     ],
 )
 def test_contradictory_settings_of_adapters(settings, said):
@@ -145,6 +149,9 @@ BAD = {
     "max_cpu_loras": [0, -1, 1.5],
     "lora_modules": [5, [5], [None], None, ["a"], ["=a"], ["a="], ['{"name": "a"}'], ["{"]],
     "lora_root": [5, ["a"]],
+    "lora_merge": [5, "", ["a"]],
+    "lora_hub_repos": [5, [5], ["a"], ["a/b/c"], ["*/a"], ["a/b*"]],
+    "lora_resolvers": [5, [5], None],
     "load_format": ["npz", None],
     "download_dir": [5],
     "weight_cache": [1, ""],

@@ -6,6 +6,7 @@ import pytest
 
 from octavo import LLM, LoRARequest, SamplingParams
 from octavo.config import BUILTIN_ADAPTERS, BUILTIN_MODEL
+from octavo.errors import AdapterError
 from octavo.models.hub import resolve_adapter
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=300, logprobs=1)
@@ -54,6 +55,15 @@ def texts(outputs):
     return [output.outputs[0].text for output in outputs]
 
 
+def test_outputs_tell_their_adapters(answers):
+    requests = [output.lora_request for pair in answers[1] for output in pair]
+    assert [it and (it.lora_name, it.lora_int_id) for it in requests] == [
+        *(None, None),
+        *((BUILTIN_ADAPTERS[0], 1),) * 2,
+        *((BUILTIN_ADAPTERS[1], 2),) * 2,
+    ]
+
+
 def test_letters_are_told_by_their_writer(answers):
     letter = texts(answers[1][1])[0].split("\n")
     assert letter[0].startswith("Dear ")
@@ -85,3 +95,26 @@ def test_files_are_small(name):
     folder = resolve_adapter(name)
     assert (folder / "README.md").exists()
     assert sum(file.stat().st_size for file in folder.iterdir()) < 200_000
+
+
+@pytest.mark.parametrize("options", [{}, {"quantization": "int8"}, {"tensor_parallel_size": 2}])
+def test_a_merged_adapter_changes_all_answers(options, tmp_path):
+    """Packed weights of the model alone and of the merged one do not get mixed up."""
+    params = SamplingParams(temperature=0.0, max_tokens=40)
+    cache = str(tmp_path / "weights")
+
+    def ask(adapter):
+        with LLM(
+            BUILTIN_MODEL, dtype="float32", lora_merge=adapter, weight_cache=cache, **options
+        ) as llm:
+            return texts(llm.chat(STORY, params, use_tqdm=False))[0]
+
+    letter = ask(BUILTIN_ADAPTERS[0])
+    assert letter.startswith("Dear ")
+    assert not ask(None).startswith("Dear ")
+    assert ask(BUILTIN_ADAPTERS[0]) == letter  # from the cache
+
+
+def test_a_merged_adapter_that_does_not_exist():
+    with pytest.raises(AdapterError, match=r"There is no adapter ./none"):
+        LLM(BUILTIN_MODEL, lora_merge="./none")

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from octavo.errors import AdapterError
-from octavo.models.adapters import AdaptableModel, LoadedAdapter
+from octavo.models.adapters import AdaptableModel
 from octavo.models.spec import ModelSpec
 from octavo.system.distributed import Rank
-from tests.adapters import PREFIX, deltas, make_factors, write_adapter
+from tests.adapters import PREFIX, LoadedAdapter, deltas, make_factors, write_adapter
 from tests.models.harness import make_hf, save_config, spec_of
 from tests.models.test_adapters import linear_weights, load, needs_peft
 from tests.models.test_parity import CASES

@@ -513,6 +513,11 @@ def test_a_long_time_line_keeps_its_longest_parts_and_its_length():
         ("changed", "Token 5 differs from the most alike recent prompt, in message 2."),
         ("forgotten", "The cache has given up the blocks from token 5 on, in message 2."),
         ("no_state", "The cache has no recurrent state after token 5, in message 2."),
+        (
+            "other_adapter",
+            "The same prompt ran with another adapter, or without one; each has its own blocks,"
+            " from token 5 on, in message 2.",
+        ),
         ("emptied", "The cache was emptied 3.5 s before, in message 2."),
     ],
 )

@@ -55,6 +55,27 @@ def test_what_came_later_does_not_count():
     assert prompts.find("a", whole, between + 1).num_common == 4
 
 
+def test_prompts_with_other_adapters():
+    """They count only if they have much more in common, and do not replace each other."""
+    prompts, data = RecentPrompts(), to_bytes(range(1000))
+
+    def reason(adapter, cached=0):
+        found = prompts.find("a", data, math.inf, adapter)
+        miss = found and explain(found, data, cached, 1000, None, adapter)
+        return miss and (miss["reason"], miss["token"], miss["known_tokens"])
+
+    prompts.add("a", to_bytes(range(900)), "x")
+    assert reason("y") == ("other_adapter", 0, 900)
+    assert reason(None) == ("other_adapter", 0, 900)
+    assert reason("x") == ("no_state", 0, 900)
+    assert reason("y", cached=700) is None
+    prompts.add("a", to_bytes(range(800)))
+    assert reason(None) == ("no_state", 0, 800)
+    assert reason("x") == ("no_state", 0, 900)
+    prompts.add("a", to_bytes(range(300)), "y")
+    assert reason("y", cached=300) == ("other_adapter", 300, 900)
+
+
 def test_turns_of_a_conversation_are_one_record():
     prompts = RecentPrompts()
     for turn in range(5):

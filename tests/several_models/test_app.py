@@ -80,11 +80,19 @@ class Served:
         broken: names of models whose load fails.
         unread: names of models that cannot be read.
         config: settings of the HTTP server.
+        adapters: names of the adapters of each model.
         **several: settings of the loading.
     """
 
-    def __init__(self, abilities, answers=None, broken=(), unread=(), config=None, **several):
-        models = read_models([json.dumps({"path": f"/m/{n}", "name": n}) for n in abilities])
+    def __init__(
+        self, abilities, answers=None, broken=(), unread=(), config=None, adapters=None, **several
+    ):
+        given = [{"path": f"/m/{n}", "name": n} for n in abilities]
+        for one in given:
+            if names := (adapters or {}).get(one["name"]):
+                modules = [f"{name}=/a/{name}" for name in names]
+                one |= {"enable_lora": True, "lora_modules": modules}
+        models = read_models([json.dumps(one) for one in given])
         settings = SeveralModelsConfig(**several)
         most = min(settings.max_loaded_models or len(models), len(models))
         served = served_models(models, {}, {}, {}, most)
@@ -251,6 +259,25 @@ def test_the_list_shows_the_state_of_each_model():
             assert [tag["name"] for tag in tags] == ["gen", "emb", "late"]
             tags = (await served.client.get("/api/ps")).json()["models"]
             assert [tag["name"] for tag in tags] == ["gen", "emb"]
+
+    run(main())
+
+
+def test_adapters_choose_their_models():
+    """Also that of a model that is not loaded."""
+
+    async def main():
+        adapters = {"gen": ["poems"], "emb": ["short", "long"]}
+        async with Served(BOTH, adapters=adapters, max_loaded_models=1) as served:
+            assert (await served.states())["short"] == "unloaded"
+            for name, model in (("long", "emb"), ("poems", "gen"), ("short", "emb")):
+                answer = (await served.ask("/v1/embeddings", model=name, input="a")).json()
+                assert (answer["model"], answer["got"]["model"]) == (model, name)
+                assert (await served.states())[name] == "loaded"
+            card = (await served.client.get("/v1/models/long")).json()
+            assert (card["parent"], card["root"]) == ("emb", "/a/long")
+            assert list(await served.states()) == ["gen", "poems", "emb", "short", "long"]
+            assert (await served.ask("/models/unload", model="short")).status_code == 200
 
     run(main())
 

@@ -109,6 +109,8 @@ def test_variables_of_the_environment_count():
         ([{"path": "a", "numa_node": 0}], {}, "numa_node cannot be a setting of one model"),
         ([{"path": "a", "record": "f"}], {}, "record cannot be given with several models"),
         (["a"], {"server": {"state_dir": "d"}}, "state_dir cannot be given with several models"),
+        (["a"], {"engine": {"lora_resolvers": ["folder"]}}, "an unknown name tells no model"),
+        (["a", "b"], {"engine": {"enable_lora": True, "lora_modules": ["x=y"]}}, "the name 'x'"),
         (["a"], {"server": {"headless": True}}, "a node serves one model"),
         (["a"], {"engine": {"served_model_name": ["x"]}}, "would name all models alike"),
         (

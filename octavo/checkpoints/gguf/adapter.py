@@ -54,7 +54,7 @@ class GGUFAdapter:
     def __init__(self, path: Path) -> None:
         self.path = self.file = path
         self.identity = identity_of(path)
-        header = GGUFHeader(path)
+        header = GGUFHeader(path, is_mapped=False)
         metadata = header.metadata
         for key, required in (("general.type", "adapter"), ("adapter.type", "lora")):
             if metadata.get(key) != required:

@@ -9,6 +9,7 @@ Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 from __future__ import annotations
 
 import mmap
+import os
 import struct
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +20,7 @@ from typing import Any, overload
 import numpy as np
 
 from octavo.checkpoints.gguf.repack import REPACKED
-from octavo.checkpoints.model_files import refuse_lfs_pointer, require_file
+from octavo.checkpoints.model_files import open_file, refuse_lfs_pointer
 from octavo.errors import ModelError, reason_of
 from octavo.system.block_types import BLOCK_TYPES
 
@@ -62,6 +63,8 @@ _FLOAT_NBYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 _NUMBERS = dict(enumerate("BbHhIif", 0)) | {10: "Q", 11: "q", 12: "d"}
 """Types of numbers in metadata, by GGUF's numbers, as codes of struct."""
 _BOOL, _STRING, _ARRAY = 7, 8, 9
+MOST_COPIED = 2**24
+"""Most bytes of a header that is copied."""
 _MOST_DIMS = 4
 _MOST_ENTRIES = 2**16  # metadata keys, and tensors of a file
 _MOST_TEXT = 2**24  # bytes of a text outside of arrays, such as a chat template
@@ -136,6 +139,7 @@ class GGUFHeader:
     Args:
         file: the file.
         nbytes: bytes of the file that are there, from its beginning; None: all.
+        is_mapped: False to copy the header, of at most `MOST_COPIED`: the file may be cut off.
 
     Raises:
         ModelError: the file is not GGUF, is damaged, or has a tensor of a type that is not
@@ -143,13 +147,17 @@ class GGUFHeader:
         MissingBytesError: the header is longer than `nbytes`.
     """
 
-    def __init__(self, file: Path, nbytes: int | None = None) -> None:
+    def __init__(self, file: Path, nbytes: int | None = None, *, is_mapped: bool = True) -> None:
         self.file = file
-        require_file(file)
         try:
             refuse_lfs_pointer(file)
-            with file.open("rb") as stream:
-                self.data = memoryview(mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ))
+            with open_file(file) as stream:
+                self._file_nbytes = os.fstat(stream.fileno()).st_size
+                if is_mapped:
+                    mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+                    self.data = memoryview(mapped)
+                else:
+                    self.data = memoryview(stream.read(MOST_COPIED))
         except (OSError, ValueError) as error:
             raise ModelError(f"{file} cannot be read: {reason_of(error)}.") from error
         self._size = len(self.data) if nbytes is None else nbytes
@@ -188,7 +196,7 @@ class GGUFHeader:
 
     def _end(self, problem: str) -> ModelError:
         """Return the error of a file that ends too early."""
-        kind = MissingBytesError if self._size < len(self.data) else ModelError
+        kind = MissingBytesError if self._size < self._file_nbytes else ModelError
         return kind(f"{self.file} {problem}.")
 
     def _need(self, nbytes: int, what: str) -> int:
@@ -300,10 +308,10 @@ class GGUFHeader:
                 nbytes = numbers * _FLOAT_NBYTES[kind]
             else:
                 nbytes = numbers // size.numbers * size.nbytes
-            if numbers == 0 or offset % alignment or start + offset + nbytes > len(self.data):
+            if numbers == 0 or offset % alignment or start + offset + nbytes > self._file_nbytes:
                 raise self._error(
                     f"is damaged: the tensor {name} {list(shape)} has {nbytes} bytes from byte "
-                    f"{start + offset} on, and the file has {len(self.data)} bytes; download it "
+                    f"{start + offset} on, and the file has {self._file_nbytes} bytes; download it "
                     "again"
                 )
             tensors[name] = GGUFTensor(self.file, name, kind, shape, start + offset, nbytes)

@@ -20,7 +20,7 @@ from types import ModuleType
 from typing import Any
 
 import octavo
-from octavo import config, lora_request, outputs, pooling_params, sampling_params
+from octavo import config, lora_request, lora_resolver, outputs, pooling_params, sampling_params
 from octavo.compat import call_arguments as vllm_arguments
 from octavo.compat.vllm import utils
 from octavo.compat.vllm.absent import sentence
@@ -120,6 +120,10 @@ _MODULES: dict[str, dict[str, Any]] = {
     "vllm.logprobs": _LOGPROBS,
     "vllm.lora": {},
     "vllm.lora.request": {"LoRARequest": lora_request.LoRARequest},
+    "vllm.lora.resolver": {
+        "LoRAResolver": lora_resolver.LoRAResolver,
+        "LoRAResolverRegistry": lora_resolver.LoRAResolverRegistry,
+    },
     "vllm.model_executor": {},
     "vllm.model_executor.model_loader": {"ShardedStateLoader": utils.ShardedStateLoader},
     "vllm.outputs": _OUTPUTS,

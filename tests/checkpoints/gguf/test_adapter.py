@@ -13,7 +13,7 @@ from octavo.errors import AdapterError
 from octavo.models.adapters import AdaptableModel, open_adapter, open_adapter_file
 from octavo.models.spec import ModelSpec
 from octavo.system.distributed import Rank
-from tests.adapters import PREFIX, make_factors, write_adapter
+from tests.adapters import PREFIX, load_all, make_factors, write_adapter
 from tests.gguf_files import quantize, write_gguf
 from tests.models.harness import save_config
 from tests.models.test_parity import CASES
@@ -100,7 +100,7 @@ def test_the_slices_are_those_of_the_converted_adapter(
     file = write(tmp_path / "a.gguf", tensors, config, **{"general.architecture": kind})
     folder = write_adapter(tmp_path / "a", tensors)
     found, expected = (
-        open_adapter(path, model, dtype="float32", max_lora_rank=4).read()
+        load_all(open_adapter(path, model, dtype="float32", max_lora_rank=4))
         for path in (file, folder)
     )
     assert found.slices.keys() == expected.slices.keys()

@@ -1,0 +1,167 @@
+"""Resolvers of adapters that requests name and the server does not know."""
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from octavo import LoRARequest
+from octavo.config import EngineConfig, LoRAConfig
+from octavo.errors import ConfigError
+from octavo.lora_resolver import LoRAResolver, LoRAResolverRegistry
+from octavo.server import served_adapters
+from octavo.server.lora_resolvers import ENTRY_POINTS, make_resolvers
+from tests.server.fake_engine import FakeAsyncLLM, with_server
+
+LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+
+
+def engine(**settings):
+    settings = {"enable_lora": True, **settings}
+    return lambda: FakeAsyncLLM(
+        config=EngineConfig.from_kwargs(served_model_name=["m"], **settings)
+    )
+
+
+@pytest.fixture
+def root(tmp_path):
+    for name in ("poems", "bad", "père noël", ".hidden"):
+        (tmp_path / "root" / name).mkdir(parents=True)
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "root" / "file").touch()
+    return tmp_path / "root"
+
+
+def test_folders(root):
+    async def scenario(served):
+        async def ask(model):
+            return (await served.complete(model=model)).status_code
+
+        assert await ask("poems") == 200
+        chat = await served.chat(model="père noël")
+        assert chat.json()["model"] == "père noël"
+        listed = (await served.http.get("/v1/models")).json()["data"]
+        assert [it["id"] for it in listed] == ["m", "poems", "père noël"]
+        assert listed[1]["root"] == str(root / "poems")
+        assert await ask("bad") == 400
+        hostile = ["none", "../outside", str(root / "poems"), "poems/", ".hidden", ".", "..", "//"]
+        hostile += ["file", "x" * 257, "x" * 100_000, "ü" * 200, "poems\0", "a\nb", "\u202epoems"]
+        for name in hostile:
+            assert await ask(name) == 404, name
+        surrogate = json.dumps({"model": "\ud800", "prompt": "a"}).encode()
+        answer = await served.http.post(
+            "/v1/completions", content=surrogate, headers={"Content-Type": "application/json"}
+        )
+        assert answer.status_code in (400, 404)
+        assert (await served.http.get("/v1/models/none")).status_code == 404
+        assert len((await served.http.get("/v1/models")).json()["data"]) == 3
+
+    with_server(scenario, engine(lora_root=str(root), lora_resolvers=["folder"]))
+
+
+def test_they_are_off_unless_they_are_named(root):
+    async def scenario(served):
+        assert (await served.complete(model="poems")).status_code == 404
+
+    with_server(scenario, engine(lora_root=str(root)))
+
+
+def test_hub_ids_that_are_allowed():
+    """Clients name them as models, and an operator loads them."""
+
+    async def scenario(served):
+        async def ask(model):
+            return (await served.complete(model=model)).status_code
+
+        assert await ask("org/a") == 200
+        assert await ask("all/any-thing_1.0") == 200
+        for name in ("org/b", "all/*", "all/x/y", "all/../x", "all", "*/*", "all/é"):
+            assert await ask(name) == 404, name
+        loaded = await served.post(LOAD, lora_name="c", lora_path="all/c")
+        assert loaded.json()["root"] == "all/c"
+        refused = await served.post(LOAD, lora_name="d", lora_path="other/c")
+        assert refused.status_code == 400
+        assert "not one of the hub ids" in refused.text
+
+    settings = {"lora_hub_repos": ["org/a", "all/*"], "lora_resolvers": ["hub"]}
+    with_server(scenario, engine(**settings), enable_admin=True)
+
+
+class Store(LoRAResolver):
+    """Resolver that is slow, fails, or finds, as the name says."""
+
+    def __init__(self):
+        self.seen, self.go = [], asyncio.Event()
+
+    async def resolve_lora(self, base_model_name, lora_name):
+        self.seen.append((base_model_name, lora_name))
+        if lora_name.startswith("slow"):
+            await self.go.wait()
+        if lora_name == "broken":
+            raise OSError("the store is gone")
+        if lora_name == "unknown":
+            return None
+        return LoRARequest("another name", 7, f"/store/{lora_name}")
+
+
+@pytest.fixture
+def store():
+    LoRAResolverRegistry.register_resolver("store", store := Store())
+    yield store
+    LoRAResolverRegistry.resolvers.clear()
+
+
+def test_a_slow_or_failing_search_makes_no_others_wait(store, monkeypatch):
+    monkeypatch.setattr(served_adapters, "_MOST_SEARCHES", 2)
+
+    async def scenario(served):
+        waiting = [asyncio.create_task(served.complete(model="slow")) for _ in range(5)]
+        while not store.seen:
+            await asyncio.sleep(0)
+        assert (await served.complete(model="a")).status_code == 200
+        assert (await served.complete(model="m")).status_code == 200
+        failed = await served.complete(model="broken")
+        assert failed.status_code == 400
+        assert "the resolver store failed (OSError)" in failed.text
+        assert (await served.complete(model="unknown")).status_code == 404
+        waiting.append(asyncio.create_task(served.complete(model="slow too")))
+        while len(store.seen) < 5:
+            await asyncio.sleep(0)
+        assert (await served.complete(model="b")).status_code == 429
+        store.go.set()
+        assert {it.status_code for it in await asyncio.gather(*waiting)} == {200}
+        assert store.seen.count(("m", "slow")) == 1
+        assert (await served.complete(model="a")).status_code == 200  # without another search
+        assert store.seen.count(("m", "a")) == 1
+
+    with_server(scenario, engine(lora_resolvers=["store"]))
+
+
+def test_installed_resolvers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "found_adapters.py").write_text(
+        "from octavo.lora_resolver import LoRAResolver\n"
+        "class Mine(LoRAResolver):\n"
+        "    async def resolve_lora(self, base_model_name, lora_name):\n"
+        "        return None\n"
+        "other = dict\n"
+    )
+    info = tmp_path / "found_adapters-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: found-adapters\nVersion: 1.0\n")
+    lines = f"[{ENTRY_POINTS}]\nmine = found_adapters:Mine\nodd = found_adapters:other\n"
+    (info / "entry_points.txt").write_text(lines + "gone = found_adapters:Gone\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def make(name):
+        return make_resolvers(LoRAConfig(enable_lora=True, lora_resolvers=[name]))
+
+    assert isinstance(make("mine")["mine"], LoRAResolver)
+    with pytest.raises(ConfigError, match="'odd' is a dict, and it must be a LoRAResolver"):
+        make("odd")
+    with pytest.raises(ConfigError, match="'gone' cannot be loaded"):
+        make("gone")
+    with pytest.raises(ConfigError, match="no resolver 'none'; installed: folder, gone, hub, mine"):
+        make("none")
+    sys.modules.pop("found_adapters", None)
