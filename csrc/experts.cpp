@@ -174,7 +174,7 @@ class Experts {
       return;
     }
     multiply(up_, task, unit, x, stride, inner, a_.inner_stride, a_.gated);
-    if (a_.gated != Gated::none) return;
+    if (a_.gated != Gated::none || a_.activation == Unary::none) return;
     const int64_t first = task.first_panel * kernels().panel;
     const int64_t count = std::min(task.num_panels * kernels().panel, a_.up_outputs - first);
     for (int64_t i = 0; i < unit.rows; i++) {

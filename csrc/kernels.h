@@ -876,7 +876,7 @@ struct ExpertsArgs {
   bool up_plain, down_plain;  // weights are numbers of x's dtype
   QuantFormat up_format, down_format;  // of the others
   Gated gated;
-  Unary activation;  // if not gated
+  Unary activation;  // if not gated; none: inner has the results of the product
   float limit;  // as in LinearArgs
   DType dtype;
   int64_t* counts;  // [experts] or null: the numbers of this process's pairs are added
@@ -898,6 +898,37 @@ struct ExpertsArgs {
     const double lower = down ? double(down_outputs) * down_inputs : 0.0;
     return {read * (upper * (up_plain ? size_of(dtype) : 1) + lower * (down_plain ? size_of(dtype) : 1)),
             2.0 * pairs * (upper + lower)};
+  }
+};
+
+// Adds adapters' changes to the rows of one product of `experts`. With `inner` it then applies the
+// activation between the products.
+struct ExpertLoraArgs {
+  const void* x;  // inputs of the product: [tokens, k], or with `gathered` null [tokens * top_k, k]
+  int64_t x_stride;
+  const float* factors;  // [tokens, top_k] or null: factors of x
+  const int32_t *ids, *places;  // [tokens, top_k]: as in ExpertsArgs
+  const int32_t* slots;      // [tokens]: the adapter of each token; -1: none
+  const LoraSlice* slices;   // [adapters, experts, num_slices]
+  const int64_t* bounds;     // [num_slices + 1], outputs that each slice changes
+  int32_t* pair_slots;  // [tokens * top_k]: memory
+  void* gathered;       // [tokens * top_k, k]: memory; null: x has a row for each pair
+  void* out;            // [tokens * top_k, outputs]: results of the product
+  void* inner;          // [tokens * top_k, columns of inner] or null: receives the activated results
+  int64_t out_stride, inner_stride;  // out is dense if it is activated
+  int64_t tokens, top_k, experts, k, num_slices, max_rank;
+  Gated gated;
+  Unary activation;  // if not gated
+  float limit;       // as in LinearArgs
+  DType dtype;
+
+  MEMBERS(x, x_stride, factors, ids, places, slots, slices, bounds, pair_slots, gathered, out, inner,
+          out_stride, inner_stride, tokens, top_k, experts, k, num_slices, max_rank, gated, activation,
+          limit, dtype)
+  void resize(const StepSize& size) { tokens = size.rows; }
+  Work work() const {
+    const double rows = double(tokens) * top_k, n = double(bounds[num_slices]);
+    return {rows * size_of(dtype) * (double(k) + 2.0 * n), 2.0 * rows * max_rank * (double(k) * num_slices + n)};
   }
 };
 
@@ -1027,6 +1058,7 @@ struct Wkv7Args {
   KERNEL(add_lora_embedding, LoraEmbeddingArgs) \
   KERNEL(replace_linear, ReplaceLinearArgs) \
   KERNEL(replace_embedding, ReplaceEmbeddingArgs) \
+  KERNEL(add_expert_lora, ExpertLoraArgs) \
   KERNEL(selective_scan, SelectiveScanArgs)
 
 struct KernelTable {
@@ -1059,6 +1091,7 @@ void sort_descending(uint64_t* keys, int64_t count);
 
 void top_k(const TopKArgs& a);
 void experts(const ExpertsArgs& a);
+void add_expert_lora(const ExpertLoraArgs& a);
 void send_tokens(const SendTokensArgs& a);
 
 }  // namespace octavo

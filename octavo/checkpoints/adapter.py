@@ -40,7 +40,6 @@ _KINDS = {
     "use_qalora": "QA-LoRA",
     "use_bdlora": "block-diagonal LoRA",
     "trainable_token_indices": "LoRA with trained tokens",
-    "target_parameters": "LoRA of the weights of experts",
     "layer_replication": "LoRA with repeated layers",
     "arrow_config": "Arrow",
     "kasa_config": "KaSA",
@@ -104,6 +103,8 @@ _COPY = re.compile(r"\.base_layer\.(weight|bias)$")
 """Ends of the names of copies of the base's weights."""
 _OTHER_TENSORS = {r"\.token_adapter\.": "LoRA with trained tokens"}
 """Names of other tensors, and the kind of adapter that they make."""
+_SWAPPING = re.compile(r"0\.1[78]\.")
+"""Versions of PEFT that take weights [experts, outputs, inputs] for [experts, inputs, outputs]."""
 _PLAIN = re.compile(r"\^?[\w.-]+")
 """Keys of patterns that are names, or ends of names."""
 _MOST_PATTERNS, _MOST_WAYS = 16, 2**12
@@ -165,8 +166,18 @@ class AdapterFile(Protocol):
     """Shapes of the copies of the base's weights, by the module's name in the file. PEFT writes
     them with LoRA of the embedding or of the LM head; they are not read."""
 
-    def scale(self, module: str) -> float:
+    settings: str
+    """Text of all that `scale` depends on besides the factors."""
+    swaps_experts: bool
+    """True if the factors of fused experts are those of transposed weights."""
+
+    def scale(self, module: str, parameter: str | None = None, experts: int = 1) -> float:
         """Return the factor of the change of a module.
+
+        Args:
+            module: its name in the file.
+            parameter: name of its parameter that is changed; None: its weight.
+            experts: number of the experts whose factors the module has.
 
         Raises:
             AdapterError: the factor contradicts the tensors, or is not finite.
@@ -225,6 +236,9 @@ class PeftFolder:
         self._ranks = _Patterns(config, "rank_pattern")
         self._alphas = _Patterns(config, "alpha_pattern")
         self._stabilized = config.flag("use_rslora", False)
+        fields = ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora")
+        self.settings = str([config.get(field) for field in fields])
+        self.swaps_experts = _SWAPPING.match(str(config.get("peft_version"))) is not None
         self.naming = "PEFT"
         self.invocation_tokens = _invocation_tokens(config)
         is_dora, has_biases = config.flag("use_dora", False), config.flag("lora_bias", False)
@@ -281,18 +295,19 @@ class PeftFolder:
                 "tokens is not supported. Train it without."
             )
 
-    def scale(self, module: str) -> float:
+    def scale(self, module: str, parameter: str | None = None, experts: int = 1) -> float:
         """Implement `AdapterFile`, as PEFT computes it."""
-        rank = self._ranks.find(module)
+        name = parameter or module
+        rank = self._ranks.find(name)
         rank = self._rank if rank is None else rank
-        stored = self.factors[module].rank
+        stored = self.factors[module].rank // experts
         if rank != stored:
             raise AdapterError(
                 f"{self.file}: the factors of {printable(module)} have rank {stored}, and "
                 f"{CONFIG} says {rank} (r, or rank_pattern); correct it, or download the adapter "
                 "again."
             )
-        alpha = self._alphas.find(module)
+        alpha = self._alphas.find(name)
         alpha = self._alpha if alpha is None else alpha
         return finite_scale(alpha / (math.sqrt(rank) if self._stabilized else rank), self.path)
 

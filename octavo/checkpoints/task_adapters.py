@@ -55,6 +55,8 @@ class TaskAdapter:
     naming = "tasks"
     base: str | None = None
     invocation_tokens: tuple[int, ...] = ()
+    settings = ""
+    swaps_experts = False
     trained: Mapping[str, Mapping[str, StoredTensor]] = MappingProxyType({})
     copies: Mapping[str, tuple[int, ...]] = MappingProxyType({})
 
@@ -87,7 +89,7 @@ class TaskAdapter:
         embeddings = {module for module in found if _EMBEDDING.fullmatch(module)}
         self.factors: Mapping[str, Factors] = pair_factors(self.file, found, embeddings)
 
-    def scale(self, module: str) -> float:
+    def scale(self, module: str, parameter: str | None = None, experts: int = 1) -> float:
         """Implement `AdapterFile`."""
         rank = self.factors[module].rank
         if rank != self._rank:

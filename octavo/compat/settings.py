@@ -218,7 +218,7 @@ FOREIGN: dict[str, Foreign] = {
             specialize_active_lora=EITHER,
         ),
         _group(
-            "it tunes adapters of experts, which are not supported",
+            "the files of an adapter say in which form its experts are, always",
             enable_mixed_moe_lora_format=EITHER,
             enable_moe_shared_loras=EITHER,
         ),

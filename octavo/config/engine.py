@@ -135,6 +135,16 @@ class EngineConfig(Section, frozen=True):
         self._check_executor()
 
     @property
+    def adapts_experts(self) -> bool:
+        """True if adapters may change experts, unless `device=auto` finds a GPU.
+
+        They must be on a CPU, and each process keeps the experts that it computes.
+        """
+        device = self.device
+        on_gpu = device.device not in ("auto", "cpu") or device.attention_backend == "triton"
+        return not (on_gpu or self.divides_experts or device.enable_eplb)
+
+    @property
     def divides_experts(self) -> bool:
         """True if several engines divide the experts of a model."""
         return self.device.enable_expert_parallel and self.parallel.data_parallel_size > 1

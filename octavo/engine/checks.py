@@ -134,13 +134,6 @@ REQUIREMENTS = (
         " if an expert could not be read; leave out one of the two.",
     ),
     Requirement(
-        "`enable_lora`",
-        "no experts divided among engines",
-        lambda config, platform: config.lora.enable_lora and config.divides_experts,
-        "enable_lora is not supported yet with engines that divide experts; leave out one of "
-        "enable_lora and enable_expert_parallel.",
-    ),
-    Requirement(
         "`kv_transfer_config`",
         "`enable_prefix_caching`",
         lambda config, platform: (

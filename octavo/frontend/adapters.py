@@ -197,10 +197,15 @@ class AdapterFiles:
 
     @cached_property
     def _model(self) -> AdaptableModel:
-        names = {weight.name for weight in without_forms(self._spec).weights()}
-        layers = {name.removesuffix("weight") for name in names if is_adaptable(name)}
+        lora = self._config.lora
+        adapts = self._config.adapts_experts
+        layers = {
+            weight.name.removesuffix("weight")
+            for weight in without_forms(self._spec).weights()
+            if is_adaptable(weight.name) and (weight.expert is None or adapts)
+        }
         layers.add(EMBED)  # a table that is tied has another name
-        return AdaptableModel(self._spec, layers, self._config.lora.lora_modules_to_save)
+        return AdaptableModel(self._spec, layers, lora.lora_modules_to_save)
 
     def resolve_each(self, requests: LoRARequests, count: int) -> list[AdapterRef | None]:
         """Return the adapter of each of `count` prompts, given one for all or one for each.

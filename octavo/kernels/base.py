@@ -966,7 +966,7 @@ class Ops(Protocol):
         ids: Tensor,
         up: StackedWeight | None,
         down: StackedWeight | None,
-        activation: ExpertActivation,
+        activation: ExpertActivation | None,
         factors: Tensor | None = None,
         inner: Tensor | None = None,
         out: Tensor | None = None,
@@ -984,7 +984,8 @@ class Ops(Protocol):
             ids: int32 [T, K]: experts of each token, each in [0, E).
             up: weights [I, H], gated: [2 * I, H], gate and up. None: `inner` is given.
             down: weights [N, I]. None: only `inner` is computed.
-            activation: the activation.
+            activation: the activation; None: `inner` has the results of the first product as they
+                are: [T * K, 2 * I] if gated. On a CPU only.
             factors: float32 [T, K]: factors of x; None: 1.
             inner: memory for the results of the first product: [T * K, I], of any row stride.
             out: memory for those of the second product: [T * K, N].
@@ -996,6 +997,41 @@ class Ops(Protocol):
 
         Returns:
             The results of the last product; and the row of each pair in them, int32 [T, K].
+        """
+        ...
+
+    def add_expert_lora(
+        self,
+        out: Tensor,
+        x: Tensor,
+        ids: Tensor,
+        places: Tensor,
+        slots: Tensor,
+        table: LoraTable,
+        activation: ExpertActivation | None = None,
+        factors: Tensor | None = None,
+        inner: Tensor | None = None,
+    ) -> Tensor:
+        """Add the changes of each token's adapter to the results of one product of `experts`.
+
+        The change of a row is that of `add_lora` with the pair (slot of the token, expert). On a
+        CPU only.
+
+        Args:
+            out: results [T * K, N], dense; changed in place.
+            x: inputs of the first product: [T, H], or with `activation=None` those of the second
+                one: [T * K, I].
+            ids: int32 [T, K]: experts of each token.
+            places: int32 [T, K]: rows of `out`.
+            slots: int32 [T], the slot of each token's adapter; -1: none.
+            table: row `slot * E + expert` has an adapter's change of an expert.
+            activation: activation after the first product; None: `out` are results of the second
+                one.
+            factors: float32 [T, K]: factors of x [T, H]; None: 1.
+            inner: memory for activated rows: [T * K, I], of any row stride.
+
+        Returns:
+            The activated rows, or else `out`.
         """
         ...
 

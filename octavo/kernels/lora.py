@@ -70,6 +70,8 @@ class LoraTable:
         inputs: number of inputs of the layer.
         max_rank: largest rank of an adapter.
         bias: bias [N] that the results contain when they are changed; None: they contain none.
+        experts: number of experts of a mixture, each of which has such a layer: row `slot * experts
+            + expert` of the table has an adapter's changes of an expert.
     """
 
     def __init__(
@@ -79,8 +81,11 @@ class LoraTable:
         inputs: int,
         max_rank: int,
         bias: Tensor | None = None,
+        experts: int = 1,
     ) -> None:
         self.inputs = inputs
+        self.experts = experts
+        num_slots *= experts
         self.max_rank = max_rank
         self.bias = bias
         self.bounds = np.cumsum([0, *outputs])
@@ -123,3 +128,26 @@ class LoraTable:
     def clear(self, slot: int) -> None:
         """Remove the adapter from a slot."""
         self.set(slot, [None] * len(self.weights[slot]))
+
+
+class ExpertPart:
+    """The part of a table that one expert has, as a table of its own.
+
+    Args:
+        table: the table of all experts.
+        expert: number of the expert.
+    """
+
+    def __init__(self, table: LoraTable, expert: int) -> None:
+        self.inputs, self.max_rank, self.bounds = table.inputs, table.max_rank, table.bounds
+        self.weight_nbytes = table.weight_nbytes
+        self.bias: Tensor | None = None
+        self._table, self._expert = table, expert
+
+    def set(self, slot: int, weights: Sequence[LoraWeight | None]) -> None:
+        """Put an adapter in a slot; see `LoraTable.set`."""
+        self._table.set(slot * self._table.experts + self._expert, weights)
+
+    def clear(self, slot: int) -> None:
+        """Remove the adapter from a slot."""
+        self._table.clear(slot * self._table.experts + self._expert)

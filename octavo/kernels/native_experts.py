@@ -15,6 +15,7 @@ from octavo.kernels.base import (
     StackedWeight,
     TokenSlots,
 )
+from octavo.kernels.lora import LoraTable
 from octavo.kernels.native_base import (
     DTYPE_CODES,
     GATES,
@@ -30,6 +31,16 @@ _UNGATED: dict[Gate, int] = {"gelu": 4, "relu2": 10}
 """Codes of Unary in csrc/kernels.h, for experts without a gate."""
 
 _SCORES: dict[Score, int] = {"softmax": 0, "sigmoid": 1, "sqrt_softplus": 2, "none": 3}
+
+
+def _activation(activation: ExpertActivation | None) -> dict[str, float]:
+    """Return the arguments of kernels for the activation between the products."""
+    if activation is None:
+        return {"gated": GATES[None], "activation": -1, "limit": 0.0}
+    if activation.gated:
+        return {"gated": GATES[activation.name], "activation": -1, "limit": activation.limit}
+    code = _UNGATED[activation.name]
+    return {"gated": GATES[None], "activation": code, "limit": activation.limit}
 
 
 class NativeExpertOps(NativeMemory):
@@ -90,7 +101,7 @@ class NativeExpertOps(NativeMemory):
         ids: Tensor,
         up: StackedWeight | None,
         down: StackedWeight | None,
-        activation: ExpertActivation,
+        activation: ExpertActivation | None,
         factors: Tensor | None = None,
         inner: Tensor | None = None,
         out: Tensor | None = None,
@@ -105,13 +116,13 @@ class NativeExpertOps(NativeMemory):
         assert ids.dtype == "int32"
         assert ids.is_contiguous()
         assert factors is None or (factors.shape == ids.shape and factors.is_contiguous())
-        assert activation.gated or activation.name in _UNGATED
         assert counts is None or (
             counts.dtype == "int64" and counts.shape == (len(stacked.weights),)
         )
         assert slots is None or len(slots.counts) * slots.size == tokens
         if up is not None:
-            width = up.first.n // (2 if activation.gated else 1)
+            gated = activation is not None and activation.gated
+            width = up.first.n // (2 if gated else 1)
             inner = self._result(inner, tokens * top_k, width, dtype=x.dtype)
         assert inner is not None
         if down is not None:
@@ -135,9 +146,7 @@ class NativeExpertOps(NativeMemory):
             up_outputs=0 if up is None else up.first.n,
             down_inputs=inner.shape[1],
             down_outputs=0 if down is None else down.first.n,
-            gated=GATES[activation.name if activation.gated else None],
-            activation=0 if activation.gated else _UNGATED[activation.name],
-            limit=activation.limit,
+            **_activation(activation),
             dtype=DTYPE_CODES[x.dtype],
             counts=0 if counts is None else counts.data_ptr(),
             slot_tokens=0 if slots is None else slots.counts.data_ptr(),
@@ -152,6 +161,61 @@ class NativeExpertOps(NativeMemory):
         result = inner if down is None else out
         assert result is not None
         return result, places
+
+    def add_expert_lora(
+        self,
+        out: Tensor,
+        x: Tensor,
+        ids: Tensor,
+        places: Tensor,
+        slots: Tensor,
+        table: LoraTable,
+        activation: ExpertActivation | None = None,
+        factors: Tensor | None = None,
+        inner: Tensor | None = None,
+    ) -> Tensor:
+        """Read the table when the kernel runs; see csrc/expert_lora.cpp."""
+        check_rows(x)
+        (tokens, top_k), pairs = ids.shape, ids.shape[0] * ids.shape[1]
+        assert x.shape == (tokens if activation else pairs, table.inputs)
+        assert out.shape == (pairs, table.bounds[-1])
+        assert out.is_contiguous()
+        assert out.dtype == x.dtype
+        for given, shape in ((ids, ids.shape), (places, ids.shape), (slots, (tokens,))):
+            assert given.dtype == "int32"
+            assert given.shape == shape
+            assert given.is_contiguous()
+        assert factors is None or (factors.shape == ids.shape and factors.is_contiguous())
+        pair_slots, gathered = self._empty(pairs, dtype="int32"), None
+        if activation is not None:
+            width = out.shape[1] // (2 if activation.gated else 1)
+            inner = self._result(inner, pairs, width, dtype=x.dtype)
+            gathered = self._empty(pairs, table.inputs, dtype=x.dtype)
+        kernels.add_expert_lora(
+            x=x.data_ptr(),
+            x_stride=x.stride(0),
+            factors=0 if factors is None else factors.data_ptr(),
+            ids=ids.data_ptr(),
+            places=places.data_ptr(),
+            slots=slots.data_ptr(),
+            slices=table.slices.ctypes.data,
+            bounds=table.bounds.ctypes.data,
+            pair_slots=pair_slots.data_ptr(),
+            gathered=0 if gathered is None else gathered.data_ptr(),
+            out=out.data_ptr(),
+            inner=0 if inner is None else inner.data_ptr(),
+            out_stride=out.stride(0),
+            inner_stride=0 if inner is None else inner.stride(0),
+            tokens=tokens,
+            top_k=top_k,
+            experts=table.experts,
+            k=table.inputs,
+            num_slices=table.slices.shape[1],
+            max_rank=table.max_rank,
+            **_activation(activation),
+            dtype=DTYPE_CODES[x.dtype],
+        )
+        return out if inner is None else inner
 
     @staticmethod
     def _stacked(

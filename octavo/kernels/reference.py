@@ -78,6 +78,13 @@ def _gated(gate_up: Tensor, activation: ExpertActivation) -> Tensor:
     return _GATES[activation.name](gate) * up
 
 
+def _activated(x: Tensor, activation: ExpertActivation | None) -> Tensor:
+    """Return the input of an expert's second product, given the result of the first one."""
+    if activation is None:
+        return x
+    return _gated(x, activation) if activation.gated else _GATES[activation.name](x)
+
+
 def into(out: Tensor | None, result: Tensor) -> Tensor:
     """Return the result, copied to `out` if that is given."""
     return result if out is None else out.copy_(result)
@@ -825,7 +832,7 @@ class ReferenceOps:
         ids: Tensor,
         up: StackedWeight | None,
         down: StackedWeight | None,
-        activation: ExpertActivation,
+        activation: ExpertActivation | None,
         factors: Tensor | None = None,
         inner: Tensor | None = None,
         out: Tensor | None = None,
@@ -856,8 +863,7 @@ class ReferenceOps:
                     factor = factors.flatten()[order[own], None]
                     taken = (taken.float() * factor).to(x.dtype)
                 middle = self._expert(taken, up, expert)
-                act = _GATES[activation.name]
-                middle = _gated(middle, activation) if activation.gated else act(middle)
+                middle = _activated(middle, activation)
             else:
                 assert inner is not None
                 middle = inner[own]
@@ -882,6 +888,32 @@ class ReferenceOps:
         for own, values in made:
             out[own] = values
         return out
+
+    def add_expert_lora(
+        self,
+        out: Tensor,
+        x: Tensor,
+        ids: Tensor,
+        places: Tensor,
+        slots: Tensor,
+        table: LoraTable,
+        activation: ExpertActivation | None = None,
+        factors: Tensor | None = None,
+        inner: Tensor | None = None,
+    ) -> Tensor:
+        """Compute the pairs of a slot and an expert, one after the other."""
+        top_k, of_rows = ids.shape[1], places.flatten().long()
+        if activation is not None:
+            rows = x.repeat_interleave(top_k, 0)
+            if factors is not None:
+                rows = (rows.float() * factors.flatten()[:, None]).to(x.dtype)
+            x = torch.empty_like(rows)
+            x[of_rows] = rows
+        pairs = torch.empty_like(of_rows)
+        index = slots[:, None] * table.experts + ids
+        pairs[of_rows] = torch.where(slots[:, None] < 0, -1, index).flatten().long()
+        self.add_lora(out, x, pairs, table)
+        return out if activation is None else into(inner, _activated(out, activation))
 
     def sum_experts(
         self, x: Tensor, places: Tensor, weights: Tensor | None, out: Tensor | None = None

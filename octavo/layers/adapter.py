@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from octavo.kernels.base import Ops
-from octavo.kernels.lora import LoraTable, LoraWeight
+from octavo.kernels.lora import ExpertPart, LoraTable, LoraWeight
 from octavo.kernels.replaced import ReplacedTable, ReplacedWeight
 from octavo.kernels.sizes import lora_scratch_nbytes
 from octavo.system.tensor import Tensor
@@ -85,6 +85,7 @@ class Adapters:
         max_rank: largest rank of an adapter.
         modules_to_save: `lora_modules_to_save`.
         layers_only: True if adapters may change the decoder's layers only.
+        adapts_experts: True if adapters may change experts.
     """
 
     def __init__(
@@ -95,9 +96,11 @@ class Adapters:
         modules_to_save: Collection[str] = (),
         *,
         layers_only: bool = False,
+        adapts_experts: bool = True,
     ) -> None:
         self.ops, self.layers_only = ops, layers_only
-        self.layers: dict[str, LoraTable] = {}
+        self.adapts_experts = adapts_experts
+        self.layers: dict[str, LoraTable | ExpertPart] = {}
         """Adapters of each layer, by the layer's name, such as "layers.0.0.qkv."."""
         self.replaced: dict[str, ReplacedTable] = {}
         """Layers that adapters may replace, by their names, such as "poolers.classify.0."."""
@@ -107,6 +110,7 @@ class Adapters:
         self._linear: list[LoraTable] = []
         self._modules_to_save = modules_to_save
         self._num_slots = num_slots
+        self._changed: dict[int, list[str]] = {}  # layers that the adapter in a slot changes
         self._max_rank = max_rank
 
     def layer(
@@ -177,13 +181,30 @@ class Adapters:
         slots: Tensor = self.ops.embedding(numbers, rows).view("int32").view(len(rows))
         return slots
 
+    def experts(
+        self, names: Mapping[int, str], experts: int, outputs: Sequence[int], inputs: int
+    ) -> LoraTable:
+        """Return the changes to one product of all experts of a mixture, which have none yet.
+
+        Args:
+            names: name of the layer of each expert that the rank computes, by the expert's number.
+            experts: number of experts, also of other ranks.
+            outputs: as in `layer`, of one expert.
+            inputs: likewise.
+        """
+        table = LoraTable(self._num_slots, outputs, inputs, self._max_rank, experts=experts)
+        self.layers |= {name: ExpertPart(table, expert) for expert, name in names.items()}
+        return table
+
     def slot_nbytes(self, dtype: str) -> int:
         """Return the bytes of an adapter of the largest rank that changes and replaces all.
 
-        Its outputs have gains and offsets.
+        Its outputs have gains and offsets, except for those of experts.
         """
         changes = sum(
-            table.weight_nbytes(module, table.max_rank, dtype, affine=True)
+            table.weight_nbytes(
+                module, table.max_rank, dtype, affine=not isinstance(table, ExpertPart)
+            )
             for table in self.layers.values()
             for module in range(len(table.bounds) - 1)
         )
@@ -212,16 +233,17 @@ class Adapters:
         """
         for name, layers in self.replaced.items():
             layers.set(slot, replaced.get(name))
-        for name, table in self.layers.items():
-            if name in weights:
-                table.set(slot, weights[name])
-            else:
-                table.clear(slot)
+        for name in self._changed.pop(slot, ()):
+            self.layers[name].clear(slot)
+        for name, each in weights.items():
+            self.layers[name].set(slot, each)
+        self._changed[slot] = list(weights)
         self.put_tables()
 
     def put_tables(self) -> None:
         """Copy the tables of all layers to the device; needed before the first step."""
-        self.ops.put_lora_tables(list(self.layers.values()))
+        tables = [it for it in self.layers.values() if isinstance(it, LoraTable)]
+        self.ops.put_lora_tables(tables)
 
     def clear(self, slot: int) -> None:
         """Remove the adapter from a slot."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from octavo.kernels.base import Ops, PlacedExperts, StackedWeight
 from octavo.kernels.routing import ExpertActivation, Routing
+from octavo.layers.expert_adapter import AdaptedExperts
 from octavo.layers.expert_exchange import ExpertExchange
 from octavo.layers.linear import Linear
 from octavo.layers.mlp import MLP
@@ -82,6 +83,8 @@ class Experts:
     """Processes that have each expert, if experts move; None: they stay where they are."""
     bias: Tensor | None = None
     """Numbers that are added to the sum of the experts' results: [hidden_size]."""
+    adapted: AdaptedExperts | None = None
+    """Changes of adapters to the experts; None: adapters are off, or cannot change them."""
     following: Experts | None = None
     """The model's next mixture, if an expert cache fetches its experts ahead; None: it does not."""
 
@@ -131,26 +134,13 @@ class Experts:
             rows, places = self.serve()
             begin = self.exchange.slots.own * self.exchange.slots.size
             return ops.sum_experts(rows, places[begin : begin + tokens], after)
-        counts = self.counts
         if divided is None:
-            rows, places = ops.experts(
-                x, ids, self.up, self.down, self.activation, factors, counts=counts
-            )
+            rows, places = self._multiply(x, ids, factors)
             return ops.sum_experts(rows, places, after)
         if divided.rows is not None:
             whole, _ = divided.rows.empty(tokens, x.dtype)
             rows = whole.view((tokens * top_k, -1))
-            _, places = ops.experts(
-                x,
-                ids,
-                self.up,
-                self.down,
-                self.activation,
-                factors,
-                out=rows,
-                counts=counts,
-                placed=self.placed,
-            )
+            _, places = self._multiply(x, ids, factors, rows)
             divided.rows.join()
             return ops.sum_experts(rows, places, after)
         assert divided.inner is not None
@@ -158,15 +148,49 @@ class Experts:
         columns, (begin, end) = divided.inner
         whole, _ = columns.empty(tokens, x.dtype)
         inner = whole.view((tokens * top_k, -1))
-        ops.experts(
-            x, ids, self.up, None, self.activation, factors, inner[:, begin:end], counts=counts
-        )
+        self._multiply_up(x, ids, factors, inner[:, begin:end])
         columns.join()
-        rows, places = ops.experts(x, ids, None, self.down, self.activation, inner=inner)
+        rows, places = self._multiply_down(inner, ids)
         whole, own = divided.result.empty(tokens, x.dtype)
         ops.sum_experts(rows, places, after, own)
         divided.result.join()
         return whole
+
+    def _multiply(
+        self, x: Tensor, ids: Tensor, factors: Tensor | None, out: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the results of the rank's experts, and the row of each pair."""
+        if self.adapted is not None and self.adapted.in_step:
+            inner, _ = self._multiply_up(x, ids, factors)
+            return self._multiply_down(inner, ids, out)
+        return self.ops.experts(
+            x,
+            ids,
+            self.up,
+            self.down,
+            self.activation,
+            factors,
+            out=out,
+            counts=self.counts,
+            placed=self.placed,
+        )
+
+    def _multiply_up(
+        self, x: Tensor, ids: Tensor, factors: Tensor | None, inner: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the inputs of the second product, and the row of each pair."""
+        up, act, counts = self.up, self.activation, self.counts
+        if self.adapted is not None and self.adapted.in_step:
+            return self.adapted.multiply_up(x, ids, up, act, factors, inner, counts)
+        return self.ops.experts(x, ids, up, None, act, factors, inner, counts=counts)
+
+    def _multiply_down(
+        self, inner: Tensor, ids: Tensor, out: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the results of the second product, and the row of each pair."""
+        if self.adapted is not None and self.adapted.in_step:
+            return self.adapted.multiply_down(inner, ids, self.down, out)
+        return self.ops.experts(inner, ids, None, self.down, self.activation, inner=inner, out=out)
 
     def serve(self) -> tuple[Tensor, Tensor]:
         """Compute this rank's experts for the tokens of all engines.

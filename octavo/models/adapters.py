@@ -32,6 +32,13 @@ from octavo.errors import AdapterError
 from octavo.layers.adapter import is_replaceable
 from octavo.models.blocks.attention import AttentionSpec
 from octavo.models.blocks.embedding import EmbedSpec
+from octavo.models.expert_adapters import (
+    AllFusedExperts,
+    FusedMatch,
+    bare_module,
+    check_single,
+    container_of,
+)
 from octavo.models.forms import without_forms
 from octavo.models.loader import rows_of
 from octavo.models.spec import ModelSpec
@@ -41,6 +48,7 @@ from octavo.quantization.base import IntArray
 from octavo.quantization.plain import PLAIN
 from octavo.system.tensor import HostTensor, from_numpy, itemsize, numpy_dtype
 
+_MOVING = "experts on a GPU, or that several engines divide, or that enable_eplb moves,"
 PIECE_NBYTES = 2**20
 """Most bytes of several modules that are read together."""
 _NOT_LINEAR = "norms, other embeddings than that of tokens, and weights with several uses"
@@ -178,6 +186,7 @@ class AdaptableModel:
             name.removesuffix(".weight") for name in spec.elsewhere if name.endswith(".weight")
         ]
         """Modules that only other stages need."""
+        self._elsewhere = spec.elsewhere
         self._left_out = [re.compile(pattern) for pattern in self.expected.ignored]
         self.head_size = next(
             (
@@ -201,15 +210,18 @@ class AdaptableModel:
             self.elsewhere.append(spec.embed.module)
         if spec.tied and not spec.has_head:
             self.elsewhere.append(_TIED_HEAD)
+        self.fused = AllFusedExperts()
         for weight in spec.weights():
             self._add(weight, spec.embed.module)
         if layers is not None:
+            experts = self.fused.modules
             for name, module in self.modules.items():
                 if any(use.shape.layer not in layers for use in module.uses):
-                    self.others[name] = "these layers"
+                    self.others[name] = _MOVING if name in experts else "these layers"
         for name in self.others:
             self.modules.pop(name, None)
         self._by_stored: dict[str, dict[str, str]] = {}
+        self._containers: dict[str, dict[str, str]] = {}
 
     def leaves_out(self, name: str) -> bool:
         """Return True for a module of a part that Octavo does not compute, such as a tower."""
@@ -249,6 +261,17 @@ class AdaptableModel:
                 types.module, source, size, types.rows, (use,), is_embedding=True
             )
 
+    def containers(self, file: AdapterFile) -> dict[str, str]:
+        """Return the modules that have fused experts, by their names in an adapter's file."""
+        if file.naming not in self._containers:
+            found = map(container_of, sorted(self._elsewhere))
+            self._containers[file.naming] = {
+                stored: name
+                for name in dict.fromkeys([*found, *self.fused.containers])
+                for stored in file.names(name, self.expected)
+            }
+        return self._containers[file.naming]
+
     def _add(self, weight: Weight, embedding: str) -> None:
         """Add a weight; an adapter of the embedding of tokens changes no weight tied to it."""
         begin = 0
@@ -260,7 +283,12 @@ class AdaptableModel:
                 if weight.name != f"{_LM_HEAD}weight":
                     continue
                 name = _TIED_HEAD
-            if weight.expert is not None or source.index is not None:
+            if weight.expert is not None and weight.kind == "linear" and weight.form == PLAIN:
+                module = name if source.index is None else f"{name}.{source.index}"
+                begin = self._use(module, source, weight, begin)
+                made = self.modules[module]
+                self.fused.add(source, weight, module, made.outputs, made.inputs)
+            elif source.index is not None:
                 self.others[name] = "experts"
             elif weight.kind == "linear" and weight.form == PLAIN:
                 begin = self._use(name, source, weight, begin)
@@ -277,7 +305,8 @@ class AdaptableModel:
     def _use(self, name: str, source: Source, weight: Weight, begin: int) -> int:
         """Add the use of a module from a linear layer's output `begin` on; return its end."""
         turned = source.transform in ("transpose", "swap")
-        outputs, inputs = source.shape[::-1] if turned else source.shape
+        stored = source.shape[-2:]  # without that of the experts
+        outputs, inputs = stored[::-1] if turned else stored
         rows = tuple(rows_of(source, weight))
         end = begin + sum(len(np.arange(outputs)[part]) for part in rows)
         columns = slice(*(source.columns or (0, inputs)))
@@ -304,6 +333,7 @@ class Adapter:
         model: the model.
         modules: the name in the file of each module that it changes.
         replaced: the name in the file of each module that it replaces.
+        fused: modules with fused experts that it changes, by other names.
         dtype: type of weights and activations: float32, float16 or bfloat16.
     """
 
@@ -313,12 +343,18 @@ class Adapter:
         model: AdaptableModel,
         modules: Mapping[str, str],
         replaced: Mapping[str, str],
+        fused: Mapping[str, FusedMatch],
         dtype: str,
     ) -> None:
         self.file = file
-        self._model, self._modules, self._dtype = model, modules, dtype
+        self._model, self._modules, self._fused, self._dtype = model, modules, fused, dtype
         self._replaced = replaced
         self._scales = {name: file.scale(stored) for name, stored in modules.items()}
+        for match in fused.values():
+            if match.fused is not None:
+                own = match.fused
+                scale = file.scale(match.stored, own.name, own.experts)
+                self._scales |= {part.module: scale for part in own.parts}
 
     @property
     def base(self) -> str | None:
@@ -328,15 +364,20 @@ class Adapter:
     @property
     def stored_names(self) -> list[str]:
         """Names in the file of the modules that it changes."""
-        return list(self._modules.values())
+        return [*self._modules.values(), *(match.stored for match in self._fused.values())]
 
     @property
     def slices(self) -> list[tuple[SliceShape, int]]:
         """Place and rank of each slice that `read` returns."""
         factors = self.file.factors
+        ranks = {name: factors[stored].rank for name, stored in self._modules.items()}
+        for match in self._fused.values():
+            if (own := match.fused) is not None:
+                rank = factors[match.stored].rank // own.experts
+                ranks |= {part.module: rank for part in own.parts}
         return [
-            (use.shape, factors[stored].rank)
-            for name, stored in self._modules.items()
+            (use.shape, rank)
+            for name, rank in ranks.items()
             if name in self._model.modules
             for use in self._model.modules[name].uses
         ]
@@ -366,11 +407,15 @@ class Adapter:
             ModelError: the weights cannot be read, or have changed since the model was loaded.
         """
         factors, trained = self.file.factors, self.file.trained
+        fused = {name: match.stored for name, match in self._fused.items()}
+        modules = {**self._modules, **fused}
         files: dict[str, Mapping[str, StoredTensor]]
-        files = {name: factors[stored].tensors for name, stored in self._modules.items()}
+        files = {name: factors[stored].tensors for name, stored in modules.items()}
         files |= {f"{name}{_WHOLE}": trained[stored] for name, stored in self._replaced.items()}
         first = min(it.begin for tensors in files.values() for it in tensors.values())
+        # A stage does not know the scales of other stages' experts.
         scales = {name: scale.hex() for name, scale in self._scales.items()}
+        scales |= dict.fromkeys(fused, self.file.settings)
         facts = [
             (name, scales.get(name), part, it.begin - first, it.dtype, it.shape, it.strides)
             for name, tensors in sorted(files.items())
@@ -394,6 +439,9 @@ class Adapter:
                     read = {part: self._narrow(tensors[name, part]) for part in files[name]}
                     if name.endswith(_WHOLE):
                         self._use_whole(name.removesuffix(_WHOLE), read, use_whole)
+                    elif name in fused:
+                        for module, a, b in self._fused[name].split(read["A"], read["B"]):
+                            self._use_slices(module, {"A": a, "B": b}, norms, use)
                     elif name in self._model.modules:
                         self._use_slices(name, read, norms, use)
                 adding.result()
@@ -415,12 +463,17 @@ class Adapter:
         """Raise `AdapterError` if a tensor has a number that is not finite."""
         for (name, part), array in arrays.items():
             if not self._is_finite(array):
-                stored = self._modules.get(name) or self._replaced[name.removesuffix(_WHOLE)]
                 raise AdapterError(
-                    f"{self.file.file}: {part} of {printable(stored)} has numbers "
+                    f"{self.file.file}: {part} of {printable(self._stored(name))} has numbers "
                     f"that are NaN or infinite in {self._dtype}; train the adapter again, or set "
                     "another dtype."
                 )
+
+    def _stored(self, name: str) -> str:
+        """Return the name in the file of a module that the adapter changes or replaces."""
+        if name.endswith(_WHOLE):
+            return self._replaced[name.removesuffix(_WHOLE)]
+        return self._fused[name].stored if name in self._fused else self._modules[name]
 
     def _narrow(self, array: NDArray[Any]) -> NDArray[Any]:
         return array.astype(numpy_dtype(self._dtype)) if array.itemsize == 8 else array
@@ -580,28 +633,53 @@ def open_adapter(
             f"{file.path}: the invocation token {token} is none of the {model.vocab_size} tokens "
             f"of {model.architecture}. Load an adapter of this model."
         )
-    modules = _match_modules(file, model)
+    modules, containers = _match_modules(file, model)
     for name, stored in modules.items():
         _check_factors(file, stored, model.modules.get(name), max_lora_rank)
     for stored, shape in file.copies.items():
         module = model.modules.get(model.by_stored(file).get(stored, ""))
         if module is not None:
             _check_shape(file, f"the copy of {printable(stored)} of the base is", shape, module)
-    return Adapter(file, model, modules, _match_replaced(file, model), dtype)
+    fused = {
+        f"{name}{inner}": model.fused.match(name, f"{stored}{inner}", file, max_lora_rank)
+        for stored, inner, name in containers
+    }
+    check_single(file, fused, set(modules))
+    of_experts = [stored for name, stored in modules.items() if name in model.fused.modules]
+    of_experts += [match.stored for match in fused.values()]
+    if any(len(file.factors[stored].tensors) > 2 for stored in of_experts):
+        raise AdapterError(
+            f"{file.file} changes {shorten_names(of_experts)}: {file.kind} of experts is not "
+            f"supported. Train the adapter without, or {MERGE}."
+        )
+    return Adapter(file, model, modules, _match_replaced(file, model), fused, dtype)
 
 
-def _match_modules(file: AdapterFile, model: AdaptableModel) -> dict[str, str]:
-    """Return the name in the file of each module that the adapter changes.
+def _match_modules(
+    file: AdapterFile, model: AdaptableModel
+) -> tuple[dict[str, str], list[tuple[str, str, str]]]:
+    """Return the modules that an adapter changes.
+
+    Returns:
+        The name in the file of each module. And the modules with fused experts: the name in the
+        file without its end, the end, and the module.
 
     Raises:
         AdapterError: the model does not have a module, or adapters cannot change it.
     """
-    by_stored = model.by_stored(file)
+    by_stored, containers = model.by_stored(file), model.containers(file)
     matched: dict[str, str] = {}
+    fused: list[tuple[str, str, str]] = []
     refused: dict[str, list[str]] = {}
     unknown = []
     for stored in file.factors:
-        name = by_stored.get(stored)
+        name, (bare, inner) = by_stored.get(stored), bare_module(stored)
+        if name is None and bare in containers:
+            if any(part in model.others for part in model.fused.parts_of(containers[bare])):
+                refused.setdefault(_MOVING, []).append(stored)
+            else:
+                fused.append((bare, inner, containers[bare]))
+            continue
         if name is None and model.leaves_out(stored):
             continue
         if name is None:
@@ -621,7 +699,7 @@ def _match_modules(file: AdapterFile, model: AdaptableModel) -> dict[str, str]:
             f"{file.file} changes {len(unknown)} modules that {model.architecture} does not have: "
             f"{shorten_names(sorted(unknown))}.{base} Load an adapter of this model."
         )
-    if not matched and not refused:
+    if not matched and not fused and not refused:
         raise AdapterError(
             f"{file.file} only changes parts of {model.architecture} that Octavo does not compute, "
             f"such as {printable(next(iter(file.factors)))}. Load an adapter of its text part."
@@ -631,7 +709,7 @@ def _match_modules(file: AdapterFile, model: AdaptableModel) -> dict[str, str]:
             f"{file.file} changes {shorten_names(names)}: LoRA of {kind} is not supported. Train "
             f"the adapter without, or {MERGE}."
         )
-    return matched
+    return matched, fused
 
 
 def _match_replaced(file: AdapterFile, model: AdaptableModel) -> dict[str, str]:

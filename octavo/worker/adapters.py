@@ -13,7 +13,7 @@ from octavo import _native
 from octavo.checkpoints.base import Tensors
 from octavo.errors import AdapterError, OctavoError
 from octavo.kernels.base import Ops
-from octavo.kernels.lora import LoraTable, LoraWeight
+from octavo.kernels.lora import ExpertPart, LoraTable, LoraWeight
 from octavo.kernels.replaced import ReplacedWeight
 from octavo.kernels.sizes import lora_nbytes
 from octavo.layers.adapter import Adapters
@@ -185,7 +185,7 @@ class AdapterStore:
         self._thread.shutdown(cancel_futures=True)
 
 
-def _module_of(table: LoraTable, one: Slice) -> int:
+def _module_of(table: LoraTable | ExpertPart, one: Slice) -> int:
     """Return the index of the module whose outputs a slice changes."""
     module: int = table.bounds.tolist().index(one.begin)
     assert table.bounds[module + 1] == one.end

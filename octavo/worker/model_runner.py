@@ -193,6 +193,7 @@ class ModelRunner:
                 lora.max_lora_rank,
                 lora.lora_modules_to_save,
                 layers_only=not platform.is_native(config.device),
+                adapts_experts=config.adapts_experts and self.ops.name == "native",
             )
         buffers, exchange = make_buffers(setup), make_exchange(setup)
         with loading_bar(config.model.model, shown=setup.rank.number == 0) as progress:

@@ -81,7 +81,13 @@ def measure_scratch(setup: WorkerSetup, asked: AttentionBackend, expert_slots: i
     weights = spec.weights()
     lora, adapters = config.lora, None
     if lora.enable_lora:
-        adapters = Adapters(ops, lora.num_in_memory, lora.max_lora_rank, lora.lora_modules_to_save)
+        adapters = Adapters(
+            ops,
+            lora.num_in_memory,
+            lora.max_lora_rank,
+            lora.lora_modules_to_save,
+            adapts_experts=config.adapts_experts,
+        )
     parts = Parts(
         {weight.name: _weight(weight, dtype) for weight in weights},
         ops,

@@ -108,7 +108,6 @@ def test_a_file_of_torch(folder: Path) -> None:
         ("use_dora", 1, "it must be true or false"),
         ("bias", "all", "bias=all: LoRA with trained biases is not supported"),
         ("trainable_token_indices", [1, 2], "LoRA with trained tokens is not supported"),
-        ("target_parameters", ["experts.up_proj"], "weights of experts is not supported"),
         ("layer_replication", [[0, 4], [2, 5]], "repeated layers is not supported"),
         ("alora_invocation_tokens", [5, -6], "it must be a token id or a list of token ids"),
         ("alora_invocation_tokens", "hi", "it must be a token id or a list of token ids"),

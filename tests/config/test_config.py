@@ -805,3 +805,16 @@ def test_other_addresses_are_refused():
         EngineConfig.from_kwargs(model=constants.ENDPOINT + "/a/b/tree/v1", revision="v2")
     for name in ("org/name", "v1.5/of/folder", "./a.b/c/d", "C:/x"):
         assert EngineConfig.from_kwargs(model=name).model.model == name
+
+
+def test_adapters_change_experts_that_stay_on_a_cpu():
+    def adapts(**settings):
+        return EngineConfig.from_kwargs(**settings).adapts_experts
+
+    together = {"enable_expert_parallel": True, "tensor_parallel_size": 2}
+    assert adapts()
+    assert adapts(**together)
+    assert not adapts(**together, enable_eplb=True)
+    assert not adapts(enable_expert_parallel=True, data_parallel_size=2)
+    assert not adapts(device="cuda")
+    assert not adapts(attention_backend="triton")

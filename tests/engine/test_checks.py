@@ -30,10 +30,6 @@ CASES = [
     (CACHE | {"load_format": "dummy"}, "expert_cache needs the weights of a checkpoint"),
     (CACHE | {"kv_transfer_config": CONNECTOR}, "expert_cache is not supported with kv_transfer"),
     (
-        {"enable_lora": True, "enable_expert_parallel": True, "data_parallel_size": 2},
-        "enable_lora is not supported yet with engines that divide experts",
-    ),
-    (
         {"kv_transfer_config": CONNECTOR, "enable_prefix_caching": False},
         "kv_transfer_config needs enable_prefix_caching",
     ),

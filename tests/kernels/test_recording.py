@@ -180,6 +180,18 @@ def embedded(x: Tensor) -> Tensor:
     return x
 
 
+of_experts = LoraTable(2, [DIM], DIM, 8, 3)
+for slot in range(6):
+    of_experts.set(slot, adapters.weights[slot % 2][:1])
+
+
+def adapted_experts(x: Tensor) -> Tensor:
+    (rows, places), chosen = expert_rows(x), routed(x)[0]
+    slots, act = adapter_slots[: len(x)], ExpertActivation("silu")
+    inner = ops.add_expert_lora(rows.view(-1, DIM), x, chosen, places, slots, of_experts, act)
+    return inner.view(len(x), DIM)
+
+
 NOT_IN_STEPS = {
     "stack",
     "pack_lora",
@@ -200,6 +212,7 @@ CASES: dict[str, Callable[[Tensor], Tensor | tuple[Tensor, ...]]] = {
     "add_lora_embedding": embedded,
     "replace_linear": replaced,
     "replace_embedding": looked_up,
+    "add_expert_lora": adapted_experts,
     "head_linear": lambda x: ops.head_linear(x.view(-1, 4, 16), heads, 4).flatten(1),
     "linear_act": lambda x: (
         ops.linear_act(x, packed, bias, "gelu"),

@@ -422,17 +422,6 @@ def test_rslora(model: AdaptableModel, tmp_path: Path) -> None:
     assert open_adapter_file(folder).kind == "rsLoRA"
 
 
-def test_experts_are_refused_and_shared_ones_are_not(tmp_path: Path) -> None:
-    architecture, config = CASES["qwen2-moe"]
-    model = AdaptableModel(save_config(tmp_path / "base", architecture, config))
-    shared = next(name for name in model.modules if "shared_expert.up_proj" in name)
-    assert load(write_adapter(tmp_path / "a", make_factors(model, [shared])), model).slices
-    expert = next(name for name in model.others if ".experts.3." in name)
-    tensors = {f"{PREFIX}{expert}.lora_{x}.weight": torch.ones(4, 4) for x in "AB"}
-    with pytest.raises(AdapterError, match=r"experts.3.* LoRA of experts is not supported"):
-        load(write_adapter(tmp_path / "b", tensors), model)
-
-
 def test_weights_that_also_make_tables_are_refused(tmp_path: Path) -> None:
     """DeBERTa's queries and keys of distances are products with the same weights."""
     architecture, config = ENCODERS["deberta"]

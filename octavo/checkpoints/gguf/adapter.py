@@ -52,6 +52,8 @@ class GGUFAdapter:
 
     trained: Mapping[str, Mapping[str, StoredTensor]] = MappingProxyType({})
     copies: Mapping[str, tuple[int, ...]] = MappingProxyType({})
+    settings = ""
+    swaps_experts = False
 
     def __init__(self, path: Path) -> None:
         self.path = self.file = path
@@ -103,6 +105,11 @@ class GGUFAdapter:
                     f"{self.path}: {printable(name)} has type {tensor.type.upper()}, and factors "
                     "must be floats; convert the adapter with --outtype f16."
                 )
+            if len(tensor.shape) != 2:
+                raise AdapterError(
+                    f"{self.path}: {printable(name)} changes fused experts, which is not supported "
+                    "in GGUF; use the adapter's folder in PEFT's form."
+                )
             stored = StoredTensor(self.path, tensor.shape, tensor.type, tensor.begin)
             if match[1] == _EMBEDDING and match[2] == "a":
                 stored = stored.transposed  # [tokens, rank], as llama.cpp gathers rows
@@ -111,7 +118,7 @@ class GGUFAdapter:
             raise AdapterError(f"{self.path} has no tensors; convert the adapter again.")
         return pair_factors(self.path, found, {_EMBEDDING})
 
-    def scale(self, module: str) -> float:
+    def scale(self, module: str, parameter: str | None = None, experts: int = 1) -> float:
         """Implement `AdapterFile`, as llama.cpp computes it: without alpha, the factor is 1."""
         scale = self._alpha / self.factors[module].rank if self._alpha else 1.0
         return finite_scale(scale, self.path)

@@ -186,7 +186,7 @@ class TritonOps(TritonStateOps):
         ids: Tensor,
         up: StackedWeight | None,
         down: StackedWeight | None,
-        activation: ExpertActivation,
+        activation: ExpertActivation | None,
         factors: Tensor | None = None,
         inner: Tensor | None = None,
         out: Tensor | None = None,
@@ -198,6 +198,7 @@ class TritonOps(TritonStateOps):
         assert counts is None, "on a CPU only"
         assert slots is None, "on a CPU only"
         assert placed is None, "on a CPU only"
+        assert activation is not None, "on a CPU only"
         given = None if up is not None else inner
         result, places = experts.experts(
             x, ids, up, down, activation, factors, given, upcast=self.upcast

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from octavo.attention.base import AttentionBackend
     from octavo.kernels.base import Ops, PackedWeight, QuantizedWeight
     from octavo.layers.adapter import AdaptedEmbedding, AdaptedLinear, Adapters
+    from octavo.layers.expert_adapter import AdaptedExperts
     from octavo.layers.expert_exchange import ExpertExchange
     from octavo.layers.experts import Experts
     from octavo.layers.layer import Block
@@ -221,6 +222,32 @@ class Parts:
         if self.adapters is None or self.adapters.layers_only:
             return None
         return self.adapters.embedding(self._own + name, size, vocab_size)
+
+    def adapted_experts(
+        self,
+        have: Collection[int],
+        experts: int,
+        up: tuple[Sequence[int], int],
+        down: tuple[Sequence[int], int],
+    ) -> AdaptedExperts | None:
+        """Return the changes of adapters to the experts of the mixture that these are the parts of.
+
+        Args:
+            have: numbers of the experts that the rank computes.
+            experts: number of all experts.
+            up: outputs and inputs of the first product of an expert, as in `adapted`.
+            down: likewise of the second product.
+        """
+        adapters = self.adapters
+        if adapters is None or not adapters.adapts_experts or not is_adaptable(self._own):
+            return None
+        from octavo.layers.expert_adapter import AdaptedExperts
+
+        first, second = (
+            adapters.experts({i: f"{self._own}experts.{i}.{name}." for i in have}, experts, *sizes)
+            for name, sizes in (("up", up), ("down", down))
+        )
+        return AdaptedExperts(adapters, first, second)
 
     def linear(self, name: str) -> PackedWeight | QuantizedWeight:
         """Return a packed weight."""

@@ -270,6 +270,12 @@ class ExpertsSpec(BlockSpec):
             latent,
             exchange,
             bias=None if self.bias is None else parts.tensor("bias"),
+            adapted=parts.adapted_experts(
+                have,
+                len(self.up),
+                (self.up[0].each_outputs, self.up[0].inputs),
+                (self.down[0].each_outputs, self.down[0].inputs),
+            ),
         )
         parts.mixtures.append(live)
         return live

@@ -146,6 +146,11 @@ class LinearSpec:
         parts = self._parts_of(first, rows)
         return rows if parts is None else sum(b - a for a, b in parts)
 
+    @property
+    def each_outputs(self) -> list[int]:
+        """Numbers of outputs of each module that the rank computes."""
+        return [self._outputs_of(i, i + 1) for i in range(len(self.modules))]
+
     def _bias_sources(self, names: Names) -> tuple[Source, ...]:
         """Return the tensors of the bias."""
         if self.biases is None:
@@ -237,9 +242,9 @@ class LinearSpec:
             (part,) = self.parts
             columns = parts.columns(shared, self.whole_outputs, part)
         bias = parts.tensor("bias") if self.bias else None
-        outputs = [self._outputs_of(i, i + 1) for i in range(len(self.modules))]
         # A rank of several that divide the inputs adds the bias to the sum.
-        adapted = parts.adapted(outputs, self.inputs, bias if self.columns is None else None)
+        own_bias = bias if self.columns is None else None
+        adapted = parts.adapted(self.each_outputs, self.inputs, own_bias)
         if len(weights) > 1:
             assert self.columns is None, "the sum over ranks has one module"
             return StackedLinear(parts.ops, weights[0], bias, columns, adapted, weights)
