@@ -33,12 +33,14 @@ def make_factors(
 ) -> dict[str, Tensor]:
     """Return random factors of some modules of a model, or of all, with PEFT's names.
 
-    `more` is "lora_magnitude_vector" for DoRA, or "lora_B.bias".
+    `more` is "lora_magnitude_vector" for DoRA, or "lora_B.bias": then embeddings have no factors.
     """
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for name in model.modules if modules is None else modules:
         module = model.modules[name]
+        if module.is_embedding and more:
+            continue
         a = torch.randn(rank, module.inputs, generator=generator)
         b = torch.randn(module.outputs, rank, generator=generator)
         first, second = "lora_A.weight", "lora_B.weight"

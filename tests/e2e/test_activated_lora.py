@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from octavo import LLM, BeamSearchParams, LoRARequest, SamplingParams
 from octavo.errors import AdapterError, RequestError
+from octavo.models.adapters import AdaptableModel
 from octavo.sampling_params import StructuredOutputsParams
 from tests.adapters import builtin_model, make_factors, write_adapter
 from tests.e2e.harness import serve
@@ -41,11 +42,17 @@ BEGINS = {"begin": 0, "middle": 40, "overlap": 52, "twice": 103, "end": 100}
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Adapters of the built-in model: "a" and "b" are activated, "plain" has the numbers of "a"."""
     made, model = tmp_path_factory.mktemp("adapters"), builtin_model()
-    factors = [make_factors(model, seed=seed) for seed in (0, 1)]
+    linear = linear_modules(model)
+    factors = [make_factors(model, linear, seed=seed) for seed in (0, 1)]
     write_adapter(made / "a", factors[0], alora_invocation_tokens=INVOCATION)
     write_adapter(made / "b", factors[1], alora_invocation_tokens=INVOCATION)
     write_adapter(made / "plain", factors[0])
     return made
+
+
+def linear_modules(model: AdaptableModel) -> list[str]:
+    """Return the modules of a model but the embedding, which an activated LoRA cannot change."""
+    return [name for name, module in model.modules.items() if not module.is_embedding]
 
 
 def lora(folder: Path, name: str | None) -> LoRARequest | None:
@@ -219,7 +226,8 @@ def test_a_chat(llm, folder, tmp_path):
     messages = [{"role": "user", "content": "A story, please."}]
     (base,) = llm.chat(messages, GREEDY, use_tqdm=False)
     tail = base.prompt_token_ids[-2:]
-    factors = make_factors(builtin_model(), seed=3)
+    model = builtin_model()
+    factors = make_factors(model, linear_modules(model), seed=3)
     path = write_adapter(tmp_path / "c", factors, alora_invocation_tokens=tail)
     request = LoRARequest("c", 40, str(path))
     (adapted,) = llm.chat(messages, GREEDY, use_tqdm=False, lora_request=request)
@@ -241,7 +249,8 @@ def test_embeddings_have_no_invocation_tokens(folder):
 
 
 def test_invocation_tokens_of_another_model(llm, tmp_path):
-    factors = make_factors(builtin_model())
+    model = builtin_model()
+    factors = make_factors(model, linear_modules(model))
     path = write_adapter(tmp_path / "x", factors, alora_invocation_tokens=[1, 10**6])
     with pytest.raises(AdapterError, match="the invocation token 1000000 is none of"):
         llm.generate("x", lora_request=LoRARequest("x", 50, str(path)), use_tqdm=False)

@@ -26,7 +26,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 
 def table_of(ops: Any, outputs: list[int], k: int, dtype: str) -> LoraTable:
     """Return a table in which slot 1 leaves out an expert, and slot 2 one module of each."""
-    table = LoraTable(SLOTS, outputs, k, 16, EXPERTS)
+    table = LoraTable(SLOTS, outputs, k, 16, experts=EXPERTS)
     for slot in range(SLOTS):
         for expert in range(EXPERTS):
             seed, rank = 20 * slot + expert, 3 + slot

@@ -180,7 +180,7 @@ def embedded(x: Tensor) -> Tensor:
     return x
 
 
-of_experts = LoraTable(2, [DIM], DIM, 8, 3)
+of_experts = LoraTable(2, [DIM], DIM, 8, experts=3)
 for slot in range(6):
     of_experts.set(slot, adapters.weights[slot % 2][:1])
 
@@ -202,7 +202,7 @@ NOT_IN_STEPS = {
     "pack_quantized",
     "empty",
 }
-NOT_IN_STEPS |= {"to_device", "to_host", "copy_to_host", "copy_", "copy_blocks"}
+NOT_IN_STEPS |= {"to_device", "to_host", "copy_to_host", "copy_", "copy_blocks", "put_lora_tables"}
 NOT_IN_STEPS |= {"gather", "ranks", "set_at_", "add_at_", "penalize_", "change_rows"}
 """Operations that a recorded step does not have."""
 

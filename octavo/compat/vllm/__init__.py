@@ -288,7 +288,8 @@ def main(words: Sequence[str]) -> int:
         return 1
     finally:
         for thread in threading.enumerate():
-            if not thread.daemon and thread is not threading.current_thread():
+            is_own = thread is threading.current_thread() or thread.name.startswith("octavo-")
+            if not (thread.daemon or is_own):
                 thread.join()  # Python waits for them as well; their errors are reported until then
         BaseProcess.run, threading.excepthook = in_process, in_thread  # type: ignore[method-assign]
     return 0
