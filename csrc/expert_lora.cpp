@@ -27,9 +27,12 @@ bool find_slots(const ExpertLoraArgs& a) {
   for (int64_t pair = 0; pair < a.tokens * a.top_k; pair++) {
     const int32_t slot = a.slots[pair / a.top_k];
     const int64_t index = slot < 0 ? -1 : int64_t(slot) * a.experts + a.ids[pair];
-    const LoraSlice* slices = a.slices + index * a.num_slices;
-    const bool changes = index >= 0 && std::any_of(slices, slices + a.num_slices,
-                                                   [](const LoraSlice& slice) { return slice.a; });
+    bool changes = false;
+    if (index >= 0) {
+      const LoraSlice* slices = a.slices + index * a.num_slices;
+      changes =
+          std::any_of(slices, slices + a.num_slices, [](const LoraSlice& slice) { return slice.a; });
+    }
     a.pair_slots[a.places[pair]] = changes ? int32_t(index) : -1;
     found |= changes;
   }

@@ -556,7 +556,7 @@ struct AttentionArgs {
   int64_t block_table_stride;
   int64_t num_reqs, heads, kv_heads, head_size, value_size, block_size;
   bool latent;  // a value is the first value_size numbers of its key
-  bool causal;  // false: the step has all of a request's tokens, which see the first seq_lens; no chunk then
+  bool causal;  // false: the step has all tokens of each request; they see its first seq_lens positions
   int64_t window;  // positions visible on a side, the query's own included; 0: all
   int64_t chunk;  // positions before the last multiple of it are invisible; 0: none
   float scale, soft_cap;  // soft_cap 0: none
@@ -790,7 +790,7 @@ struct LoraEmbeddingArgs {
   Work work() const { return {2.0 * rows * size_of(dtype) * double(n), 2.0 * rows * max_rank * double(n)}; }
 };
 
-// A layer's own weight and bias of an adapter.
+// An adapter's own weight and bias for a layer.
 struct WholeLayer {
   const void* weight;  // null: the adapter has none
   const void* bias;    // [n] or null

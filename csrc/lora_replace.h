@@ -1,4 +1,4 @@
-// Layers that adapters have in place of the model's. A row's order of sums is that of the inputs.
+// Layers of adapters that replace the model's. The products of a row are added in the order of the inputs.
 #pragma once
 #include "lora.h"
 
@@ -7,7 +7,7 @@ OCTAVO_BEGIN
 template <class T, class O>
 void replace_linear(const ReplaceLinearArgs& a) {
   const int64_t panels = ceil_div(a.n, kLoraPanel);
-  // Runs of rows with one adapter begin at fixed rows, so that tasks need no list of them.
+  // Tasks have fixed groups of rows, and find the runs of rows with one adapter within them.
   const int64_t groups = ceil_div(a.rows, kExpandRows);
   parallel_for(groups * panels, a.rows * a.k * a.n / W, [&](int64_t task) {
     const int64_t begin = task % groups * kExpandRows, end = min<int64_t>(a.rows, begin + kExpandRows);

@@ -173,8 +173,8 @@ void run_parallel(int64_t n, int64_t chunk, bool wake, Body body, void* context)
   pool().run(n, chunk, wake, body, context);
 }
 
-Alone::Alone() { alone = true; }
-Alone::~Alone() { alone = false; }
+Alone::Alone() : before_(alone) { alone = true; }
+Alone::~Alone() { alone = before_; }
 void work_alone() { alone = true; }
 
 int num_threads() {

@@ -24,6 +24,9 @@ class Alone {
  public:
   Alone();
   ~Alone();
+
+ private:
+  bool before_;
 };
 
 // Makes the calling thread work alone until its end.

@@ -28,6 +28,7 @@ import openai
 import pytest
 
 from octavo.compat import vllm as compat
+from octavo.models.hub import builtin_adapter
 
 OWN_CODE = "vLLM's own code: "
 MODEL_VARIABLE = "CONFORMANCE_MODEL"
@@ -80,13 +81,15 @@ def offer_all(source: str) -> None:
 
 
 def offer(name: str) -> None:
-    """Add the replacement model to the hub's cache under a name."""
+    """Add the replacement model, with an adapter, to the hub's cache under a name."""
     folder = Path(os.environ["HF_HOME"], "hub", f"models--{name.replace('/', '--')}")
     if Path(name).is_dir() or name.count("/") != 1 or folder.exists():
         return
     snapshot = folder / "snapshots" / _COMMIT
     snapshot.mkdir(parents=True)
-    for file in Path(os.environ[MODEL_VARIABLE]).iterdir():
+    adapter = builtin_adapter("octavo/stories-letters")
+    assert adapter is not None
+    for file in [*Path(os.environ[MODEL_VARIABLE]).iterdir(), *adapter.glob("adapter*")]:
         (snapshot / file.name).symlink_to(file.resolve())
     (folder / "refs").mkdir()
     (folder / "refs" / "main").write_text(_COMMIT)

@@ -36,6 +36,7 @@ WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 MERGE = "merge it into the model with peft (merge_and_unload), and serve the result"
 """Advice for adapters of other kinds."""
 _MOST_CONFIG_NBYTES = 2**20  # parsing it holds the interpreter's lock
+_MOST_NAME = 1000  # characters of a tensor's name: regular expressions take the square of its time
 _KINDS = {
     "use_qalora": "QA-LoRA",
     "use_bdlora": "block-diagonal LoRA",
@@ -262,6 +263,11 @@ class PeftFolder:
         self.identity = identity_of(self.file)
         is_torch = self.file.suffix == ".bin"
         tensors = read_torch_header(self.file) if is_torch else read_header(self.file)
+        if any(len(name) > _MOST_NAME for name in tensors):
+            raise AdapterError(
+                f"{self.file} has names of tensors of more than {_MOST_NAME} characters; download "
+                "the adapter again."
+            )
         copies = {name: _COPY.sub("", _plain_name(name)) for name in tensors if _COPY.search(name)}
         self.copies: Mapping[str, tuple[int, ...]] = {
             module: tensors[name].shape
@@ -506,7 +512,7 @@ def _pair(file: Path, tensors: Mapping[str, StoredTensor]) -> dict[str, Factors]
             )
         found[module][factor] = tensor
     if not found:
-        raise AdapterError(f"{file} has no tensors; save the adapter again.")
+        raise AdapterError(f"{file} has no factors of LoRA; save the adapter again.")
     return pair_factors(file, found, of_embedding)
 
 

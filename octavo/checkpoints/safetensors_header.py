@@ -33,7 +33,7 @@ class _Entry(msgspec.Struct):
     """Description of a tensor."""
 
     dtype: str
-    shape: list[_Size]
+    shape: Annotated[list[_Size], Meta(max_length=16)]
     data_offsets: tuple[_Size, _Size]
     """Begin and end, from the end of the header on."""
 

@@ -21,7 +21,7 @@ from octavo.checkpoints.adapter import (
     identity_of,
     pair_factors,
 )
-from octavo.checkpoints.base import Expected, Source
+from octavo.checkpoints.base import FLOATS, Expected, Source
 from octavo.checkpoints.config_json import ConfigJson
 from octavo.checkpoints.mapped_file import StoredTensor
 from octavo.checkpoints.model_files import printable
@@ -77,6 +77,11 @@ class TaskAdapter:
             match = _FACTOR.fullmatch(name)
             if match is None:
                 continue
+            if stored.dtype not in FLOATS:
+                raise AdapterError(
+                    f"{self.file}: {printable(name)} has type {stored.dtype}, and factors must be "
+                    "floats; download the model again."
+                )
             if len(stored.shape) != 3 or stored.shape[0] != len(tasks):
                 raise AdapterError(
                     f"{self.file}: {printable(name)} has shape {list(stored.shape)}; it must be "
@@ -86,6 +91,8 @@ class TaskAdapter:
             if _EMBEDDING.fullmatch(match[1]):
                 matrix = matrix.transposed
             found.setdefault(match[1], {})[match[2]] = matrix
+        if not found:
+            raise AdapterError(f"{self.file} has no adapters; download the model again.")
         embeddings = {module for module in found if _EMBEDDING.fullmatch(module)}
         self.factors: Mapping[str, Factors] = pair_factors(self.file, found, embeddings)
 

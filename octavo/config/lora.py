@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Annotated
 
 import msgspec
@@ -17,8 +18,9 @@ BUILTIN_ADAPTERS = ("octavo/stories-letters", "octavo/stories-llama-calls")
 """Adapters of the built-in model; their names are accepted as paths."""
 
 
-_HUB_ID = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}", re.ASCII)
-_HUB_REPO = re.compile(r"[\w.-]{1,96}/([\w.-]{1,96}|\*)", re.ASCII)
+_PART = r"\w[\w.-]{0,95}"  # of a hub id: no "." and no ".."
+_HUB_ID = re.compile(f"{_PART}/{_PART}", re.ASCII)
+_HUB_REPO = re.compile(f"{_PART}/({_PART}|\\*)", re.ASCII)
 
 
 class LoRAModule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -164,10 +166,10 @@ class LoRAConfig(Section, frozen=True):
                 )
 
     def allows_from_hub(self, name: str) -> bool:
-        """Return True if clients may load the adapter with a hub id."""
+        """Return True if clients may load the adapter with a hub id, which is no local path."""
         owner = name.partition("/")[0]
         allowed = name in self.lora_hub_repos or f"{owner}/*" in self.lora_hub_repos
-        return allowed and _HUB_ID.fullmatch(name) is not None
+        return allowed and _HUB_ID.fullmatch(name) is not None and not Path(name).exists()
 
 
 def _parse(text: str) -> LoRAModule:

@@ -17,7 +17,7 @@ from octavo.messages import RequestOptions
 
 
 def activate(options: RequestOptions, prompt: Sequence[int] | None) -> RequestOptions:
-    """Return a request's options with the begin of its adapter.
+    """Return a request's options with the index at which its adapter begins.
 
     Args:
         options: the options.

@@ -160,6 +160,11 @@ class AdapterFiles:
         """True if the model's checkpoint has adapters, see `resolve_task`."""
         return bool(self._spec.sentences.tasks)
 
+    @cached_property
+    def _folder(self) -> Path:
+        """Folder of the model."""
+        return resolve_folders(self._config)[0]
+
     def resolve_task(self, params: PoolingParams, adapter: AdapterRef | None) -> AdapterRef | None:
         """Return the adapter of a text: that of the task that its prompt has, or the given one.
 
@@ -176,8 +181,7 @@ class AdapterFiles:
                 f"{adapter.name!r}; leave one of them out.",
                 "prompt_name",
             )
-        folder, _ = resolve_folders(self._config)
-        return self.resolve(LoRARequest(name, 1, str(folder / TASKS / name)))
+        return self.resolve(LoRARequest(name, 1, str(self._folder / TASKS / name)))
 
     def _read(self, name: str, root: Path | None) -> AdapterRef:
         """Return an adapter whose files are right, without its name and number."""

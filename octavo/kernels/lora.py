@@ -15,7 +15,7 @@ LANES, PANEL = 16, 64
 """Rows of a panel of A and of B: kLoraLanes and kLoraPanel in csrc/kernels.h."""
 
 LINE = 64
-"""Bytes of a cache line, of which each weight has a whole number."""
+"""Bytes of a cache line; each weight takes up whole lines."""
 
 _SLICE = np.dtype(
     [("a", "u8"), ("b", "u8"), ("affine", "u8"), ("rank", "i8"), ("scale", "f4")], align=True

@@ -8,7 +8,7 @@ from octavo._native import kernels
 from octavo.kernels.lora import LANES, LINE, PANEL, LoraTable, LoraWeight, affine_panels
 from octavo.kernels.native_base import DTYPE_CODES, NativeMemory, check_rows
 from octavo.kernels.replaced import ReplacedTable, ReplacedWeight
-from octavo.kernels.sizes import lora_nbytes, lora_panels
+from octavo.kernels.sizes import MAX_LORA_RANK, lora_nbytes, lora_panels
 from octavo.system.tensor import HostTensor, Tensor, dense, empty
 
 
@@ -116,6 +116,7 @@ class NativeLoraOps(NativeMemory):
         """Read the table when the kernel runs."""
         check_rows(out)
         (rows,) = ids.shape
+        assert table.max_rank <= MAX_LORA_RANK
         assert out.shape == (rows, table.bounds[-1])
         assert ids.dtype == "int64"
         assert slots.dtype == "int32"

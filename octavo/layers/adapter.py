@@ -193,6 +193,7 @@ class Adapters:
             inputs: likewise.
         """
         table = LoraTable(self._num_slots, outputs, inputs, self._max_rank, experts=experts)
+        self._linear.append(table)
         self.layers |= {name: ExpertPart(table, expert) for expert, name in names.items()}
         return table
 
@@ -211,7 +212,10 @@ class Adapters:
         return changes + sum(layer.nbytes(dtype) for layer in self.replaced.values())
 
     def scratch_nbytes(self, threads: int) -> int:
-        """Return an upper bound of the bytes that `Ops.add_lora` uses."""
+        """Return an upper bound of the bytes that the operations use.
+
+        `Ops.replace_linear` has four rows of float32 inputs in each thread.
+        """
         return max(
             lora_scratch_nbytes(table.max_rank, len(table.bounds) - 1, table.inputs, threads)
             for table in self._linear

@@ -11,6 +11,7 @@ from octavo.checkpoints.adapter import CONFIG
 from octavo.checkpoints.gguf.adapter import is_gguf_adapter
 from octavo.model_tools.tables import make_console, make_table, mib, print_pairs
 from octavo.models.adapters import open_adapter_file
+from octavo.models.expert_adapters import bare_module
 from octavo.system.tensor import itemsize
 from octavo.terminal.screen import harmless
 
@@ -40,7 +41,8 @@ def describe_adapter(path: Path) -> dict[str, Any]:
     nbytes = parameters = 0
     dtypes: set[str] = set()
     for name, factors in file.factors.items():
-        last = name.rpartition(".")[2]
+        bare, _ = bare_module(name)
+        last, is_fused = bare.rpartition(".")[2], bare.endswith(".experts")
         kind = kinds.setdefault(
             last, {"number": 0, "ranks": set(), "scales": set(), "parameters": 0}
         )
@@ -50,8 +52,9 @@ def describe_adapter(path: Path) -> dict[str, Any]:
             nbytes += math.prod(tensor.shape) * itemsize(tensor.dtype)
             dtypes.add(tensor.dtype)
         kind["number"] += 1
-        kind["ranks"].add(factors.rank)
-        kind["scales"].add(file.scale(name))
+        if not is_fused:  # the number of experts is unknown
+            kind["ranks"].add(factors.rank)
+            kind["scales"].add(file.scale(name))
         kind["parameters"] += count
         parameters += count
     replaced: dict[str, int] = {}
@@ -105,5 +108,7 @@ def print_adapter(result: Mapping[str, Any]) -> None:
 
 
 def _range(numbers: list[Any]) -> str:
-    """Return the only number, or the first and the last one."""
+    """Return the only number, or the first and the last one; unknown ones are a dash."""
+    if not numbers:
+        return "-"
     return str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"

@@ -48,6 +48,7 @@ from octavo.quantization.base import IntArray
 from octavo.quantization.plain import PLAIN
 from octavo.system.tensor import HostTensor, from_numpy, itemsize, numpy_dtype
 
+_OTHERS = "other layers than the decoder's, on this device,"
 _MOVING = "experts on a GPU, or that several engines divide, or that enable_eplb moves,"
 PIECE_NBYTES = 2**20
 """Most bytes of several modules that are read together."""
@@ -217,7 +218,10 @@ class AdaptableModel:
             experts = self.fused.modules
             for name, module in self.modules.items():
                 if any(use.shape.layer not in layers for use in module.uses):
-                    self.others[name] = _MOVING if name in experts else "these layers"
+                    self.others[name] = _MOVING if name in experts else _OTHERS
+            for name, whole in list(self.replaceable.items()):
+                if any(layer not in layers for layer, _ in whole.uses):
+                    del self.replaceable[name]
         for name in self.others:
             self.modules.pop(name, None)
         self._by_stored: dict[str, dict[str, str]] = {}
@@ -421,7 +425,9 @@ class Adapter:
             for name, tensors in sorted(files.items())
             for part, it in tensors.items()
         ]
-        hashed = hashlib.sha256(f"{self.file.invocation_tokens} {facts}".encode())
+        file = self.file
+        form = file.naming, file.swaps_experts, file.invocation_tokens
+        hashed = hashlib.sha256(f"{form} {facts}".encode())
 
         def add(blocks: list[NDArray[Any]]) -> None:
             for block in blocks:
@@ -584,7 +590,10 @@ def open_adapter_file(path: Path, root: Path | None = None) -> AdapterFile:
     """
     with adapter_errors():
         if is_task(path):
-            check_place(path.parent.parent, root)
+            if root is not None:
+                raise AdapterError(
+                    f"{path} is a task of a model's own checkpoint; prompt_name chooses it."
+                )
             return TaskAdapter(path)
         if not path.exists():
             raise AdapterError(f"There is no adapter {path}; name its folder, or its GGUF file.")
@@ -644,15 +653,22 @@ def open_adapter(
         f"{name}{inner}": model.fused.match(name, f"{stored}{inner}", file, max_lora_rank)
         for stored, inner, name in containers
     }
+    replaced = _match_replaced(file, model)
+    twice = [stored for name, stored in replaced.items() if name in modules]
+    if len(fused) < len(containers) or len(replaced) < len(file.trained) or twice:
+        raise AdapterError(
+            f"{file.file} changes or replaces a module under two names, or does both"
+            f"{': ' + shorten_names(twice) if twice else ''}; save the adapter again."
+        )
     check_single(file, fused, set(modules))
     of_experts = [stored for name, stored in modules.items() if name in model.fused.modules]
     of_experts += [match.stored for match in fused.values()]
     if any(len(file.factors[stored].tensors) > 2 for stored in of_experts):
         raise AdapterError(
-            f"{file.file} changes {shorten_names(of_experts)}: {file.kind} of experts is not "
-            f"supported. Train the adapter without, or {MERGE}."
+            f"{file.file} changes {shorten_names(of_experts)}: DoRA (use_dora) and biases of B "
+            f"(lora_bias) of experts are not supported. Train the adapter without them, or {MERGE}."
         )
-    return Adapter(file, model, modules, _match_replaced(file, model), fused, dtype)
+    return Adapter(file, model, modules, replaced, fused, dtype)
 
 
 def _match_modules(
@@ -802,7 +818,7 @@ def _check_shape(file: AdapterFile, what: str, found: tuple[int, ...], module: _
     """
     if found == module.weight_shape:
         return
-    added = found[0] - module.weight_shape[0]
+    added = found[0] - module.weight_shape[0] if found else 0
     if added > 0 and any(use.shape.layer in (EMBED, _LM_HEAD) for use in module.uses):
         advice = f"The training has added {added} tokens, which is not supported: {MERGE}."
     else:

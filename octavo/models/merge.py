@@ -3,8 +3,7 @@
 The numbers are those of PEFT's `merge_and_unload` for a model that was loaded in the served type:
 https://huggingface.co/docs/peft/developer_guides/lora#merge-lora-weights-into-the-base-model
 The product is computed in float32, added to the weight in float32, and rounded once. Before it is
-rounded, the rows of a DoRA get their norms. Quantization
-comes after it.
+rounded, the rows of a DoRA get their norms. Quantization comes after it.
 """
 
 from __future__ import annotations
@@ -28,6 +27,7 @@ from octavo.checkpoints.base import (
 )
 from octavo.checkpoints.config_json import ConfigJson
 from octavo.checkpoints.model_files import printable
+from octavo.checkpoints.task_adapters import is_task
 from octavo.errors import AdapterError, ConfigError
 from octavo.models.adapters import AdaptableModel, open_adapter, open_adapter_file
 from octavo.models.forms import quant_method
@@ -72,6 +72,10 @@ def check_merge(folder: Path, spec: ModelSpec, checkpoint: Checkpoint, dtype: st
             f"lora_merge is not supported with load_format={checkpoint.load_format} ({name}); "
             f"{fix}."
         )
+    if is_task(folder):
+        raise AdapterError(
+            f"lora_merge: {folder} is a task of a model's own checkpoint; prompt_name chooses it."
+        )
     if folder.is_file():
         raise AdapterError(
             f"lora_merge: {folder} is a file; name the adapter's folder in PEFT's form."
@@ -86,8 +90,9 @@ def check_merge(folder: Path, spec: ModelSpec, checkpoint: Checkpoint, dtype: st
     others = [name for name in adapter.stored_names if name not in known]
     if others:
         raise AdapterError(
-            f"{folder} changes {shorten_names(others)}, which share a weight with other layers and "
-            "cannot be merged. Serve the adapter beside the model (enable_lora, lora_modules)."
+            f"{folder} changes {shorten_names(others)}, which share a weight with other layers or "
+            "experts and cannot be merged. Serve the adapter beside the model (enable_lora, "
+            "lora_modules)."
         )
     factors = adapter.file.factors.values()
     for cannot, what in (

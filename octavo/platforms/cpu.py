@@ -311,7 +311,9 @@ def _beside_adapters(setup: WorkerSetup) -> int:
     from octavo.models.blocks.base import is_adaptable
 
     weights = [it for it in without_forms(setup.spec).weights() if is_adaptable(it.name)]
-    largest = max((sum(it.shape) for it in weights), default=0)
+    largest = max(
+        (sum(it.shape) * (1 if it.expert is None else it.expert.count) for it in weights), default=0
+    )
     piece = max(PIECE_NBYTES, 8 * lora.max_lora_rank * largest)
     if lora.lora_modules_to_save:
         piece = max(piece, 8 * setup.spec.vocab_size * setup.spec.hidden_size)

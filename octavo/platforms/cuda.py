@@ -167,9 +167,11 @@ class CUDAPlatform(Platform):
 
         stream = torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.inference_mode(), torch.cuda.stream(stream):
-            yield
-        stream.synchronize()
+        try:
+            with torch.inference_mode(), torch.cuda.stream(stream):
+                yield
+        finally:
+            stream.synchronize()
 
     def allocated_nbytes(self, device: torch.device) -> int:
         """Implement `Platform`."""

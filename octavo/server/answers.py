@@ -126,7 +126,8 @@ class CacheMiss(Answer):
     reason: Literal["changed", "forgotten", "no_state", "emptied", "other_adapter"]
     """changed: this prompt differs; forgotten: the cache has used the blocks for others; no_state:
     it has the blocks, but no recurrent state; emptied: the cache was emptied, as by the end of an
-    engine; other_adapter: the recent prompt ran with another adapter, or one of the two without."""
+    engine; other_adapter: the recent prompt ran with another adapter, or only one of
+    the two had one."""
     token: int
     """Index of the first token that differs, or that was not in the cache."""
     message: int | None

@@ -134,13 +134,6 @@ class Call:
             self.context.ignored_fields.append("priority")
             self.state.warn_of_priority()
 
-    @property
-    def prompt_scope(self) -> str | None:
-        """Scope of the earlier prompts whose cached prefixes may explain those of this request."""
-        if self._adapter is None or self._adapter.ref is None:
-            return self.salt
-        return f"{self.salt or ''} {self._adapter.ref.content_hash}"
-
     def trace_headers(self, engine: AsyncLLM) -> dict[str, str] | None:
         """Return the headers of the trace that the engine requests continue; None: no traces."""
         if engine.config.observability.otlp_traces_endpoint is None:

@@ -82,8 +82,8 @@ _MISSES = {
     "changed": "Token {token} differs from the most alike recent prompt",
     "forgotten": "The cache has given up the blocks from token {token} on",
     "no_state": "The cache has no recurrent state after token {token}",
-    "other_adapter": "The same prompt ran with another adapter, or without one; each has its own"
-    " blocks, from token {token} on",
+    "other_adapter": "A recent prompt of the same tokens used another adapter, or none, and"
+    " adapters do not share the blocks from token {token} on",
     "emptied": "The cache was emptied {seconds:.1f} s before",
 }
 

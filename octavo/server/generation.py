@@ -466,7 +466,7 @@ class Generation(Call, ABC, Generic[B]):
                 and (reports or (story is not None and not self.context.background))
                 and self._may_find_misses(prompts[0], params, engine)
             ):
-                watched = _WatchedPrompt(self, self.prompt_scope, reports)
+                watched = _WatchedPrompt(self, self.salt, reports)
             streams = [one(i) for i in range(len(prompts))]
             merged = streams[0] if len(streams) == 1 else _merge(streams)
             try:
@@ -684,7 +684,8 @@ class _WatchedPrompt:
         """Explain the missed prefix, and record the prompt."""
         generation, ids = self._generation, output.prompt_token_ids
         prompts, prompt = generation.state.recent_prompts, to_bytes(ids)
-        adapter = generation.adapter_hash
+        # An activated LoRA may find no tokens at which it begins.
+        adapter = None if output.lora_request is None else generation.adapter_hash
         scheduled = output.metrics.first_scheduled_time
         found = None
         if scheduled is not None and len(ids) - output.num_cached_tokens >= LONG:

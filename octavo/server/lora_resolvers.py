@@ -6,6 +6,7 @@ import asyncio
 import os
 from pathlib import Path
 
+from octavo.checkpoints.adapter import CONFIG
 from octavo.config import LoRAConfig
 from octavo.errors import ConfigError
 from octavo.lora_request import LoRARequest
@@ -28,14 +29,17 @@ class FolderResolver(LoRAResolver):
         self._root = Path(root)
 
     async def resolve_lora(self, base_model_name: str, lora_name: str) -> LoRARequest | None:
-        """Return the adapter in the folder with this name; None for paths and hidden folders."""
+        """Return the adapter in the folder with this name; None for paths and hidden folders.
+
+        Folders without adapter_config.json are no adapters.
+        """
         if lora_name.startswith(".") or os.sep in lora_name:
             return None
         path = self._root / lora_name
         try:
-            if not await asyncio.to_thread(path.is_dir):
+            if not await asyncio.to_thread((path / CONFIG).is_file):
                 return None
-        except (OSError, ValueError):  # too long for a file name, or no text of the file system
+        except (OSError, ValueError):  # too long, or not valid as a file name
             return None
         return LoRARequest(lora_name, 1, str(path))
 
@@ -51,7 +55,7 @@ class HubResolver(LoRAResolver):
         self._config = config
 
     async def resolve_lora(self, base_model_name: str, lora_name: str) -> LoRARequest | None:
-        """Return the adapter with this hub id."""
+        """Return the adapter with this hub id; the hub is not asked yet."""
         allowed = self._config.allows_from_hub(lora_name)
         return LoRARequest(lora_name, 1, lora_name) if allowed else None
 
@@ -77,7 +81,8 @@ def _make(name: str, config: LoRAConfig) -> LoRAResolver:
 
     found = entry_points(group=ENTRY_POINTS)
     if name not in found.names:
-        known = ", ".join(sorted({FOLDER, HUB, *found.names}))
+        registered = LoRAResolverRegistry.get_supported_resolvers()
+        known = ", ".join(sorted({FOLDER, HUB, *found.names, *registered}))
         raise ConfigError(
             f"lora_resolvers: there is no resolver {name!r}; installed: {known}. Install the "
             f"package that declares it (entry points of {ENTRY_POINTS}), or leave it out."

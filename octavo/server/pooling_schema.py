@@ -198,8 +198,8 @@ class InputBody(VLLMBody):
             )
 
 
-class EmbeddingsBody(InputBody):
-    """Body of POST /v1/embeddings."""
+class VectorsBody(InputBody):
+    """Fields of the routes that return vectors."""
 
     encoding_format: Literal["float", "base64"] | None = None
     """float (default): lists of numbers; base64: little-endian float32."""
@@ -208,6 +208,11 @@ class EmbeddingsBody(InputBody):
     prompt_name: str | None = None
     """Prompt of the model that is put before each text, such as query; empty: none. Default: the
     model's."""
+
+
+class EmbeddingsBody(VectorsBody):
+    """Body of POST /v1/embeddings."""
+
     task: str | None = None
     """Jina's name of prompt_name, such as retrieval.query."""
 
@@ -231,7 +236,7 @@ class ClassifyBody(InputBody):
     unsupported = known_fields.CLASSIFY
 
 
-class PoolingBody(EmbeddingsBody):
+class PoolingBody(VectorsBody):
     """Body of POST /pooling."""
 
     task: PoolingTask | Literal["encode", "score"] | None = None

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 from octavo.config import LoRAConfig
 from octavo.errors import (
-    AdapterError,
     NotFoundError,
     OctavoError,
     QueueFullError,
@@ -23,7 +22,7 @@ from octavo.errors import (
 from octavo.lora_request import MAX_ADAPTER_NAME, LoRARequest
 from octavo.lora_resolver import LoRAResolver
 from octavo.messages import AdapterRef
-from octavo.server.errors import show
+from octavo.server.errors import UnavailableError, show
 from octavo.server.lora_resolvers import FOLDER, make_resolvers
 
 if TYPE_CHECKING:
@@ -35,6 +34,8 @@ MAX_ADAPTERS = 10_000
 """Most adapters of a server."""
 _MOST_SEARCHES = 64
 """Most unknown names that resolvers search for at the same time."""
+_SEARCH_SECONDS = 60.0
+"""Most seconds of a search, in which the adapter may be downloaded."""
 
 
 @dataclass(slots=True, eq=False)
@@ -122,9 +123,13 @@ class ServedAdapters:
                     "load_inplace.",
                     "lora_name",
                 )
-            self._check_room(name)
-            request, root = self._place(name, path)
-            return await self._add(engine, request, root)
+            if name not in self._served and len(self._served) >= MAX_ADAPTERS:
+                raise RequestError(
+                    f"There are {MAX_ADAPTERS} adapters already; unload one first.", "lora_name"
+                )
+            adapter = await self._check(engine, *self._place(name, path))
+            self._served[name] = adapter
+            return adapter
 
     def _place(self, name: str, path: str) -> tuple[LoRARequest, Path | None]:
         """Return the adapter at a path that a client names, and the folder that must contain it."""
@@ -146,8 +151,8 @@ class ServedAdapters:
 
         Raises:
             AdapterError: the adapter was found, and cannot be used.
-            QueueFullError: too many names are searched for.
-            RequestError: there are too many adapters.
+            QueueFullError: too many names are searched for, or there are too many adapters.
+            UnavailableError: a resolver failed, or the search takes too long.
         """
         if not (0 < len(name) <= MAX_ADAPTER_NAME and name.isprintable()):
             return None
@@ -160,7 +165,12 @@ class ServedAdapters:
             task = asyncio.create_task(self._search(engine, name))
             self._resolving[name] = task
             task.add_done_callback(partial(self._end_search, name))
-        return await asyncio.shield(task)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if task.cancelled():  # by a resolver, not by this request
+                raise UnavailableError(f"The search for the adapter {show(name)} ended.") from None
+            raise
 
     def _end_search(self, name: str, task: asyncio.Task[ServedAdapter | None]) -> None:
         del self._resolving[name]
@@ -168,38 +178,48 @@ class ServedAdapters:
             task.exception()  # all requests may have given up
 
     async def _search(self, engine: AsyncLLM, name: str) -> ServedAdapter | None:
+        try:
+            async with asyncio.timeout(_SEARCH_SECONDS):
+                return await self._ask_resolvers(engine, name)
+        except TimeoutError:
+            raise UnavailableError(
+                f"The adapter {show(name)} was not found within {_SEARCH_SECONDS:.0f} s; try again "
+                "later."
+            ) from None
+
+    async def _ask_resolvers(self, engine: AsyncLLM, name: str) -> ServedAdapter | None:
         for resolver_name, resolver in self._resolvers.items():
             try:
                 request = await resolver.resolve_lora(self._model_names[0], name)
+                if request is not None and not isinstance(request, LoRARequest):
+                    raise TypeError(f"it returned a {type(request).__name__}, no LoRARequest")
             except OctavoError:
                 raise
             except Exception as error:  # another package's code may raise anything
                 logger.exception("the resolver %s failed for %s", resolver_name, show(name))
-                raise AdapterError(
+                raise UnavailableError(
                     f"The adapter {show(name)} cannot be found: the resolver {resolver_name} "
                     f"failed ({type(error).__name__}); the log of the server has the reason."
                 ) from error
             if request is not None:
-                self._check_room(name)
+                if len(self._served) >= MAX_ADAPTERS:
+                    raise QueueFullError(
+                        f"The server has {MAX_ADAPTERS} adapters already; its operator must unload "
+                        "one first.",
+                        60,
+                    )
                 own = self._request(name, request.lora_path)
                 root = self._root if resolver_name == FOLDER else None
-                return await self._add(engine, own, root)
+                found = await self._check(engine, own, root)
+                # An adapter that an operator has loaded meanwhile has precedence.
+                return self._served.setdefault(name, found)
         return None
 
-    def _check_room(self, name: str) -> None:
-        if name not in self._served and len(self._served) >= MAX_ADAPTERS:
-            raise RequestError(
-                f"There are {MAX_ADAPTERS} adapters already; unload one first.", "lora_name"
-            )
-
-    async def _add(
+    async def _check(
         self, engine: AsyncLLM, request: LoRARequest, root: Path | None
     ) -> ServedAdapter:
-        """Check an adapter, and offer it."""
         ref = await engine.resolve_adapter(request, root)
-        adapter = ServedAdapter(request.lora_name, request.lora_path, self._model_names[0], ref)
-        self._served[request.lora_name] = adapter
-        return adapter
+        return ServedAdapter(request.lora_name, request.lora_path, self._model_names[0], ref)
 
     async def unload(self, name: str) -> None:
         """Stop offering an adapter; its unfinished requests continue.

@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo import __version__
+from octavo.config.lora import LoRAModule
 from octavo.errors import RequestError
 from octavo.observability.metrics import CONTENT_TYPE
 from octavo.router.app import (
@@ -118,15 +119,17 @@ async def list_models(request: Request) -> Response:
     state = models_of(request)
     data = []
     for model in state.models:
-        adapters = [adapter.name for adapter in model.share.served.adapters]
-        data += [_card(state, model, name) for name in (*model.names, *adapters)]
+        data += [_card(state, model, name) for name in model.names]
+        data += [_card(state, model, it.name, it) for it in model.share.served.adapters]
     return _json({"object": "list", "data": data})
 
 
 async def get_model(request: Request) -> Response:
     """Return one of the names."""
     state, name = models_of(request), request.path_params["model"]
-    return _json(_card(state, state.find(name), name))
+    model = state.find(name)
+    adapters = (it for it in model.share.served.adapters if it.name == name)
+    return _json(_card(state, model, name, next(adapters, None)))
 
 
 async def load_model(request: Request) -> Response:
@@ -156,10 +159,10 @@ async def _named_model(request: Request) -> tuple[ModelsState, OneModel]:
     return state, state.find(name)
 
 
-def _card(state: ModelsState, model: OneModel, name: str) -> dict[str, Any]:
+def _card(
+    state: ModelsState, model: OneModel, name: str, adapter: LoRAModule | None = None
+) -> dict[str, Any]:
     planned, shown = model.share.planned, model.shown_state
-    adapters = (it for it in model.share.served.adapters if it.name == name)
-    adapter = next(adapters, None)
     status: dict[str, Any] = {"value": "unloaded" if shown == "failed" else shown}
     if model.error is not None:
         status["failed"] = True

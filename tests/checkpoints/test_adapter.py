@@ -150,7 +150,8 @@ def test_a_scale_beyond_float32(folder: Path) -> None:
         (f"{Q}.lora_magnitude_vector.x y", "LoRA with other tensors than weights and biases"),
         ("model.embed_tokens.lora_embedding_A", "only one of the two factors (A, B) of model.e"),
         ("model.embed_tokens.token_adapter.trainable_tokens_delta", "LoRA with trained tokens"),
-        ("\x1b[31m" * 500, "LoRA with other tensors than weights and biases"),
+        ("\x1b[31m" * 50, "LoRA with other tensors than weights and biases"),
+        (".lora_magnitude_vector" * 50, "names of tensors of more than 1000 characters"),
         ("", "LoRA with other tensors than weights and biases"),
     ],
 )
@@ -228,7 +229,7 @@ def test_other_kinds(fields: dict[str, bool], name: str, kind: str, folder: Path
 @pytest.mark.parametrize(
     ("tensors", "message"),
     [
-        ({}, "has no tensors"),
+        ({}, "has no factors of LoRA"),
         ({A: FACTORS[A]}, f"only one of the two factors (A, B) of {Q}"),
         (FACTORS | {A: torch.ones(5, 32)}, "A [5, 32] and B [32, 4]"),
         (FACTORS | {A: torch.ones(4)}, "are not [rank, inputs] and [outputs, rank]"),

@@ -284,8 +284,8 @@ def test_a_server_whose_engine_dies(tmp_path, folder, alone):
         body |= {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
         response = server.post("/v1/completions", body).raise_for_status().json()
         details = response["usage"]["prompt_tokens_details"]
-        assert details.get("cache_miss") is None
-        return response["choices"][0]["token_ids"], details["cached_tokens"]
+        miss = (details.get("cache_miss") or {}).get("reason")
+        return response["choices"][0]["token_ids"], details["cached_tokens"], miss
 
     modules = [f"{name}={folder / name}" for name in ("a", "plain")]
     flags = ["--dtype", "float32", "--max-model-len", "512", "--enable-lora", "--max-loras", "2"]
@@ -296,12 +296,17 @@ def test_a_server_whose_engine_dies(tmp_path, folder, alone):
     ):
         for name, cached in ((None, 0), ("a", 96), ("plain", 0)):
             found = complete(server, name or "octavo/stories", "twice")
-            assert found == (alone[name, "twice"][0][0], cached)
-        # Prompts of other adapters do not explain what an adapter misses in the cache.
+            assert found == (alone[name, "twice"][0][0], cached, None)
         names = ("octavo/stories", "a", "plain", "a")
-        assert [complete(server, name, "long")[1] for name in names] == [16, 112, 16, 416]
+        assert [complete(server, name, "long")[1:] for name in names] == [
+            (16, None),
+            (112, "other_adapter"),
+            (16, "other_adapter"),
+            (416, None),
+        ]
         jobs = [pool.submit(complete, server, "a", prompt, 300) for prompt in BEGINS]
         while server.metric("octavo:num_requests_running") < 2:
+            assert not all(job.done() for job in jobs)
             time.sleep(0.01)
         os.kill(server.engine_process().pid, signal.SIGKILL)
         found = [job.result()[0] for job in jobs]

@@ -258,7 +258,7 @@ def adapters(llama: str, tmp_path_factory: pytest.TempPathFactory) -> list[LoRAR
     folder = tmp_path_factory.mktemp("adapters")
     spec = read_spec(open_checkpoint(Path(llama), "auto"), EngineConfig().model)
     names = {weight.name.removesuffix("weight") for weight in spec.weights()}
-    model = AdaptableModel(spec, {name for name in names if is_adaptable(name)})
+    model = AdaptableModel(spec, {name for name in names if is_adaptable(name, layers_only=True)})
     requests: list[LoRARequest | None] = [None]
     for rank in (3, 8):
         modules = list(model.modules)[rank % 2 :]

@@ -12,6 +12,7 @@ from transformers import AutoModel
 
 from octavo import LLM, LoRARequest, PoolingParams
 from octavo.errors import AdapterError, ModelError, RequestError
+from octavo.models.adapters import open_adapter_file
 from tests.e2e.harness import serve
 from tests.models.harness import make_hf
 from tests.pooling import NORMALIZE, pooling, write_json, write_modules
@@ -128,6 +129,12 @@ def test_a_task_is_an_adapter_by_its_path(written):
         other = LoRARequest("o", 8, str(folder / "lora_adaptations" / "other"))
         with pytest.raises(AdapterError, match="has no task other; it has"):
             llm.embed("a", lora_request=other)
+
+
+def test_a_client_cannot_name_a_task(written):
+    folder, _ = written
+    with pytest.raises(AdapterError, match="prompt_name chooses it"):
+        open_adapter_file(folder / "lora_adaptations" / "separation", folder)
 
 
 def test_without_enable_lora(written):

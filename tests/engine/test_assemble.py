@@ -4,6 +4,7 @@ import gc
 import logging
 from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -244,19 +245,24 @@ def test_grammar_backends_that_are_not_installed_are_left_out(monkeypatch):
     assert assemble.grammar_backends() == ["llguidance", "xgrammar"]
 
 
+def setup_of(config, spec):
+    """Return the part of a worker's setup from which the users of memory follow."""
+    return SimpleNamespace(config=config, spec=spec)
+
+
 @pytest.mark.parametrize(("ranks", "processes"), [(1, 1), (2, 3)])
 def test_each_process_of_an_engine_imports_the_plug_ins(ranks, processes, monkeypatch):
     """With several ranks these are the engine's process and one worker process for each rank."""
     monkeypatch.setattr(assemble, "import_plugins", lambda names: 5 * 2**20)
     config = EngineConfig.from_kwargs(model=BUILTIN_MODEL, tensor_parallel_size=ranks)
-    nbytes = {item.name: item.nbytes for item in assemble._memory_items(config, SPEC)}
+    nbytes = {it.name: it.nbytes for it in assemble._memory_items(setup_of(config, SPEC))}
     assert nbytes["plug-ins"] == processes * 5 * 2**20
 
 
 def test_tokenizers_and_grammars_are_planned_where_they_are_loaded():
     def planned(spec, **settings):
         config = EngineConfig.from_kwargs(model=BUILTIN_MODEL, **settings)
-        return {item.name: item.nbytes for item in assemble._memory_items(config, spec)}
+        return {it.name: it.nbytes for it in assemble._memory_items(setup_of(config, spec))}
 
     found = planned(SPEC)
     assert found["tokenizer"] == 384 * SPEC.vocab_size

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from octavo import cli
-from octavo.model_tools.adapter import describe_adapter, is_adapter
+from octavo.model_tools.adapter import describe_adapter, is_adapter, print_adapter
 from tests.adapters import PREFIX, write_adapter
 from tests.gguf_files import write_gguf
 
@@ -63,6 +63,24 @@ def test_a_replaced_module(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert described["dtypes"] == ["bfloat16", "float32"]
     assert cli.main(["inspect", str(folder)]) == 0
     assert "score (99) parameters" in capsys.readouterr().out
+
+
+def test_fused_experts(tmp_path: Path) -> None:
+    """Their number is unknown, so ranks and scales are not shown."""
+    names = (f"{PREFIX}model.layers.0.mlp.experts{inner}" for inner in ("", ".base_layer"))
+    tensors = {
+        f"{name}.lora_{part}.weight": torch.ones(shape)
+        for name in names
+        for part, shape in (("A", (8, 6)), ("B", (6, 8)))
+    }
+    described = describe_adapter(write_adapter(tmp_path / "a", tensors, r=2))
+    assert described["modules"]["experts"] == {
+        "number": 2,
+        "ranks": [],
+        "scales": [],
+        "parameters": 192,
+    }
+    print_adapter(described)
 
 
 def test_command(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -275,6 +275,18 @@ def test_other_modules_are_not_replaced(model: AdaptableModel, tmp_path: Path) -
         load(write_adapter(tmp_path / "a", tensors), model)
 
 
+def test_a_module_has_one_change(tmp_path: Path) -> None:
+    spec = save_config(tmp_path / "base", "LlamaForCausalLM", LLAMA)
+    model = AdaptableModel(spec, None, ["lm_head"])
+    factors = make_factors(model, [HEAD])
+    tensors = factors | {f"{PREFIX}{HEAD}.weight": torch.ones(128, 32)}
+    with pytest.raises(AdapterError, match="under two names, or does both: lm_head"):
+        load(write_adapter(tmp_path / "a", tensors), model)
+    tensors = factors | {f"{PREFIX}{HEAD}.base_layer.weight": torch.tensor(1.0)}
+    with pytest.raises(AdapterError, match=r"weight \[\], and that of the model is"):
+        load(write_adapter(tmp_path / "a", tensors), model)
+
+
 def test_adapters_with_added_tokens_are_refused(model: AdaptableModel, tmp_path: Path) -> None:
     config = LLAMA | {"vocab_size": 130}
     larger = AdaptableModel(save_config(tmp_path / "larger", "LlamaForCausalLM", config))
@@ -296,6 +308,7 @@ def test_the_hash_covers_numbers_and_scales(model: AdaptableModel, tmp_path: Pat
     assert hash_of(lora_alpha=9) != first
     assert hash_of(alpha_pattern={"v_proj": 9}) != first
     assert hash_of(use_rslora=True) != first
+    assert hash_of(peft_version="0.18.0") != first  # it may turn factors of experts
     assert len({first, *(hash_of(alora_invocation_tokens=it) for it in ([1], [2], [2, 1]))}) == 4
     tensors[f"{PREFIX}{Q}.lora_B.weight"][5, 3] += 1e-6
     assert hash_of() != first
@@ -447,7 +460,10 @@ def test_layers_that_are_not_adaptable(tmp_path: Path) -> None:
     whole = AdaptableModel(spec)
     model = AdaptableModel(spec, {it.layer for it in whole.slices} - {"lm_head."})
     assert load(write_adapter(tmp_path / "a", make_factors(whole, [Q])), model).slices
-    with pytest.raises(AdapterError, match="lm_head: LoRA of these layers is not supported"):
+    with pytest.raises(
+        AdapterError,
+        match="lm_head: LoRA of other layers than the decoder's",
+    ):
         load(write_adapter(tmp_path / "b", make_factors(whole, [Q, "lm_head"])), model)
 
 

@@ -29,6 +29,8 @@ def engine(**settings):
 def root(tmp_path):
     for name in ("poems", "bad", "père noël", ".hidden"):
         (tmp_path / "root" / name).mkdir(parents=True)
+        (tmp_path / "root" / name / "adapter_config.json").touch()
+    (tmp_path / "root" / "empty").mkdir()
     (tmp_path / "outside").mkdir()
     (tmp_path / "root" / "file").touch()
     return tmp_path / "root"
@@ -47,7 +49,16 @@ def test_folders(root):
         assert listed[1]["root"] == str(root / "poems")
         assert await ask("bad") == 400
         hostile = ["none", "../outside", str(root / "poems"), "poems/", ".hidden", ".", "..", "//"]
-        hostile += ["file", "x" * 257, "x" * 100_000, "ü" * 200, "poems\0", "a\nb", "\u202epoems"]
+        hostile += [
+            "file",
+            "empty",
+            "x" * 257,
+            "x" * 100_000,
+            "ü" * 200,
+            "poems\0",
+            "a\nb",
+            "\u202epoems",
+        ]
         for name in hostile:
             assert await ask(name) == 404, name
         surrogate = json.dumps({"model": "\ud800", "prompt": "a"}).encode()
@@ -68,8 +79,10 @@ def test_they_are_off_unless_they_are_named(root):
     with_server(scenario, engine(lora_root=str(root)))
 
 
-def test_hub_ids_that_are_allowed():
-    """Clients name them as models, and an operator loads them."""
+def test_hub_ids_that_are_allowed(tmp_path, monkeypatch):
+    """Clients name them as models, and an operator loads them; local paths are none."""
+    (tmp_path / "all" / "private").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
 
     async def scenario(served):
         async def ask(model):
@@ -77,7 +90,8 @@ def test_hub_ids_that_are_allowed():
 
         assert await ask("org/a") == 200
         assert await ask("all/any-thing_1.0") == 200
-        for name in ("org/b", "all/*", "all/x/y", "all/../x", "all", "*/*", "all/é"):
+        paths = "all/private", "all/..", "all/.", "./all"
+        for name in ("org/b", "all/*", "all/x/y", "all/../x", "all", "*/*", "all/é", *paths):
             assert await ask(name) == 404, name
         loaded = await served.post(LOAD, lora_name="c", lora_path="all/c")
         assert loaded.json()["root"] == "all/c"
@@ -101,6 +115,10 @@ class Store(LoRAResolver):
             await self.go.wait()
         if lora_name == "broken":
             raise OSError("the store is gone")
+        if lora_name == "odd":
+            return "/store/odd"
+        if lora_name == "cancelled":
+            raise asyncio.CancelledError
         if lora_name == "unknown":
             return None
         return LoRARequest("another name", 7, f"/store/{lora_name}")
@@ -122,12 +140,14 @@ def test_a_slow_or_failing_search_makes_no_others_wait(store, monkeypatch):
             await asyncio.sleep(0)
         assert (await served.complete(model="a")).status_code == 200
         assert (await served.complete(model="m")).status_code == 200
-        failed = await served.complete(model="broken")
-        assert failed.status_code == 400
-        assert "the resolver store failed (OSError)" in failed.text
+        for name, kind in (("broken", "OSError"), ("odd", "TypeError")):
+            failed = await served.complete(model=name)
+            assert failed.status_code == 503
+            assert f"the resolver store failed ({kind})" in failed.text
+        assert (await served.complete(model="cancelled")).status_code == 503
         assert (await served.complete(model="unknown")).status_code == 404
         waiting.append(asyncio.create_task(served.complete(model="slow too")))
-        while len(store.seen) < 5:
+        while len(store.seen) < 7:
             await asyncio.sleep(0)
         assert (await served.complete(model="b")).status_code == 429
         store.go.set()
@@ -137,6 +157,36 @@ def test_a_slow_or_failing_search_makes_no_others_wait(store, monkeypatch):
         assert store.seen.count(("m", "a")) == 1
 
     with_server(scenario, engine(lora_resolvers=["store"]))
+
+
+def test_a_search_ends(store, monkeypatch):
+    monkeypatch.setattr(served_adapters, "_SEARCH_SECONDS", 0.01)
+
+    async def scenario(served):
+        late = await served.complete(model="slow")
+        assert late.status_code == 503
+        assert "was not found within" in late.text
+        assert (await served.complete(model="a")).status_code == 200
+
+    with_server(scenario, engine(lora_resolvers=["store"]))
+
+
+def test_an_operator_s_adapter_has_precedence(root, store):
+    """The search began before the adapter was loaded."""
+
+    async def scenario(served):
+        asked = asyncio.create_task(served.complete(model="slow"))
+        while not store.seen:
+            await asyncio.sleep(0)
+        loaded = await served.post(LOAD, lora_name="slow", lora_path="poems")
+        assert loaded.status_code == 200
+        store.go.set()
+        assert (await asked).status_code == 200
+        listed = (await served.http.get("/v1/models")).json()["data"]
+        assert [it["root"] for it in listed if it["id"] == "slow"] == [str(root / "poems")]
+
+    settings = {"lora_root": str(root), "lora_resolvers": ["store"]}
+    with_server(scenario, engine(**settings), enable_admin=True)
 
 
 def test_installed_resolvers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

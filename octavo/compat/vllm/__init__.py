@@ -132,6 +132,8 @@ _MODULES: dict[str, dict[str, Any]] = {
     "vllm.sampling_params": _SAMPLING,
     "vllm.sequence": _LOGPROBS,
     "vllm.tasks": _TASKS,
+    "vllm.transformers_utils": {},
+    "vllm.transformers_utils.repo_utils": {"hf_api": utils.hf_api},
     "vllm.usage": {},
     "vllm.usage.usage_lib": {"UsageContext": utils.UsageContext},
     "vllm.utils": {**_PARSER, "random_uuid": utils.random_uuid},

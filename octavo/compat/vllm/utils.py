@@ -27,6 +27,7 @@ from octavo.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     import torch
+    from huggingface_hub import HfApi
 
 _KEEP_ALIVE_SECONDS = 5
 _FILES = 65535
@@ -98,6 +99,13 @@ _SAID: set[tuple[str, int, str, str]] = set()
 def init_logger(name: str) -> Logger:
     """Return the logger of a module."""
     return Logger(logging.getLogger(name), {})
+
+
+def hf_api() -> HfApi:
+    """Return a client of the Hugging Face Hub."""
+    from huggingface_hub import HfApi
+
+    return HfApi()
 
 
 def get_ip() -> str:
