@@ -91,18 +91,12 @@ class AdapterStore:
     def reload(self) -> None:
         """Read the adapters again that depend on the model's weights, which have changed.
 
-        No step may run meanwhile.
-
-        Raises:
-            AdapterError: the files of an adapter have changed, or cannot be read.
-            ModelError: the weights cannot be read.
+        No step may run meanwhile. Results are reported, as for other reads.
         """
-        self._thread.submit(self._reload).result()
-
-    def _reload(self) -> None:
-        for slot, adapter in self._of_weights.items():
-            weights, replaced, _ = self._pack(slot, adapter)
-            self._read.put((slot, weights, replaced))
+        again, self._of_weights = self._of_weights, {}
+        for slot, adapter in again.items():
+            self._thread.submit(self._load, slot, adapter)
+        self.wait()
 
     def _load(self, slot: int, adapter: AdapterRef) -> None:
         try:

@@ -166,8 +166,6 @@ class Worker:
 
         Raises:
             ModelError: the weights cannot be read, or have changed; steps must not run.
-            AdapterError: an adapter that depends on the weights cannot be read again; steps must
-                not run.
         """
         self.runner.reload_weights(same=same)
         if self._adapters is not None and not same:

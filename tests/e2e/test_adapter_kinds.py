@@ -204,6 +204,21 @@ def test_other_weights_of_a_model_that_has_slept(base, adapters, tmp_path):
         assert found == ask(llm, requests) != before
 
 
+def test_an_adapter_that_is_gone_after_a_sleep(base, adapters, tmp_path):
+    """The engine wakes up; only requests with the adapter fail."""
+    lost = LoRARequest("lost", 90, str(tmp_path / "adapter"))
+    shutil.copytree(adapters[0]["DoRA"].lora_path, lost.lora_path)
+    prompts = [{"prompt_token_ids": PROMPTS[0]}] * 2
+    with LLM(str(base[1]), enable_sleep_mode=True, **SETTINGS) as llm:
+        before = ask(llm, [lost, None])
+        llm.sleep(level=2)
+        shutil.rmtree(lost.lora_path)
+        llm.wake_up()
+        outputs = llm.generate(prompts, PARAMS, lora_request=[lost, None], use_tqdm=False)
+        assert [it.outputs[0].finish_reason for it in outputs] == ["error", "length"]
+        assert ask(llm, [None]) == before[1:]
+
+
 def test_a_base_that_has_changed_on_disk(base, adapters, tmp_path):
     """DoRA would divide by norms of other weights; others do not need them."""
     folder = shutil.copytree(base[1], tmp_path / "model")
