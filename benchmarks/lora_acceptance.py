@@ -103,8 +103,30 @@ def of_some_layers(
     return plain(model, [name for name in some if rng.random() < 0.7] or some, rng, rank)
 
 
+def decomposed(
+    model: AdaptableModel, modules: list[str], rng: np.random.Generator, rank: int
+) -> Adapter:
+    """Return a DoRA of some modules, whose rows get other norms."""
+    tensors, fields = plain(model, modules, rng, rank)
+    for name in modules:
+        norms = 0.5 + rng.random(model.modules[name].outputs, np.float32)
+        tensors[f"base_model.model.{name}.lora_magnitude_vector"] = norms
+    return tensors, fields | {"use_dora": True}
+
+
+def biased(
+    model: AdaptableModel, modules: list[str], rng: np.random.Generator, rank: int
+) -> Adapter:
+    """Return a LoRA of some modules with biases of B."""
+    tensors, fields = plain(model, modules, rng, rank)
+    for name in modules:
+        bias = 0.1 * rng.standard_normal(model.modules[name].outputs, np.float32)
+        tensors[f"base_model.model.{name}.lora_B.bias"] = bias
+    return tensors, fields | {"lora_bias": True}
+
+
 MAKERS: list[Callable[[AdaptableModel, list[str], np.random.Generator, int], Adapter]]
-MAKERS = [plain, stabilized, patterned, of_some_layers]
+MAKERS = [plain, stabilized, patterned, of_some_layers, decomposed, biased]
 """Makers of adapters of one kind each, given the names of the linear layers and a rank."""
 
 

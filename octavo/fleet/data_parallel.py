@@ -79,6 +79,7 @@ class DataParallelClient:
             config.cache.block_size,
             self._size,
             enable_prefix_caching=config.cache.enable_prefix_caching,
+            num_adapters=config.lora.num_in_memory if config.lora.enable_lora else 0,
         )
         self._gone: dict[int, EngineDeadError] = {}
         """Engines that are not started again, with the cause."""

@@ -1,4 +1,4 @@
-"""Choice of the engine for a request: the least loaded one, or one with its prefix in the cache.
+"""Choice of the engine for a request: the least loaded one, or one with its prefix or its adapter.
 
 It uses the knowledge of one front end: the requests that it sent, and their outputs.
 """
@@ -20,6 +20,9 @@ _MOST_REMEMBERED = 2**17
 # receives a request with its whole prompt in the cache.
 _ALLOWANCE = 16.0
 _ALLOWED_SHARE = 0.5
+# Maximum excess load of an engine that still receives a request whose adapter it has in memory: two
+# waiting requests. Elsewhere the adapter must be read, and takes turns with others.
+_ADAPTER_ALLOWANCE = 8.0
 
 
 def load_of(num_waiting: int, num_running: int) -> int:
@@ -102,12 +105,22 @@ class Router:
         block_size: tokens of a KV-cache block.
         num_engines: number of engines.
         enable_prefix_caching: True if the engines cache prefixes.
+        num_adapters: number of adapters that an engine has in memory.
     """
 
-    def __init__(self, block_size: int, num_engines: int, *, enable_prefix_caching: bool) -> None:
+    def __init__(
+        self,
+        block_size: int,
+        num_engines: int,
+        *,
+        enable_prefix_caching: bool,
+        num_adapters: int = 0,
+    ) -> None:
         self._block_size = block_size
         self._caching = enable_prefix_caching
         self._prefixes = PrefixMap(_MOST_REMEMBERED // num_engines)
+        self._adapters = PrefixMap(num_adapters)
+        """Adapters that are likely in memory, each as a chain of one block."""
         self._placed: dict[str, _Placed] = {}
         self._waiting: Counter[int] = Counter()
         self._running: Counter[int] = Counter()
@@ -119,12 +132,14 @@ class Router:
         Equal engines take turns. The n answers of a request stay together, since they share its
         prompt.
         """
-        hashes = self._hash(request)
+        hashes, adapter = self._hash(request), request.options.adapter
+        own = [] if adapter is None else [adapter.content_hash.encode()]
         least = min(map(self.load, engines))
         cached = {i: self._prefixes.num_cached(i, hashes) if hashes else 0 for i in engines}
 
         def key(engine: int) -> tuple[float, bool, int]:
             against = score(self.load(engine), least, cached[engine], len(hashes))
+            against -= _ADAPTER_ALLOWANCE * self._adapters.num_cached(engine, own)
             return against, engine <= self._last, engine
 
         chosen = self._last = min(engines, key=key)
@@ -133,6 +148,7 @@ class Router:
         if cached[most] > cached[chosen]:
             holder = most, cached[most] * self._block_size
         self._prefixes.add(chosen, hashes)
+        self._adapters.add(chosen, own)
         for child_id in request.child_ids:
             self.remove([child_id])
             self._placed[child_id] = _Placed(chosen, holder)
@@ -171,8 +187,9 @@ class Router:
                 counter[placed.engine] -= 1
 
     def forget_prefixes(self, engine: int) -> None:
-        """Record that an engine's prefix cache is empty."""
+        """Record that an engine's prefix cache is empty, and perhaps its memory of adapters."""
         self._prefixes.forget(engine)
+        self._adapters.forget(engine)
 
     def _hash(self, request: EngineCoreRequest) -> list[bytes]:
         """Return chained hashes of the prompt's first full blocks for the prefix cache."""

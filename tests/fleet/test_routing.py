@@ -156,6 +156,22 @@ def test_an_adapter_that_begins_late_finds_the_prefix_of_the_model():
     assert where.holder_of("c") is None
 
 
+def test_an_engine_that_has_the_adapter_gets_its_requests_up_to_a_bound():
+    where = Router(4, 3, enable_prefix_caching=False, num_adapters=2)
+    one, two, three = (AdapterRef(name, "/x", name) for name in "abc")
+    assert place(where, "0", adapter=one) == 0
+    where.note_token("0")
+    assert place(where, "1") == 1
+    assert [place(where, f"a{i}", adapter=one) for i in range(3)] == [0, 0, 2]
+    where.remove(["0", "1", "a0", "a1", "a2"])
+    assert [place(where, name, adapter=it) for name, it in (("b", two), ("c", three))] == [0, 1]
+    where.remove(["b", "c"])
+    assert place(where, "d", adapter=two) == 0
+    where.forget_prefixes(0)
+    where.remove(["d"])
+    assert place(where, "e", adapter=two) == 1
+
+
 def test_without_prefix_caching_the_load_alone_decides():
     where = router(caching=False)
     assert [place(where, str(i), range(40)) for i in range(3)] == [0, 1, 2]
