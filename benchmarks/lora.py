@@ -25,7 +25,7 @@ from safetensors.numpy import save_file
 
 from octavo import LLM, LoRARequest, SamplingParams
 from octavo.checkpoints.registry import open_checkpoint
-from octavo.models.adapters import AdaptableModel
+from octavo.models.adaptable_model import AdaptableModel
 from octavo.models.registry import read_spec
 
 SETTINGS = {"enable_prefix_caching": False}

@@ -32,7 +32,7 @@ from safetensors.numpy import save_file
 from octavo import LLM, LoRARequest, SamplingParams
 from octavo.checkpoints.registry import open_checkpoint
 from octavo.config import BUILTIN_DRAFT_MODEL, EngineConfig
-from octavo.models.adapters import AdaptableModel
+from octavo.models.adaptable_model import AdaptableModel
 from octavo.models.hub import resolve_folders
 from octavo.models.registry import read_spec
 from octavo.sampling_params import StructuredOutputsParams

@@ -107,7 +107,7 @@ def main() -> None:
     from peers.vllm import PEER
 
     from octavo.checkpoints.registry import open_checkpoint
-    from octavo.models.adapters import AdaptableModel
+    from octavo.models.adaptable_model import AdaptableModel
     from octavo.models.registry import read_spec
 
     engines: dict[str, tuple[str, dict[str, str]]] = {"octavo": (sys.executable, {})}

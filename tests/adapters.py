@@ -14,7 +14,8 @@ from torch import Tensor
 
 from octavo.checkpoints.registry import open_checkpoint
 from octavo.config import EngineConfig
-from octavo.models.adapters import EMBED, AdaptableModel, Adapter, Replacement, Slice
+from octavo.models.adaptable_model import EMBED, AdaptableModel
+from octavo.models.adapters import Adapter, Replacement, Slice
 from octavo.models.blocks.base import is_adaptable
 from octavo.models.hub import resolve_folders
 from octavo.models.registry import read_spec

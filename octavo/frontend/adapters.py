@@ -16,7 +16,8 @@ from octavo.config import EngineConfig
 from octavo.errors import RequestError, UnsupportedError
 from octavo.lora_request import LoRARequest
 from octavo.messages import AdapterRef
-from octavo.models.adapters import EMBED, AdaptableModel, open_adapter
+from octavo.models.adaptable_model import EMBED, AdaptableModel
+from octavo.models.adapters import open_adapter
 from octavo.models.blocks.base import is_adaptable
 from octavo.models.forms import without_forms
 from octavo.models.hub import resolve_adapter, resolve_folders

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from numpy.typing import NDArray
 
 from octavo.checkpoints.adapter import (
     CONFIG,
-    MERGE,
     AdapterData,
     AdapterFile,
     PeftFolder,
@@ -24,42 +22,18 @@ from octavo.checkpoints.adapter import (
     check_opened,
     check_place,
 )
-from octavo.checkpoints.base import Source, shorten_names
 from octavo.checkpoints.mapped_file import StoredTensor
 from octavo.checkpoints.model_files import printable
 from octavo.checkpoints.task_adapters import TaskAdapter, is_task
 from octavo.errors import AdapterError
-from octavo.layers.adapter import is_replaceable
-from octavo.models.blocks.attention import AttentionSpec
-from octavo.models.blocks.embedding import EmbedSpec
-from octavo.models.expert_adapters import (
-    AllFusedExperts,
-    FusedMatch,
-    bare_module,
-    check_single,
-    container_of,
-)
-from octavo.models.forms import without_forms
-from octavo.models.loader import rows_of
-from octavo.models.spec import ModelSpec
+from octavo.models.adaptable_model import AdaptableModel, SliceShape
+from octavo.models.adapter_match import AdapterMatch, match_adapter
 from octavo.models.weight_norms import WeightNorms
-from octavo.models.weights import Weight
 from octavo.quantization.base import IntArray
-from octavo.quantization.plain import PLAIN
 from octavo.system.tensor import HostTensor, from_numpy, itemsize, numpy_dtype
 
-_OTHERS = "other layers than the decoder's, on this device,"
-_MOVING = "experts on a GPU, or that several engines divide, or that enable_eplb moves,"
 PIECE_NBYTES = 2**20
 """Most bytes of several modules that are read together."""
-_NOT_LINEAR = "norms, other embeddings than that of tokens, and weights with several uses"
-EMBED = "embed."
-"""Name of the embedding of tokens, as `SliceShape.layer`."""
-TOKEN_TYPES = "embed.token_types"
-"""Name of the vectors of token types, as `SliceShape.layer`."""
-_LM_HEAD = "lm_head."
-_TIED_HEAD = "lm_head"
-"""Module of an LM head that is tied to the embedding: adapters distinguish the two."""
 _WHOLE = " whole"
 """End of the key of a replaced module, besides those of changed ones."""
 
@@ -106,56 +80,6 @@ class Slice:
 
 
 @dataclass(frozen=True)
-class SliceShape:
-    """Place and size of a slice that an adapter may have."""
-
-    layer: str
-    """Prefix of the names of the linear layer's weights, e.g. layers.0.qkv_proj."""
-    begin: int
-    end: int
-    inputs: int
-
-
-@dataclass(frozen=True)
-class _Use:
-    """Use of a module by a linear layer."""
-
-    shape: SliceShape
-    rows: tuple[slice | IntArray, ...]
-    columns: slice
-
-
-@dataclass(frozen=True)
-class _Module:
-    """Module of a checkpoint that adapters may change."""
-
-    name: str
-    source: Source
-    outputs: int
-    inputs: int
-    uses: tuple[_Use, ...]
-    """Uses by layers; a rank may have none."""
-    is_embedding: bool = False
-    """True for the embedding of tokens: the inputs are tokens."""
-
-    @property
-    def weight_shape(self) -> tuple[int, int]:
-        """Shape of the weight, which has a row for each token if it is an embedding."""
-        shape = self.outputs, self.inputs
-        return shape[::-1] if self.is_embedding else shape
-
-
-@dataclass(frozen=True)
-class _Replaceable:
-    """Module in whose place adapters may have their own."""
-
-    uses: tuple[tuple[str, tuple[slice | IntArray, ...]], ...]
-    """Layers that it is, as `SliceShape.layer`, and the rows that the rank needs of it."""
-    shapes: dict[str, tuple[int, ...]]
-    """Shapes of its tensors: weight, and bias if it has one."""
-
-
-@dataclass(frozen=True)
 class Replacement:
     """Layer in place of the model's."""
 
@@ -165,179 +89,13 @@ class Replacement:
     """Bias [outputs]."""
 
 
-class AdaptableModel:
-    """Modules of a model's checkpoint, and the linear layers that compute with them.
-
-    Args:
-        spec: the model, or a rank's or a stage's part of it, with weights of any form.
-        layers: linear layers that adapters may change, as `SliceShape.layer`; None: all.
-        modules_to_save: `lora_modules_to_save`.
-    """
-
-    def __init__(
-        self,
-        spec: ModelSpec,
-        layers: Collection[str] | None = None,
-        modules_to_save: Collection[str] = (),
-    ) -> None:
-        spec = without_forms(spec)
-        self.architecture, self.vocab_size = spec.architecture, spec.vocab_size
-        self.expected = spec.expected
-        self.elsewhere = [
-            name.removesuffix(".weight") for name in spec.elsewhere if name.endswith(".weight")
-        ]
-        """Modules that only other stages need."""
-        self._elsewhere = spec.elsewhere
-        self._left_out = [re.compile(pattern) for pattern in self.expected.ignored]
-        self.head_size = next(
-            (
-                block.head_size
-                for layer in spec.distinct_layers
-                for block in layer.blocks
-                if isinstance(block, AttentionSpec)
-            ),
-            0,
-        )
-        self.modules: dict[str, _Module] = {}
-        """Modules that adapters may change, by their names."""
-        self.others: dict[str, str] = {}
-        """Other modules, and their kind for an error message."""
-        self.replaceable: dict[str, _Replaceable] = {}
-        """Modules in whose place adapters may have their own, by their names."""
-        self._modules_to_save = modules_to_save
-        if spec.has_embed:
-            self._add_embedding(spec.embed)
-        elif spec.tied:
-            self.elsewhere.append(spec.embed.module)
-        if spec.tied and not spec.has_head:
-            self.elsewhere.append(_TIED_HEAD)
-        self.fused = AllFusedExperts()
-        for weight in spec.weights():
-            self._add(weight, spec.embed.module)
-        if layers is not None:
-            experts = self.fused.modules
-            for name, module in self.modules.items():
-                if any(use.shape.layer not in layers for use in module.uses):
-                    self.others[name] = _MOVING if name in experts else _OTHERS
-            for name, whole in list(self.replaceable.items()):
-                if any(layer not in layers for layer, _ in whole.uses):
-                    del self.replaceable[name]
-        for name in self.others:
-            self.modules.pop(name, None)
-        self._by_stored: dict[str, dict[str, str]] = {}
-        self._containers: dict[str, dict[str, str]] = {}
-
-    def leaves_out(self, name: str) -> bool:
-        """Return True for a module of a part that Octavo does not compute, such as a tower."""
-        return any(pattern.fullmatch(f"{name}.weight") for pattern in self._left_out)
-
-    def by_stored(self, file: AdapterFile) -> dict[str, str]:
-        """Return the modules by the names that they may have in an adapter's file."""
-        if file.naming not in self._by_stored:
-            self._by_stored[file.naming] = {
-                stored: name
-                for name in (*self.modules, *self.others, *self.elsewhere)
-                for stored in file.names(name, self.expected)
-            }
-        return self._by_stored[file.naming]
-
-    def _add_replaceable(
-        self, name: str, source: Source, layer: str, rows: tuple[slice | IntArray, ...]
-    ) -> None:
-        known = self.replaceable.get(name, _Replaceable((), {"weight": source.shape}))
-        self.replaceable[name] = replace(known, uses=(*known.uses, (layer, rows)))
-
-    def _add_embedding(self, spec: EmbedSpec) -> None:
-        """Add the embedding of tokens; its inputs are tokens."""
-        shape = SliceShape(EMBED, 0, spec.size, spec.vocab_size)
-        use = _Use(shape, (slice(None),), slice(None))
-        source = Source(f"{spec.module}.weight", (spec.vocab_size, spec.size))
-        self.modules[spec.module] = _Module(
-            spec.module, source, spec.size, spec.vocab_size, (use,), is_embedding=True
-        )
-        if "embed_tokens" in self._modules_to_save:
-            self._add_replaceable(spec.module, source, EMBED, use.rows)
-        if (types := spec.token_types) is not None:
-            size = spec.size if spec.projects_sum else spec.hidden_size
-            use = replace(use, shape=SliceShape(TOKEN_TYPES, 0, size, types.rows))
-            source = Source(f"{types.module}.weight", (types.rows, size))
-            self.modules[types.module] = _Module(
-                types.module, source, size, types.rows, (use,), is_embedding=True
-            )
-
-    def containers(self, file: AdapterFile) -> dict[str, str]:
-        """Return the modules that have fused experts, by their names in an adapter's file."""
-        if file.naming not in self._containers:
-            found = map(container_of, sorted(self._elsewhere))
-            self._containers[file.naming] = {
-                stored: name
-                for name in dict.fromkeys([*found, *self.fused.containers])
-                for stored in file.names(name, self.expected)
-            }
-        return self._containers[file.naming]
-
-    def _add(self, weight: Weight, embedding: str) -> None:
-        """Add a weight; an adapter of the embedding of tokens changes no weight tied to it."""
-        begin = 0
-        for source in weight.sources:
-            name = source.name.removesuffix(".weight")
-            if weight.name == TOKEN_TYPES:
-                continue
-            if name == embedding:
-                if weight.name != f"{_LM_HEAD}weight":
-                    continue
-                name = _TIED_HEAD
-            if weight.expert is not None and weight.kind == "linear" and weight.form == PLAIN:
-                module = name if source.index is None else f"{name}.{source.index}"
-                begin = self._use(module, source, weight, begin)
-                made = self.modules[module]
-                self.fused.add(source, weight, module, made.outputs, made.inputs)
-            elif source.index is not None:
-                self.others[name] = "experts"
-            elif weight.kind == "linear" and weight.form == PLAIN:
-                begin = self._use(name, source, weight, begin)
-                layer = weight.name.removesuffix("weight")
-                # Some rerankers have rows of the LM head in place of a head of their own.
-                is_rows = layer.startswith("poolers.") and source.parts is not None
-                if is_replaceable(layer, self._modules_to_save) and not is_rows:
-                    self._add_replaceable(name, source, layer, tuple(rows_of(source, weight)))
-            elif source.name.endswith(".weight"):
-                self.others[name] = _NOT_LINEAR
-            elif (module := source.name.removesuffix(".bias")) in self.replaceable:
-                self.replaceable[module].shapes["bias"] = source.shape
-
-    def _use(self, name: str, source: Source, weight: Weight, begin: int) -> int:
-        """Add the use of a module from a linear layer's output `begin` on; return its end."""
-        turned = source.transform in ("transpose", "swap")
-        stored = source.shape[-2:]  # without that of the experts
-        outputs, inputs = stored[::-1] if turned else stored
-        rows = tuple(rows_of(source, weight))
-        end = begin + sum(len(np.arange(outputs)[part]) for part in rows)
-        columns = slice(*(source.columns or (0, inputs)))
-        layer = weight.name.removesuffix("weight")
-        known = self.modules.get(name)
-        uses = () if known is None else known.uses
-        if begin < end:
-            shape = SliceShape(layer, begin, end, columns.stop - columns.start)
-            uses = (*uses, _Use(shape, rows, columns))
-        self.modules[name] = _Module(name, source, outputs, inputs, uses)
-        return end
-
-    @property
-    def slices(self) -> list[SliceShape]:
-        """Slices of an adapter that changes all modules."""
-        return [use.shape for module in self.modules.values() for use in module.uses]
-
-
 class Adapter:
     """Adapter whose description has been read and checked against a model.
 
     Args:
         file: its files.
         model: the model.
-        modules: the name in the file of each module that it changes.
-        replaced: the name in the file of each module that it replaces.
-        fused: modules with fused experts that it changes, by other names.
+        matched: the modules that it changes and replaces.
         dtype: type of weights and activations: float32, float16 or bfloat16.
     """
 
@@ -345,16 +103,18 @@ class Adapter:
         self,
         file: AdapterFile,
         model: AdaptableModel,
-        modules: Mapping[str, str],
-        replaced: Mapping[str, str],
-        fused: Mapping[str, FusedMatch],
+        matched: AdapterMatch,
         dtype: str,
     ) -> None:
         self.file = file
-        self._model, self._modules, self._fused, self._dtype = model, modules, fused, dtype
-        self._replaced = replaced
-        self._scales = {name: file.scale(stored) for name, stored in modules.items()}
-        for match in fused.values():
+        self._model, self._dtype = model, dtype
+        self._modules, self._replaced, self._fused = (
+            matched.modules,
+            matched.replaced,
+            matched.fused,
+        )
+        self._scales = {name: file.scale(stored) for name, stored in self._modules.items()}
+        for match in self._fused.values():
             if match.fused is not None:
                 own = match.fused
                 scale = file.scale(match.stored, own.name, own.experts)
@@ -637,194 +397,4 @@ def open_adapter(
             belongs to another model; or a rank is above `max_lora_rank`.
     """
     file = open_adapter_file(path, root)
-    if (token := max(file.invocation_tokens, default=0)) >= model.vocab_size:
-        raise AdapterError(
-            f"{file.path}: the invocation token {token} is none of the {model.vocab_size} tokens "
-            f"of {model.architecture}. Load an adapter of this model."
-        )
-    modules, containers = _match_modules(file, model)
-    for name, stored in modules.items():
-        _check_factors(file, stored, model.modules.get(name), max_lora_rank)
-    for stored, shape in file.copies.items():
-        module = model.modules.get(model.by_stored(file).get(stored, ""))
-        if module is not None:
-            _check_shape(file, f"the copy of {printable(stored)} of the base is", shape, module)
-    fused = {
-        f"{name}{inner}": model.fused.match(name, f"{stored}{inner}", file, max_lora_rank)
-        for stored, inner, name in containers
-    }
-    replaced = _match_replaced(file, model)
-    twice = [stored for name, stored in replaced.items() if name in modules]
-    if len(fused) < len(containers) or len(replaced) < len(file.trained) or twice:
-        raise AdapterError(
-            f"{file.file} changes or replaces a module under two names, or does both"
-            f"{': ' + shorten_names(twice) if twice else ''}; save the adapter again."
-        )
-    check_single(file, fused, set(modules))
-    of_experts = [stored for name, stored in modules.items() if name in model.fused.modules]
-    of_experts += [match.stored for match in fused.values()]
-    if any(len(file.factors[stored].tensors) > 2 for stored in of_experts):
-        raise AdapterError(
-            f"{file.file} changes {shorten_names(of_experts)}: DoRA (use_dora) and biases of B "
-            f"(lora_bias) of experts are not supported. Train the adapter without them, or {MERGE}."
-        )
-    return Adapter(file, model, modules, replaced, fused, dtype)
-
-
-def _match_modules(
-    file: AdapterFile, model: AdaptableModel
-) -> tuple[dict[str, str], list[tuple[str, str, str]]]:
-    """Return the modules that an adapter changes.
-
-    Returns:
-        The name in the file of each module. And the modules with fused experts: the name in the
-        file without its end, the end, and the module.
-
-    Raises:
-        AdapterError: the model does not have a module, or adapters cannot change it.
-    """
-    by_stored, containers = model.by_stored(file), model.containers(file)
-    matched: dict[str, str] = {}
-    fused: list[tuple[str, str, str]] = []
-    refused: dict[str, list[str]] = {}
-    unknown = []
-    for stored in file.factors:
-        name, (bare, inner) = by_stored.get(stored), bare_module(stored)
-        if name is None and bare in containers:
-            if any(part in model.others for part in model.fused.parts_of(containers[bare])):
-                refused.setdefault(_MOVING, []).append(stored)
-            else:
-                fused.append((bare, inner, containers[bare]))
-            continue
-        if name is None and model.leaves_out(stored):
-            continue
-        if name is None:
-            unknown.append(stored)
-        elif name in model.others:
-            refused.setdefault(model.others[name], []).append(stored)
-        elif name in matched:
-            raise AdapterError(
-                f"{file.file} has {printable(matched[name])} and {printable(stored)}, which are "
-                "the same module; save the adapter again."
-            )
-        else:
-            matched[name] = stored
-    if unknown:
-        base = "" if file.base is None else f" It was trained for {printable(file.base)}."
-        raise AdapterError(
-            f"{file.file} changes {len(unknown)} modules that {model.architecture} does not have: "
-            f"{shorten_names(sorted(unknown))}.{base} Load an adapter of this model."
-        )
-    if not matched and not fused and not refused:
-        raise AdapterError(
-            f"{file.file} only changes parts of {model.architecture} that Octavo does not compute, "
-            f"such as {printable(next(iter(file.factors)))}. Load an adapter of its text part."
-        )
-    for kind, names in refused.items():
-        raise AdapterError(
-            f"{file.file} changes {shorten_names(names)}: LoRA of {kind} is not supported. Train "
-            f"the adapter without, or {MERGE}."
-        )
-    return matched, fused
-
-
-def _match_replaced(file: AdapterFile, model: AdaptableModel) -> dict[str, str]:
-    """Return the name in the file of each module that the adapter replaces.
-
-    Raises:
-        AdapterError: the model does not have a module, or adapters cannot replace it.
-    """
-    by_stored = model.by_stored(file)
-    matched: dict[str, str] = {}
-    for stored, tensors in file.trained.items():
-        name = by_stored.get(stored, stored)
-        known, module = model.replaceable.get(name), model.modules.get(name)
-        found = {kind: tensor.shape for kind, tensor in tensors.items()}
-        if module is not None and "weight" in found:
-            _check_shape(file, f"{printable(stored)} is", found["weight"], module)
-        if name not in model.elsewhere and known is None:
-            raise AdapterError(
-                f"{file.file} replaces {printable(stored)} (modules_to_save). "
-                f"{_advice(module)}, or {MERGE}."
-            )
-        if known is not None and found != known.shapes:
-            raise AdapterError(
-                f"{file.file}: {printable(stored)} has {_shapes(found)}, and that of the model has "
-                f"{_shapes(known.shapes)}. Load an adapter of a model with the same head."
-            )
-        matched[name] = stored
-    return matched
-
-
-def _advice(module: _Module | None) -> str:
-    """Return what to do about a module that adapters cannot replace."""
-    for layer, name in ((EMBED, "embed_tokens"), (_LM_HEAD, "lm_head")):
-        if module is not None and any(use.shape.layer == layer for use in module.uses):
-            return (
-                f"Set lora_modules_to_save={name}, with which memory is planned for it in each "
-                "adapter; train factors of it instead (target_modules)"
-            )
-    return (
-        "Adapters can replace the embedding of tokens, the LM head and heads of classifiers only. "
-        "Train factors of other modules instead (target_modules)"
-    )
-
-
-def _shapes(shapes: Mapping[str, tuple[int, ...]]) -> str:
-    """Return the shapes of tensors for an error message."""
-    return " and ".join(f"{kind} {list(shape)}" for kind, shape in sorted(shapes.items()))
-
-
-def _check_factors(
-    file: AdapterFile, stored: str, module: _Module | None, max_lora_rank: int
-) -> None:
-    """Check rank and shapes of a module's factors.
-
-    Raises:
-        AdapterError: the rank is too large, or the adapter belongs to another model.
-    """
-    factors = file.factors[stored]
-    if factors.rank > max_lora_rank:
-        raise AdapterError(
-            f"{file.file}: {printable(stored)} has rank {factors.rank}, and max_lora_rank="
-            f"{max_lora_rank}; raise max_lora_rank."
-        )
-    if module is None:  # another stage checks the shapes
-        return
-    if factors.of_embedding != module.is_embedding:
-        raise AdapterError(
-            f"{file.file}: the factors of {printable(stored)} are those of "
-            f"{_kind_of(factors.of_embedding)}, and the model has {_kind_of(module.is_embedding)} "
-            "there. Load an adapter of this model."
-        )
-    found = factors.b.shape[0], factors.a.shape[1]
-    if factors.of_embedding:
-        found = found[::-1]
-    _check_shape(file, f"the factors of {printable(stored)} change", found, module)
-
-
-def _kind_of(is_embedding: bool) -> str:
-    return "an embedding" if is_embedding else "a linear layer"
-
-
-def _check_shape(file: AdapterFile, what: str, found: tuple[int, ...], module: _Module) -> None:
-    """Raise `AdapterError` if a weight in the file has another shape than the module's.
-
-    Args:
-        file: the file.
-        what: beginning of a message about the weight.
-        found: the weight's shape.
-        module: the module.
-    """
-    if found == module.weight_shape:
-        return
-    added = found[0] - module.weight_shape[0] if found else 0
-    if added > 0 and any(use.shape.layer in (EMBED, _LM_HEAD) for use in module.uses):
-        advice = f"The training has added {added} tokens, which is not supported: {MERGE}."
-    else:
-        base = "" if file.base is None else f"It was trained for {printable(file.base)}. "
-        advice = f"{base}Load an adapter of this model."
-    raise AdapterError(
-        f"{file.file}: {what} a weight {list(found)}, and that of the model is "
-        f"{list(module.weight_shape)}. {advice}"
-    )
+    return Adapter(file, model, match_adapter(file, model, max_lora_rank), dtype)

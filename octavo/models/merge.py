@@ -29,7 +29,8 @@ from octavo.checkpoints.config_json import ConfigJson
 from octavo.checkpoints.model_files import printable
 from octavo.checkpoints.task_adapters import is_task
 from octavo.errors import AdapterError, ConfigError
-from octavo.models.adapters import AdaptableModel, open_adapter, open_adapter_file
+from octavo.models.adaptable_model import AdaptableModel
+from octavo.models.adapters import open_adapter, open_adapter_file
 from octavo.models.forms import quant_method
 from octavo.models.spec import ModelSpec
 from octavo.quantization.int8 import GroupedInt8

@@ -18,7 +18,8 @@ from octavo.kernels.replaced import ReplacedWeight
 from octavo.kernels.sizes import lora_nbytes
 from octavo.layers.adapter import Adapters
 from octavo.messages import AdapterChange, AdapterLoaded, AdapterRef
-from octavo.models.adapters import AdaptableModel, Replacement, Slice, open_adapter
+from octavo.models.adaptable_model import AdaptableModel
+from octavo.models.adapters import Replacement, Slice, open_adapter
 from octavo.models.weight_norms import WeightNorms
 from octavo.plan.setup import WorkerSetup
 from octavo.worker.platform import Platform

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from octavo import LLM, BeamSearchParams, LoRARequest, SamplingParams
 from octavo.errors import AdapterError, RequestError
-from octavo.models.adapters import AdaptableModel
+from octavo.models.adaptable_model import AdaptableModel
 from octavo.sampling_params import StructuredOutputsParams
 from tests.adapters import builtin_model, make_factors, write_adapter
 from tests.e2e.harness import serve

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from octavo import LLM, LoRARequest
-from octavo.models.adapters import AdaptableModel
+from octavo.models.adaptable_model import AdaptableModel
 from tests.adapters import make_factors, write_adapter
 from tests.encoders import write_encoder
 from tests.models.harness import make_hf, spec_of

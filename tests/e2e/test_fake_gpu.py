@@ -21,7 +21,7 @@ from octavo.frontend.input_processor import InputProcessor
 from octavo.kernels.reference import ReferenceOps
 from octavo.kernels.torch_tensors import from_torch
 from octavo.messages import GuardSpec
-from octavo.models.adapters import AdaptableModel
+from octavo.models.adaptable_model import AdaptableModel
 from octavo.models.blocks.base import is_adaptable
 from octavo.models.registry import read_spec
 from octavo.quantization import int4

@@ -17,12 +17,8 @@ from numpy.typing import NDArray
 
 from octavo.checkpoints.registry import open_checkpoint
 from octavo.errors import AdapterError
-from octavo.models.adapters import (
-    AdaptableModel,
-    Adapter,
-    open_adapter,
-    open_adapter_file,
-)
+from octavo.models.adaptable_model import AdaptableModel
+from octavo.models.adapters import Adapter, open_adapter, open_adapter_file
 from octavo.models.forms import without_forms
 from octavo.models.loader import read_parts
 from octavo.models.spec import ModelSpec

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from octavo.errors import AdapterError
-from octavo.models.adapters import AdaptableModel
+from octavo.models.adaptable_model import AdaptableModel
 from octavo.models.spec import ModelSpec
 from octavo.system.distributed import Rank
 from tests.adapters import PREFIX, LoadedAdapter, deltas, make_factors, write_adapter

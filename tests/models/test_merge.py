@@ -16,7 +16,7 @@ from octavo.checkpoints.identity import model_hash
 from octavo.checkpoints.registry import open_checkpoint
 from octavo.config import EngineConfig, LoadConfig, LoRAConfig, ModelConfig
 from octavo.errors import AdapterError, ConfigError
-from octavo.models.adapters import AdaptableModel
+from octavo.models.adaptable_model import AdaptableModel
 from octavo.models.merge import check_merge, merge_nbytes
 from octavo.models.open_model import find_merged, open_model, with_local_adapter
 from octavo.models.registry import read_spec

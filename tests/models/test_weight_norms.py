@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from octavo.checkpoints.registry import open_checkpoint
 from octavo.errors import ModelError
 from octavo.kernels.native import NativeOps
-from octavo.models.adapters import AdaptableModel
+from octavo.models.adaptable_model import AdaptableModel
 from octavo.models.loader import LoadedWeights
 from octavo.models.registry import read_spec
 from octavo.models.spec import ModelSpec

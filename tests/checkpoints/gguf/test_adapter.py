@@ -10,7 +10,8 @@ import torch
 from numpy.typing import NDArray
 
 from octavo.errors import AdapterError
-from octavo.models.adapters import AdaptableModel, open_adapter, open_adapter_file
+from octavo.models.adaptable_model import AdaptableModel
+from octavo.models.adapters import open_adapter, open_adapter_file
 from octavo.models.spec import ModelSpec
 from octavo.system.distributed import Rank
 from tests.adapters import PREFIX, load_all, make_factors, write_adapter
