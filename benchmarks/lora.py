@@ -39,7 +39,7 @@ def write_adapters(
     for number in range(count):
         tensors = {}
         for name, module in model.modules.items():
-            if name == "lm_head":
+            if name == "lm_head" or module.is_embedding:
                 continue
             a = rng.standard_normal((rank, module.inputs), dtype=np.float32) / module.inputs**0.5
             b = rng.standard_normal((module.outputs, rank), dtype=np.float32) * 0.01
@@ -50,7 +50,9 @@ def write_adapters(
                 tensors[f"base_model.model.{name}.lora_magnitude_vector"] = magnitude
         path = folder / f"adapter-{number}"
         path.mkdir()
+        targets = sorted({name.split(".")[-3] for name in tensors if "lora_A" in name})
         config = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "use_dora": dora}
+        config["target_modules"] = targets
         (path / "adapter_config.json").write_text(json.dumps(config))
         save_file(tensors, path / "adapter_model.safetensors")
         requests.append(LoRARequest(path.name, number + 1, str(path)))

@@ -11,7 +11,6 @@ tokens per second of prompts and answers together, and the ratio of the medians.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import statistics
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 ENGINES = ("octavo", "vllm")
+_RESULT = "tokens per second: "
 
 
 def serve(engine: str, model: str, adapters: Sequence[str], rank: int, count: int) -> float:
@@ -82,7 +82,8 @@ def measure(engine: str, python: str, environment: dict[str, str], words: Sequen
         if done.returncode:
             log.seek(0)
             raise SystemExit(f"{engine} failed:\n{log.read()[-3000:]}")
-    return float(json.loads(done.stdout.splitlines()[-1]))
+    (line,) = (line for line in done.stdout.splitlines() if line.startswith(_RESULT))
+    return float(line.removeprefix(_RESULT))
 
 
 def main() -> None:
@@ -99,7 +100,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.serve is not None:
         adapters = sorted(str(path) for path in args.folder.iterdir())
-        print(json.dumps(serve(args.serve, args.model, adapters, args.rank, args.requests)))
+        speed = serve(args.serve, args.model, adapters, args.rank, args.requests)
+        print(f"\n{_RESULT}{speed}")
         return
 
     from lora import write_adapters
@@ -117,7 +119,7 @@ def main() -> None:
     found: dict[str, list[float]] = {engine: [] for engine in engines}
     with tempfile.TemporaryDirectory() as name:
         spec = AdaptableModel(read_spec(open_checkpoint(Path(args.model))))
-        write_adapters(spec, Path(name), args.adapters, args.rank)
+        write_adapters(spec, Path(name), args.adapters, args.rank, dora=False)
         words = [args.model, "--folder", name, "--rank", str(args.rank)]
         words += ["--requests", str(args.requests)]
         for _ in range(args.rounds):
