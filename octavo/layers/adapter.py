@@ -190,7 +190,7 @@ class Adapters:
             names: name of the layer of each expert that the rank computes, by the expert's number.
             experts: number of experts, also of other ranks.
             outputs: as in `layer`, of one expert.
-            inputs: likewise.
+            inputs: number of inputs of one expert.
         """
         table = LoraTable(self._num_slots, outputs, inputs, self._max_rank, experts=experts)
         self._linear.append(table)

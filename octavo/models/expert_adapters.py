@@ -80,7 +80,7 @@ class FusedMatch:
 
         Args:
             a: A of the file.
-            b: likewise B.
+            b: B of the file.
         """
         if self.fused is None:
             return
@@ -108,7 +108,7 @@ class AllFusedExperts:
             weight: the expert's weight.
             module: the expert's name of the module.
             outputs: outputs of the module, of all ranks.
-            inputs: likewise.
+            inputs: inputs of the module, of all ranks.
         """
         assert weight.expert is not None
         expert, up = weight.expert, weight.name.endswith(".up.weight")

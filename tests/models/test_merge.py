@@ -107,6 +107,38 @@ def test_numbers_are_those_of_peft(case: str, dtype: str, tmp_path: Path) -> Non
         assert num_changed >= 4
 
 
+def test_a_dora_and_a_change_of_the_embedding(base: Path) -> None:
+    """The rows of a DoRA get its norms; the product of an embedding is transposed."""
+    spec, embedding = spec_of(base), "model.embed_tokens"
+
+    def read(adapter: Path | None, name: str) -> Any:
+        if adapter is not None:
+            check(base, adapter)
+        (source,) = (it for it in spec.expected.sources if it.name == f"{name}.weight")
+        tensors = open_model(config_of(base, adapter), base).open(spec.expected)
+        return np.array(tensors.read(source).numpy(), np.float64)
+
+    def product(tensors: dict[str, torch.Tensor]) -> Any:
+        a, b = (
+            next(it.numpy() for name, it in tensors.items() if part in name)
+            for part in ("_A", "_B")
+        )
+        return 2.0 * b.astype(np.float64) @ a  # alpha 8, rank 4
+
+    tensors = factors(base, [Q], more="lora_magnitude_vector")
+    changed = read(None, Q) + product(tensors)
+    norms = tensors[f"{PREFIX}{Q}.lora_magnitude_vector"].numpy()
+    expected = changed * (norms / np.linalg.norm(changed, axis=1))[:, None]
+    found = read(write_adapter(base.parent / "dora", tensors, use_dora=True), Q)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
+    tensors = factors(base, [embedding])
+    found = read(write_adapter(base.parent / "embedding", tensors), embedding)
+    np.testing.assert_allclose(found, read(None, embedding) + product(tensors).T, atol=1e-5)
+    tensors = factors(base, [Q], more="lora_B.bias")
+    with pytest.raises(AdapterError, match="biases of B"):
+        check(base, write_adapter(base.parent / "bias", tensors, lora_bias=True))
+
+
 def test_what_is_kept_of_a_merged_model_is_not_mistaken_for_the_model(base: Path) -> None:
     """Neither packed weights, nor blocks of the KV cache, nor recordings."""
     adapters = [

@@ -236,7 +236,7 @@ class Parts:
             have: numbers of the experts that the rank computes.
             experts: number of all experts.
             up: outputs and inputs of the first product of an expert, as in `adapted`.
-            down: likewise of the second product.
+            down: the same of the second product.
         """
         adapters = self.adapters
         if adapters is None or not adapters.adapts_experts or not is_adaptable(self._own):
