@@ -211,7 +211,9 @@ def ask_alone(path: Path | None, bodies: list[dict[str, Any]]) -> list[Bits]:
 
 
 def compare_with_peft(path: Path | None, bodies: list[dict[str, Any]], found: list[Bits]) -> int:
-    """Return the number of greedy answers, all of which are those of PEFT's merged model.
+    """Return the number of greedy answers, all of which are those of PEFT's model.
+
+    It is merged if PEFT can merge the adapter.
 
     Raises:
         AssertionError: a token is not the most likely one.
@@ -222,7 +224,9 @@ def compare_with_peft(path: Path | None, bodies: list[dict[str, Any]], found: li
     folder, _ = resolve_folders(EngineConfig())
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     if path is not None:
-        model = PeftModel.from_pretrained(model, path).merge_and_unload()
+        model = PeftModel.from_pretrained(model, path)
+        if not model.peft_config["default"].lora_bias:  # PEFT cannot merge biases of B
+            model = model.merge_and_unload()
     count = 0
     for body, bits in zip(bodies, found, strict=True):
         if body["temperature"] > 0:
