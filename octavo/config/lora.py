@@ -32,6 +32,8 @@ class LoRAModule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Folder of the adapter."""
     base_model_name: str | None = None
     """Name of the adapter's model in /v1/models; None: the served model's."""
+    draft_path: Annotated[str, Meta(min_length=1)] | None = None
+    """Folder of the adapter of the draft model; None: it drafts without one."""
 
 
 class LoRAConfig(Section, frozen=True):

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from octavo.checkpoints.identity import model_hash
-from octavo.config import EngineConfig, SpeculationConfig
+from octavo.config import EngineConfig, LoRAConfig, SpeculationConfig
 from octavo.errors import ConfigError
 from octavo.kv_cache.groups import find_full_attention, make_kv_cache_groups
 from octavo.kv_connector.registry import get_connector
@@ -161,6 +161,7 @@ def _with_draft(setup: WorkerSetup) -> WorkerSetup:
             config,
             speculation=SpeculationConfig(),
             model=msgspec.structs.replace(config.model, enable_prompt_embeds=False),
+            lora=config.lora if found.method == "draft_model" else LoRAConfig(),
         ),
         spec=found.spec,
         model_path=found.path,

@@ -133,7 +133,7 @@ class Router:
         prompt.
         """
         hashes, adapter = self._hash(request), request.options.adapter
-        own = [] if adapter is None else [adapter.content_hash.encode()]
+        own = [] if adapter is None else [adapter.key.encode()]
         least = min(map(self.load, engines))
         cached = {i: self._prefixes.num_cached(i, hashes) if hashes else 0 for i in engines}
 

@@ -13,7 +13,7 @@ import msgspec
 
 from octavo.checkpoints.tasks import TASKS
 from octavo.config import EngineConfig
-from octavo.errors import RequestError, UnsupportedError
+from octavo.errors import AdapterError, RequestError, UnsupportedError
 from octavo.lora_request import LoRARequest
 from octavo.messages import AdapterRef
 from octavo.models.adaptable_model import EMBED, AdaptableModel
@@ -34,6 +34,8 @@ _MOST_KNOWN = 10_000
 """Most adapters whose content is remembered; older ones are read again."""
 _THREADS = 16
 """Most adapters that are read at the same time."""
+_Key: TypeAlias = tuple[int, str, str | None, Path | None]
+"""Number, path, path of the draft model's adapter, and root."""
 _Found: TypeAlias = "Future[AdapterRef]"
 """Adapter without its name and number, as soon as it has been read."""
 
@@ -48,7 +50,11 @@ def no_pins(lora_id: int) -> UnsupportedError:
 
 
 def _named(found: AdapterRef, request: LoRARequest) -> AdapterRef:
-    return msgspec.structs.replace(found, name=request.lora_name, lora_int_id=request.lora_int_id)
+    name = request.lora_name
+    draft = None if found.draft is None else msgspec.structs.replace(found.draft, name=name)
+    return msgspec.structs.replace(
+        found, name=name, lora_int_id=request.lora_int_id, draft=draft
+    )
 
 
 class AdapterFiles:
@@ -67,8 +73,8 @@ class AdapterFiles:
         self._config, self._spec = config, spec
         self._lock = threading.Lock()
         self._threads = ThreadPoolExecutor(_THREADS, "octavo-adapter-files")
-        self._known: dict[tuple[int, str, Path | None], _Found] = {}
-        """Adapters that have been read, or are, by number, path and root."""
+        self._known: dict[_Key, _Found] = {}
+        """Adapters that have been read, or are."""
 
     def resolve(self, request: LoRARequest | None, root: Path | None = None) -> AdapterRef | None:
         """Return the adapter of a request; None: the request has none.
@@ -137,11 +143,11 @@ class AdapterFiles:
                 "engine with enable_lora=True (--enable-lora).",
                 "lora_request",
             )
-        key = request.lora_int_id, request.lora_path, root
+        key = request.lora_int_id, request.lora_path, request.draft_path, root
         with self._lock:
             found = None if request.load_inplace else self._known.pop(key, None)
             if found is None or (found.done() and found.exception() is not None):
-                found = self._threads.submit(self._read, request.lora_path, root)
+                found = self._threads.submit(self._read_both, request, root)
             if not request.load_inplace:
                 self._known[key] = found
                 if len(self._known) > _MOST_KNOWN:
@@ -150,7 +156,7 @@ class AdapterFiles:
             found.add_done_callback(partial(self._note, key))
         return found
 
-    def _note(self, key: tuple[int, str, Path | None], found: _Found) -> None:
+    def _note(self, key: _Key, found: _Found) -> None:
         """Remember an adapter that has been read again."""
         if found.exception() is None:
             with self._lock:
@@ -184,7 +190,28 @@ class AdapterFiles:
             )
         return self.resolve(LoRARequest(name, 1, str(self._folder / TASKS / name)))
 
-    def _read(self, name: str, root: Path | None) -> AdapterRef:
+    def _read_both(self, request: LoRARequest, root: Path | None) -> AdapterRef:
+        """Return the adapter of a request, with the one of the draft model."""
+        found = self._read(request.lora_path, root, self._model)
+        if request.draft_path is None:
+            return found
+        drafter = self._drafter
+        if drafter is None:
+            raise RequestError(
+                f"draft_path={request.draft_path!r:.80} is an adapter of a draft model, and this "
+                "engine has none; start it with a draft model (speculative_config, method "
+                "draft_model), or leave draft_path out.",
+                "lora_request",
+            )
+        draft = self._read(request.draft_path, root, drafter)
+        if draft.invocation_tokens not in ((), found.invocation_tokens):
+            raise AdapterError(
+                f"{draft.path}: an adapter of the draft model begins where that of the model does, "
+                "and its alora_invocation_tokens differ; train it with the same ones, or without."
+            )
+        return msgspec.structs.replace(found, draft=draft)
+
+    def _read(self, name: str, root: Path | None, model: AdaptableModel) -> AdapterRef:
         """Return an adapter whose files are right, without its name and number."""
         config = self._config
         if root is None:
@@ -193,7 +220,7 @@ class AdapterFiles:
             path = Path(name).absolute()
         adapter = open_adapter(
             path,
-            self._model,
+            model,
             dtype=resolve_dtype(config, self._spec),
             max_lora_rank=config.lora.max_lora_rank,
             root=root,
@@ -202,15 +229,25 @@ class AdapterFiles:
 
     @cached_property
     def _model(self) -> AdaptableModel:
-        lora = self._config.lora
-        adapts = self._config.adapts_experts
+        return self._adaptable(self._spec)
+
+    @cached_property
+    def _drafter(self) -> AdaptableModel | None:
+        """Draft model; None: there is none, or heads make the drafts."""
+        from octavo.models.drafts import find_draft  # few engines have a draft model
+
+        draft = find_draft(self._config, self._spec, self._folder)
+        return self._adaptable(draft.spec) if draft and draft.method == "draft_model" else None
+
+    def _adaptable(self, spec: ModelSpec) -> AdaptableModel:
+        lora, adapts = self._config.lora, self._config.adapts_experts
         layers = {
             weight.name.removesuffix("weight")
-            for weight in without_forms(self._spec).weights()
+            for weight in without_forms(spec).weights()
             if is_adaptable(weight.name) and (weight.expert is None or adapts)
         }
         layers.add(EMBED)  # a table that is tied has another name
-        return AdaptableModel(self._spec, layers, lora.lora_modules_to_save)
+        return AdaptableModel(spec, layers, lora.lora_modules_to_save)
 
     def resolve_each(self, requests: LoRARequests, count: int) -> list[AdapterRef | None]:
         """Return the adapter of each of `count` prompts, given one for all or one for each.

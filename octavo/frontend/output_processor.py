@@ -189,7 +189,8 @@ def _lora_request(adapter: AdapterRef | None) -> LoRARequest | None:
     """Return the adapter of a request as callers know it."""
     if adapter is None:
         return None
-    return LoRARequest(adapter.name, adapter.lora_int_id, adapter.path)
+    draft = None if adapter.draft is None else adapter.draft.path
+    return LoRARequest(adapter.name, adapter.lora_int_id, adapter.path, draft_path=draft)
 
 
 @dataclass(slots=True)

@@ -244,6 +244,11 @@ class Adapters:
         self._changed[slot] = list(weights)
         self.put_tables()
 
+    @property
+    def used(self) -> list[int]:
+        """Slots with adapters."""
+        return [slot for slot, changed in self._changed.items() if changed]
+
     def put_tables(self) -> None:
         """Copy the tables of all layers to the device; needed before the first step."""
         tables = [it for it in self.layers.values() if isinstance(it, LoraTable)]

@@ -20,7 +20,11 @@ async def load_lora_adapter(request: Request) -> Response:
     body = await read_model(request, LoadAdapterBody, state.config.max_request_bytes)
     engine = await state.get_engine()
     adapter = await state.adapters.load(
-        engine, body.lora_name, body.lora_path, load_inplace=body.load_inplace
+        engine,
+        body.lora_name,
+        body.lora_path,
+        draft_path=body.draft_path,
+        load_inplace=body.load_inplace,
     )
     return answers.respond(adapter_card(state, adapter))
 

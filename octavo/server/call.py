@@ -70,7 +70,7 @@ class Call:
     def adapter_hash(self) -> str | None:
         """Content hash of the request's adapter; None: it has none."""
         ref = None if self._adapter is None else self._adapter.ref
-        return None if ref is None else ref.content_hash
+        return None if ref is None else ref.key
 
     def admit(self, count: int, param: str) -> AbstractContextManager[None]:
         """Hold places for `count` answers; see `ServerState.admit`."""

@@ -809,6 +809,8 @@ class LoadAdapterBody(Body):
     """Name by which requests choose the adapter."""
     lora_path: Annotated[str, Field(min_length=1, max_length=4096)]
     """Folder of the adapter, in --lora-root; or a hub id that --lora-hub-repos allows."""
+    draft_path: Annotated[str, Field(min_length=1, max_length=4096)] | None = None
+    """Folder of the draft model's adapter, as lora_path; null: it drafts without one."""
     load_inplace: bool = False
     """True to replace an adapter with the same name."""
 

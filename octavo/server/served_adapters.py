@@ -46,6 +46,8 @@ class ServedAdapter:
     path: str
     parent: str
     """Name of its model."""
+    draft_path: str | None = None
+    """Folder of the draft model's adapter."""
     ref: AdapterRef | None = None
     """The checked adapter; None: the model's files are not known yet."""
     created: int = field(default_factory=lambda: int(time.time()))
@@ -69,7 +71,9 @@ class ServedAdapters:
         self._numbers = itertools.count(1)
         self._changing = asyncio.Lock()
         self._served = {
-            it.name: ServedAdapter(it.name, it.path, it.base_model_name or model_names[0])
+            it.name: ServedAdapter(
+                it.name, it.path, it.base_model_name or model_names[0], it.draft_path
+            )
             for it in config.modules
         }
 
@@ -95,10 +99,18 @@ class ServedAdapters:
         """
         self._resolvers = make_resolvers(self._config)
         for adapter in self._served.values():
-            adapter.ref = await engine.resolve_adapter(self._request(adapter.name, adapter.path))
+            adapter.ref = await engine.resolve_adapter(
+                self._request(adapter.name, adapter.path, adapter.draft_path)
+            )
 
     async def load(
-        self, engine: AsyncLLM, name: str, path: str, *, load_inplace: bool = False
+        self,
+        engine: AsyncLLM,
+        name: str,
+        path: str,
+        *,
+        draft_path: str | None = None,
+        load_inplace: bool = False,
     ) -> ServedAdapter:
         """Check an adapter in `lora_root`, and offer it.
 
@@ -106,6 +118,7 @@ class ServedAdapters:
             engine: the engine.
             name: its name.
             path: its folder, absolute or in `lora_root`.
+            draft_path: folder of the draft model's adapter, in the same way.
             load_inplace: True to replace an adapter with this name, whose requests end as they are.
 
         Raises:
@@ -127,22 +140,32 @@ class ServedAdapters:
                 raise RequestError(
                     f"There are {MAX_ADAPTERS} adapters already; unload one first.", "lora_name"
                 )
-            adapter = await self._check(engine, *self._place(name, path))
+            placed, root = self._place(path, "lora_path")
+            draft = None
+            if draft_path is not None:
+                draft, draft_root = self._place(draft_path, "draft_path")
+                if draft_root != root:
+                    raise RequestError(
+                        f"draft_path={show(draft_path)} and lora_path={show(path)} must both be in "
+                        "the folder of adapters (--lora-root), or both be hub ids.",
+                        "draft_path",
+                    )
+            adapter = await self._check(engine, self._request(name, placed, draft), root)
             self._served[name] = adapter
             return adapter
 
-    def _place(self, name: str, path: str) -> tuple[LoRARequest, Path | None]:
-        """Return the adapter at a path that a client names, and the folder that must contain it."""
+    def _place(self, path: str, param: str) -> tuple[str, Path | None]:
+        """Return the path or hub id that a client names, and the folder that must contain it."""
         is_here = self._root is not None and os.path.exists(self._root / path)
         if not is_here and self._config.allows_from_hub(path):
-            return self._request(name, path), None
+            return path, None
         if self._root is None:
             raise RequestError(
-                f"lora_path={show(path)} is not one of the hub ids that may be loaded "
+                f"{param}={show(path)} is not one of the hub ids that may be loaded "
                 "(--lora-hub-repos), and no folder is set (--lora-root).",
-                "lora_path",
+                param,
             )
-        return self._request(name, str(self._root / path)), self._root
+        return str(self._root / path), self._root
 
     async def resolve(self, engine: AsyncLLM, name: str) -> ServedAdapter | None:
         """Let the resolvers find an unknown name; None: none of them knows it.
@@ -208,7 +231,7 @@ class ServedAdapters:
                         "one first.",
                         60,
                     )
-                own = self._request(name, request.lora_path)
+                own = self._request(name, request.lora_path, request.draft_path)
                 root = self._root if resolver_name == FOLDER else None
                 found = await self._check(engine, own, root)
                 # An adapter that an operator has loaded meanwhile has precedence.
@@ -219,7 +242,9 @@ class ServedAdapters:
         self, engine: AsyncLLM, request: LoRARequest, root: Path | None
     ) -> ServedAdapter:
         ref = await engine.resolve_adapter(request, root)
-        return ServedAdapter(request.lora_name, request.lora_path, self._model_names[0], ref)
+        return ServedAdapter(
+            request.lora_name, request.lora_path, self._model_names[0], request.draft_path, ref
+        )
 
     async def unload(self, name: str) -> None:
         """Stop offering an adapter; its unfinished requests continue.
@@ -234,5 +259,5 @@ class ServedAdapters:
                     "lora_name",
                 )
 
-    def _request(self, name: str, path: str) -> LoRARequest:
-        return LoRARequest(name, next(self._numbers), path)
+    def _request(self, name: str, path: str, draft_path: str | None) -> LoRARequest:
+        return LoRARequest(name, next(self._numbers), path, draft_path=draft_path)

@@ -18,7 +18,6 @@ from octavo.checkpoints.base import Checkpoint, Tensors
 from octavo.kernels.base import HostCopy
 from octavo.kernels.memory import release_memory
 from octavo.kv_cache.groups import KVCacheConfig
-from octavo.layers.adapter import Adapters
 from octavo.layers.adapter_table import ADAPTER_SLOTS
 from octavo.messages import (
     CoreSamplingParams,
@@ -48,6 +47,7 @@ from octavo.sampling.vllm_config import VllmConfig
 from octavo.sampling.vllm_logits_processors import make_processor
 from octavo.system.device import cpu_memory
 from octavo.system.tensor import Tensor
+from octavo.worker.adapters import make_adapters
 from octavo.worker.expert_balancer import BalancedSteps, ExpertBalancer
 from octavo.worker.expert_group import ExpertGroup, make_exchange, reason_of_end
 from octavo.worker.expert_loads import ExpertLoads
@@ -183,18 +183,8 @@ class ModelRunner:
                 lambda kind: make_processor(kind, vllm_config, device),
             ),
         ]
-        self.adapters: Adapters | None = None
+        self.adapters = make_adapters(setup, platform, self.ops)
         """Adapters in the model's linear layers; None: they are off."""
-        if config.lora.enable_lora:
-            lora = config.lora
-            self.adapters = Adapters(
-                self.ops,
-                lora.num_in_memory,
-                lora.max_lora_rank,
-                lora.lora_modules_to_save,
-                layers_only=not platform.is_native(config.device),
-                adapts_experts=config.adapts_experts and self.ops.name == "native",
-            )
         buffers, exchange = make_buffers(setup), make_exchange(setup)
         with loading_bar(config.model.model, shown=setup.rank.number == 0) as progress:
             checkpoint = open_model(config, setup.model_path, setup.dtype)
