@@ -52,9 +52,7 @@ def no_pins(lora_id: int) -> UnsupportedError:
 def _named(found: AdapterRef, request: LoRARequest) -> AdapterRef:
     name = request.lora_name
     draft = None if found.draft is None else msgspec.structs.replace(found.draft, name=name)
-    return msgspec.structs.replace(
-        found, name=name, lora_int_id=request.lora_int_id, draft=draft
-    )
+    return msgspec.structs.replace(found, name=name, lora_int_id=request.lora_int_id, draft=draft)
 
 
 class AdapterFiles:
@@ -203,11 +201,14 @@ class AdapterFiles:
                 "draft_model), or leave draft_path out.",
                 "lora_request",
             )
-        draft = self._read(request.draft_path, root, drafter)
+        try:
+            draft = self._read(request.draft_path, root, drafter)
+        except AdapterError as error:
+            raise AdapterError(f"draft_path: {error}") from None
         if draft.invocation_tokens not in ((), found.invocation_tokens):
             raise AdapterError(
-                f"{draft.path}: an adapter of the draft model begins where that of the model does, "
-                "and its alora_invocation_tokens differ; train it with the same ones, or without."
+                f"draft_path: {draft.path} begins where the model's adapter does, and its "
+                "alora_invocation_tokens differ; train it with the same ones, or without."
             )
         return msgspec.structs.replace(found, draft=draft)
 

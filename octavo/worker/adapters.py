@@ -178,7 +178,9 @@ class AdapterStore:
         self.drafter: ModelAdapters | None = None
         """Adapters of the draft model; None: this rank does not draft, or drafts without them."""
         self._thread = ThreadPoolExecutor(1, "octavo-adapters", _native.work_alone)
-        self._read: queue.SimpleQueue[tuple[int, PackedAdapter, PackedAdapter | None]] = queue.SimpleQueue()
+        self._read: queue.SimpleQueue[tuple[int, PackedAdapter, PackedAdapter | None]] = (
+            queue.SimpleQueue()
+        )
         self._of_weights: dict[int, AdapterRef] = {}
         """Adapters by slot that depend on the weights of their models."""
 
