@@ -79,11 +79,16 @@ def test_adapters_of_a_server():
     lora = EngineConfig.from_kwargs(
         enable_lora=True,
         max_loras=2,
-        lora_modules=["a=/x=y", '{"name": "b", "path": "c", "base_model_name": "d"}'],
+        lora_modules=[
+            "a=/x=y",
+            '{"name": "b", "path": "c", "base_model_name": "d"}',
+            '{"name": "e", "path": "f", "draft_path": "g"}',
+        ],
     ).lora
     assert lora.modules == [
         LoRAModule(name="a", path="/x=y"),
         LoRAModule(name="b", path="c", base_model_name="d"),
+        LoRAModule(name="e", path="f", draft_path="g"),
     ]
     assert lora.num_in_memory == 2
     assert LoRAConfig().num_in_memory == 0
@@ -151,7 +156,18 @@ BAD = {
     "max_loras": [0, -1, 1.5, None, "1"],
     "max_lora_rank": [0, 513, 1.5, None],
     "max_cpu_loras": [0, -1, 1.5],
-    "lora_modules": [5, [5], [None], None, ["a"], ["=a"], ["a="], ['{"name": "a"}'], ["{"]],
+    "lora_modules": [
+        5,
+        [5],
+        [None],
+        None,
+        ["a"],
+        ["=a"],
+        ["a="],
+        ['{"name": "a"}'],
+        ["{"],
+        ['{"name": "a", "path": "b", "draft_path": ""}'],
+    ],
     "lora_modules_to_save": [5, [5], ["norm"], "lm_head"],
     "lora_root": [5, ["a"]],
     "lora_merge": [5, "", ["a"]],

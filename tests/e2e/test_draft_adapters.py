@@ -8,6 +8,7 @@ from msgspec.structs import replace
 
 from octavo import LLM, LoRARequest, SamplingParams
 from octavo.errors import AdapterError, RequestError
+from octavo.scheduler.speculation import DraftLengths
 from tests.adapters import PREFIX, builtin_model, make_factors, write_adapter
 
 INVOCATION = [7, 5, 7]
@@ -24,6 +25,12 @@ SETTINGS: dict[str, Any] = {
 }
 SELF = {"model": "octavo/stories", "method": "draft_model", "num_speculative_tokens": 3}
 """The model drafts for itself: with the same adapters, all drafts are right."""
+
+
+@pytest.fixture(autouse=True)
+def always_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the maximum number of drafts, even if they do not pay."""
+    monkeypatch.setattr(DraftLengths, "choose", lambda self, num_reqs: self.most)
 
 
 @pytest.fixture(scope="module")

@@ -292,7 +292,10 @@ class FakeAsyncLLM:
         if "bad" in lora_request.lora_path:
             raise AdapterError(f"{lora_request.lora_path} is damaged.")
         path = lora_request.lora_path
-        return AdapterRef(lora_request.lora_name, path, f"content of {path}")
+        name, draft = lora_request.lora_name, lora_request.draft_path
+        return AdapterRef(
+            name, path, f"content of {path}", draft=draft and AdapterRef("", draft, f"of {draft}")
+        )
 
     async def scale(self, size):
         if size > 8:

@@ -51,14 +51,15 @@ def test_a_request_passes_its_adapter_to_the_engine():
         for model in ("m", "a"):
             await served.complete(model=model)
             await served.chat(model=model)
-        await served.post(LOAD, lora_name="a", lora_path="two", load_inplace=True)
+        body = {"lora_path": "two", "draft_path": "drafter", "load_inplace": True}
+        await served.post(LOAD, lora_name="a", **body)
         await served.complete(model="a")
 
     with_server(scenario, engine(), enable_admin=True)
-    assert [it and it.content_hash for it in seen] == [
+    assert [it and it.key for it in seen] == [
         *(None, None),
         *("content of /adapters/one",) * 2,
-        "content of /adapters/two",
+        "content of /adapters/two+of /adapters/drafter",
     ]
 
 
@@ -74,6 +75,7 @@ def test_wrong_loads():
         await load(400, "is damaged", lora_name="b", lora_path="bad")
         await load(400, "lora_name", lora_name="", lora_path="x")
         await load(400, "lora_path", lora_name="b")
+        await load(400, "draft_path", lora_name="b", lora_path="x", draft_path="")
         assert await names(served) == ["m", "a"]
         assert (await served.post(UNLOAD, lora_name="b")).status_code == 404
         answer = await served.post(UNLOAD, lora_name="a", lora_int_id=1)
