@@ -20,6 +20,13 @@ from benchmarks.conformance.examples import Line
         (1, "usage: x\nx: something is missing\n", "x: something is missing"),
         (1, "Traceback (most recent call last):\n  x\nKeyError: 5\n", "TRACEBACK: KeyError: 5"),
         (0, "Traceback (most recent call last):\n  x\nKeyError: 5\n", "TRACEBACK: KeyError: 5"),
+        (
+            1,
+            "Traceback (most recent call last):\nRuntimeError: Cannot access accelerator device when"
+            " none is available.\n",
+            "works until the script asks torch for a GPU: RuntimeError: Cannot access accelerator"
+            " device when none is available.",
+        ),
         (None, "step 1\n", "TRACEBACK: it did not end: step 1"),
     ],
 )
