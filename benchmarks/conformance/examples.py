@@ -100,7 +100,7 @@ QUANTIZED = {
     "TheBloke/TinyLlama-1.1B-Chat-v0.3-GPTQ": "gptq",
 }
 """Kind of the checkpoint by model, see `tests/quantization/formats.py`."""
-CLASSIFIERS = ("Skywork/Skywork-Reward-V2-Qwen3-0.6B",)
+CLASSIFIERS = ("Skywork/Skywork-Reward-V2-Qwen3-0.6B", "jason9693/Qwen2.5-1.5B-apeach")
 # Scripts with another script's files as input, in one folder, and servers with their clients.
 AFTER = {
     "disaggregated/example_connector/decode_example.py": (
