@@ -66,6 +66,14 @@ class LoRAConfig(Section, frozen=True):
             " classifiers need no setting."
         ),
     ] = []
+    lora_target_modules: Annotated[
+        list[str],
+        Meta(
+            description="Ends of the names of the modules that adapters may change, such as q_proj,"
+            " down_proj, or experts for all of these. Memory is planned for them only, and adapters"
+            " of others are refused; default: all that adapters can change."
+        ),
+    ] = []
     lora_modules: Annotated[
         list[str],
         Meta(
@@ -145,6 +153,7 @@ class LoRAConfig(Section, frozen=True):
         for name in (
             "lora_modules",
             "lora_modules_to_save",
+            "lora_target_modules",
             "lora_root",
             "lora_hub_repos",
             "lora_resolvers",

@@ -210,7 +210,9 @@ class AdapterFiles:
             if is_adaptable(weight.name) and (weight.expert is None or adapts)
         }
         layers.add(EMBED)  # a table that is tied has another name
-        return AdaptableModel(self._spec, layers, lora.lora_modules_to_save)
+        return AdaptableModel(
+            self._spec, layers, lora.lora_modules_to_save, lora.lora_target_modules
+        )
 
     def resolve_each(self, requests: LoRARequests, count: int) -> list[AdapterRef | None]:
         """Return the adapter of each of `count` prompts, given one for all or one for each.

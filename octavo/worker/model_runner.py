@@ -31,6 +31,7 @@ from octavo.messages import (
     ScheduledRequest,
     SchedulerOutput,
 )
+from octavo.models.adaptable_model import targeted_layers
 from octavo.models.decoder import DecoderModel
 from octavo.models.expert_cache import ExpertCache
 from octavo.models.loader import ExpertReader, LoadedWeights, load_model
@@ -194,6 +195,7 @@ class ModelRunner:
                 lora.lora_modules_to_save,
                 layers_only=not platform.is_native(config.device),
                 adapts_experts=config.adapts_experts and self.ops.name == "native",
+                targets=targeted_layers(setup.part, lora),
             )
         buffers, exchange = make_buffers(setup), make_exchange(setup)
         with loading_bar(config.model.model, shown=setup.rank.number == 0) as progress:

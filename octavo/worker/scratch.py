@@ -18,6 +18,7 @@ from octavo.kv_cache.groups import KVCacheConfig
 from octavo.layers.adapter import Adapters
 from octavo.layers.step import Handed
 from octavo.layers.step_table import StepLayout
+from octavo.models.adaptable_model import AdaptableModel, targeted_layers
 from octavo.models.blocks.base import LargestStep, Parts
 from octavo.models.cache import CacheSpec
 from octavo.models.loader import build_model
@@ -87,6 +88,7 @@ def measure_scratch(setup: WorkerSetup, asked: AttentionBackend, expert_slots: i
             lora.max_lora_rank,
             lora.lora_modules_to_save,
             adapts_experts=config.adapts_experts,
+            targets=targeted_layers(spec, lora),
         )
     parts = Parts(
         {weight.name: _weight(weight, dtype) for weight in weights},
@@ -133,7 +135,9 @@ def measure_scratch(setup: WorkerSetup, asked: AttentionBackend, expert_slots: i
     adapter = norms = 0
     if adapters is not None:
         kernels += adapters.scratch_nbytes(threads)
-        adapter = adapters.slot_nbytes(dtype)
+        modules, targets = lora.lora_modules_to_save, lora.lora_target_modules
+        adaptable = AdaptableModel(spec, adapters.layers, modules, targets)
+        adapter = adaptable.slot_nbytes(adapters, dtype)
         norms = norms_nbytes(setup.spec.weights(), adapters.layers, lora.max_lora_rank)
     shared = 0 if buffers is None else buffers.nbytes
     exchanged = 0 if exchange is None else exchange.nbytes

@@ -106,6 +106,10 @@ def test_adapters_of_a_server():
             {"lora_modules_to_save": ["lm_head"], "enable_lora": False},
             "lora_modules_to_save=['lm_head'] needs adapters",
         ),
+        (
+            {"lora_target_modules": ["q_proj"], "enable_lora": False},
+            "lora_target_modules=['q_proj'] needs adapters",
+        ),
     ],
 )
 def test_contradictory_settings_of_adapters(settings, said):
@@ -153,6 +157,7 @@ BAD = {
     "max_cpu_loras": [0, -1, 1.5],
     "lora_modules": [5, [5], [None], None, ["a"], ["=a"], ["a="], ['{"name": "a"}'], ["{"]],
     "lora_modules_to_save": [5, [5], ["norm"], "lm_head"],
+    "lora_target_modules": [5, [5], [None], "q_proj"],
     "lora_root": [5, ["a"]],
     "lora_merge": [5, "", ["a"]],
     "lora_hub_repos": [5, [5], ["a"], ["a/b/c"], ["*/a"], ["a/b*"]],

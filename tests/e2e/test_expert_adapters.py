@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from octavo import LLM, LoRARequest, SamplingParams
-from octavo.errors import AdapterError
+from octavo.errors import AdapterError, ConfigError
 from tests.adapters import write_adapter
 from tests.models.harness import make_hf
 from tests.models.test_parity import CASES, VOCAB
@@ -195,6 +195,31 @@ def test_quantized_experts(quantization: str, mixture: Path) -> None:
         assert ask(llm, requests(mixture)) == found
         assert found[0] == found[3]
         assert found[0] != found[1]
+
+
+def test_target_modules(mixture: Path) -> None:
+    """Memory is planned for the modules of the setting only, and adapters of others are refused."""
+    adapter = LoRARequest("a", 1, str(mixture / "a"))
+    planned = {}
+    with engine(mixture / "base") as llm:
+        (expected,) = ask(llm, [adapter])
+        planned["all"] = llm.memory_plan.nbytes("adapters")
+    named = ["o_proj", "gate", "experts"]
+    with engine(mixture / "base", lora_target_modules=named) as llm:
+        assert ask(llm, [adapter, adapter]) == [expected] * 2
+        planned["named"] = llm.memory_plan.nbytes("adapters")
+    with engine(mixture / "base", lora_target_modules=["qkv_proj", "gate", "down_proj"]) as llm:
+        with pytest.raises(AdapterError, match="leaves out o_proj; add it to the setting"):
+            ask(llm, [adapter])
+        planned["some"] = llm.memory_plan.nbytes("adapters")
+    with engine(mixture / "base", lora_target_modules=["o_proj", "gate"]) as llm:
+        for name, ends in (("a", "gate_proj, up_proj"), ("single", "down_proj, gate_proj")):
+            with pytest.raises(AdapterError, match=f"lora_target_modules leaves out {ends}"):
+                ask(llm, [LoRARequest(name, 2, str(mixture / name))])
+        planned["few"] = llm.memory_plan.nbytes("adapters")
+    assert planned["few"] < planned["some"] < planned["named"] < planned["all"]
+    with pytest.raises(ConfigError, match="has no q, norm that adapters can change; choose from"):
+        engine(mixture / "base", lora_target_modules=["o_proj", "q", "norm"])
 
 
 @pytest.fixture(scope="module")
