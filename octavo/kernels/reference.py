@@ -915,6 +915,31 @@ class ReferenceOps:
         self.add_lora(out, x, pairs, table)
         return out if activation is None else into(inner, _activated(out, activation))
 
+    def take_expert_rows(
+        self,
+        rows: Tensor,
+        ids: Tensor,
+        places: Tensor,
+        experts: int,
+        share: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        order = ids.flatten().argsort(stable=True)
+        own_places = torch.empty_like(ids).flatten()
+        own_places[order] = torch.arange(len(order), dtype=torch.int32)
+        return rows[places.flatten()[order].long()], own_places.view(ids.shape)
+
+    def put_expert_rows(
+        self,
+        rows: Tensor,
+        own: Tensor,
+        ids: Tensor,
+        places: Tensor,
+        own_places: Tensor,
+        share: Tensor | None = None,
+    ) -> None:
+        wanted = torch.ones_like(ids, dtype=torch.bool) if share is None else share[ids.long()] != 0
+        rows[places[wanted].long()] = own[own_places[wanted].long()]
+
     def sum_experts(
         self, x: Tensor, places: Tensor, weights: Tensor | None, out: Tensor | None = None
     ) -> Tensor:

@@ -87,6 +87,7 @@ class Adapters:
         layers_only: True if adapters may change the decoder's layers only.
         adapts_experts: True if adapters may change experts.
         targets: layers that adapters may change or replace, by their names; None: all.
+        moves_experts: True if experts move between processes.
     """
 
     def __init__(
@@ -99,8 +100,12 @@ class Adapters:
         layers_only: bool = False,
         adapts_experts: bool = True,
         targets: Collection[str] | None = None,
+        moves_experts: bool = False,
     ) -> None:
         self.ops, self.layers_only, self.targets = ops, layers_only, targets
+        self.moves_experts = moves_experts
+        self.in_group = False
+        """True if a token of the step has an adapter in any engine that divides the experts."""
         self.adapts_experts = adapts_experts
         self.layers: dict[str, LoraTable | ExpertPart] = {}
         """Adapters of each layer, by the layer's name, such as "layers.0.0.qkv."."""

@@ -32,7 +32,7 @@ LM_HEAD = "lm_head."
 """Name of the LM head, as `SliceShape.layer`."""
 _TIED_HEAD = "lm_head"
 """Module of an LM head that is tied to the embedding: adapters distinguish the two."""
-MOVING = "experts on a GPU, or that several engines divide, or that enable_eplb moves,"
+MOVING = "experts on a GPU, or that engines on several machines divide,"
 """Kind of modules that adapters cannot change, for an error message."""
 UNTARGETED = "modules that lora_target_modules leaves out"
 """Kind of modules that adapters may not change, for an error message."""
@@ -112,7 +112,7 @@ class AdaptableModel:
         modules_to_save: Collection[str] = (),
         targets: Collection[str] = (),
     ) -> None:
-        spec = without_forms(spec)
+        spec = without_forms(spec).for_adapters()
         self.architecture, self.vocab_size = spec.architecture, spec.vocab_size
         self.expected = spec.expected
         self.elsewhere = [

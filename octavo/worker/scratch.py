@@ -89,6 +89,7 @@ def measure_scratch(setup: WorkerSetup, asked: AttentionBackend, expert_slots: i
             lora.lora_modules_to_save,
             adapts_experts=config.adapts_experts,
             targets=targeted_layers(spec, lora),
+            moves_experts=config.device.enable_eplb,
         )
     parts = Parts(
         {weight.name: _weight(weight, dtype) for weight in weights},

@@ -166,11 +166,25 @@ def alone(request: pytest.FixtureRequest, mixture: Path) -> tuple[str, list[Any]
     return request.param, found
 
 
+EPLB = {"num_redundant_experts": 1, "window_size": 2, "step_interval": 3}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "eager": {"enforce_eager": True, "max_num_batched_tokens": 37, "max_num_seqs": 3},
     "columns": {"tensor_parallel_size": 2, "num_threads": 1},
     "experts": {"tensor_parallel_size": 2, "num_threads": 1, "enable_expert_parallel": True},
+    "engines": {"data_parallel_size": 2, "num_threads": 1, "enable_expert_parallel": True},
+    "engines and processes": {
+        **{"data_parallel_size": 2, "tensor_parallel_size": 2, "num_threads": 1},
+        **{"enable_expert_parallel": True, "enforce_eager": True},
+    },
+    "balanced": {
+        **{"tensor_parallel_size": 2, "num_threads": 1, "enable_expert_parallel": True},
+        **{"enable_eplb": True, "eplb_config": EPLB},
+    },
+    "balanced engines": {
+        **{"data_parallel_size": 2, "num_threads": 1, "enable_expert_parallel": True},
+        **{"enable_eplb": True, "eplb_config": EPLB},
+    },
     "stages": {"pipeline_parallel_size": 2, "num_threads": 1},
     "cache": {"expert_cache": 2**18},
 }
@@ -220,36 +234,3 @@ def test_target_modules(mixture: Path) -> None:
     assert planned["few"] < planned["some"] < planned["named"] < planned["all"]
     with pytest.raises(ConfigError, match="has no q, norm that adapters can change; choose from"):
         engine(mixture / "base", lora_target_modules=["o_proj", "q", "norm"])
-
-
-@pytest.fixture(scope="module")
-def outer(mixture: Path) -> Path:
-    """An adapter of other layers than experts."""
-    tensors = load_file(mixture / "a" / "adapter_model.safetensors")
-    some = {name: it for name, it in tensors.items() if ".experts" not in name}
-    return write_adapter(mixture / "outer", some, r=3, lora_alpha=4)
-
-
-MOVING = {
-    "engines": {"data_parallel_size": 2},
-    "balanced": {
-        "tensor_parallel_size": 2,
-        "enable_eplb": True,
-        "eplb_config": {"num_redundant_experts": 1},
-    },
-}
-
-
-@pytest.mark.parametrize("layout", MOVING)
-def test_processes_that_divide_experts(layout: str, mixture: Path, outer: Path) -> None:
-    """Adapters of other layers have the same bits, and those of experts are refused."""
-    adapter = LoRARequest("outer", 9, str(outer))
-    with engine(mixture / "base") as llm:
-        expected = [ask(llm, [it])[0] for it in (adapter, None)]
-    settings = {"enable_expert_parallel": True, "num_threads": 1} | MOVING[layout]
-    with engine(mixture / "base", **settings) as llm:
-        assert ask(llm, [adapter, None] * 2) == expected * 2
-        for name in ("a", "single"):
-            with pytest.raises(AdapterError, match="experts on a GPU, or that several engines"):
-                ask(llm, [LoRARequest(name, 5, str(mixture / name))])
-        assert ask(llm, [None]) == expected[1:]

@@ -93,6 +93,10 @@ class BlockSpec(ABC):
         """
         return self
 
+    def for_adapters(self) -> BlockSpec:
+        """Return the block with the experts whose changes by adapters the rank computes."""
+        return self
+
     def in_stage(self, begin: int) -> BlockSpec:
         """Return the block in a pipeline stage whose first layer is `begin`."""
         return self
