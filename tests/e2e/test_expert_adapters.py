@@ -1,6 +1,9 @@
 """Adapters of experts: equal to PEFT's models in float32, and the same bits in every layout."""
 
 import importlib.util
+import os
+import signal
+import threading
 import warnings
 from pathlib import Path
 from typing import Any
@@ -166,7 +169,8 @@ def alone(request: pytest.FixtureRequest, mixture: Path) -> tuple[str, list[Any]
     return request.param, found
 
 
-EPLB = {"num_redundant_experts": 1, "window_size": 2, "step_interval": 3}
+# Decisions from the tokens of one step, so that experts move all the time.
+EPLB = {"num_redundant_experts": 1, "window_size": 1, "step_interval": 2}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "eager": {"enforce_eager": True, "max_num_batched_tokens": 37, "max_num_seqs": 3},
@@ -179,11 +183,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     },
     "balanced": {
         **{"tensor_parallel_size": 2, "num_threads": 1, "enable_expert_parallel": True},
-        **{"enable_eplb": True, "eplb_config": EPLB},
+        **{"enable_eplb": True, "eplb_config": EPLB, "weight_cache": "off"},
     },
     "balanced engines": {
         **{"data_parallel_size": 2, "num_threads": 1, "enable_expert_parallel": True},
-        **{"enable_eplb": True, "eplb_config": EPLB},
+        **{"enable_eplb": True, "eplb_config": EPLB, "weight_cache": "off"},
     },
     "stages": {"pipeline_parallel_size": 2, "num_threads": 1},
     "cache": {"expert_cache": 2**18},
@@ -200,6 +204,24 @@ def test_same_bits_in_every_layout(
         assert ask(llm, requests(mixture)) == expected
         if layout == "cache":
             assert llm.stats().expert_cache_misses > 0
+        if "balanced" in layout:
+            for _ in range(3):
+                assert ask(llm, requests(mixture)) == expected
+            assert llm.stats().num_expert_rearrangements > 2
+
+
+def test_death_of_an_engine(alone: tuple[str, list[Any]], mixture: Path) -> None:
+    """Its successor reads its adapters again, and takes over the experts that have moved."""
+    dtype, expected = alone
+    settings = {"dtype": dtype, "max_loras": 3}
+    with engine(mixture / "base", **settings | LAYOUTS["balanced engines"]) as llm:
+        assert ask(llm, requests(mixture)) == expected
+        client: Any = llm._client
+        timer = threading.Timer(0.05, os.kill, (client.pids[1], signal.SIGKILL))
+        timer.start()
+        assert ask(llm, requests(mixture) * 3) == expected * 3
+        timer.join()
+        assert ask(llm, requests(mixture)) == expected
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
