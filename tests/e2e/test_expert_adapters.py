@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from octavo import LLM, LoRARequest, SamplingParams
 from octavo.errors import AdapterError, ConfigError
@@ -178,16 +177,27 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "experts": {"tensor_parallel_size": 2, "num_threads": 1, "enable_expert_parallel": True},
     "engines": {"data_parallel_size": 2, "num_threads": 1, "enable_expert_parallel": True},
     "engines and processes": {
-        **{"data_parallel_size": 2, "tensor_parallel_size": 2, "num_threads": 1},
-        **{"enable_expert_parallel": True, "enforce_eager": True},
+        "data_parallel_size": 2,
+        "tensor_parallel_size": 2,
+        "num_threads": 1,
+        "enable_expert_parallel": True,
+        "enforce_eager": True,
     },
     "balanced": {
-        **{"tensor_parallel_size": 2, "num_threads": 1, "enable_expert_parallel": True},
-        **{"enable_eplb": True, "eplb_config": EPLB, "weight_cache": "off"},
+        "tensor_parallel_size": 2,
+        "num_threads": 1,
+        "enable_expert_parallel": True,
+        "enable_eplb": True,
+        "eplb_config": EPLB,
+        "weight_cache": "off",
     },
     "balanced engines": {
-        **{"data_parallel_size": 2, "num_threads": 1, "enable_expert_parallel": True},
-        **{"enable_eplb": True, "eplb_config": EPLB, "weight_cache": "off"},
+        "data_parallel_size": 2,
+        "num_threads": 1,
+        "enable_expert_parallel": True,
+        "enable_eplb": True,
+        "eplb_config": EPLB,
+        "weight_cache": "off",
     },
     "stages": {"pipeline_parallel_size": 2, "num_threads": 1},
     "cache": {"expert_cache": 2**18},
