@@ -192,10 +192,13 @@ def adapted_experts(x: Tensor) -> Tensor:
     return inner.view(len(x), DIM)
 
 
+share = torch.tensor([1, 0, 1], dtype=torch.int32)
+
+
 def rows_of_processes(x: Tensor) -> tuple[Tensor, ...]:
     """Two processes, of which the second one leaves out an expert."""
     (rows, places), chosen = expert_rows(x), routed(x)[0]
-    rows, share = rows.view(-1, DIM), torch.tensor([1, 0, 1], dtype=torch.int32)
+    rows = rows.view(-1, DIM)
     own, order = ops.take_expert_rows(rows, chosen, places, 3)
     changed = ops.scale(rows.view(len(x), -1), 1.0).view(-1, DIM)
     other = ops.scale(own.view(len(x), -1), 3.0).view(-1, DIM)
