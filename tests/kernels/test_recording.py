@@ -200,10 +200,10 @@ def rows_of_processes(x: Tensor) -> tuple[Tensor, ...]:
     (rows, places), chosen = expert_rows(x), routed(x)[0]
     rows = rows.view(-1, DIM)
     own, order = ops.take_expert_rows(rows, chosen, places, 3)
-    changed = ops.scale(rows.view(len(x), -1), 1.0).view(-1, DIM)
-    other = ops.scale(own.view(len(x), -1), 3.0).view(-1, DIM)
+    changed = ops.scale(rows.view(len(x), 2 * DIM), 1.0).view(-1, DIM)
+    other = ops.scale(own.view(len(x), 2 * DIM), 3.0).view(-1, DIM)
     ops.put_expert_rows(changed, other, chosen, places, order, share)
-    return own.view(len(x), -1), changed.view(len(x), -1)
+    return own.view(len(x), 2 * DIM), changed.view(len(x), 2 * DIM)
 
 
 NOT_IN_STEPS = {
