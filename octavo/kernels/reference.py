@@ -40,7 +40,7 @@ from octavo.kernels.base import (
     Wkv7Parameters,
     activate,
 )
-from octavo.kernels.dequantize import NF4_LEVELS, dequantize
+from octavo.kernels.dequantize import INT4_LEVELS, NF4_LEVELS, dequantize
 from octavo.kernels.lora import LoraTable, LoraWeight, affine_panels
 from octavo.kernels.replaced import ReplacedTable, ReplacedWeight
 from octavo.kernels.routing import ExpertActivation, Gate, Routing, Score
@@ -49,7 +49,7 @@ from octavo.kernels.torch_tensors import Copying, as_torch, dtype_name, from_tor
 from octavo.system.block_types import BLOCK_TYPES
 from octavo.system.tensor import HostTensor, from_numpy
 
-LEVELS = torch.tensor([-127.0, -101, -76, -58, -44, -31, -20, -10, 0, 10, 20, 31, 43, 58, 74, 95])
+LEVELS = torch.from_numpy(INT4_LEVELS)
 """Values of the codes of int4_levels, times 16; see csrc/quant.h."""
 
 _CHUNK = 2**19  # elements per chunk where temporaries are large

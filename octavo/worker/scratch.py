@@ -22,6 +22,7 @@ from octavo.models.adaptable_model import AdaptableModel, targeted_layers
 from octavo.models.blocks.base import LargestStep, Parts
 from octavo.models.cache import CacheSpec
 from octavo.models.loader import build_model
+from octavo.models.open_model import find_merged
 from octavo.models.spec import ModelSpec
 from octavo.models.weight_norms import norms_nbytes
 from octavo.models.weights import Weight
@@ -139,7 +140,13 @@ def measure_scratch(setup: WorkerSetup, asked: AttentionBackend, expert_slots: i
         modules, targets = lora.lora_modules_to_save, lora.lora_target_modules
         adaptable = AdaptableModel(spec, adapters.layers, modules, targets)
         adapter = adaptable.slot_nbytes(adapters, dtype)
-        norms = norms_nbytes(setup.spec.weights(), adapters.layers, lora.max_lora_rank)
+        copies = config.load.load_format == "sharded_state"
+        weights = setup.spec.weights()
+        norms = norms_nbytes(weights, adapters.layers, lora.max_lora_rank, copies=copies)
+        if (merged := find_merged(config)) is not None:
+            from octavo.models.merge import merge_nbytes
+
+            norms += merge_nbytes(merged, dtype)
     shared = 0 if buffers is None else buffers.nbytes
     exchanged = 0 if exchange is None else exchange.nbytes
     if exchange is not None and setup.balance_layout is not None:
