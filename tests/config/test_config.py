@@ -812,14 +812,16 @@ def test_other_addresses_are_refused():
         assert EngineConfig.from_kwargs(model=name).model.model == name
 
 
-def test_adapters_change_experts_that_stay_on_a_cpu():
+def test_adapters_change_experts_on_the_cpus_of_one_machine():
     def adapts(**settings):
         return EngineConfig.from_kwargs(**settings).adapts_experts
 
     together = {"enable_expert_parallel": True, "tensor_parallel_size": 2}
     assert adapts()
     assert adapts(**together)
-    assert not adapts(**together, enable_eplb=True)
-    assert not adapts(enable_expert_parallel=True, data_parallel_size=2)
+    assert adapts(**together, enable_eplb=True)
+    divided = {"enable_expert_parallel": True, "data_parallel_size": 2}
+    assert adapts(**divided)
+    assert not adapts(**divided, data_parallel_size_local=1)
     assert not adapts(device="cuda")
     assert not adapts(attention_backend="triton")
