@@ -295,7 +295,7 @@ class AdaptableModel:
 
 def target_of(module: str) -> str:
     """Return the name of a module in `lora_target_modules`: its end, without a number."""
-    return next(part for part in reversed(module.split(".")) if not part.isdigit())
+    return next((part for part in reversed(module.split(".")) if not part.isdigit()), module)
 
 
 def _target_names(module: str, is_expert: bool) -> tuple[str, ...]:
