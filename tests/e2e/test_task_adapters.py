@@ -155,7 +155,7 @@ def test_task_in_a_request_without_enable_lora(written, tmp_path):
         answer = server.post("/v1/embeddings", {"input": "a", "task": "separation"})
         error = answer.json()["error"]
         assert (answer.status_code, error["param"]) == (400, "task")
-        assert error["message"].startswith("input: task='separation' has an adapter")
+        assert error["message"].startswith("task='separation' has an adapter")
 
 
 def test_task_in_a_request(written, tmp_path):

@@ -197,7 +197,7 @@ def test_two_front_ends_load_one_name_at_the_same_moment(shared):
         (won,) = (it for it in answers if it.status_code == 200)
         assert {it.status_code for it in answers if it is not won} == {400}
         for it in (one, two):
-            model, adapter = (await it.http.get("/v1/models")).json()["data"]
+            _, adapter = (await it.http.get("/v1/models")).json()["data"]
             assert adapter["root"] == won.json()["root"]
 
     shared(scenario)
@@ -284,7 +284,7 @@ def test_names_and_models_that_are_not_allowed():
 
 
 def test_a_table_that_cannot_be_used(shared, monkeypatch):
-    """Another process holds its lock, because a signal has stopped it: loads fail, requests go on."""
+    """Another process was stopped while it held the lock: loads fail, and requests go on."""
     monkeypatch.setattr(adapter_table, "_LOCK_SECONDS", 0.01)
 
     async def scenario(one, two):
