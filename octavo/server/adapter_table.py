@@ -8,6 +8,7 @@ again, finds it. The file is deleted with its folder.
 
 from __future__ import annotations
 
+import os
 import sqlite3
 import time
 from collections.abc import Iterator
@@ -20,6 +21,8 @@ from octavo.config import LoRAConfig
 from octavo.messages import AdapterRef
 from octavo.server.errors import UnavailableError
 
+FILE_VARIABLE = "OCTAVO_ADAPTER_TABLE"
+"""Environment variable with the file that the front of several models has made for a server."""
 MAX_ADAPTERS = 10_000
 """Most adapters of a server."""
 # Most seconds in which another process may hold the lock of the table: it does for microseconds,
@@ -151,6 +154,12 @@ def make_table(config: LoRAConfig, parent: str, path: Path | None = None) -> Ada
     for it in config.modules:
         table.add(ServedAdapter(name=it.name, path=it.path, parent=it.base_model_name or parent))
     return table
+
+
+def given_file() -> Path | None:
+    """Return the file that the process above this one has made; None: it has made none."""
+    name = os.environ.get(FILE_VARIABLE)
+    return None if name is None else Path(name)
 
 
 _encode = msgspec.msgpack.encode

@@ -24,7 +24,7 @@ from octavo.errors import ConfigError, OctavoError, reason_of
 from octavo.fleet.coordinator_client import addresses_of
 from octavo.models.hub import resolve_folders
 from octavo.models.open_model import with_local_adapter
-from octavo.server.adapter_table import make_table
+from octavo.server.adapter_table import AdapterTable, given_file, make_table
 from octavo.server.child_process import Child
 from octavo.system import clock
 from octavo.system.socket_folder import SocketFolder
@@ -35,8 +35,6 @@ _END_SECONDS = 5.0
 # Seconds for an orderly end of the engines; longer than the timeout of `Supervisor`.
 _ENGINES_END_SECONDS = 15.0
 _RESTART_WINDOW = 600.0
-ADAPTERS = "adapters"
-"""File of the table of adapters that the front ends share."""
 REPLACED = b"\0"
 """Message to a front end, among numbers of signals: the coordinator was replaced."""
 
@@ -50,7 +48,9 @@ class APIServerSetup(msgspec.Struct):
     model_path: str
     tokenizer_path: str
     folder: str
-    """Folder of the sockets and of `ADAPTERS`."""
+    """Folder of the sockets."""
+    adapters: str
+    """File of the table of adapters that the front ends share."""
     listener: int
     """Descriptor of the listening socket."""
     created: int
@@ -128,19 +128,25 @@ async def serve_by_api_servers(
     path, tokenizer_path = await asyncio.to_thread(resolve_folders, engine_config)
     engine_config = await asyncio.to_thread(with_local_adapter, engine_config)
     folder = SocketFolder("octavo-engine-")
+    file = given_file()
+    names = engine_config.model.served_model_name or [engine_config.model.model]
+    if file is None:
+        file = folder.path / "adapters"
+        adapters = make_table(engine_config.lora, names[0], file)
+    else:
+        adapters = AdapterTable(file)
     setup = APIServerSetup(
         config,
         engine_config,
         str(path),
         str(tokenizer_path),
         str(folder.path),
+        str(file),
         listener=listener.fileno(),
         created=int(time.time()),
         clock_epoch=clock.epoch(),
     )
     processes = _Processes(setup, config.api_server_count)
-    names = engine_config.model.served_model_name or [engine_config.model.model]
-    adapters = make_table(engine_config.lora, names[0], folder.path / ADAPTERS)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, processes.on_signal, number)

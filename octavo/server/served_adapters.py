@@ -131,7 +131,7 @@ class ServedAdapters:
     async def _load_again(self, name: str) -> ServedAdapter:
         before = self.find(name)
         if before is None:
-            raise _not_loaded(name)
+            raise not_loaded(name)
         adapter = await self._checked(msgspec.structs.replace(before, created=int(time.time())))
         if not self._table.exchange(before, adapter):
             raise _changed(name)
@@ -223,10 +223,11 @@ class ServedAdapters:
             NotFoundError: there is no such adapter.
         """
         if not self._table.remove(name):
-            raise _not_loaded(name)
+            raise not_loaded(name)
 
 
-def _not_loaded(name: str) -> NotFoundError:
+def not_loaded(name: str) -> NotFoundError:
+    """Return the error for the name of an adapter that does not exist."""
     return NotFoundError(
         f"The adapter {show(name)} is not loaded; GET /v1/models lists the adapters.", "lora_name"
     )
