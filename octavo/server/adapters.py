@@ -21,7 +21,7 @@ NO_CHANGES = (
 
 
 async def load_lora_adapter(request: Request) -> Response:
-    """Check an adapter and offer it as a model; 404 without --enable-lora and --lora-root."""
+    """Check an adapter and offer it as a model; 404 if the settings allow no changes."""
     state = _check(request)
     body = await read_model(request, LoadAdapterBody, state.config.max_request_bytes)
     body.check()

@@ -8,7 +8,6 @@ import signal
 import time
 
 import numpy as np
-import psutil
 import pytest
 from msgspec.structs import replace
 
@@ -18,6 +17,8 @@ from octavo.errors import AdapterError, RequestError
 from octavo.sampling_params import StructuredOutputsParams
 from tests.adapters import builtin_model, make_factors, write_adapter
 from tests.e2e.harness import serve
+from tests.e2e.test_data_parallel import engines
+from tests.e2e.test_front_ends import front_ends, wait_for_front_ends
 
 NAMES = "abcdefgh"
 PROMPT = list(range(300, 437))
@@ -385,13 +386,9 @@ def test_front_ends_and_engines_share_adapters(tmp_path, folder, alone):
 
         # A front end dies, and another one takes its place.
         begun = server.log.read_text().count("INFO ready")
-        processes = psutil.Process(server.process.pid).children()
-        victim = next(
-            it for it in processes if any("api_server_process" in w for w in it.cmdline())
-        )
+        victim = front_ends(server)[0]
         victim.kill()
-        while server.log.read_text().count("INFO ready") == begun:
-            time.sleep(0.05)
+        wait_for_front_ends(server, begun + 1, {victim.pid})
         assert all(found == known for found in everywhere(look))
         assert set(map(tuple, everywhere(lambda: complete(server, "a")))) == {tuple(expected["d"])}
 
@@ -399,16 +396,11 @@ def test_front_ends_and_engines_share_adapters(tmp_path, folder, alone):
         jobs = [pool.submit(complete, server, name, max_tokens=300) for name in "ahy"]
         while server.metric("octavo:num_requests_running") < 2:
             time.sleep(0.01)
-        engine = next(
-            it
-            for it in psutil.Process(server.process.pid).children(recursive=True)
-            if any("core_process" in word for word in it.cmdline())
-        )
         loading = [
             pool.submit(post, server, load, {"lora_name": f"z{i}", "lora_path": "b"})
             for i in range(4)
         ]
-        engine.kill()
+        engines(server)[1].kill()
         assert [it.result()[0] for it in loading] == [200] * 4
         for name, job in zip(("d", "h"), jobs[:2], strict=True):
             assert job.result()[:16] == expected[name]

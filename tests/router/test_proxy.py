@@ -371,3 +371,19 @@ def test_requests_reach_a_server_that_has_the_adapter(path, lists):
             assert sum(len(server.asked) for server in router.servers) == (1 if lists else 3)
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/%6Coad_lora_adapter"]
+)
+def test_adapters_are_not_changed_through_a_router(path):
+    """Its key of the servers may be an operator's."""
+
+    async def main():
+        async with Routed([whole()], server_api_key="admin") as router:
+            answer = await router.ask(path, lora_name="a", lora_path="a")
+            assert answer.status_code == 404
+            assert "each of its servers" in answer.json()["error"]["message"]
+            assert router.servers[0].asked == []
+
+    asyncio.run(main())
