@@ -298,3 +298,22 @@ def test_a_table_that_cannot_be_used(shared, monkeypatch):
         assert (await one.post(LOAD, lora_name="b", lora_path="b")).status_code == 200
 
     shared(scenario)
+
+
+def test_an_adapter_that_is_unloaded_before_its_request_begins():
+    """The model alone does not answer in its place."""
+
+    async def scenario(served):
+        find_model = served.state.find_model
+
+        async def find_and_unload(*args):
+            await find_model(*args)
+            served.state.adapters.unload("a")
+
+        served.state.find_model = find_and_unload
+        for ask in (served.complete, served.chat):
+            assert (await served.post(LOAD, lora_name="a", lora_path="x")).status_code == 200
+            assert (await ask(model="a")).status_code == 404
+        assert served.engine.requests == []
+
+    with_server(scenario, engine(), enable_admin=True)

@@ -229,13 +229,14 @@ def test_an_unknown_hub_id_is_an_unknown_model():
             raise UnknownAdapterError(f"{lora_request.lora_path} is not on the hub.")
 
     async def scenario(served):
-        for answer in (
-            await served.complete(model="org/a"),
-            await served.post(LOAD, lora_name="a", lora_path="org/a"),
+        load = {"lora_name": "a", "lora_path": "org/a"}
+        for answer, says in (
+            (await served.complete(model="org/a"), "'org/a' does not exist here"),
+            (await served.post(LOAD, **load), "org/a is not on the hub"),
         ):
             error = answer.json()["error"]
             assert (answer.status_code, error["code"]) == (404, "model_not_found")
-        assert "not on the hub" in error["message"]
+            assert says in error["message"]
 
     settings = {"lora_hub_repos": ["org/*"], "lora_resolvers": ["hub"], "enable_lora": True}
     config = EngineConfig.from_kwargs(served_model_name=["m"], **settings)
