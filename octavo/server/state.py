@@ -20,7 +20,9 @@ from starlette.types import Receive
 from octavo import __version__
 from octavo.config import EngineConfig, ServerConfig
 from octavo.errors import (
+    DeadlineError,
     EngineDeadError,
+    FirstTokenError,
     NotFoundError,
     OctavoError,
     QueueFullError,
@@ -247,7 +249,11 @@ class ServerState(HttpState):
     # Requests
 
     async def find_model(
-        self, request: Request, name: str | None, deadline_ms: int | None = None
+        self,
+        request: Request,
+        name: str | None,
+        deadline_ms: int | None = None,
+        max_ttft_ms: int | None = None,
     ) -> None:
         """Check the model of a request; resolvers may find an unknown adapter.
 
@@ -255,10 +261,12 @@ class ServerState(HttpState):
             request: the request, whose body has been read.
             name: the model that it names.
             deadline_ms: limit of the request in milliseconds; None: that of its header.
+            max_ttft_ms: limit of its first token in milliseconds; None: that of its header.
 
         Raises:
             AdapterError: the adapter cannot be used.
             ClientDisconnectError, DeadlineError: see `run`.
+            FirstTokenError: the limit of the first token passed.
             NotFoundError: see `find_adapter`.
             QueueFullError, UnavailableError: see `ServedAdapters.resolve`.
         """
@@ -269,11 +277,20 @@ class ServerState(HttpState):
             raise self._unknown(name)
         if adapter is None or adapter.ref is None:
             context = context_of(request)
-            deadline = None
-            if not context.background:
-                deadline = self.deadline(context.arrival, deadline_ms or context.deadline_ms)
             work = self._wait_for_adapter(name, self.tenant(context.api_key))
-            await self.run(request.receive, work, deadline)
+            if context.background:
+                await work
+                return
+            deadline = self.deadline(context.arrival, deadline_ms or context.deadline_ms)
+            first = max_ttft_ms or context.max_ttft_ms
+            first_token = None if first is None else context.arrival + first / 1000
+            if first_token is None or (deadline is not None and deadline <= first_token):
+                await self.run(request.receive, work, deadline)
+                return
+            try:
+                await self.run(request.receive, work, first_token)
+            except DeadlineError:
+                raise FirstTokenError("The adapter was not found in time.") from None
 
     async def _wait_for_adapter(self, name: str, tenant: str | None) -> None:
         await self.get_engine()  # which has checked the adapters of the settings

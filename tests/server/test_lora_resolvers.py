@@ -184,11 +184,11 @@ def test_a_search_ends_for_a_request_at_its_deadline(store):
                 headers={"X-Deadline-Ms": "10"},
             ),
         ]
-        for answer in late:
-            assert (answer.status_code, answer.json()["error"]["code"]) == (
-                408,
-                "deadline_exceeded",
-            )
+        late.append(await served.complete(model="slow", deadline_ms=60_000, max_ttft_ms=10))
+        errors = [answer.json()["error"] for answer in late]
+        assert {answer.status_code for answer in late} == {408}
+        assert {error["code"] for error in errors} == {"deadline_exceeded"}
+        assert [error["param"] for error in errors] == ["deadline_ms", "deadline_ms", "max_ttft_ms"]
         store.go.set()
         assert (await waiting).status_code == 200
         assert len(store.seen) == 1
