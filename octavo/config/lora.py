@@ -119,6 +119,13 @@ class LoRAConfig(Section, frozen=True):
         return self.max_loras if self.max_cpu_loras is None else self.max_cpu_loras
 
     @property
+    def can_change(self) -> bool:
+        """True if the adapters of a running server may change."""
+        return self.enable_lora and bool(
+            self.lora_root is not None or self.lora_hub_repos or self.lora_resolvers
+        )
+
+    @property
     def modules(self) -> list[LoRAModule]:
         """The parsed `lora_modules`.
 
