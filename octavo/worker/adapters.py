@@ -14,12 +14,12 @@ from octavo import _native
 from octavo.checkpoints.base import Tensors
 from octavo.errors import AdapterError, OctavoError
 from octavo.kernels.base import Ops
-from octavo.kernels.lora import ExpertPart, LoraTable, LoraWeight
+from octavo.kernels.lora import LoraWeight
 from octavo.kernels.replaced import ReplacedWeight
 from octavo.kernels.sizes import lora_nbytes
 from octavo.layers.adapter import Adapters
 from octavo.messages import AdapterChange, AdapterLoaded, AdapterRef
-from octavo.models.adaptable_model import AdaptableModel
+from octavo.models.adaptable_model import AdaptableModel, targeted_layers
 from octavo.models.adapters import Replacement, Slice, open_adapter
 from octavo.models.weight_norms import WeightNorms
 from octavo.plan.setup import WorkerSetup
@@ -43,6 +43,8 @@ def make_adapters(setup: WorkerSetup, platform: Platform, ops: Ops) -> Adapters 
         lora.lora_modules_to_save,
         layers_only=not platform.is_native(config.device),
         adapts_experts=config.adapts_experts and ops.name == "native",
+        targets=targeted_layers(setup.part, lora),
+        moves_experts=config.device.enable_eplb,
     )
 
 
@@ -78,16 +80,17 @@ class ModelAdapters:
         open_checkpoint: Callable[[], Tensors],
     ) -> None:
         self._setup, self._ops, self._adapters = setup, ops, adapters
-        num_slots, nbytes = setup.config.lora.num_in_memory, adapters.slot_nbytes(setup.dtype)
+        lora = setup.config.lora
+        self._model = AdaptableModel(
+            setup.part, adapters.layers, lora.lora_modules_to_save, lora.lora_target_modules
+        )
+        num_slots, nbytes = lora.num_in_memory, self._model.slot_nbytes(adapters, setup.dtype)
         self._memory = platform.allocate_cache(num_slots, nbytes, ops)
         """Memory of each slot: uint8 [slots, slot_nbytes]."""
         self.nbytes = num_slots * nbytes
         """Size of this memory."""
         adapters.put_tables()
         self._open_checkpoint = open_checkpoint
-        self._model = AdaptableModel(
-            setup.part, adapters.layers, setup.config.lora.lora_modules_to_save
-        )
         self._weights = setup.part.weights()
 
     def set(self, slot: int, packed: PackedAdapter | None) -> None:
@@ -131,7 +134,7 @@ class ModelAdapters:
             has_affine = affine is not None
             end = begin + lora_nbytes(rank, outputs, inputs, setup.dtype, affine=has_affine)
             out = memory[begin:end]
-            module = _module_of(layers[layer], one)
+            module = layers[layer].module_of(one.begin, one.end)
             packed = self._ops.pack_lora(one.a, one.b, one.scale, setup.dtype, out, affine)
             weights[layer][module] = packed
             begin += layers[layer].weight_nbytes(module, rank, setup.dtype, affine=has_affine)
@@ -239,10 +242,3 @@ class AdapterStore:
     def shutdown(self) -> None:
         """End the thread, after the adapter that it reads."""
         self._thread.shutdown(cancel_futures=True)
-
-
-def _module_of(table: LoraTable | ExpertPart, one: Slice) -> int:
-    """Return the index of the module whose outputs a slice changes."""
-    module: int = table.bounds.tolist().index(one.begin)
-    assert table.bounds[module + 1] == one.end
-    return module
