@@ -1,0 +1,1 @@
+"""Pictures and sound in requests: reading, fetching and processing."""
