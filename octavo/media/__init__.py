@@ -1,1 +1,1 @@
-"""Pictures and sound in requests: reading, fetching and processing."""
+"""Sounds and pictures of requests: read by helper processes under limits."""

@@ -1,31 +1,34 @@
 """Decoding of picture files to pixels, by Pillow.
 
-Pillow is native code that reads users' files, so only the helper process calls `decode_image`. A
+Pillow is native code that reads users' files, so only a helper process imports this module. A
 file is sniffed first, and Pillow may only use the decoder of the format that was found: it has many
 others, and some of them start programs.
 """
 
 from __future__ import annotations
 
+import importlib
 import io
 import struct
 import warnings
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
+from PIL import Image, ImageOps
 
 from octavo.errors import RequestError, UnsupportedError
 
-if TYPE_CHECKING:
-    from PIL.Image import Image
-
 MAX_PIXELS = 2**26
-"""Maximum number of pixels of a picture: 8,192 x 8,192, which take 450 MB while they are decoded."""
+"""Maximum number of pixels of a picture, which take 450 MB while they are decoded."""
 MAX_SIDE = 2**16
 """Maximum width or height in pixels."""
-INSTALL = "pip install 'octavo[vision]'"
 FORMATS = "PNG, JPEG, WebP, GIF, BMP or TIFF"
+
+# Sizes are checked here, and Pillow's own check would not name the limit. The decoders are imported
+# now, since the helper process can open no file later.
+Image.MAX_IMAGE_PIXELS = None
+for _name in ("Bmp", "Gif", "Jpeg", "Mpo", "Png", "Tiff", "WebP"):
+    importlib.import_module(f"PIL.{_name}ImagePlugin")
 
 _FORMATS = (
     ("PNG", b"\x89PNG\r\n\x1a\n"),
@@ -94,17 +97,10 @@ def decode_image(data: bytes) -> NDArray[np.uint8]:
         Pixels: uint8 [height, width, 3], red, green and blue.
 
     Raises:
-        UnsupportedError: the format is another one, or Pillow is not installed.
+        UnsupportedError: the format is another one.
         RequestError: the file is damaged, or the picture is too large.
     """
-    try:
-        from PIL import Image, ImageOps
-    except ImportError:
-        raise UnsupportedError(
-            f"pictures need Pillow, which is not installed; install it: {INSTALL}"
-        ) from None
     name = sniff(data)
-    Image.MAX_IMAGE_PIXELS = None  # `_check_size` is stricter, and names the limit
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of odd metadata
@@ -113,9 +109,7 @@ def decode_image(data: bytes) -> NDArray[np.uint8]:
                 file.load()
                 # Rotation keeps the number of pixels, and returns a copy if there is none.
                 return _to_rgb(ImageOps.exif_transpose(file))
-    except RequestError:
-        raise
-    except MemoryError:
+    except (RequestError, MemoryError):
         raise
     # Decoders raise nearly anything for damaged files: OSError, ValueError, SyntaxError, EOFError,
     # struct.error, IndexError, KeyError, TypeError, OverflowError, ZeroDivisionError ...
@@ -138,9 +132,7 @@ def _check_size(width: int, height: int) -> None:
         )
 
 
-def _to_rgb(image: Image) -> NDArray[np.uint8]:
-    from PIL import Image as PILImage
-
+def _to_rgb(image: Image.Image) -> NDArray[np.uint8]:
     if image.mode in _WIDE_MODES:
         wide = np.asarray(image)
         if image.mode == "I" and (wide.min() < 0 or wide.max() > 0xFFFF):
@@ -151,7 +143,7 @@ def _to_rgb(image: Image) -> NDArray[np.uint8]:
         raise UnsupportedError("the picture has floating-point numbers; convert it to 8 bits.")
     if image.mode in _ALPHA_MODES or "transparency" in image.info:
         image = image.convert("RGBA")
-        white = PILImage.new("RGB", image.size, (255, 255, 255))
+        white = Image.new("RGB", image.size, (255, 255, 255))
         white.paste(image, mask=image.getchannel("A"))
         image = white
     elif image.mode != "RGB":
@@ -180,6 +172,6 @@ def _other_format(data: bytes) -> str | None:
 
 def _reason(error: Exception) -> str:
     """Return an error of a decoder as one short line."""
-    kind = "a part of it is missing" if isinstance(error, struct.error | EOFError) else ""
-    text: Any = kind or str(error) or type(error).__name__
-    return " ".join(str(text).split())[:200].rstrip(".")
+    cut = isinstance(error, struct.error | EOFError)
+    text = "a part of it is missing" if cut else str(error) or type(error).__name__
+    return " ".join(text.split())[:200].rstrip(".")
