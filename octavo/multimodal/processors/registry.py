@@ -42,7 +42,7 @@ _OF_MODELS = {
 """model_type -> processor."""
 _OF_LLAVA = {"CLIP": "clip", "Llava": "clip", "Siglip": "siglip", "Pixtral": "pixtral"}
 """Kind of image_processor_type -> processor, for LLaVA with several encoders."""
-_SUFFIXES = ("Fast", "Pil", "ImageProcessor")
+_SUFFIXES = ("Fast", "ImageProcessor", "FeatureExtractor")
 
 
 def read_processor(checkpoint: Checkpoint) -> tuple[str, dict[str, Any]] | None:
