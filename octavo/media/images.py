@@ -7,6 +7,7 @@ others, and some of them start programs.
 
 from __future__ import annotations
 
+import codecs
 import importlib
 import io
 import struct
@@ -24,11 +25,14 @@ MAX_SIDE = 2**16
 """Maximum width or height in pixels."""
 FORMATS = "PNG, JPEG, WebP, GIF, BMP or TIFF"
 
-# Sizes are checked here, and Pillow's own check would not name the limit. The decoders are imported
-# now, since the helper process can open no file later.
+# `_check_size` is stricter than Pillow's own check, and names the limit. The decoders, and the text
+# encodings of metadata, are imported now, since the helper process can open no file later.
 Image.MAX_IMAGE_PIXELS = None
+Image.preinit()
 for _name in ("Bmp", "Gif", "Jpeg", "Mpo", "Png", "Tiff", "WebP"):
     importlib.import_module(f"PIL.{_name}ImagePlugin")
+for _name in ("ascii", "latin_1", "utf_8", "utf_16", "utf_16_be", "utf_16_le"):
+    codecs.lookup(_name)
 
 _FORMATS = (
     ("PNG", b"\x89PNG\r\n\x1a\n"),

@@ -13,7 +13,7 @@ import msgspec
 
 from octavo.media.process import Array, Buffer, Limits, MediaProcesses
 from octavo.messages import MultiModalFeatureSpec, PlaceholderRange, TensorData
-from octavo.multimodal.processors.base import ImageProcessor, Place
+from octavo.multimodal.processors.base import Place
 from octavo.multimodal.processors.registry import make_processor
 
 LIMITS = Limits(seconds=20.0, nbytes=2**31, output_nbytes=2**29)
