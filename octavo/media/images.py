@@ -145,6 +145,8 @@ def _to_rgb(image: Image.Image) -> NDArray[np.uint8]:
         return np.repeat(high[:, :, None], 3, axis=2)
     if image.mode == "F":
         raise UnsupportedError("the picture has floating-point numbers; convert it to 8 bits.")
+    if image.mode == "LAB":
+        raise UnsupportedError("the picture has the color model Lab; convert it to RGB.")
     if image.mode in _ALPHA_MODES or "transparency" in image.info:
         image = image.convert("RGBA")
         white = Image.new("RGB", image.size, (255, 255, 255))
@@ -178,4 +180,6 @@ def _reason(error: Exception) -> str:
     """Return an error of a decoder as one short line."""
     cut = isinstance(error, struct.error | EOFError)
     text = "a part of it is missing" if cut else str(error) or type(error).__name__
+    if isinstance(error, OSError) and error.strerror:
+        text = error.strerror  # without the name of a file of this machine
     return " ".join(text.split())[:200].rstrip(".")

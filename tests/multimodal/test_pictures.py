@@ -93,6 +93,16 @@ def test_errors_name_the_place_of_the_picture(reader, data, kind, match):
     assert error.value.param == "messages[0]"
 
 
+def test_decoders_write_nothing_to_the_log(capfd):
+    damaged = bytearray(save("TIFF", compression="tiff_deflate"))
+    damaged[100:2000] = bytes(1900)
+    reader = PictureReader("qwen2_vl", SETTINGS, num_processes=1)
+    with pytest.raises(RequestError, match="damaged"):
+        reader.read(damaged, "messages").result()
+    reader.close()
+    assert capfd.readouterr().err == ""
+
+
 def test_bomb_and_narrow_picture_harm_no_other(reader):
     head = struct.pack(">IIBBBBB", 60_000, 60_000, 8, 2, 0, 0, 0)
     bomb = b"\x89PNG\r\n\x1a\n"
