@@ -195,7 +195,7 @@ ANTHROPIC_TOOL: Unsupported = {"type": (None, "custom")}
 
 OLLAMA_GENERATE: Unsupported = {
     **_all((None, ""), "suffix template"),
-    **_all((None, []), "context images"),
+    **_all((None, []), "context"),
     **_all(_NOTHING, "width height steps"),
 }
 

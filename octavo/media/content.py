@@ -28,6 +28,8 @@ MEDIA_PARTS: Mapping[str, Modality] = {
     "video_url": "video",
 }
 """Types of parts that hold media."""
+HTTP_PARTS = frozenset(MEDIA_PARTS) - {"image_pil"}
+"""Types of parts that JSON can hold."""
 NAMES: Mapping[Modality, str] = {"image": "picture", "audio": "sound", "video": "video"}
 _DETAILS = ("auto", "low", "high", "original")
 _MAX_UUID_CHARS = 256

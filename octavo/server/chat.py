@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.errors import RequestError
+from octavo.media.content import MediaItem, MediaKind, Modality, read_media
 from octavo.outputs import CompletionOutput, Logprob, RequestOutput
 from octavo.parsers.answer import AnswerParser, Format
 from octavo.parsers.bare_calls import has_bare_calls
@@ -53,6 +54,20 @@ async def create_batch_chat_completion(request: Request) -> Response:
     return await ChatCompletion.respond(request, await read_model(request, BatchChatBody, limit))
 
 
+class RenderedChat(NamedTuple):
+    """Chat as the template wrote it."""
+
+    pieces: list[str]
+    """Pieces of the text that are tokenised separately; nearly always one."""
+    items: list[MediaItem]
+    """Media, in the order of their placeholders in the text."""
+
+    @property
+    def text(self) -> str:
+        """Whole text."""
+        return "".join(self.pieces)
+
+
 async def render_messages(
     template: ChatTemplate,
     messages: list[Message],
@@ -61,8 +76,9 @@ async def render_messages(
     template_kwargs: dict[str, Any] | None,
     tools: list[Tool] | None = None,
     documents: list[dict[str, str]] | None = None,
-) -> str:
-    """Return the prompt text of a chat.
+    kinds: Mapping[Modality, MediaKind] | None = None,
+) -> RenderedChat:
+    """Return the prompt of a chat.
 
     Args:
         template: the chat template.
@@ -72,27 +88,32 @@ async def render_messages(
         template_kwargs: additional variables for the template.
         tools: definitions of tools, for templates that support them.
         documents: texts for retrieval, for templates that support them.
+        kinds: the media that the model reads; None: none.
 
     Raises:
+        UnsupportedError: the model does not read the media of the chat.
         RequestError: the template rejects the chat, omits its tool calls, or exceeds its limits of
             time or memory.
         ModelError: the template is broken.
     """
     num_calls = sum(len(message.tool_calls or ()) for message in messages)
     plain = await offload(len(messages) + num_calls, _plain_messages, messages)
+    chat = read_media(plain, kinds or {})
     if add_generation_prompt is None:
         add_generation_prompt = not continue_final_message
-    return await asyncio.wrap_future(
+    rendered = await asyncio.wrap_future(
         template.submit(
-            plain,
-            tools=[_plain_tool(tool) for tool in tools or []],
-            documents=documents,
+            chat.messages,
+            tools=chat.protect([_plain_tool(tool) for tool in tools or []]),
+            documents=chat.protect(documents),
             add_generation_prompt=add_generation_prompt,
             continue_final_message=bool(continue_final_message),
-            template_kwargs=template_kwargs,
+            template_kwargs=chat.protect(template_kwargs),
             may_drop_tool_calls=False,
+            placeholders={name: kind.placeholder for name, kind in (kinds or {}).items()},
         )
     )
+    return RenderedChat(chat.split(rendered), chat.items)
 
 
 async def read_chat(
@@ -137,8 +158,9 @@ async def read_chat(
     )
     template = await state.chat_template(tokenizer)
     without_tools = body.tool_choice == "none" and state.config.exclude_tools_when_tool_choice_none
-    prompts = [
-        await render_messages(
+    prompts: list[Prompt] = []
+    for messages in body.conversations:
+        rendered = await render_messages(
             template,
             messages,
             body.add_generation_prompt,
@@ -147,8 +169,7 @@ async def read_chat(
             None if without_tools else body.tools,
             body.documents,
         )
-        for messages in body.conversations
-    ]
+        prompts.append(rendered.text)
     # The template writes the special tokens itself.
     return Reading(prompts, params, bool(body.add_special_tokens))
 
@@ -212,7 +233,7 @@ class ChatCompletion(Generation[ChatFields]):
         self._roles = [role if opened else message.role for message in last]
         """Role of the answers to each chat."""
         self._echoed = [
-            message.content if body.echo and message.role == role else ""
+            message.text if body.echo and message.role == role else ""
             for message, role in zip(last, self._roles, strict=True)
         ]
         """Texts of the last messages, to send before the answers."""
@@ -343,7 +364,7 @@ class ChatCompletion(Generation[ChatFields]):
     def message_at(self, text: str, position: int) -> int | None:
         """Return the index of the message at a character of the prompt."""
         (messages,) = self.body.conversations
-        return message_at(text, [message.content for message in messages], position)
+        return message_at(text, [message.text for message in messages], position)
 
     def opening(self, prompt: int) -> list[list[Part]]:
         """Return the role, and the echo; see `Generation.opening`."""
