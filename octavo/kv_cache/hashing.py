@@ -59,6 +59,25 @@ def prompt_embeds_keys(request: Request, start: int, end: int) -> list[bytes]:
     return [digest.digest()]
 
 
+def mm_keys(request: Request, start: int, end: int) -> list[bytes]:
+    """Implement `ExtraKeys`: the items in a block, and the places of their rows."""
+    keys = []
+    for feature in request.mm_features if start < request.mm_end else ():
+        place = feature.mm_position
+        if place.offset < end and start < place.end:
+            key = f"item {feature.identifier} at {place.offset - start}:".encode()
+            if place.is_embed is not None:
+                first = max(start - place.offset, 0)
+                key += place.is_embed[first : end - place.offset]
+            keys.append(key)
+    return keys
+
+
+def input_keys(request: Request, start: int, end: int) -> list[bytes]:
+    """Implement `ExtraKeys`: all that replaces the embeddings of tokens."""
+    return prompt_embeds_keys(request, start, end) + mm_keys(request, start, end)
+
+
 def make_block_hasher(block_size: int, extra_keys: ExtraKeys | None = None) -> BlockHasher:
     """Make the function that hashes a request's full blocks of known tokens.
 
