@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
-from octavo.messages import RequestOptions
+from octavo.messages import MultiModalFeatureSpec, RequestOptions
 from octavo.request import BlockHasher, Request
 
 # Functions that return the data besides token ids that determine a block's KV (such as the hashes
@@ -59,10 +59,10 @@ def prompt_embeds_keys(request: Request, start: int, end: int) -> list[bytes]:
     return [digest.digest()]
 
 
-def mm_keys(request: Request, start: int, end: int) -> list[bytes]:
-    """Implement `ExtraKeys`: the items in a block, and the places of their rows."""
+def mm_keys(features: Iterable[MultiModalFeatureSpec], start: int, end: int) -> list[bytes]:
+    """Return the extra keys of a block with items: their content, and the places of their rows."""
     keys = []
-    for feature in request.mm_features if start < request.mm_end else ():
+    for feature in features:
         place = feature.mm_position
         if place.offset < end and start < place.end:
             key = f"item {feature.identifier} at {place.offset - start}:".encode()
@@ -75,7 +75,8 @@ def mm_keys(request: Request, start: int, end: int) -> list[bytes]:
 
 def input_keys(request: Request, start: int, end: int) -> list[bytes]:
     """Implement `ExtraKeys`: all that replaces the embeddings of tokens."""
-    return prompt_embeds_keys(request, start, end) + mm_keys(request, start, end)
+    keys = prompt_embeds_keys(request, start, end)
+    return keys + mm_keys(request.mm_features, start, end) if start < request.mm_end else keys
 
 
 def make_block_hasher(block_size: int, extra_keys: ExtraKeys | None = None) -> BlockHasher:

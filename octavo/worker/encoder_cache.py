@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from octavo.messages import Modality, MultiModalFeatureSpec, SchedulerOutput
+from octavo.observability.profiler import span
 from octavo.system.tensor import Tensor
 
 
@@ -45,6 +46,9 @@ class EncoderCache:
                 feature = features[req_id][index]
                 items.setdefault(feature.modality, []).append(feature)
         for modality, group in items.items():
-            for feature, rows in zip(group, self._encoders[modality].run(group), strict=True):
+            with span("encode") as note:
+                note(rows=sum(feature.num_encoder_tokens for feature in group))
+                results = self._encoders[modality].run(group)
+            for feature, rows in zip(group, results, strict=True):
                 assert len(rows) == feature.num_rows, (feature.identifier, len(rows))
                 self.rows[feature.identifier] = rows

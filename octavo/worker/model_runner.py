@@ -25,6 +25,7 @@ from octavo.messages import (
     ExpertLoad,
     GrammarOutput,
     LogprobsLists,
+    Modality,
     ModelRunnerOutput,
     NewRequestData,
     PoolingSpec,
@@ -48,6 +49,7 @@ from octavo.sampling.vllm_config import VllmConfig
 from octavo.sampling.vllm_logits_processors import make_processor
 from octavo.system.device import cpu_memory
 from octavo.system.tensor import Tensor
+from octavo.worker.encoder_cache import EncoderCache
 from octavo.worker.expert_balancer import BalancedSteps, ExpertBalancer
 from octavo.worker.expert_group import ExpertGroup, make_exchange, reason_of_end
 from octavo.worker.expert_loads import ExpertLoads
@@ -212,6 +214,7 @@ class ModelRunner:
                 exchange=exchange,
                 adapters=self.adapters,
             )
+        self._encoders = self._make_encoders()
         self.group = Group(setup, buffers) if setup.rank.world_size > 1 else None
         """Memory shared with other ranks; None for one rank."""
         self._experts = self._weights[0].experts
@@ -271,6 +274,21 @@ class ModelRunner:
         """State that `initialize_kv_cache` created."""
         assert self._state is not None, "call initialize_kv_cache first"
         return self._state
+
+    def _make_encoders(self) -> EncoderCache:
+        """Return the runners of the model's encoders, with an empty cache."""
+        setup = self.setup
+        if not setup.part.encoders:
+            return EncoderCache({})
+        from octavo.worker.encoder_runner import EncoderRunner, encoder_arena
+
+        assert isinstance(self.model, DecoderModel)
+        arena = None if setup.scratch is None else encoder_arena(setup.scratch.encoder_arena)
+        runners: dict[Modality, EncoderRunner] = {}
+        for encoder in self.model.encoders:
+            runner = EncoderRunner(encoder, self.ops, self.backend, arena)
+            runners |= dict.fromkeys((encoder.spec.modality, *encoder.spec.modalities), runner)
+        return EncoderCache(runners)
 
     def _make_balancer(self, checkpoint: Checkpoint) -> ExpertBalancer | None:
         setup, config = self.setup, self.setup.config.device.eplb
@@ -346,7 +364,9 @@ class ModelRunner:
         setup = self.setup
         kv_tensors, kv_caches = self._make_caches(kv)
         max_num_seqs = setup.largest_step.requests
-        batch = InputBatch(max_num_seqs, setup.max_model_len, kv, setup.step_arrays)
+        batch = InputBatch(
+            max_num_seqs, setup.max_model_len, kv, setup.step_arrays, self._encoders.rows
+        )
         received = make_received(setup, self.model.dtype)
         eager = EagerSteps(
             self.model,
@@ -443,6 +463,7 @@ class ModelRunner:
         scheduled = scheduler_output.scheduled_reqs
         with span("prepare_inputs"):
             self._update_rows(scheduler_output)
+            self._encoders.update(scheduler_output, self.state.batch.features)
             if not scheduled:
                 announce({})
                 self._step = None

@@ -29,4 +29,6 @@ def with_encoders(spec: ModelSpec, config: ConfigJson) -> ModelSpec:
         ModelError: a field of vision_config has an unsupported value.
     """
     read = TOWERS.get(spec.architecture)
-    return spec if read is None else replace(spec, encoders=(read(config),))
+    if read is None:
+        return spec
+    return replace(spec, encoders=(read(config),), left_out="")

@@ -216,9 +216,7 @@ def reference(name):
         stem = kind.removesuffix("Fast").removesuffix("ImageProcessor")
         classes["llava"] = (stem.lower(), stem)
     module, stem = classes[case["model"]]
-    module = importlib.import_module(
-        f"transformers.models.{module}.image_processing_pil_{module}"
-    )
+    module = importlib.import_module(f"transformers.models.{module}.image_processing_pil_{module}")
     return getattr(module, f"{stem}ImageProcessorPil")(**given)
 
 
@@ -279,5 +277,3 @@ PROMPTS = {
     "mistral3": ("[IMG]", "PixtralProcessor"),
     "internvl": ("<IMG_CONTEXT>", "InternVLProcessor"),
 }
-
-
