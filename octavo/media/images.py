@@ -7,6 +7,7 @@ others, and some of them start programs.
 
 from __future__ import annotations
 
+import codecs
 import importlib
 import io
 import struct
@@ -24,11 +25,14 @@ MAX_SIDE = 2**16
 """Maximum width or height in pixels."""
 FORMATS = "PNG, JPEG, WebP, GIF, BMP or TIFF"
 
-# Sizes are checked here, and Pillow's own check would not name the limit. The decoders are imported
-# now, since the helper process can open no file later.
+# `_check_size` is stricter than Pillow's own check, and names the limit. The decoders, and the text
+# encodings of metadata, are imported now, since the helper process can open no file later.
 Image.MAX_IMAGE_PIXELS = None
+Image.preinit()
 for _name in ("Bmp", "Gif", "Jpeg", "Mpo", "Png", "Tiff", "WebP"):
     importlib.import_module(f"PIL.{_name}ImagePlugin")
+for _name in ("ascii", "latin_1", "utf_8", "utf_16", "utf_16_be", "utf_16_le"):
+    codecs.lookup(_name)
 
 _FORMATS = (
     ("PNG", b"\x89PNG\r\n\x1a\n"),
@@ -142,6 +146,8 @@ def to_rgb(image: Image.Image) -> NDArray[np.uint8]:
         return np.repeat(high[:, :, None], 3, axis=2)
     if image.mode == "F":
         raise UnsupportedError("the picture has floating-point numbers; convert it to 8 bits.")
+    if image.mode == "LAB":
+        raise UnsupportedError("the picture has the color model Lab; convert it to RGB.")
     if image.mode in _ALPHA_MODES or "transparency" in image.info:
         image = image.convert("RGBA")
         white = Image.new("RGB", image.size, (255, 255, 255))
@@ -175,4 +181,6 @@ def _reason(error: Exception) -> str:
     """Return an error of a decoder as one short line."""
     cut = isinstance(error, struct.error | EOFError)
     text = "a part of it is missing" if cut else str(error) or type(error).__name__
+    if isinstance(error, OSError) and error.strerror:
+        text = error.strerror  # without the name of a file of this machine
     return " ".join(text.split())[:200].rstrip(".")

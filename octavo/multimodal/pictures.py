@@ -11,10 +11,11 @@ from typing import Any
 
 import msgspec
 
-from octavo.media.process import Array, Buffer, Limits, MediaProcesses
+from octavo.media.process import Array, Limits, MediaProcesses
 from octavo.messages import MultiModalFeatureSpec, PlaceholderRange, TensorData
 from octavo.multimodal.processors.base import Place
 from octavo.multimodal.processors.registry import make_processor
+from octavo.system.limited_process import Buffer
 
 LIMITS = Limits(seconds=20.0, nbytes=2**31, output_nbytes=2**29)
 """Limits of one picture: processor time, memory of the process, and the encoder's input."""

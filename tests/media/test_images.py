@@ -175,6 +175,15 @@ def test_other_formats_are_refused_by_name(data, name):
         decode_image(data)
 
 
+@pytest.mark.parametrize(
+    ("mode", "name"), [("LAB", "Lab"), ("F", "floating-point"), ("I", "32 bits")]
+)
+def test_color_models_without_conversion(mode, name):
+    image = Image.new(mode, (8, 8), 70_000 if mode == "I" else 0)
+    with pytest.raises(UnsupportedError, match=name):
+        decode_image(save(image, "TIFF"))
+
+
 @pytest.mark.parametrize("data", [b"", b"hello", bytes(100)])
 def test_no_picture(data):
     with pytest.raises(RequestError, match="is no picture"):

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import transformers
 from PIL import Image
+from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from octavo.checkpoints.registry import open_checkpoint
 from octavo.errors import RequestError
@@ -176,7 +176,13 @@ EXTRA = {
 def backend():
     """Tokenizer with merges of line ends and all special tokens."""
     backend = Backend(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    # Line ends are separate from words, as in Gemma's vocabulary.
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex("\n+"), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
     backend.decoder = decoders.ByteLevel()
     words = ["user\n\n\nHere is the picture\n\n and here\n\n\n\nare crops\n\n\n\n\nnow\n"] * 9
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -277,3 +283,122 @@ PROMPTS = {
     "mistral3": ("[IMG]", "PixtralProcessor"),
     "internvl": ("<IMG_CONTEXT>", "InternVLProcessor"),
 }
+
+
+# The part of transformers that writes a picture's text: its module, its class, and the attributes
+# that it reads.
+WRITERS = {
+    "llava": ("llava", "LlavaProcessor", {"image_token": "<image>", "patch_size": 14}),
+    "gemma3": (
+        "gemma3",
+        "Gemma3Processor",
+        {
+            "full_image_sequence": "\n\n<start_of_image>"
+            + "<image_soft_token>" * 4
+            + "<end_of_image>\n\n"
+        },
+    ),
+    "idefics3": (
+        "idefics3",
+        "Idefics3Processor",
+        {
+            "image_token": "<image>",
+            "fake_image_token": "<fake_token_around_image>",
+            "global_image_tag": "<global-img>",
+            "image_seq_len": 4,
+        },
+    ),
+    "qwen2_vl": ("qwen2_vl", "Qwen2VLProcessor", {"image_token": "<|image_pad|>"}),
+    "qwen3_vl": ("qwen3_vl", "Qwen3VLProcessor", {"image_token": "<|image_pad|>"}),
+    "internvl": (
+        "internvl",
+        "InternVLProcessor",
+        {
+            "image_token": "<IMG_CONTEXT>",
+            "start_image_token": "<img>",
+            "end_image_token": "</img>",
+            "image_seq_length": 9,
+        },
+    ),
+}
+WRITERS |= {"clip": WRITERS["llava"], "siglip": WRITERS["llava"], "gemma3-pan": WRITERS["gemma3"]}
+WRITERS |= {"smolvlm": WRITERS["idefics3"], "llava-pad": WRITERS["llava"]}
+OTHERS = {
+    "clip": {"num_additional_image_tokens": 1, "vision_feature_select_strategy": "default"},
+    "llava-pad": {"num_additional_image_tokens": 1, "vision_feature_select_strategy": "full"},
+    "siglip": {"num_additional_image_tokens": 0, "vision_feature_select_strategy": "full"},
+}
+
+
+@pytest.mark.parametrize("name", sorted(WRITERS.keys() - {"llava"}))
+def test_tokens_equal_transformers(name, tmp_path, backend):
+    ours, theirs = make(name, tmp_path), reference(name)
+    module, kind, attributes = WRITERS[name]
+    module = importlib.import_module(f"transformers.models.{module}.processing_{module}")
+    writer = SimpleNamespace(image_processor=theirs, **(attributes | OTHERS.get(name, {})))
+    sizes = CASES[name].get("sizes", SIZES)[:5]
+    text, replaced = "", ""
+    for i, (height, width) in enumerate(sizes):
+        expected = call(name, theirs, picture(height, width))
+        here = getattr(module, kind).replace_image_token(writer, expected, 0)
+        before, after = f"user{chr(10) * i}", f"{chr(10) * (i % 3)}and here"
+        text += before + ours.placeholder + after
+        replaced += before + here + after
+    # Two pictures in a row, whose line ends meet.
+    text += 2 * ours.placeholder
+    replaced += 2 * here
+    tokenizer = Tokenizer(backend)
+    places = [ours.place(height, width) for height, width in [*sizes, sizes[-1], sizes[-1]]]
+    ids = {token: tokenizer.get_added_vocab()[token] for token in SPECIAL}
+    embed = ids[ours.embed_token]
+    found, ranges = expand_prompt(
+        tokenizer.encode(text), places, ids[ours.placeholder], embed, tokenizer
+    )
+    assert found == tokenizer.encode(replaced)
+    rows = [
+        range_.offset + i
+        for range_ in ranges
+        for i in range(range_.length)
+        if range_.is_embed is None or range_.is_embed[i]
+    ]
+    assert rows == [i for i, token in enumerate(found) if token == embed]
+    assert [range_.num_embeds for range_ in ranges] == [place.num_embeds for place in places]
+    assert max(place.num_embeds for place in places) <= ours.most_embeds
+
+
+@pytest.mark.parametrize(("name", "step"), [("pixtral", 16), ("mistral3", 28)])
+def test_tokens_of_pixtral(name, step, tmp_path):
+    """Its module in transformers cannot be imported without torchvision."""
+    ours = make(name, tmp_path)
+    for height, width in SIZES:
+        rows, columns = (
+            side // step for side in ours.process(picture(height, width))["image_sizes"]
+        )
+        expected = ("[IMG]" * columns + "[IMG_BREAK]") * rows
+        pieces = ours.place(height, width).pieces
+        text = "".join("[IMG]" * piece if isinstance(piece, int) else piece for piece in pieces)
+        assert text == expected.removesuffix("[IMG_BREAK]") + "[IMG_END]"
+        assert ours.place(height, width).num_embeds <= ours.most_embeds
+
+
+def test_number_of_placeholders_must_be_that_of_the_pictures(tmp_path, backend):
+    ours, tokenizer = make("clip", tmp_path), Tokenizer(backend)
+    with pytest.raises(RequestError, match=r"has 1 placeholders for pictures.* 2 pictures"):
+        expand_prompt([5, 1, 6], [ours.place(4, 4)] * 2, 1, 1, tokenizer)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_settings_of_a_request(name, tmp_path):
+    ours = make(name, tmp_path)
+    with pytest.raises(RequestError, match=r"mm_processor_kwargs\.nonsense is not allowed"):
+        ours.changed({"nonsense": 1})
+    for field in ours.request_settings:
+        with pytest.raises(RequestError, match=field):
+            ours.changed({field: "huge"})
+
+
+def test_narrow_picture_is_refused_before_it_is_enlarged(tmp_path):
+    with pytest.raises(RequestError, match="too narrow"):
+        make("clip", tmp_path).process(np.zeros((1, 60_000, 3), np.uint8)[:, :60_000])
+    with pytest.raises(RequestError, match="at most 200 times"):
+        make("qwen3_vl", tmp_path).place(1, 201)
