@@ -44,7 +44,7 @@ class Case:
 
 
 def _join_tiles(pictures: Sequence[Arrays]) -> Arrays:
-    """Return the tiles of pictures that have the same number of them, or of all in one picture."""
+    """Return the tiles of all pictures as if they were those of one."""
     tiles = np.concatenate([picture["pixel_values"] for picture in pictures])
     return {"pixel_values": torch.from_numpy(tiles)[None]}
 
@@ -111,7 +111,9 @@ def hf_logprobs(
 ) -> torch.Tensor:
     """Return transformers' log-probabilities after each token: [tokens, vocab]."""
     processor = llm.llm_engine.input_processor._pictures.processor
-    arrays = CASES[name].join([processor.process(image) for image in pictures])
+    arrays: Arrays = {}
+    if pictures:
+        arrays = CASES[name].join([processor.process(image) for image in pictures])
     tokens = torch.tensor([list(ids)])
     if "image_grid_thw" in arrays:
         kinds = (tokens == ID["<|image_pad|>"]).int()

@@ -60,7 +60,9 @@ class Pictures:
         found = read_processor(checkpoint)
         if found is None:
             return None
-        processor = make_processor(*found).changed(settings.mm_processor_kwargs)
+        kind, values = found
+        own = msgspec.json.decode(msgspec.json.encode(values))  # lists, not tuples
+        processor = make_processor(kind, own).changed(settings.mm_processor_kwargs)
         return cls(processor, encoder, tokenizer, settings.limit("image"))
 
     def expand(

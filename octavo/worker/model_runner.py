@@ -463,7 +463,6 @@ class ModelRunner:
         scheduled = scheduler_output.scheduled_reqs
         with span("prepare_inputs"):
             self._update_rows(scheduler_output)
-            self._encoders.update(scheduler_output, self.state.batch.features)
             if not scheduled:
                 announce({})
                 self._step = None
@@ -778,7 +777,7 @@ class ModelRunner:
         return forced[len(since) :][: request.num_drafts]
 
     def _update_rows(self, scheduler_output: SchedulerOutput) -> None:
-        """Update the persistent rows with the scheduler's changes."""
+        """Update the persistent rows and the encoder cache with the scheduler's changes."""
         state = self.state
         batch = state.batch
         for req_id in scheduler_output.finished_req_ids:
@@ -804,6 +803,7 @@ class ModelRunner:
                 self._add_row(request.req_id, request.new)
             if request.new_block_ids is not None:
                 batch.append_blocks(batch.row_of[request.req_id], request.new_block_ids)
+        self._encoders.update(scheduler_output, batch.features)
 
     def _add_row(self, req_id: str, data: NewRequestData) -> None:
         row = self.state.batch.add(req_id, data)
