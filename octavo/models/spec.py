@@ -320,7 +320,7 @@ class ModelSpec:
             self.bare_prefix,
             self.ignored,
             self.elsewhere,
-            self.prefixes,
+            self.prefixes + tuple(pair for encoder in self.encoders for pair in encoder.prefixes),
         )
 
     def weight_nbytes(self, dtype: str, max_model_len: int | None = None) -> int:
