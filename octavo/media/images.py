@@ -112,7 +112,7 @@ def decode_image(data: bytes) -> NDArray[np.uint8]:
                 _check_size(*file.size)
                 file.load()
                 # Rotation keeps the number of pixels, and returns a copy if there is none.
-                return _to_rgb(ImageOps.exif_transpose(file))
+                return to_rgb(ImageOps.exif_transpose(file))
     except (RequestError, MemoryError):
         raise
     # Decoders raise nearly anything for damaged files: OSError, ValueError, SyntaxError, EOFError,
@@ -136,7 +136,8 @@ def _check_size(width: int, height: int) -> None:
         )
 
 
-def _to_rgb(image: Image.Image) -> NDArray[np.uint8]:
+def to_rgb(image: Image.Image) -> NDArray[np.uint8]:
+    """Return the pixels of an image: uint8 [height, width, 3]; see `decode_image`."""
     if image.mode in _WIDE_MODES:
         wide = np.asarray(image)
         if image.mode == "I" and (wide.min() < 0 or wide.max() > 0xFFFF):

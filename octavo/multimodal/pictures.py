@@ -97,7 +97,7 @@ class PictureReader:
             try:
                 (height, width, *names), arrays = done.result()
                 fields = dict(zip(names, arrays, strict=True))
-                picture.set_result(_picture(processor.place(height, width), fields))
+                picture.set_result(make_picture(processor.place(height, width), fields))
             except BaseException as error:  # a canceled job, too
                 picture.set_exception(error)
 
@@ -109,7 +109,8 @@ class PictureReader:
         self._processes.close()
 
 
-def _picture(place: Place, fields: Mapping[str, Array]) -> Picture:
+def make_picture(place: Place, fields: Mapping[str, Array]) -> Picture:
+    """Return a picture from its place and the encoder's input."""
     data = {
         name: TensorData(array.dtype.name, array.shape, array.tobytes())
         for name, array in fields.items()

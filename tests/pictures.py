@@ -1,0 +1,128 @@
+"""Tiny models of pictures and texts with random weights, and transformers' answers of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers
+
+from octavo import LLM, SamplingParams
+from tests.models.harness import make_hf
+
+SPECIAL = ("<s>", "</s>", "<image>", "<fake_token_around_image>", "<global-img>")
+SPECIAL += tuple(f"<row_{i}_col_{j}>" for i in range(1, 4) for j in range(1, 4))
+SPECIAL += ("<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|video_pad|>")
+VOCAB = 256 + len(SPECIAL)
+ID = {text: 256 + i for i, text in enumerate(SPECIAL)}
+
+Arrays = dict[str, Any]
+
+
+def _text(**fields: Any) -> dict[str, Any]:
+    text: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48}
+    text |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    text |= {"max_position_embeddings": 512, "pad_token_id": 0, "bos_token_id": ID["<s>"]}
+    return text | {"eos_token_id": None} | fields
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, and how transformers reads the encoder's inputs of several pictures."""
+
+    architecture: str
+    config: dict[str, Any]
+    preprocessor: dict[str, Any]
+    join: Callable[[Sequence[Arrays]], Arrays]
+    placeholder: str = "<image>"
+
+
+def _join_tiles(pictures: Sequence[Arrays]) -> Arrays:
+    """Return the tiles of all pictures as if they were those of one."""
+    tiles = np.concatenate([picture["pixel_values"] for picture in pictures])
+    return {"pixel_values": torch.from_numpy(tiles)[None]}
+
+
+def _join_patches(pictures: Sequence[Arrays]) -> Arrays:
+    patches = np.concatenate([picture["pixel_values"] for picture in pictures])
+    grids = np.stack([picture["image_grid_thw"] for picture in pictures])
+    return {"pixel_values": torch.from_numpy(patches), "image_grid_thw": torch.from_numpy(grids)}
+
+
+SIGLIP = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2}
+SIGLIP |= {"num_attention_heads": 3, "image_size": 16, "patch_size": 4}
+
+CASES = {
+    "smolvlm": Case(
+        "SmolVLMForConditionalGeneration",
+        {
+            "vision_config": SIGLIP,
+            "text_config": _text(model_type="llama"),
+            "scale_factor": 2,
+            "image_token_id": ID["<image>"],
+        },
+        {
+            "image_processor_type": "SmolVLMImageProcessor",
+            "size": {"longest_edge": 48},
+            "max_image_size": {"longest_edge": 16},
+        },
+        _join_tiles,
+    ),
+}
+
+
+def save_model(name: str, folder: Path) -> Any:
+    """Save a model with its files; return transformers' model."""
+    case = CASES[name]
+    model = make_hf(case.architecture, **case.config)
+    model.save_pretrained(folder)
+    (folder / "preprocessor_config.json").write_text(json.dumps(case.preprocessor))
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {char: i for i, char in enumerate(alphabet)} | ID
+    backend = Backend(models.BPE(vocab=vocab, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(list(SPECIAL))
+    backend.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>"}))
+    return model
+
+
+def picture(height: int, width: int, seed: int = 0) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """Return random pixels."""
+    return np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
+
+
+def make_llm(folder: Path, **options: Any) -> LLM:
+    """Return an engine that computes with transformers' numbers."""
+    settings = {"dtype": "float32", "max_model_len": 400, "max_num_seqs": 8, "block_size": 16}
+    settings |= {"max_num_batched_tokens": 512, "num_gpu_blocks_override": 200}
+    return LLM(str(folder), **(settings | options))
+
+
+def hf_logprobs(
+    model: Any, name: str, llm: LLM, ids: Sequence[int], pictures: Sequence[Any]
+) -> torch.Tensor:
+    """Return transformers' log-probabilities after each token: [tokens, vocab]."""
+    processor = llm.llm_engine.input_processor._pictures.processor
+    arrays: Arrays = {}
+    if pictures:
+        arrays = CASES[name].join([processor.process(image) for image in pictures])
+    tokens = torch.tensor([list(ids)])
+    if "image_grid_thw" in arrays:
+        kinds = (tokens == ID["<|image_pad|>"]).int()
+        arrays["mm_token_type_ids"] = kinds
+    with torch.inference_mode():
+        logits = model(input_ids=tokens, **arrays).logits[0]
+    return logits.float().log_softmax(-1)
+
+
+def params(tokens: int = 8, **fields: Any) -> SamplingParams:
+    """Return parameters of a greedy answer with logprobs."""
+    return SamplingParams(temperature=0, max_tokens=tokens, logprobs=0, ignore_eos=True, **fields)
