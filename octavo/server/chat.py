@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from starlette.requests import Request
 from starlette.responses import Response
 
-from octavo.errors import RequestError
+from octavo.errors import RequestError, UnsupportedError
 from octavo.media.content import MediaItem, MediaKind, Modality, read_media
+from octavo.messages import RequestOptions
 from octavo.outputs import CompletionOutput, Logprob, RequestOutput
 from octavo.parsers.answer import AnswerParser, Format
 from octavo.parsers.bare_calls import has_bare_calls
@@ -28,6 +29,7 @@ from octavo.server.generation import (
     finite,
     make_sampling_params,
     prompt_logprobs_json,
+    prompt_text,
     raw,
     stopped_by_guard,
 )
@@ -35,8 +37,10 @@ from octavo.server.parts import Delta, fold
 from octavo.server.recent_prompts import message_at
 from octavo.server.schema import BatchChatBody, ChatBody, ChatFields
 from octavo.server.state import ServerState, state_of
+from octavo.system import clock
 from octavo.system.offload import offload
 from octavo.text.chat_template import ChatTemplate
+from octavo.text.tokenizer import MAX_TOKENS, Tokenizer
 
 if TYPE_CHECKING:
     from octavo.frontend.async_llm import AsyncLLM
@@ -159,6 +163,13 @@ async def read_chat(
     template = await state.chat_template(tokenizer)
     without_tools = body.tool_choice == "none" and state.config.exclude_tools_when_tool_choice_none
     prompts: list[Prompt] = []
+    pictures = engine.chat_pictures
+    if pictures is None and body.mm_processor_kwargs:
+        raise UnsupportedError(
+            "mm_processor_kwargs is not supported by this model, which reads text only; leave it "
+            "out.",
+            "mm_processor_kwargs",
+        )
     for messages in body.conversations:
         rendered = await render_messages(
             template,
@@ -168,10 +179,32 @@ async def read_chat(
             state.template_kwargs(body.chat_template_kwargs, body.reasoning_effort),
             None if without_tools else body.tools,
             body.documents,
+            None if pictures is None else pictures.kinds,
         )
-        prompts.append(rendered.text)
+        if pictures is None or (not rendered.items and len(rendered.pieces) == 1):
+            prompts.append(rendered.text)
+            continue
+        prompts.append(
+            await pictures.read_prompt(rendered.pieces, rendered.items, body.mm_processor_kwargs)
+        )
     # The template writes the special tokens itself.
     return Reading(prompts, params, bool(body.add_special_tokens))
+
+
+async def count_prompt_tokens(reading: Reading, engine: AsyncLLM, tokenizer: Tokenizer) -> int:
+    """Return the number of tokens of a request's only prompt.
+
+    Raises:
+        RequestError: the prompt is wrong, or much longer than the context.
+    """
+    (prompt,) = reading.prompts
+    special = reading.add_special_tokens
+    if isinstance(prompt, str):
+        most = max(engine.max_model_len, MAX_TOKENS)
+        return len(await offload(len(prompt), tokenizer.encode, prompt, special, most))
+    options = RequestOptions(clock.now())
+    request, _ = await engine.process(prompt, reading.params, "count", options, special)
+    return len(request.prompt_token_ids)
 
 
 def _plain_messages(messages: list[Message]) -> list[dict[str, object]]:
@@ -206,7 +239,8 @@ def _plain_tool(tool: Tool) -> dict[str, object]:
 
 def _thinks(answer_format: Format, prompt: Prompt) -> bool:
     """Return True if a prompt ends inside of reasoning."""
-    return isinstance(prompt, str) and answer_format.opens_thoughts(prompt)
+    text = prompt_text(prompt)
+    return text is not None and answer_format.opens_thoughts(text)
 
 
 def _whole_calls(calls: list[dict[str, object]]) -> list[dict[str, object]]:

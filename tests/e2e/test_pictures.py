@@ -205,7 +205,13 @@ def test_text_only(saved):
             "speculative_config",
         ),
         (
-            {"kv_transfer_config": {"kv_connector": "SharedStorageConnector", "kv_role": "kv_both", "kv_connector_extra_config": {"shared_storage_path": "/tmp/x"}}},
+            {
+                "kv_transfer_config": {
+                    "kv_connector": "SharedStorageConnector",
+                    "kv_role": "kv_both",
+                    "kv_connector_extra_config": {"shared_storage_path": "/tmp/x"},
+                }
+            },
             "kv_transfer_config",
         ),
         ({"enable_chunked_prefill": False}, "enable_chunked_prefill=false"),
