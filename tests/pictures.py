@@ -49,6 +49,10 @@ def _join_tiles(pictures: Sequence[Arrays]) -> Arrays:
     return {"pixel_values": torch.from_numpy(tiles)[None]}
 
 
+def _join_pictures(pictures: Sequence[Arrays]) -> Arrays:
+    return {"pixel_values": torch.from_numpy(np.stack([p["pixel_values"] for p in pictures]))}
+
+
 def _join_patches(pictures: Sequence[Arrays]) -> Arrays:
     patches = np.concatenate([picture["pixel_values"] for picture in pictures])
     grids = np.stack([picture["image_grid_thw"] for picture in pictures])
@@ -57,6 +61,21 @@ def _join_patches(pictures: Sequence[Arrays]) -> Arrays:
 
 SIGLIP = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2}
 SIGLIP |= {"num_attention_heads": 3, "image_size": 16, "patch_size": 4}
+
+CLIP = SIGLIP | {"num_hidden_layers": 3, "model_type": "clip_vision_model"}
+QWEN = {"depth": 3, "num_heads": 2, "patch_size": 4, "spatial_merge_size": 2}
+QWEN |= {"temporal_patch_size": 2, "in_channels": 3}
+QWEN2 = QWEN | {"embed_dim": 16, "hidden_size": 32, "mlp_ratio": 2}
+QWEN2_5 = QWEN | {"hidden_size": 16, "out_hidden_size": 32, "intermediate_size": 24}
+QWEN2_5 |= {"window_size": 16, "fullatt_block_indexes": [1]}
+QWEN3 = QWEN | {"hidden_size": 16, "out_hidden_size": 32, "intermediate_size": 24}
+QWEN3 |= {"num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]}
+QWEN_IDS = {"image_token_id": ID["<|image_pad|>"], "video_token_id": ID["<|video_pad|>"]}
+QWEN_IDS |= {"vision_start_token_id": ID["<|vision_start|>"]}
+QWEN_IDS |= {"vision_end_token_id": ID["<|vision_end|>"]}
+QWEN_PICTURES = {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 4}
+QWEN_PICTURES |= {"min_pixels": 64, "max_pixels": 2048, "merge_size": 2}
+SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
 
 CASES = {
     "smolvlm": Case(
@@ -73,6 +92,52 @@ CASES = {
             "max_image_size": {"longest_edge": 16},
         },
         _join_tiles,
+    ),
+    "llava": Case(
+        "LlavaForConditionalGeneration",
+        {
+            "vision_config": CLIP,
+            "text_config": _text(model_type="llama"),
+            "vision_feature_layer": -2,
+            "vision_feature_select_strategy": "default",
+            "image_token_id": ID["<image>"],
+            "image_seq_length": 16,
+        },
+        {
+            "image_processor_type": "CLIPImageProcessor",
+            "size": {"shortest_edge": 16},
+            "crop_size": {"height": 16, "width": 16},
+        },
+        _join_pictures,
+    ),
+    "qwen2_vl": Case(
+        "Qwen2VLForConditionalGeneration",
+        {"vision_config": QWEN2, "text_config": _text(rope_parameters=SECTIONS), **QWEN_IDS},
+        QWEN_PICTURES,
+        _join_patches,
+        "<|vision_start|><|image_pad|><|vision_end|>",
+    ),
+    "qwen2_5_vl": Case(
+        "Qwen2_5_VLForConditionalGeneration",
+        {"vision_config": QWEN2_5, "text_config": _text(rope_parameters=SECTIONS), **QWEN_IDS},
+        QWEN_PICTURES,
+        _join_patches,
+        "<|vision_start|><|image_pad|><|vision_end|>",
+    ),
+    "qwen3_vl": Case(
+        "Qwen3VLForConditionalGeneration",
+        {
+            "vision_config": QWEN3,
+            "text_config": _text(
+                rope_parameters=SECTIONS | {"mrope_section": [3, 3, 2]},
+                head_dim=16,
+                num_hidden_layers=3,
+            ),
+            **QWEN_IDS,
+        },
+        QWEN_PICTURES,
+        _join_patches,
+        "<|vision_start|><|image_pad|><|vision_end|>",
     ),
 }
 
@@ -124,5 +189,8 @@ def hf_logprobs(
 
 
 def params(tokens: int = 8, **fields: Any) -> SamplingParams:
-    """Return parameters of a greedy answer with logprobs."""
-    return SamplingParams(temperature=0, max_tokens=tokens, logprobs=0, ignore_eos=True, **fields)
+    """Return parameters of a greedy answer with logprobs, without tokens of pictures."""
+    bias = dict.fromkeys(ID.values(), -100.0)
+    return SamplingParams(
+        temperature=0, max_tokens=tokens, logprobs=0, ignore_eos=True, logit_bias=bias, **fields
+    )
