@@ -18,6 +18,7 @@ from tests.models.harness import make_hf
 
 SPECIAL = ("<s>", "</s>", "<image>", "<fake_token_around_image>", "<global-img>")
 SPECIAL += tuple(f"<row_{i}_col_{j}>" for i in range(1, 4) for j in range(1, 4))
+SPECIAL += ("[IMG]", "[IMG_BREAK]", "[IMG_END]", "<img>", "</img>", "<IMG_CONTEXT>", "<video>")
 SPECIAL += ("<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|video_pad|>")
 VOCAB = 256 + len(SPECIAL)
 ID = {text: 256 + i for i, text in enumerate(SPECIAL)}
@@ -51,6 +52,20 @@ def _join_tiles(pictures: Sequence[Arrays]) -> Arrays:
 
 def _join_pictures(pictures: Sequence[Arrays]) -> Arrays:
     return {"pixel_values": torch.from_numpy(np.stack([p["pixel_values"] for p in pictures]))}
+
+
+def _join_crops(pictures: Sequence[Arrays]) -> Arrays:
+    tiles = np.concatenate([picture["pixel_values"] for picture in pictures])
+    return {"pixel_values": torch.from_numpy(tiles)}
+
+
+def _join_sizes(pictures: Sequence[Arrays]) -> Arrays:
+    """Return pictures of several sizes in the upper left corners of equal ones."""
+    sizes = np.stack([picture["image_sizes"] for picture in pictures])
+    pixels = np.zeros((len(pictures), 3, *sizes.max(0)), np.float32)
+    for i, (height, width) in enumerate(sizes):
+        pixels[i, :, :height, :width] = pictures[i]["pixel_values"]
+    return {"pixel_values": torch.from_numpy(pixels), "image_sizes": torch.from_numpy(sizes)}
 
 
 def _join_patches(pictures: Sequence[Arrays]) -> Arrays:
@@ -140,11 +155,54 @@ CASES = {
         "<|vision_start|><|image_pad|><|vision_end|>",
     ),
 }
+MORE_CASES = {
+    "idefics3": Case(
+        "Idefics3ForConditionalGeneration",
+        CASES["smolvlm"].config,
+        CASES["smolvlm"].preprocessor | {"image_processor_type": "Idefics3ImageProcessor"},
+        _join_tiles,
+    ),
+    "mistral3": Case(
+        "Mistral3ForConditionalGeneration",
+        {
+            "vision_config": SIGLIP | {"model_type": "pixtral", "head_dim": 8},
+            "text_config": _text(model_type="mistral", head_dim=8),
+            "spatial_merge_size": 2,
+            "image_token_index": ID["[IMG]"],
+            "tie_word_embeddings": False,
+        },
+        {
+            "image_processor_type": "PixtralImageProcessor",
+            "size": {"longest_edge": 40},
+            "patch_size": 4,
+        },
+        _join_sizes,
+        "[IMG]",
+    ),
+    "internvl": Case(
+        "InternVLForConditionalGeneration",
+        {
+            "vision_config": SIGLIP | {"model_type": "internvl_vision"},
+            "text_config": _text(model_type="qwen2"),
+            "downsample_ratio": 0.5,
+            "image_seq_length": 4,
+            "image_token_id": ID["<IMG_CONTEXT>"],
+        },
+        {
+            "image_processor_type": "GotOcr2ImageProcessor",
+            "size": {"height": 16, "width": 16},
+            "max_patches": 4,
+        },
+        _join_crops,
+        "<IMG_CONTEXT>",
+    ),
+}
+"""Models whose decoders read rows as those of other cases do."""
 
 
 def save_model(name: str, folder: Path) -> Any:
     """Save a model with its files; return transformers' model."""
-    case = CASES[name]
+    case = (CASES | MORE_CASES)[name]
     model = make_hf(case.architecture, **case.config)
     model.save_pretrained(folder)
     (folder / "preprocessor_config.json").write_text(json.dumps(case.preprocessor))
@@ -178,7 +236,7 @@ def hf_logprobs(
     processor = llm.llm_engine.input_processor._pictures.processor
     arrays: Arrays = {}
     if pictures:
-        arrays = CASES[name].join([processor.process(image) for image in pictures])
+        arrays = (CASES | MORE_CASES)[name].join([processor.process(image) for image in pictures])
     tokens = torch.tensor([list(ids)])
     if "image_grid_thw" in arrays:
         kinds = (tokens == ID["<|image_pad|>"]).int()

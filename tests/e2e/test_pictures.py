@@ -10,13 +10,13 @@ import torch
 from PIL import Image
 
 from octavo.errors import ConfigError, RequestError, UnsupportedError
-from tests.pictures import CASES, hf_logprobs, make_llm, params, picture, save_model
+from tests.pictures import CASES, MORE_CASES, hf_logprobs, make_llm, params, picture, save_model
 
 PICTURES = [picture(48, 30), picture(16, 40, 1), picture(40, 48, 2)]
 
 
 def prompt(name, *images, text="ab {} cd {} ef", **fields):
-    placeholder = CASES[name].placeholder
+    placeholder = (CASES | MORE_CASES)[name].placeholder
     return {
         "prompt": text.format(*[placeholder] * len(images)),
         "multi_modal_data": {"image": list(images)},
@@ -62,15 +62,15 @@ def make_saved(tmp_path_factory):
     return make
 
 
-@pytest.fixture(params=CASES)
+@pytest.fixture(params=["smolvlm", "qwen2_5_vl", "qwen3_vl"])
 def saved(make_saved, request):
-    """Return each case."""
+    """Return cases with tiles, with windows, and with all that a decoder may do with pictures."""
     return make_saved(request.param)
 
 
 @pytest.fixture(params=["smolvlm", "qwen3_vl"])
 def some(make_saved, request):
-    """Return a plain case, and one with all that a decoder may do with pictures."""
+    """Return the simplest of them, and the last one."""
     return make_saved(request.param)
 
 
@@ -80,8 +80,9 @@ def one(make_saved):
     return make_saved("smolvlm")
 
 
-def test_parity(saved):
-    name, folder, model, alone = saved
+@pytest.mark.parametrize("name", [*CASES, *MORE_CASES])
+def test_parity(make_saved, name):
+    name, folder, model, alone = make_saved(name)
     with make_llm(folder) as llm:
         for one, (ids, tokens, logprobs) in zip(prompts(name), alone, strict=True):
             images = one.get("multi_modal_data", {}).get("image", [])
