@@ -115,6 +115,12 @@ class Pictures:
                 self._check_size(place.num_encoder_tokens)
                 return make_picture(place, processor.process(pixels))
             self._check_size(image.place.num_encoder_tokens)
+        except ImportError:
+            raise UnsupportedError(
+                f"{DATA}: pictures need Pillow, which is not installed: pip install "
+                "'octavo[vision]'.",
+                DATA,
+            ) from None
         except RequestError as error:
             raise type(error)(f"{DATA}: picture {index + 1}: {error.message}", DATA) from None
         return image

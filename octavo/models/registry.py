@@ -177,9 +177,9 @@ def read_spec(checkpoint: Checkpoint, settings: ModelConfig = _DEFAULTS) -> Mode
     if bidirectional and not spec.sees_all:
         spec = see_all(spec, config)
     if settings.limit("image"):
-        from octavo.models.towers.registry import with_encoders
+        from octavo.models.towers.join import with_pictures  # few models read pictures
 
-        spec = with_encoders(spec, config)
+        spec = with_pictures(spec, config)
     spec = complete_spec(spec, config, checkpoint, settings)
     return add_poolers(spec, config, checkpoint, settings)
 
