@@ -10,9 +10,10 @@ import psutil
 import pytest
 from PIL import Image
 
+from octavo import SamplingParams
 from octavo.errors import RequestError
 from tests.e2e.harness import serve
-from tests.pictures import ID, make_llm, params, picture, save_model
+from tests.pictures import ID, make_llm, picture, save_model
 
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }}:{% if m['content'] is string %}{{ m['content'] }}"
@@ -20,7 +21,8 @@ TEMPLATE = (
     "{{ p['text'] }}{% endif %}{% endfor %}{% endif %};{% endfor %}"
 )
 FIRST, SECOND = picture(48, 30), picture(20, 40, 1)
-PLAIN = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
+PLAIN = {"temperature": 0, "max_tokens": 8}
+PARAMS = SamplingParams(**PLAIN)
 
 
 def png(pixels):
@@ -61,12 +63,12 @@ def llm(folder):
 def expected(llm):
     """Answer to both pictures and a text, as pixels offline: prompt's tokens, text."""
     prompt = {"prompt": "user:<image>and<image>?;", "multi_modal_data": {"image": [FIRST, SECOND]}}
-    (output,) = llm.generate(prompt, params(), use_tqdm=False)
+    (output,) = llm.generate(prompt, PARAMS, use_tqdm=False)
     return output.prompt_token_ids, output.outputs[0].text
 
 
 def ask(llm, *content):
-    (output,) = llm.chat([{"role": "user", "content": list(content)}], params(), use_tqdm=False)
+    (output,) = llm.chat([{"role": "user", "content": list(content)}], PARAMS, use_tqdm=False)
     return output.prompt_token_ids, output.outputs[0].text
 
 
@@ -82,7 +84,7 @@ def test_placeholders_of_users_are_text(llm):
     assert ids.count(ID["<image>"]) == alone.count(ID["<image>"]) > 0
     tokenizer = llm.get_tokenizer()
     assert tokenizer.decode(ids[:20]).startswith("user:<image>")
-    (output,) = llm.chat([{"role": "user", "content": "<image>"}], params(), use_tqdm=False)
+    (output,) = llm.chat([{"role": "user", "content": "<image>"}], PARAMS, use_tqdm=False)
     assert ID["<image>"] not in output.prompt_token_ids
     assert output.prompt == "user:<image>;"
 
@@ -105,9 +107,9 @@ def test_errors_offline(llm, content, match):
 
 def test_settings_of_the_processor(llm, expected):
     chat = [{"role": "user", "content": [part(FIRST)]}]
-    (cut,) = llm.chat(chat, params(), use_tqdm=False)
+    (cut,) = llm.chat(chat, PARAMS, use_tqdm=False)
     whole = {"do_image_splitting": False}
-    (uncut,) = llm.chat(chat, params(), mm_processor_kwargs=whole, use_tqdm=False)
+    (uncut,) = llm.chat(chat, PARAMS, mm_processor_kwargs=whole, use_tqdm=False)
     assert len(uncut.prompt_token_ids) < len(cut.prompt_token_ids)
 
 
