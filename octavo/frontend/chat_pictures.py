@@ -17,6 +17,9 @@ from octavo.multimodal.pictures import PictureReader
 from octavo.system.offload import offload
 from octavo.text.tokenizer import MAX_TOKENS, Tokenizer
 
+# Files in memory that are fetched or read.
+_MOST_FILES = 16
+
 
 class ChatPictures:
     """Reader of the pictures in the chats of one model.
@@ -41,6 +44,7 @@ class ChatPictures:
             settings.allowed_media_domains, settings.allowed_local_media_path
         )
         self._reader = PictureReader(pictures.kind, processor.settings.fields)
+        self._slots = asyncio.Semaphore(_MOST_FILES)
         # Also at the end of this process.
         weakref.finalize(self, self._reader.close)
 
@@ -78,9 +82,10 @@ class ChatPictures:
             image = item.source
             if isinstance(image, str):
                 try:
-                    file = await self._fetcher.fetch(image, item.name)
-                    reading = self._reader.read(file, item.name, mm_processor_kwargs)
-                    image = picture = await asyncio.wrap_future(reading)
+                    async with self._slots:
+                        file = await self._fetcher.fetch(image, item.name)
+                        reading = self._reader.read(file, item.name, mm_processor_kwargs)
+                        image = picture = await asyncio.wrap_future(reading)
                 except RequestError as error:
                     if error.param == item.name:
                         error.param = "messages"
