@@ -174,6 +174,14 @@ def test_ollama(server, llm):
     assert response.json()["response"] == answer, response.text
 
 
+def test_placeholders_of_users_are_text_over_http(server, llm):
+    messages = [{"role": "user", "content": "<image>"}]
+    (output,) = llm.chat(messages, PARAMS, use_tqdm=False)
+    body = server.post("/v1/chat/completions", {"model": "m", "messages": messages, **PLAIN}).json()
+    assert body["usage"]["prompt_tokens"] == len(output.prompt_token_ids) == len("user:<image>;")
+    assert body["choices"][0]["message"]["content"] == output.outputs[0].text
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_bad_pictures_harm_nobody(server, expected, stream):
     def send(*content):
