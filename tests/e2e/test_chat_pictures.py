@@ -92,7 +92,7 @@ def test_placeholders_of_users_are_text(llm):
 @pytest.mark.parametrize(
     ("content", "match"),
     [
-        ([part(FIRST), {"type": "video_url", "video_url": {"url": "x"}}], "it reads text and pict"),
+        ([part(FIRST), {"type": "video_url", "video_url": {"url": "x"}}], "send text and pict"),
         ([{"type": "image_url", "image_url": "http://a.example/"}], "--allowed-media-domains a.ex"),
         ([{"type": "image_url", "image_url": "file:///etc/passwd"}], "--allowed-local-media-path"),
         ([{"type": "image_url", "image_url": "data:;base64,AAAA"}], "picture 1: the file is no"),
