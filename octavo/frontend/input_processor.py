@@ -123,18 +123,31 @@ class InputSpec(Protocol):
 def with_processor_kwargs(
     prompts: Sequence[Prompt], settings: Mapping[str, Any] | None
 ) -> Sequence[Prompt]:
-    """Return prompts with settings of the processor of pictures, if they have pictures.
+    """Return prompts with settings of the processor of pictures; those without pictures unchanged.
 
     The settings of a prompt itself precede.
+
+    Raises:
+        UnsupportedError: no prompt has pictures.
     """
     if not settings:
         return prompts
-    return [
-        {**prompt, "mm_processor_kwargs": {**settings, **(prompt.get("mm_processor_kwargs") or {})}}
-        if isinstance(prompt, Mapping) and prompt.get("multi_modal_data")
-        else prompt
-        for prompt in prompts
-    ]
+    found: list[Prompt] = []
+    for prompt in prompts:
+        if isinstance(prompt, Mapping) and prompt.get("multi_modal_data"):
+            given = dict(prompt)
+            if isinstance(own := given.get("mm_processor_kwargs") or {}, Mapping):
+                given["mm_processor_kwargs"] = {**settings, **own}
+            found.append(given)
+        else:
+            found.append(prompt)
+    if all(prompt is given for prompt, given in zip(prompts, found, strict=True)):
+        raise UnsupportedError(
+            f"mm_processor_kwargs={settings!r} is for pictures, and no prompt has some; leave it "
+            "out.",
+            "mm_processor_kwargs",
+        )
+    return found
 
 
 def processing_time(prompt: Prompt, params: SamplingParams) -> int:
