@@ -242,7 +242,7 @@ class RequestOutput:
     finished: bool
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
     lora_request: LoRARequest | None = None
-    """The adapter of the request, with its absolute path."""
+    """The adapter of the request: the caller's object."""
     encoder_prompt: None = None
     encoder_prompt_token_ids: None = None
     num_cached_tokens: int = 0

@@ -66,6 +66,10 @@ def make_worker_setup(
         from octavo.models.merge import check_merge
 
         check_merge(adapter, spec, open_model(config, model_path), setup.dtype)
+    if config.lora.lora_target_modules:
+        from octavo.models.adaptable_model import check_targets
+
+        check_targets(spec, config.lora)
     _ = setup.expert_slots  # rejects an expert_cache that does not fit the model
     if config.divides_experts:
         _check_divided_experts(setup)

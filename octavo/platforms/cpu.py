@@ -309,10 +309,16 @@ def _beside_adapters(setup: WorkerSetup) -> int:
     lora = setup.config.lora
     if not lora.enable_lora:
         return 0
+    from octavo.models.adaptable_model import targeted_layers
     from octavo.models.adapters import PIECE_NBYTES
     from octavo.models.blocks.base import is_adaptable
 
-    weights = [it for it in without_forms(setup.spec).weights() if is_adaptable(it.name)]
+    layers = targeted_layers(setup.spec, lora)
+    weights = [
+        it
+        for it in without_forms(setup.spec).weights()
+        if is_adaptable(it.name) and (layers is None or it.name.removesuffix("weight") in layers)
+    ]
     largest = max(
         (sum(it.shape) * (1 if it.expert is None else it.expert.count) for it in weights), default=0
     )

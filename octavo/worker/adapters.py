@@ -13,7 +13,7 @@ from octavo import _native
 from octavo.checkpoints.base import Tensors
 from octavo.errors import AdapterError, OctavoError
 from octavo.kernels.base import Ops
-from octavo.kernels.lora import ExpertPart, LoraTable, LoraWeight
+from octavo.kernels.lora import LoraWeight
 from octavo.kernels.replaced import ReplacedWeight
 from octavo.kernels.sizes import lora_nbytes
 from octavo.layers.adapter import Adapters
@@ -55,16 +55,17 @@ class AdapterStore:
     ) -> None:
         self._setup, self._ops, self._adapters, self._report = setup, ops, adapters, report
         self._platform, self._device = platform, device
-        num_slots, nbytes = setup.config.lora.num_in_memory, adapters.slot_nbytes(setup.dtype)
+        lora = setup.config.lora
+        self._model = AdaptableModel(
+            setup.part, adapters.layers, lora.lora_modules_to_save, lora.lora_target_modules
+        )
+        num_slots, nbytes = lora.num_in_memory, self._model.slot_nbytes(adapters, setup.dtype)
         self._memory = platform.allocate_cache(num_slots, nbytes, ops)
         """Memory of each slot: uint8 [slots, slot_nbytes]."""
         self.nbytes = num_slots * nbytes
         """Size of this memory."""
         adapters.put_tables()
         self._open_checkpoint = open_checkpoint
-        self._model = AdaptableModel(
-            setup.part, adapters.layers, setup.config.lora.lora_modules_to_save
-        )
         self._weights = setup.part.weights()
         self._thread = ThreadPoolExecutor(1, "octavo-adapters", _native.work_alone)
         self._read: queue.SimpleQueue[tuple[int, _Weights, _Replaced]] = queue.SimpleQueue()
@@ -151,7 +152,7 @@ class AdapterStore:
             has_affine = affine is not None
             end = begin + lora_nbytes(rank, outputs, inputs, setup.dtype, affine=has_affine)
             out = memory[begin:end]
-            module = _module_of(layers[layer], one)
+            module = layers[layer].module_of(one.begin, one.end)
             packed = self._ops.pack_lora(one.a, one.b, one.scale, setup.dtype, out, affine)
             weights[layer][module] = packed
             begin += layers[layer].weight_nbytes(module, rank, setup.dtype, affine=has_affine)
@@ -178,10 +179,3 @@ class AdapterStore:
     def shutdown(self) -> None:
         """End the thread, after the adapter that it reads."""
         self._thread.shutdown(cancel_futures=True)
-
-
-def _module_of(table: LoraTable | ExpertPart, one: Slice) -> int:
-    """Return the index of the module whose outputs a slice changes."""
-    module: int = table.bounds.tolist().index(one.begin)
-    assert table.bounds[module + 1] == one.end
-    return module

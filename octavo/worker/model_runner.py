@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -32,6 +31,7 @@ from octavo.messages import (
     ScheduledRequest,
     SchedulerOutput,
 )
+from octavo.models.adaptable_model import targeted_layers
 from octavo.models.decoder import DecoderModel
 from octavo.models.expert_cache import ExpertCache
 from octavo.models.loader import ExpertReader, LoadedWeights, load_model
@@ -196,8 +196,11 @@ class ModelRunner:
                 lora.lora_modules_to_save,
                 layers_only=not platform.is_native(config.device),
                 adapts_experts=config.adapts_experts and self.ops.name == "native",
+                targets=targeted_layers(setup.part, lora),
+                moves_experts=config.device.enable_eplb,
             )
         buffers, exchange = make_buffers(setup), make_exchange(setup)
+        self._exchange = exchange
         with loading_bar(config.model.model, shown=setup.rank.number == 0) as progress:
             checkpoint = open_model(config, setup.model_path, setup.dtype)
             self.model = load_model(
@@ -493,17 +496,32 @@ class ModelRunner:
 
     def _run(self, inputs: StepInputs, params: NDArray[np.void] | None) -> StepResult:
         """Run a step, together with the engines that divide the experts, if any."""
-        step = partial(self.state.steps.run, inputs, params)
         if self.expert_group is None:
-            return step()
+            return self.state.steps.run(inputs, params)
+
+        def step() -> StepResult:
+            self._agree(has_adapters(inputs))
+            return self.state.steps.run(inputs, params)
+
         return self.expert_group.run(step, repeats=not self.setup.has_states)
 
     def _serve(self, scheduler_output: SchedulerOutput) -> None:
         """Take part in a step of other engines without tokens, if a step without requests does."""
         if scheduler_output.serves:
             assert self.expert_group is not None
-            assert self.state.serve is not None
-            self.expert_group.serve(self.state.serve)
+            serve = self.state.serve
+            assert serve is not None
+
+            def step() -> None:
+                self._agree(False)
+                serve()
+
+            self.expert_group.serve(step)
+
+    def _agree(self, has_adapters: bool) -> None:
+        """Agree with the other engines whether tokens of the step have adapters."""
+        if self.adapters is not None and self._exchange is not None and self._exchange.adapts:
+            self.adapters.in_group = self._exchange.agree(has_adapters)
 
     def sample_tokens(self, grammar: GrammarOutput | None = None) -> PendingOutput:
         """Sample the next token of each request with all known tokens computed.

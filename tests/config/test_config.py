@@ -106,6 +106,10 @@ def test_adapters_of_a_server():
             {"lora_modules_to_save": ["lm_head"], "enable_lora": False},
             "lora_modules_to_save=['lm_head'] needs adapters",
         ),
+        (
+            {"lora_target_modules": ["q_proj"], "enable_lora": False},
+            "lora_target_modules=['q_proj'] needs adapters",
+        ),
     ],
 )
 def test_contradictory_settings_of_adapters(settings, said):
@@ -158,6 +162,7 @@ BAD = {
     "max_cpu_loras": [0, -1, 1.5],
     "lora_modules": [5, [5], [None], None, ["a"], ["=a"], ["a="], ['{"name": "a"}'], ["{"]],
     "lora_modules_to_save": [5, [5], ["norm"], "lm_head"],
+    "lora_target_modules": [5, [5], [None], "q_proj"],
     "lora_root": [5, ["a"]],
     "lora_merge": [5, "", ["a"]],
     "lora_hub_repos": [5, [5], ["a"], ["a/b/c"], ["*/a"], ["a/b*"]],
@@ -812,14 +817,16 @@ def test_other_addresses_are_refused():
         assert EngineConfig.from_kwargs(model=name).model.model == name
 
 
-def test_adapters_change_experts_that_stay_on_a_cpu():
+def test_adapters_change_experts_on_the_cpus_of_one_machine():
     def adapts(**settings):
         return EngineConfig.from_kwargs(**settings).adapts_experts
 
     together = {"enable_expert_parallel": True, "tensor_parallel_size": 2}
     assert adapts()
     assert adapts(**together)
-    assert not adapts(**together, enable_eplb=True)
-    assert not adapts(enable_expert_parallel=True, data_parallel_size=2)
+    assert adapts(**together, enable_eplb=True)
+    divided = {"enable_expert_parallel": True, "data_parallel_size": 2}
+    assert adapts(**divided)
+    assert not adapts(**divided, data_parallel_size_local=1)
     assert not adapts(device="cuda")
     assert not adapts(attention_backend="triton")
