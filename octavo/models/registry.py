@@ -150,7 +150,7 @@ def read_spec(checkpoint: Checkpoint, settings: ModelConfig = _DEFAULTS) -> Mode
             "architectures",
             f"{_kind_of(architecture)}; README.md lists the models that are",
         )
-    config = _complete_config(architecture, config)
+    config = complete_config(architecture, config)
     if config.has("auto_map") and not settings.trust_remote_code:
         raise config.error(
             "auto_map",
@@ -176,6 +176,10 @@ def read_spec(checkpoint: Checkpoint, settings: ModelConfig = _DEFAULTS) -> Mode
         spec = stored_classifier(config, spec)
     if bidirectional and not spec.sees_all:
         spec = see_all(spec, config)
+    if settings.limit("image"):
+        from octavo.models.towers.join import with_pictures  # few models read pictures
+
+        spec = with_pictures(spec, config)
     spec = complete_spec(spec, config, checkpoint, settings)
     return add_poolers(spec, config, checkpoint, settings)
 
@@ -191,7 +195,7 @@ def read_mtp_spec(checkpoint: Checkpoint, settings: ModelConfig) -> MTPSpec | No
     read = _mtp_layers(FAMILIES.module_of(architecture)).get(architecture)
     if read is None:
         return None
-    config = _complete_config(architecture, config)
+    config = complete_config(architecture, config)
     spec = read(config)
     return None if spec is None else complete_spec(spec, config, checkpoint, settings)
 
@@ -222,7 +226,7 @@ def _read_architecture(checkpoint: Checkpoint, settings: ModelConfig) -> tuple[s
     return architectures[0], config
 
 
-def _complete_config(architecture: str, config: ConfigJson) -> ConfigJson:
+def complete_config(architecture: str, config: ConfigJson) -> ConfigJson:
     """Return the config with the fields of its text part, and defaults."""
     for section in ("text_config", "llm_config"):
         if config.has(section):
