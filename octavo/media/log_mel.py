@@ -2,9 +2,9 @@
 
 The features are those of Whisper (https://github.com/openai/whisper, `audio.py`) and of
 transformers' `WhisperFeatureExtractor`: power of a short-time Fourier transform with a Hann window,
-mel bands of Slaney's scale with equal areas, decimal logarithm, at most 8 (80 dB) below the window's
-maximum, and then (x + 4) / 4. Products and sums are computed in float32, which differs from
-transformers by less than 1e-4.
+mel bands of Slaney's scale with equal areas, decimal logarithm, at most 8 (80 dB) below the
+window's maximum, and then (x + 4) / 4. Products and sums are computed in float32, which differs
+from transformers by less than 1e-4.
 """
 
 from __future__ import annotations
