@@ -94,6 +94,7 @@ def decode(max_seconds: int, files: list[memoryview]) -> tuple[None, list[NDArra
     try:
         with av.open(
             io.BytesIO(data),
+            "r",
             format=name,
             options={
                 "protocol_whitelist": "none",
@@ -153,7 +154,7 @@ class _Decoder:
             )
         self._max_samples = max_seconds * SAMPLE_RATE
         # One file must not use more cores than the process' limit of processor time expects.
-        stream.thread_count = 1
+        stream.codec_context.thread_count = 1
         if announced is None:
             announced = 0.0
             # An MP3's length is an estimate, an Ogg's is read from its end, and a WebM's may be

@@ -121,7 +121,10 @@ class LogMel:
             power = (spectrum.real**2 + spectrum.imag**2).astype(np.float32, copy=False)
             mel[:, begin:end] = _bands(np.ascontiguousarray(power.T), self)
         mel = np.log10(np.maximum(mel, _FLOOR))
-        return (np.maximum(mel, mel.max() - np.float32(8)) + np.float32(4)) / np.float32(4)
+        mel = np.maximum(mel, mel.max() - np.float32(8))
+        mel += np.float32(4)
+        mel /= np.float32(4)
+        return mel
 
 
 @functools.cache

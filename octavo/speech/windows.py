@@ -1,7 +1,8 @@
-"""Division of long sounds into windows that end where they are quiet.
+"""Division of long sounds into windows that end where they are quiet, without silence around them.
 
 vLLM divides sounds in the same way (`_split_audio` of its speech-to-text server): each window is as
-long as it may be, less the time back to the quietest moment in its last part.
+long as it may be, less the time back to the quietest moment in its last part. Here, silence before
+and after a window is left out, too. Whisper makes up text for silence.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ from numpy.typing import NDArray
 _MOMENT = 0.1
 # Part at the end of a window, in seconds, in which the quietest moment is looked for.
 _SEARCHED = 5.0
-# Root mean square of a moment of -80 dB; noise of a 16-bit converter is louder.
-_SILENCE = 1e-4
+# Mean square of a moment of -80 dB: of silence that was not recorded by a microphone.
+_SILENCE = 1e-8
+# Moments of silence that stay around a window.
+_MARGIN = 2
 
 
 @dataclass(frozen=True)
@@ -32,38 +35,41 @@ class Window:
 
 
 def split(samples: NDArray[np.float32], sampling_rate: int, seconds: float) -> list[Window]:
-    """Divide a sound into windows, without gaps, of at most `seconds`.
+    """Divide a sound into windows of at most `seconds`; silence may be between them.
 
     Args:
         samples: float32 [samples].
         sampling_rate: samples a second.
         seconds: longest window, more than 5.
+
+    Returns:
+        The windows; none if nobody can be speaking.
     """
-    longest, searched = round(seconds * sampling_rate), round(_SEARCHED * sampling_rate)
     moment = round(_MOMENT * sampling_rate)
+    longest, searched = round(seconds / _MOMENT), round(_SEARCHED / _MOMENT)
+    energies = _energies(samples, moment)
+    loud = np.flatnonzero(energies >= _SILENCE)
     windows, begin = [], 0
-    while len(samples) - begin > longest:
-        first = begin + longest - searched
-        energies = _energies(samples[first : begin + longest], moment)
-        # The middle of the quietest moment; of equal ones, the last.
-        quietest = len(energies) - 1 - int(np.argmin(energies[::-1]))
-        end = first + quietest * moment + moment // 2
-        windows.append(Window(begin, end))
+    # All of these numbers are moments.
+    while len(later := loud[loud >= begin]):
+        begin = max(begin, int(later[0]) - _MARGIN)
+        end = len(energies)
+        if end - begin > longest:
+            last = energies[begin + longest - searched : begin + longest]
+            # Of moments that are equally quiet, the last one.
+            end = begin + longest - int(np.argmin(last[::-1]))
+        sound = later[later < end]
+        till = min(end, int(sound[-1]) + 1 + _MARGIN)
+        windows.append(Window(begin * moment, min(till * moment, len(samples))))
         begin = end
-    windows.append(Window(begin, len(samples)))
     return windows
 
 
-def is_silent(samples: NDArray[np.float32], sampling_rate: int) -> bool:
-    """Return True if no moment is louder than -80 dB, so that nobody can be speaking."""
-    moment = round(_MOMENT * sampling_rate)
-    padded = np.zeros(-(-len(samples) // moment) * moment, np.float32)
-    padded[: len(samples)] = samples
-    return bool((_energies(padded, moment) < _SILENCE**2).all())
-
-
 def _energies(samples: NDArray[np.float32], moment: int) -> NDArray[np.float32]:
-    """Return the mean square of each moment, float32 [moments]."""
-    squares = np.square(samples.reshape(-1, moment))
-    means: NDArray[np.float32] = squares.mean(axis=1)
+    """Return the mean square of each moment, float32 [moments]; the last one may be shorter."""
+    whole = len(samples) // moment * moment
+    means: NDArray[np.float32] = np.square(samples[:whole].reshape(-1, moment)).mean(axis=1)
+    rest = samples[whole:]
+    if len(rest):
+        means = np.append(means, np.square(rest).mean())
     return means
