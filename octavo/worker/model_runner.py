@@ -346,7 +346,9 @@ class ModelRunner:
         setup = self.setup
         kv_tensors, kv_caches = self._make_caches(kv)
         max_num_seqs = setup.largest_step.requests
-        batch = InputBatch(max_num_seqs, setup.max_model_len, kv, setup.step_arrays)
+        batch = InputBatch(
+            max_num_seqs, setup.max_model_len, kv, setup.step_arrays, setup.max_encoder_len
+        )
         received = make_received(setup, self.model.dtype)
         eager = EagerSteps(
             self.model,

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from octavo.attention.base import AttentionBackend
     from octavo.kernels.base import Ops, PackedWeight, QuantizedWeight
     from octavo.layers.adapter import AdaptedEmbedding, AdaptedLinear, Adapters
+    from octavo.layers.cross_attention import CrossAttention
     from octavo.layers.expert_adapter import AdaptedExperts
     from octavo.layers.expert_exchange import ExpertExchange
     from octavo.layers.experts import Experts
@@ -171,6 +172,8 @@ class Parts:
         self.expert_slots = expert_slots
         self.mixtures: list[Experts] = []
         """All mixtures of experts that were built, in the order of the forward pass."""
+        self.cross_attention: list[CrossAttention] = []
+        """The same of cross attention."""
         self._shared = shared
         self._weights = weights
         self.adapters = adapters
