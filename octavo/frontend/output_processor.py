@@ -14,6 +14,7 @@ import msgspec
 
 from octavo.errors import OctavoError, RequestError, make_error
 from octavo.lora_request import LoRARequest
+from octavo.frontend.encoder_prompt import encoder_token_ids
 from octavo.messages import (
     AdapterRef,
     EngineCoreOutput,

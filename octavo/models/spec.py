@@ -14,6 +14,7 @@ from octavo.models.blocks.altup import StreamsSpec
 from octavo.models.blocks.attention import Alibi, AttentionSpec
 from octavo.models.blocks.base import Table
 from octavo.models.blocks.embedding import EmbedSpec
+from octavo.models.blocks.encoder_input import TextInputSpec
 from octavo.models.blocks.head import HeadSpec
 from octavo.models.blocks.layer import LayerSpec
 from octavo.models.blocks.pooler import NO_SENTENCES, PoolerSpec, SentencesSpec

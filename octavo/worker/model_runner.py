@@ -48,6 +48,8 @@ from octavo.sampling.vllm_config import VllmConfig
 from octavo.sampling.vllm_logits_processors import make_processor
 from octavo.system.device import cpu_memory
 from octavo.system.tensor import Tensor
+from octavo.worker.cross_attention import CrossAttentionRows
+from octavo.worker.encoder_runner import EncoderRunner, encoder_arena
 from octavo.worker.expert_balancer import BalancedSteps, ExpertBalancer
 from octavo.worker.expert_group import ExpertGroup, make_exchange, reason_of_end
 from octavo.worker.expert_loads import ExpertLoads
@@ -102,6 +104,8 @@ class RunnerState:
     num_paged: int
     """Number of tensors of blocks."""
     batch: InputBatch
+    cross: CrossAttentionRows | None
+    """Writer of the rows of encoders; None: the model is no encoder-decoder."""
     sampling: SamplingState
     steps: StepRunner
     serve: Callable[[], object] | None
@@ -374,6 +378,7 @@ class ModelRunner:
             kv_tensors,
             kv.num_paged_tensors,
             batch,
+            self._make_cross(kv, kv_caches),
             sampling,
             steps,
             serve,
@@ -385,6 +390,17 @@ class ModelRunner:
                 )
             ),
         )
+
+    def _make_cross(self, kv: KVCacheConfig, kv_caches: list[Any]) -> CrossAttentionRows | None:
+        if not self.spec.is_encoder_decoder:
+            return None
+        assert isinstance(self.model, DecoderModel)
+        (encoder,) = self.model.encoders
+        scratch = self.setup.scratch
+        arena = None if scratch is None else encoder_arena(scratch.encoder_arena)
+        runner = EncoderRunner(encoder, self.ops, self.backend, arena)
+        layers = self.model.cross_attention
+        return CrossAttentionRows(runner, layers, kv_caches, kv, self.ops, self.backend)
 
     def run_largest_step(self) -> int:
         """Run a step of the largest size on a temporary KV cache.
@@ -452,6 +468,8 @@ class ModelRunner:
                 return
             self._num_steps += 1
             state, drafts = self.state, self._find_drafts(scheduled)
+            if state.cross is not None:
+                state.cross.compute(scheduler_output, state.batch)
             announce(drafts)
             # Reserved places without drafts are not tokens.
             tokens = sum(r.num_tokens - r.num_drafts for r in scheduled)
