@@ -50,6 +50,7 @@ class Source:
         "skip_rows",
         "padded",
         "taps",
+        "flat_rows",
     ] = "none"
     """Change of the stored tensor before a part is selected. transpose: from [inputs, outputs] to
     [outputs, inputs] (Conv1D); GGUF files store the result. swap: exchange rows and columns, also
@@ -59,7 +60,8 @@ class Source:
     (BLOOM, Falcon); a group may have other parts. by_shard: the same from queries, values and keys
     of each of several equal parts of the heads (CodeGen). halves: exchange the halves of the rows
     (GTE). skip_rows: drop the first rows (OPT's positions). padded: append as many zeros (DeBERTa
-    V1). taps: from [outputs, inputs, taps] to [outputs, taps * inputs] (DeBERTa V2)."""
+    V1). taps: from [outputs, inputs, taps] to [outputs, taps * inputs] (DeBERTa V2). flat_rows: from
+    [outputs, ...] to [outputs, all others] (patches of pictures)."""
     groups: int = 1
     """by_group: number of heads of keys and values. by_shard: number of parts."""
     group_queries: int = 1

@@ -41,6 +41,10 @@ class DecoderModel:
             self.embed = spec.embed.build(parts.of("embed"), shared)
             inputs, of_inputs = spec.embed.layer_inputs, parts.of("embed").of("layer_inputs")
             self.layer_inputs = None if inputs is None else inputs.build(of_inputs)
+        self.encoders = [
+            encoder.build(parts.of_encoder(f"encoders.{i}", encoder.max_num_tokens))
+            for i, encoder in enumerate(spec.encoders)
+        ]
         self.streams = None if spec.streams is None else spec.streams.build(parts.of("streams"))
         self.layers: list[Layer] = []
         self.mixtures: list[tuple[int, Experts]] = []

@@ -491,6 +491,8 @@ def _turned(tensor: HostTensor, source: Source) -> HostTensor:
         case "padded":
             numbers = tensor.numpy()
             return from_numpy(np.concatenate([numbers, np.zeros_like(numbers)]))
+        case "flat_rows":
+            return tensor.view(tensor.shape[0], -1)
         case "taps":
             outputs, *_ = tensor.shape
             return from_numpy(tensor.numpy().swapaxes(1, 2).reshape(outputs, -1))

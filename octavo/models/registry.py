@@ -150,7 +150,7 @@ def read_spec(checkpoint: Checkpoint, settings: ModelConfig = _DEFAULTS) -> Mode
             "architectures",
             f"{_kind_of(architecture)}; README.md lists the models that are",
         )
-    config = _complete_config(architecture, config)
+    config = complete_config(architecture, config)
     if config.has("auto_map") and not settings.trust_remote_code:
         raise config.error(
             "auto_map",
@@ -191,7 +191,7 @@ def read_mtp_spec(checkpoint: Checkpoint, settings: ModelConfig) -> MTPSpec | No
     read = _mtp_layers(FAMILIES.module_of(architecture)).get(architecture)
     if read is None:
         return None
-    config = _complete_config(architecture, config)
+    config = complete_config(architecture, config)
     spec = read(config)
     return None if spec is None else complete_spec(spec, config, checkpoint, settings)
 
@@ -222,7 +222,7 @@ def _read_architecture(checkpoint: Checkpoint, settings: ModelConfig) -> tuple[s
     return architectures[0], config
 
 
-def _complete_config(architecture: str, config: ConfigJson) -> ConfigJson:
+def complete_config(architecture: str, config: ConfigJson) -> ConfigJson:
     """Return the config with the fields of its text part, and defaults."""
     for section in ("text_config", "llm_config"):
         if config.has(section):

@@ -10,6 +10,7 @@ from itertools import accumulate, pairwise
 from octavo.checkpoints.base import Expected
 from octavo.errors import ConfigError
 from octavo.layers.step_table import StepArray
+from octavo.messages import Modality
 from octavo.models.blocks.altup import StreamsSpec
 from octavo.models.blocks.attention import Alibi, AttentionSpec
 from octavo.models.blocks.base import Table
@@ -19,6 +20,7 @@ from octavo.models.blocks.head import HeadSpec
 from octavo.models.blocks.layer import LayerSpec
 from octavo.models.blocks.pooler import NO_SENTENCES, PoolerSpec, SentencesSpec
 from octavo.models.cache import CacheSpec, CrossCache, EncoderCache
+from octavo.models.encoder import EncoderSpec
 from octavo.models.weights import Names, Weight
 from octavo.quantization.plain import PLAIN
 from octavo.system.distributed import Rank
@@ -67,6 +69,8 @@ class ModelSpec:
     shared_layers: tuple[int, ...] = ()
     """Number of the layer in the checkpoint whose weights each layer has, if layers share weights
     (ALBERT); empty: each layer has its own."""
+    encoders: tuple[EncoderSpec, ...] = ()
+    """Encoders whose rows the model reads: of pictures, sound, or texts."""
     decoder_start_ids: tuple[int, ...] = ()
     """Tokens with which the decoder of an encoder-decoder begins every answer."""
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
@@ -128,7 +132,7 @@ class ModelSpec:
     def split(self, rank: Rank) -> ModelSpec:
         """Return a rank's part: some outputs and heads of each layer, a part of the LM head.
 
-        The embedding is whole.
+        The embedding is whole, and so are encoders.
 
         Raises:
             ConfigError: the model cannot be split, or not among `rank.size` ranks.
@@ -202,6 +206,7 @@ class ModelSpec:
             self,
             layers=tuple(moved.get(id(layer), layer) for layer in layers),
             shared_layers=self.shared_layers[begin:end],
+            encoders=self.encoders if has_embed else (),
             streams=streams,
             first_layer=begin,
             has_embed=has_embed,
@@ -238,6 +243,10 @@ class ModelSpec:
         """True if the LM head is the embedding's table."""
         lm_head = self.head.lm_head
         return lm_head is not None and lm_head.modules[0][0] == self.embed.module
+
+    def encoder(self, modality: Modality) -> EncoderSpec | None:
+        """Return the encoder of the items of a modality; None: the model does not read them."""
+        return next((spec for spec in self.encoders if spec.reads(modality)), None)
 
     @property
     def caches(self) -> tuple[CacheSpec, ...]:
@@ -320,6 +329,8 @@ class ModelSpec:
             weights += self.streams.weights(Names("streams."))
         for names, layer in dict(zip(self.names_of_layers, self.layers, strict=True)).items():
             weights += layer.weights(names)
+        for i, encoder in enumerate(self.encoders):
+            weights += encoder.weights(Names(f"encoders.{i}."))
         if self.has_head:
             weights += self.head.weights(Names())
             for pooler in self.poolers:
@@ -347,6 +358,7 @@ class ModelSpec:
             max_model_len: longest context; default: the model's.
         """
         total = sum(t.nbytes(max_model_len or self.max_model_len) for t in self._tables())
+        total += sum(encoder.tables_nbytes() for encoder in self.encoders)
         return total + sum(weight.nbytes(dtype) for weight in self.weights())
 
     def loading_nbytes(self, dtype: str, *, made: bool = False) -> int:

@@ -191,6 +191,18 @@ class Parts:
         parts._own = f"{self._own}{part}."
         return parts
 
+    def of_encoder(self, part: str, max_num_tokens: int) -> Parts:
+        """Return the parts of an encoder beside the decoder: each rank computes all of it.
+
+        Args:
+            part: name of the encoder.
+            max_num_tokens: tokens of its longest item.
+        """
+        parts = self.of(part)
+        parts.max_model_len, parts.adapters, parts._shared = max_num_tokens, None, None
+        parts._tables = {}
+        return parts
+
     def has(self, name: str) -> bool:
         """Return True if the block has a weight with this name."""
         return self._own + name in self._weights

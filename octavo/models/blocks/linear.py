@@ -32,6 +32,9 @@ class LinearSpec:
     Falcon). by_shard: rows are queries, values and keys of each part of the heads (CodeGen).
     halves: rows are those of an MLP's projection up, then those of its gate (GTE). taps: [outputs,
     inputs of a tap, taps], of a convolution; the inputs are those of each tap in turn."""
+    stored: tuple[int, ...] = ()
+    """Dimensions of the inputs in the checkpoint, if there are several, as of a patch of a picture:
+    channels, height and width. Empty: there is one."""
     groups: int = 1
     """Number of groups, for by_group, of parts, for by_shard, or of taps; see `Source`."""
     group_queries: int = 1
@@ -199,6 +202,8 @@ class LinearSpec:
                         group_queries=self.group_queries,
                         group_parts=self.group_parts,
                     )
+                elif self.stored and kind == "weight":
+                    source = replace(source, shape=(rows, *self.stored), transform="flat_rows")
                 elif self.layout == "taps":
                     shape = (rows, inputs // self.groups, self.groups)
                     source = replace(source, shape=shape if kind == "weight" else source.shape)
