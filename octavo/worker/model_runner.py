@@ -468,8 +468,6 @@ class ModelRunner:
                 return
             self._num_steps += 1
             state, drafts = self.state, self._find_drafts(scheduled)
-            if state.cross is not None:
-                state.cross.compute(scheduler_output, state.batch)
             announce(drafts)
             # Reserved places without drafts are not tokens.
             tokens = sum(r.num_tokens - r.num_drafts for r in scheduled)
@@ -803,6 +801,8 @@ class ModelRunner:
                 self._add_row(request.req_id, request.new)
             if request.new_block_ids is not None:
                 batch.append_blocks(batch.row_of[request.req_id], request.new_block_ids)
+        if state.cross is not None:
+            state.cross.compute(scheduler_output, batch)
 
     def _add_row(self, req_id: str, data: NewRequestData) -> None:
         row = self.state.batch.add(req_id, data)

@@ -500,7 +500,7 @@ def test_encoder_decoders(case, dtype, tmp_path):
         assert answers(llm, requests[::-1]) == alone[::-1]
         assert answers(llm, requests) == alone
         assert llm.stats().prefix_cache_hits > 0
-    few = {"num_gpu_blocks_override": 14, "max_num_seqs": 4, "num_threads": 1}
+    few = {"num_gpu_blocks_override": 16, "max_num_seqs": 4, "num_threads": 1}
     with LLM(enable_prefix_caching=False, **few, **settings) as llm:
         assert answers(llm, requests) == alone
         assert llm.stats().num_preemptions > 0
