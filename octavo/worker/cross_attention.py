@@ -12,7 +12,6 @@ from octavo.kernels.base import Ops
 from octavo.kv_cache.groups import KVCacheConfig
 from octavo.layers.cross_attention import CrossAttention
 from octavo.messages import ScheduledRequest, SchedulerOutput
-from octavo.models.encoder import EncoderSpec
 from octavo.models.spec import ModelSpec
 from octavo.system.dtypes import DTYPE_NBYTES
 from octavo.worker.encoder_runner import EncoderRunner
@@ -77,15 +76,15 @@ class CrossAttentionRows:
                 layer.store(rows, cache, slots[group], self._backend)
 
 
-def rows_nbytes(spec: ModelSpec, encoder: EncoderSpec, dtype: str, num_tokens: int) -> int:
-    """Return the bytes of all rows of a step, and of an item's keys and values of one layer.
+def rows_nbytes(spec: ModelSpec, dtype: str, num_tokens: int) -> int:
+    """Return the bytes of all rows of a step, and of the keys and values of one layer for an item.
 
     Args:
         spec: a rank's part of the model.
-        encoder: its encoder.
         dtype: type of the model.
         num_tokens: most encoder tokens of a step.
     """
-    most = max(cache.num_kv_heads * cache.head_size for cache in spec.cross_caches)
+    (encoder,), caches = spec.encoders, spec.cross_caches
+    most = max(cache.num_kv_heads * cache.head_size for cache in caches)
     numbers = num_tokens * encoder.out_size + encoder.max_num_tokens * 2 * most
     return numbers * DTYPE_NBYTES[dtype]

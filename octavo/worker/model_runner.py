@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,8 +48,6 @@ from octavo.sampling.vllm_config import VllmConfig
 from octavo.sampling.vllm_logits_processors import make_processor
 from octavo.system.device import cpu_memory
 from octavo.system.tensor import Tensor
-from octavo.worker.cross_attention import CrossAttentionRows
-from octavo.worker.encoder_runner import EncoderRunner, encoder_arena
 from octavo.worker.expert_balancer import BalancedSteps, ExpertBalancer
 from octavo.worker.expert_group import ExpertGroup, make_exchange, reason_of_end
 from octavo.worker.expert_loads import ExpertLoads
@@ -68,6 +66,9 @@ from octavo.worker.loading_bar import loading_bar
 from octavo.worker.platform import Platform
 from octavo.worker.pooling import PoolingRows
 from octavo.worker.spec_decode.base import Proposer, Target
+
+if TYPE_CHECKING:
+    from octavo.worker.cross_attention import CrossAttentionRows
 
 logger = logging.getLogger(__name__)
 
@@ -394,6 +395,9 @@ class ModelRunner:
     def _make_cross(self, kv: KVCacheConfig, kv_caches: list[Any]) -> CrossAttentionRows | None:
         if not self.spec.is_encoder_decoder:
             return None
+        from octavo.worker.cross_attention import CrossAttentionRows  # few models have it
+        from octavo.worker.encoder_runner import EncoderRunner, encoder_arena
+
         assert isinstance(self.model, DecoderModel)
         (encoder,) = self.model.encoders
         scratch = self.setup.scratch

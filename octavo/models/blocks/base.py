@@ -208,6 +208,12 @@ class Parts:
         return self._own + name in self._weights
 
     @property
+    def token_table(self) -> Tensor | PackedWeight | QuantizedWeight:
+        """The decoder's table of tokens: its own weight, or that of the LM head."""
+        own = self._weights.get("embed.weight")
+        return self._weights["lm_head.weight"] if own is None else own
+
+    @property
     def cached_experts(self) -> ExpertLayer | None:
         """The block's layer of the expert cache; None: all of its experts are in memory."""
         return self._cached.get(self._own)

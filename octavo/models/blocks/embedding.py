@@ -185,8 +185,10 @@ class EmbedSpec:
             return ()
         return (TokenTypesArray(min(1, self.token_types.rows - 1)),)
 
-    def build(self, parts: Parts, shared: PackedWeight | QuantizedWeight | None) -> Embedding:
-        """Return the live block; `shared` is the LM head's weight if it is also the table."""
+    def build(
+        self, parts: Parts, shared: Tensor | PackedWeight | QuantizedWeight | None
+    ) -> Embedding:
+        """Return the live block; `shared` is another block's weight if it is also the table."""
         from octavo.layers.embedding import Embedding
         from octavo.system.tensor import round_to
 

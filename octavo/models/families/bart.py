@@ -73,7 +73,8 @@ class BartLike:
         encoder = EncoderSpec(
             modality="text",
             inputs=TextInputSpec(
-                self._embed(config, "encoder", table.format("encoder"), vocab_size, length)
+                self._embed(config, "encoder", table.format("encoder"), vocab_size, length),
+                shares_table=shared,
             ),
             layers=tuple(encoder_layers),
             layer_names="model.encoder.layers.{}.",

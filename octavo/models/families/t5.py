@@ -106,7 +106,7 @@ def _read(config: ConfigJson) -> ModelSpec:
     )
     encoder = EncoderSpec(
         modality="text",
-        inputs=TextInputSpec(embed),
+        inputs=TextInputSpec(embed, shares_table=True),
         layers=(layer,) * num_layers,
         layer_names="encoder.block.{}.",
         hidden_size=hidden,
