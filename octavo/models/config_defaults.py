@@ -442,6 +442,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "PegasusForConditionalGeneration": {"model_type": "pegasus", "decoder_start_token_id": 0}
     | _BART
     | {"eos_token_id": 1},
+    "WhisperForConditionalGeneration": {"model_type": "whisper", "activation_function": "gelu"}
+    | {"num_mel_bins": 80, "max_source_positions": 1500, "max_target_positions": 448},
 }
 """Defaults by the name of the architecture."""
 

@@ -289,5 +289,6 @@ INDEX: dict[str, tuple[str, ...]] = {
         "T5ForConditionalGeneration",
         "MT5ForConditionalGeneration",
     ),
+    "whisper": ("WhisperForConditionalGeneration",),
 }
 """Name of a file -> keys of its `ARCHITECTURES`, which config.json names."""

@@ -103,3 +103,41 @@ def test_same_as_transformers(name, tmp_path):
         for row, found in zip(expected, answer.outputs[0].logprobs, strict=True):
             for token, logprob in found.items():
                 assert abs(row[token].item() - logprob.logprob) < 1e-4
+
+
+WHISPER: dict[str, Any] = {"vocab_size": VOCAB, "d_model": 40, "num_mel_bins": 6}
+WHISPER |= {"encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4}
+WHISPER |= {"decoder_attention_heads": 4, "encoder_ffn_dim": 56, "decoder_ffn_dim": 56}
+WHISPER |= {"max_source_positions": 25, "max_target_positions": 30, "decoder_start_token_id": 3}
+WHISPER |= {"bos_token_id": 1, "eos_token_id": 1, "pad_token_id": 1}
+SOUNDS = {"whisper": {}, "whisper-odd": {"d_model": 36, "encoder_layers": 3, "num_mel_bins": 5}}
+SOUNDS |= {"whisper-turbo": {"encoder_layers": 4, "decoder_layers": 1, "d_model": 32}}
+
+
+@pytest.mark.parametrize("name", SOUNDS)
+def test_sounds_same_as_transformers(name, tmp_path):
+    config = WHISPER | SOUNDS[name]
+    hf_model = make_hf("WhisperForConditionalGeneration", **config)
+    hf_model.save_pretrained(tmp_path)
+    generator = torch.Generator().manual_seed(0)
+    sounds = [torch.randn(50, config["num_mel_bins"], generator=generator) for _ in range(3)]
+    starts = [[3], [3, 9, 11], [3, *range(20)]]
+    params = SamplingParams(temperature=0, max_tokens=7, ignore_eos=True, logprobs=1)
+    prompts = [
+        {"encoder_prompt": {"input_features": sound.numpy()}, "decoder_prompt": start}
+        for sound, start in zip(sounds, starts, strict=True)
+    ]
+    answers = make_llm(tmp_path).generate(prompts, params)
+    for sound, start, answer in zip(sounds, starts, answers, strict=True):
+        tokens = answer.outputs[0].token_ids
+        with torch.inference_mode():
+            logits = hf_model(
+                input_features=sound.T[None],
+                decoder_input_ids=torch.tensor([[*start, *tokens[:-1]]]),
+                use_cache=False,
+            ).logits[0, len(start) - 1 :]
+        expected = torch.log_softmax(logits, -1)
+        assert expected.argmax(-1).tolist() == list(tokens)
+        for row, found in zip(expected, answer.outputs[0].logprobs, strict=True):
+            for token, logprob in found.items():
+                assert abs(row[token].item() - logprob.logprob) < 1e-4

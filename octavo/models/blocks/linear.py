@@ -62,6 +62,8 @@ class LinearSpec:
     whole_bias: str | None = None
     """Tensor [1, outputs] with the bias, without a prefix; zeros if the checkpoint lacks it (BART).
     None: each module has its own."""
+    unbiased: tuple[str, ...] = ()
+    """With `bias`: modules that lack it in the checkpoint; theirs is 0 (Whisper's keys)."""
     forms: tuple[WeightForm, ...] = ()
     """Form of each module in the checkpoint and in memory; empty: all are plain. Successive modules
     of one form are one weight."""
@@ -186,6 +188,9 @@ class LinearSpec:
             begin += rows
             if kind == "bias":
                 stored: tuple[Source, ...] = (Source(f"{name}.bias", (rows,)),)
+                if module in self.unbiased:
+                    absent = replace(stored[0], transform="flat_or_zeros", optional=True)
+                    stored = (replace(absent, dummy=0.0),)
             else:
                 form = self.forms[index] if self.forms else PLAIN
                 stored = form.sources(name, rows, inputs)

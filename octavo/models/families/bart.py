@@ -35,6 +35,8 @@ class BartLike:
     """True if there is a norm of the embedding."""
     sinusoids: bool = False
     """True if the vectors of positions are computed; False: they are learned."""
+    key_bias: bool = True
+    """True if the projections to keys have a bias."""
 
     def read(self, config: ConfigJson) -> ModelSpec:
         """Return the model."""
@@ -46,10 +48,10 @@ class BartLike:
         if shared and own_size != vocab_size:
             raise config.error("decoder_vocab_size", "a shared embedding has vocab_size tokens")
         table = "model.shared" if shared else "model.{}.embed_tokens"
-        layers, encoder_layers = (self._layers(config, stack) for stack in ("decoder", "encoder"))
+        layers, encoder_layers = (self.layers(config, stack) for stack in ("decoder", "encoder"))
         embed = self._embed(config, "decoder", table.format("decoder"), own_size, length)
         head = HeadSpec(
-            self._final_norm(config, "decoder"),
+            self.final_norm(config, "decoder"),
             replace(
                 base.read_lm_head(config, embed, tied=True, bias=True),
                 whole_bias="final_logits_bias",
@@ -79,7 +81,7 @@ class BartLike:
             layers=tuple(encoder_layers),
             layer_names="model.encoder.layers.{}.",
             hidden_size=spec.hidden_size,
-            norm=self._final_norm(config, "encoder"),
+            norm=self.final_norm(config, "encoder"),
             output=None,
             max_num_tokens=length,
         )
@@ -101,12 +103,13 @@ class BartLike:
             norm=norm if self.embed_norm else None,
         )
 
-    def _final_norm(self, config: ConfigJson, stack: str) -> LayerNormSpec | None:
+    def final_norm(self, config: ConfigJson, stack: str) -> LayerNormSpec | None:
+        """Return the norm after the last layer of the encoder or the decoder."""
         if not self.pre_norm:
             return None
         return LayerNormSpec(f"model.{stack}.layer_norm", config.integer("d_model"), _EPS)
 
-    def _layers(self, config: ConfigJson, stack: str) -> list[LayerSpec]:
+    def layers(self, config: ConfigJson, stack: str) -> list[LayerSpec]:
         """Return the layers of the encoder or the decoder."""
         causal, hidden = stack == "decoder", config.integer("d_model")
         number = base.read_num_heads(config, f"{stack}_attention_heads")
@@ -116,7 +119,9 @@ class BartLike:
             return LayerNormSpec(f"{module}_layer_norm", hidden, _EPS)
 
         def linear(*modules: str) -> LinearSpec:
-            return LinearSpec(tuple((module, hidden) for module in modules), hidden, bias=True)
+            keys = () if self.key_bias else tuple(m for m in modules if m.endswith("k_proj"))
+            rows = tuple((module, hidden) for module in modules)
+            return LinearSpec(rows, hidden, bias=True, unbiased=keys)
 
         attention = AttentionSpec(
             linear(*(f"self_attn.{part}_proj" for part in "qkv")),
