@@ -83,6 +83,7 @@ class Request:
         "has_news",
         "leader",
         "max_tokens",
+        "mm_features",
         "num_accepted_tokens",
         "num_cached_tokens",
         "num_charged",
@@ -126,6 +127,7 @@ class Request:
         self.prompt_embeds = core_request.prompt_embeds
         self.pooling: PoolingSpec | None = core_request.pooling
         """Result in place of tokens; None: the request generates tokens."""
+        self.mm_features = core_request.mm_features
         self.guard: Guard | None = None
         """Guard of the answer; None: it has no limits."""
         if params.guard is not None:
@@ -192,6 +194,11 @@ class Request:
         if not self.num_output_tokens:
             return self.options.due
         return math.inf if self.options.deadline is None else self.options.deadline
+
+    @property
+    def shares_blocks(self) -> bool:
+        """True if other requests may find its blocks by their hashes."""
+        return self._block_hasher is not None
 
     @property
     def skip_reading_prefix_cache(self) -> bool:

@@ -235,6 +235,11 @@ def set_up_worker(
             "the CPU's own kernels support; use device=cpu without attention_backend=triton, or "
             "another checkpoint."
         )
+    if spec.is_encoder_decoder and not platform.is_native(config.device):
+        raise ConfigError(
+            f"device={platform.name}: {spec.architecture} is an encoder-decoder, which only "
+            "device=cpu without attention_backend=triton supports."
+        )
     return make_worker_setup(config, spec, model_path, default_batched_tokens, engine_index)
 
 

@@ -14,6 +14,7 @@ import msgspec
 
 from octavo.errors import OctavoError, RequestError, make_error
 from octavo.lora_request import LoRARequest
+from octavo.frontend.encoder_prompt import encoder_token_ids
 from octavo.messages import (
     AdapterRef,
     EngineCoreOutput,
@@ -168,15 +169,18 @@ class _Group:
         if self.output_kind == RequestOutputKind.DELTA:
             outputs.clear()
             self.prompt_logprobs = None
+        encoder_ids = encoder_token_ids(self.request.mm_features)
         return RequestOutput(
             self.request_id,
-            self.prompt,
+            self.prompt if encoder_ids is None else None,
             self.request.prompt_token_ids,
             prompt_logprobs,
             completions,
             self.finished,
             times,
             lora_request=_lora_request(self.request.options.adapter),
+            encoder_prompt=None if encoder_ids is None else self.prompt,
+            encoder_prompt_token_ids=encoder_ids,
             num_cached_tokens=self.num_cached_tokens,
             kv_transfer_params=self.kv_transfer_params,
             num_computed_tokens=self.num_computed_tokens,

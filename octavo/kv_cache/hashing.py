@@ -59,6 +59,25 @@ def prompt_embeds_keys(request: Request, start: int, end: int) -> list[bytes]:
     return [digest.digest()]
 
 
+def encoder_keys(request: Request, start: int, end: int) -> list[bytes]:
+    """Implement `ExtraKeys`: the encoder's inputs that all tokens attend to, in the first block.
+
+    Later blocks depend on them through the chain.
+    """
+    if start:
+        return []
+    return [
+        b"encoder: " + item.identifier.encode()
+        for item in request.mm_features
+        if not item.mm_position.length
+    ]
+
+
+def block_keys(request: Request, start: int, end: int) -> list[bytes]:
+    """Implement `ExtraKeys`: all keys of a block."""
+    return prompt_embeds_keys(request, start, end) + encoder_keys(request, start, end)
+
+
 def make_block_hasher(block_size: int, extra_keys: ExtraKeys | None = None) -> BlockHasher:
     """Make the function that hashes a request's full blocks of known tokens.
 

@@ -311,6 +311,14 @@ class WorkerSetup:
         return 1 + (max(drafts, MAX_FORCED) if drafts else 0)
 
     @property
+    def max_encoder_len(self) -> int:
+        """Most tokens of an encoder-decoder's encoder for a request; 0: it has none.
+
+        A step computes them beside at least one token of the decoder.
+        """
+        return min(self.spec.max_encoder_len, self.max_num_batched_tokens - 1)
+
+    @property
     def largest_step(self) -> StepSize:
         """Size of the largest step."""
         tokens, requests = self.max_num_batched_tokens, self.config.scheduler.max_num_seqs

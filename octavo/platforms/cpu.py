@@ -224,6 +224,7 @@ def memory_budget(
         config.cache.block_size,
         len(setup.kv_cache_groups),
         setup.step_arrays,
+        setup.max_encoder_len,
     )
     rows *= setup.rank.world_size
     rows += state_nbytes(max_num_seqs, vocab_size)
@@ -265,6 +266,7 @@ def memory_budget(
     if setup.rank.world_size > 1:
         activations += dataclasses.replace(setup, scratches=scratches).group_nbytes
     lora, adapter = config.lora, ranks * sum(scratch.adapter for scratch in scratches)
+    encoders = ranks * sum(scratch.encoder_arena + scratch.encoders for scratch in scratches)
     exchanged = sum(scratch.exchanged for scratch in scratches)
     activations += exchanged // config.parallel.num_local_engines
     return MemoryBudget(
@@ -285,6 +287,7 @@ def memory_budget(
                 note=f" for {lora.num_in_memory} of rank {lora.max_lora_rank}, and to read them",
             ),
             MemoryItem("activations", activations, "step"),
+            MemoryItem("encoders", encoders, "step", ", to run them"),
             MemoryItem("logits", logits, "step"),
             MemoryItem("sampling", sampling, "sampling", ", freed after each step"),
             MemoryItem(

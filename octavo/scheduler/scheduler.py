@@ -18,6 +18,8 @@ import bisect
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
+import msgspec
+
 from octavo.config import LoRAConfig, SchedulerConfig
 from octavo.errors import RequestError
 from octavo.kv_cache.events import KVEventLog
@@ -700,6 +702,9 @@ class Scheduler:
             self.hold(request.request_id, RequestStatus.WAITING_FOR_ADAPTER_TURN)
             return False
         whole = request.whole or not self.config.enable_chunked_prefill
+        num_encoded = 0 if manager.cross is None else manager.cross.num_encoder_tokens(request)
+        if num_encoded >= step.budget:
+            return self._note_wait(request, WaitReason.BUDGET)
         while True:
             hit, start = manager.get_computed_blocks(request)
             if self._loads is not None and self._loads.must_wait(
@@ -713,7 +718,7 @@ class Scheduler:
             # Only a preempted request can be longer than a whole budget; it is split anyway.
             if whole and step.budget < num_new <= self.max_num_batched_tokens:
                 return self._note_wait(request, WaitReason.BUDGET)
-            num_new = min(num_new, step.budget)
+            num_new = min(num_new, step.budget - num_encoded)
             seats = self.config.max_num_seqs
             if options.turn > 0:  # the last eighth is for the first requests of calls
                 seats -= seats // 8
@@ -750,7 +755,17 @@ class Scheduler:
             pooling=request.pooling,
             adapter_slot=-1 if self.adapters is None else self.adapters.slot_of(request),
             adapter_begin=request.options.adapter_begin,
+            mm_features=request.mm_features,
         )
+        if manager.cross is not None:
+            if manager.cross.is_new(request):
+                inputs = [*range(len(request.mm_features))]
+                step.output.scheduled_encoder_inputs[request.request_id] = inputs
+                step.budget -= num_encoded
+            else:
+                data.mm_features = [
+                    msgspec.structs.replace(item, data={}) for item in request.mm_features
+                ]
         if manager.states is not None:
             data.state_slots, data.state_source = manager.states.live_slots(request)
         scheduled = ScheduledRequest(
