@@ -120,8 +120,8 @@ class LogMel:
             spectrum = np.fft.rfft(frames[begin:end] * _window(self.n_fft), axis=1)
             power = (spectrum.real**2 + spectrum.imag**2).astype(np.float32, copy=False)
             mel[:, begin:end] = _bands(np.ascontiguousarray(power.T), self)
-        mel = np.log10(np.maximum(mel, _FLOOR))
-        mel = np.maximum(mel, mel.max() - np.float32(8))
+        np.log10(np.maximum(mel, _FLOOR), out=mel)
+        np.maximum(mel, mel.max() - np.float32(8), out=mel)
         mel += np.float32(4)
         mel /= np.float32(4)
         return mel
