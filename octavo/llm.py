@@ -28,6 +28,7 @@ from octavo.frontend.input_processor import Prompt
 from octavo.frontend.interrupts import late_interrupts
 from octavo.frontend.llm_engine import LLMEngine, failed_output
 from octavo.llm_pooling import PoolingMethods, as_list
+from octavo.llm_speech import SpeechMethods
 from octavo.lora_request import LoRARequest
 from octavo.messages import AdapterRef, EngineCoreRequest, PauseMode
 from octavo.observability.scheduler_stats import SchedulerStats
@@ -52,7 +53,7 @@ Bar = bool | Callable[..., Any]
 T = TypeVar("T")
 
 
-class LLM(PoolingMethods):
+class LLM(PoolingMethods, SpeechMethods):
     """Model in this process, for offline use.
 
     Args:

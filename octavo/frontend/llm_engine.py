@@ -87,8 +87,8 @@ class LLMEngine:
         check_offline(config)
         settings = config.model
         path, tokenizer_path = resolve_folders(config)
-        self._checkpoint = open_checkpoint(path, config.load.load_format, settings.seed)
-        self.spec = read_spec(self._checkpoint, settings)
+        self.checkpoint = open_checkpoint(path, config.load.load_format, settings.seed)
+        self.spec = read_spec(self.checkpoint, settings)
         self.tokenizer: Tokenizer | None = None
         if not settings.skip_tokenizer_init:
             self.tokenizer = Tokenizer.from_folder(tokenizer_path)
@@ -349,7 +349,7 @@ class LLMEngine:
             )
         save_sharded_state(
             self.spec,
-            self._checkpoint,
+            self.checkpoint,
             Path(path),
             dtype=resolve_dtype(config, self.spec),
             size=config.device.tensor_parallel_size,

@@ -11,10 +11,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.checkpoints.base import Checkpoint
-from octavo.errors import ModelError
+from octavo.errors import ModelError, RequestError
 from octavo.media.log_mel import LogMel
+from octavo.models.spec import ModelSpec
 from octavo.speech.tokens import WhisperTokens
 from octavo.text.tokenizer import Tokenizer
+
+
+def hears(spec: ModelSpec) -> bool:
+    """Return True if a model writes what is said in a sound."""
+    return spec.is_encoder_decoder and spec.encoder_modality == "audio"
 
 
 @dataclass(frozen=True)
@@ -35,6 +41,32 @@ class SpeechModel:
     """Returns the tokens of a text, without special tokens."""
     decode: Callable[[list[int]], str]
     """Returns the text of tokens."""
+
+    @classmethod
+    def open(
+        cls,
+        checkpoint: Checkpoint,
+        spec: ModelSpec,
+        tokenizer: Tokenizer | None,
+        max_tokens: int,
+    ) -> SpeechModel:
+        """Read the files of a model, if it writes what is said.
+
+        Raises:
+            RequestError: the model does not hear, or its tokenizer is not loaded.
+            ModelError: as for `read`.
+        """
+        if not hears(spec):
+            raise RequestError(
+                f"This model ({spec.architecture}) does not transcribe sounds.",
+                "model",
+                "unsupported_task",
+            )
+        if tokenizer is None:
+            raise RequestError(
+                "No tokenizer is loaded (skip_tokenizer_init), which transcripts need.", "model"
+            )
+        return cls.read(checkpoint, tokenizer, max_tokens)
 
     @classmethod
     def read(cls, checkpoint: Checkpoint, tokenizer: Tokenizer, max_tokens: int) -> SpeechModel:
