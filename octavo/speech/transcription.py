@@ -35,6 +35,8 @@ from octavo.system.offload import offload
 Samples = NDArray[np.float32]
 T = TypeVar("T")
 
+TIMED_FORMATS = ("srt", "vtt", "verbose_json")
+"""Forms of a transcript that have times."""
 # Candidates among which the token of silence is looked for. If it is not among them, its
 # probability is small.
 _CANDIDATES = 5
