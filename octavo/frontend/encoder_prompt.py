@@ -102,7 +102,8 @@ def encoder_token_ids(features: list[MultiModalFeatureSpec]) -> list[int] | None
     """Return the tokens of the text that the encoder reads; None: it reads no text."""
     for feature in features:
         if not feature.mm_position.length and "input_ids" in feature.data:
-            return np.frombuffer(feature.data["input_ids"].data, np.int64).tolist()
+            ids: list[int] = np.frombuffer(feature.data["input_ids"].data, np.int64).tolist()
+            return ids
     return None
 
 

@@ -38,7 +38,10 @@ def test_texts_errors_and_a_death(folder, tmp_path):
     assert outputs[0].prompt is None
     expected = [output.outputs[0].text for output in outputs]
     flags = ["--dtype", "bfloat16", "--max-model-len", "400"]
-    with serve(tmp_path, *flags, model=str(folder), spare=True) as server, ThreadPoolExecutor(8) as pool:
+    with (
+        serve(tmp_path, *flags, model=str(folder), spare=True) as server,
+        ThreadPoolExecutor(8) as pool,
+    ):
 
         def complete(text, **fields):
             body = {"model": str(folder), "prompt": text, "max_tokens": 300, "temperature": 0.8}

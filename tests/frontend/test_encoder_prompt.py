@@ -76,8 +76,10 @@ def test_words_that_the_model_never_writes():
 
 
 def test_the_identifier_depends_on_content_and_scope():
-    ids = {run(prompt, salt=salt)[0].mm_features[0].identifier
-           for prompt, salt in (("abc", None), ("abd", None), ("abc", "s"), ("abc", "t"))}
+    ids = {
+        run(prompt, salt=salt)[0].mm_features[0].identifier
+        for prompt, salt in (("abc", None), ("abd", None), ("abc", "s"), ("abc", "t"))
+    }
     assert len(ids) == 4
     assert run("abc")[0].mm_features[0].identifier in ids
 
