@@ -17,7 +17,7 @@ _KINDS = {
     r"Whisper|Speech|Audio|CTC$|Voice|Moonshine|ASR": "it processes sound, and Octavo's "
     "models process text",
     r"^(T5|MT5|UMT5|Bart|MBart|Pegasus|Marian|M2M|BlenderBot|Led|LED|ProphetNet)": "it is an "
-    "encoder-decoder, and Octavo's models are decoders",
+    "encoder-decoder of a family that Octavo does not have",
     r"^(DeepseekV32|GlmMoeDsa|Glm5Next|Qwen4Exp|MiniMaxM3)": "its attention chooses tokens "
     "with an indexer (sparse attention), which Octavo does not compute",
     r"^DeepseekV4": "it has compressed keys and values, and hyper-connections, which Octavo does "

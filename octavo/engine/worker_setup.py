@@ -93,7 +93,8 @@ def _check_encoder_decoder(config: EngineConfig, spec: ModelSpec) -> None:
     device, cache = config.device, config.cache
     asked = config.scheduler.max_num_batched_tokens
     for name, is_set in {
-        f"pipeline_parallel_size={device.pipeline_parallel_size}": device.pipeline_parallel_size > 1,
+        f"pipeline_parallel_size={device.pipeline_parallel_size}": device.pipeline_parallel_size
+        > 1,
         "speculative_config": config.speculation.speculative_config is not None,
         "kv_transfer_config": cache.kv_transfer_config is not None,
         "kv_events_config": cache.kv_events_config is not None,

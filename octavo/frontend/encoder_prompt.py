@@ -7,11 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from octavo.errors import RequestError
-from octavo.messages import MultiModalFeatureSpec, PlaceholderRange, TensorData
+from octavo.messages import Modality, MultiModalFeatureSpec, PlaceholderRange, TensorData
 
 PARTS = ("encoder_prompt", "decoder_prompt")
 """Keys of a prompt with both parts."""
@@ -101,23 +102,35 @@ def encoder_token_ids(features: list[MultiModalFeatureSpec]) -> list[int] | None
     """Return the tokens of the text that the encoder reads; None: it reads no text."""
     for feature in features:
         if not feature.mm_position.length and "input_ids" in feature.data:
-            return np.frombuffer(feature.data["input_ids"].data, np.int64).tolist()
+            ids: list[int] = np.frombuffer(feature.data["input_ids"].data, np.int64).tolist()
+            return ids
     return None
 
 
+def scoped(feature: MultiModalFeatureSpec, cache_salt: str | None) -> MultiModalFeatureSpec:
+    """Return an item in another scope of the prefix cache."""
+    return msgspec.structs.replace(feature, identifier=_identify(feature.data, cache_salt))
+
+
 def _feature(
-    modality: Any, arrays: dict[str, NDArray[Any]], num_tokens: int, cache_salt: str | None
+    modality: Modality, arrays: dict[str, NDArray[Any]], num_tokens: int, cache_salt: str | None
 ) -> MultiModalFeatureSpec:
-    digest = hashlib.sha256(b"octavo-encoder:" + (cache_salt or "").encode() + b":")
-    data = {}
-    for name, array in arrays.items():
-        tensor = TensorData(str(array.dtype), array.shape, array.tobytes())
-        digest.update(f"{name}:{tensor.dtype}:{tensor.shape}:".encode() + tensor.data)
-        data[name] = tensor
+    data = {
+        name: TensorData(str(array.dtype), array.shape, array.tobytes())
+        for name, array in arrays.items()
+    }
     return MultiModalFeatureSpec(
         modality=modality,
-        identifier=digest.hexdigest(),
+        identifier=_identify(data, cache_salt),
         mm_position=PlaceholderRange(0, 0),
         data=data,
         num_encoder_tokens=num_tokens,
     )
+
+
+def _identify(data: dict[str, TensorData], cache_salt: str | None) -> str:
+    salt = (cache_salt or "").encode()
+    digest = hashlib.sha256(b"octavo-encoder:%d:%b" % (len(salt), salt))
+    for name, tensor in data.items():
+        digest.update(f"{name}:{tensor.dtype}:{tensor.shape}:".encode() + tensor.data)
+    return digest.hexdigest()

@@ -22,6 +22,7 @@ from octavo.frontend.encoder_prompt import (
     encoder_token_ids,
     read_features,
     read_parts,
+    scoped,
     text_feature,
 )
 from octavo.frontend.prompt_embeds import PROMPT_EMBEDS_OFF, check_embeds, read_tensor
@@ -539,7 +540,7 @@ class InputProcessor:
             request.request_id,
             prompt,
             params,
-            RequestOptions(arrival_time, cache_salt=request.options.cache_salt),
+            RequestOptions(arrival_time),
         )
         if embeds is not None:
             if not self._enable_prompt_embeds:
@@ -550,7 +551,8 @@ class InputProcessor:
         options = replace(
             request.options, arrival_time=arrival_time, deadline=None, first_token_deadline=None
         )
-        return replace(made, options=options, prompt_embeds=embeds)
+        features = [scoped(feature, options.cache_salt) for feature in made.mm_features]
+        return replace(made, options=options, prompt_embeds=embeds, mm_features=features)
 
     def _read_encoder_decoder(
         self,

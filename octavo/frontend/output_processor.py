@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from octavo.errors import OctavoError, RequestError, make_error
-from octavo.lora_request import LoRARequest
 from octavo.frontend.encoder_prompt import encoder_token_ids
+from octavo.lora_request import LoRARequest
 from octavo.messages import (
     AdapterRef,
     EngineCoreOutput,

@@ -136,7 +136,8 @@ class KVCacheConfig:
 def make_kv_cache_groups(caches: Sequence[CacheSpec]) -> list[KVCacheGroup]:
     """Sort layers into groups of equal size; the last group of a kind may be smaller.
 
-    Groups of cross attention follow the other groups with blocks. Layers with recurrent states form one group for each kind, after the others.
+    Groups of cross attention follow the other groups with blocks. Layers with recurrent states form
+    one group for each kind, after the others.
 
     Args:
         caches: cache spec of each layer with a cache, as in `ModelSpec.caches`.

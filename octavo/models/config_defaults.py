@@ -430,9 +430,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     ),
     **_encoder("JinaEmbeddingsV3", "jina_embeddings_v3", _FLASH),
     "T5ForConditionalGeneration": {"model_type": "t5", "feed_forward_proj": "relu"} | _T5,
-    "MT5ForConditionalGeneration": {"model_type": "mt5", "feed_forward_proj": "gated-gelu"}
-    | _T5
-    | {"tie_word_embeddings": False},
+    "MT5ForConditionalGeneration": {"model_type": "mt5", "feed_forward_proj": "gated-gelu"} | _T5,
     "BartForConditionalGeneration": {"model_type": "bart", "decoder_start_token_id": 2}
     | _BART
     | {"eos_token_id": 2},

@@ -270,9 +270,7 @@ def complete_spec(
     return _with_decoder_start(spec, config, generation) if spec.is_encoder_decoder else spec
 
 
-def _with_decoder_start(
-    spec: _Spec, config: ConfigJson, generation: ConfigJson | None
-) -> _Spec:
+def _with_decoder_start(spec: _Spec, config: ConfigJson, generation: ConfigJson | None) -> _Spec:
     """Return an encoder-decoder with the tokens that begin answers, and those that it never writes.
 
     A field of generation_config.json replaces that of config.json, as in transformers.

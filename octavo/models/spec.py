@@ -91,7 +91,7 @@ class ModelSpec:
 
     @property
     def is_encoder_decoder(self) -> bool:
-        """True if the tokens attend to the rows of an encoder, of which each request has one input."""
+        """True if the tokens attend to the rows of an encoder; each request has an input of it."""
         return bool(self.cross_caches)
 
     @property

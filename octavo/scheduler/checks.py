@@ -76,9 +76,9 @@ def check_fits(
     if needed > num_usable_blocks:
         beside = f" and {rows} of the encoder" if rows else ""
         raise ContextLengthError(
-            f"The prompt of {prompt} tokens{beside} and up to {request.max_tokens} more need {needed} "
-            f"KV-cache blocks, but there are {num_usable_blocks}. Shorten the prompt or lower "
-            "max_tokens.",
+            f"The prompt of {prompt} tokens{beside} and up to {request.max_tokens} more need "
+            f"{needed} KV-cache blocks, but there are {num_usable_blocks}. Shorten the prompt or "
+            "lower max_tokens.",
             "max_tokens",
         )
 

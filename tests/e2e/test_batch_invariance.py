@@ -474,7 +474,7 @@ def test_other_families(architecture, tmp_path):
 
 
 def encoder_decoder_requests():
-    """Return requests of several encoder inputs, two of them equal, and of longer decoder prompts."""
+    """Return requests with encoder inputs, of which some are equal, and longer decoder prompts."""
     requests = []
     for i, count in enumerate((1, 16, 33, 61, 33, 7)):
         of_decoder = tokens(30 + i, (0, 0, 20, 3, 20, 35)[i])
@@ -496,7 +496,9 @@ def test_encoder_decoders(case, dtype, tmp_path):
         alone = [answers(llm, [request])[0] for request in requests]
         assert len({answer.token_ids for answer in alone}) > 3
         assert answers(llm, requests) == alone
-    with LLM(max_num_batched_tokens=62, max_num_seqs=8, long_prefill_token_threshold=7, **settings) as llm:
+    with LLM(
+        max_num_batched_tokens=62, max_num_seqs=8, long_prefill_token_threshold=7, **settings
+    ) as llm:
         assert answers(llm, requests[::-1]) == alone[::-1]
         assert answers(llm, requests) == alone
         assert llm.stats().prefix_cache_hits > 0

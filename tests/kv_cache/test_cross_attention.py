@@ -167,8 +167,6 @@ def test_inputs_that_never_fit_are_refused():
     empty.mm_features = []
     with pytest.raises(RequestError, match="encoder's prompt is empty"):
         scheduler.add_request(empty)
-    few = Scheduler(
-        SchedulerConfig(), make_config(4), max_model_len=32, max_num_batched_tokens=99
-    )
+    few = Scheduler(SchedulerConfig(), make_config(4), max_model_len=32, max_num_batched_tokens=99)
     with pytest.raises(ContextLengthError, match="and 20 of the encoder"):
         few.add_request(make_request("c", range(20)))

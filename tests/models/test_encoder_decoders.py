@@ -40,6 +40,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "T5ForConditionalGeneration",
         T5 | SMALL | {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
     ),
+    "mt5": ("MT5ForConditionalGeneration", T5 | {"feed_forward_proj": "gated-gelu"}),
     "bart": ("BartForConditionalGeneration", BART),
     "bart-odd": ("BartForConditionalGeneration", BART | ODD),
     "bart-relu": ("BartForConditionalGeneration", BART | {"activation_function": "relu"}),
@@ -110,14 +111,23 @@ WHISPER |= {"encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads":
 WHISPER |= {"decoder_attention_heads": 4, "encoder_ffn_dim": 56, "decoder_ffn_dim": 56}
 WHISPER |= {"max_source_positions": 25, "max_target_positions": 30, "decoder_start_token_id": 3}
 WHISPER |= {"bos_token_id": 1, "eos_token_id": 1, "pad_token_id": 1}
-SOUNDS = {"whisper": {}, "whisper-odd": {"d_model": 36, "encoder_layers": 3, "num_mel_bins": 5}}
-SOUNDS |= {"whisper-turbo": {"encoder_layers": 4, "decoder_layers": 1, "d_model": 32}}
+SOUNDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "whisper": ("WhisperForConditionalGeneration", WHISPER),
+    "whisper-odd": (
+        "WhisperForConditionalGeneration",
+        WHISPER | {"d_model": 36, "encoder_layers": 3, "num_mel_bins": 5},
+    ),
+    "whisper-turbo": (
+        "WhisperForConditionalGeneration",
+        WHISPER | {"encoder_layers": 4, "decoder_layers": 1, "d_model": 32},
+    ),
+}
 
 
 @pytest.mark.parametrize("name", SOUNDS)
 def test_sounds_same_as_transformers(name, tmp_path):
-    config = WHISPER | SOUNDS[name]
-    hf_model = make_hf("WhisperForConditionalGeneration", **config)
+    architecture, config = SOUNDS[name]
+    hf_model = make_hf(architecture, **config)
     hf_model.save_pretrained(tmp_path)
     generator = torch.Generator().manual_seed(0)
     sounds = [torch.randn(50, config["num_mel_bins"], generator=generator) for _ in range(3)]

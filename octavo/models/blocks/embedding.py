@@ -214,7 +214,6 @@ class EmbedSpec:
             ),
         )
 
-
     def _build_positions(self, parts: Parts) -> Tensor | None:
         positions = self.positions
         if isinstance(positions, Sinusoids):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from octavo.checkpoints.config_json import MOST_LAYERS, ConfigJson
 from octavo.models.blocks.attention import AttentionSpec, RelativeBias
@@ -23,8 +24,13 @@ _PLAIN |= {"gelu_new": "gelu_tanh"}
 _GATED: dict[str, Activation] = {"gated-gelu": "gelu_tanh", "gated-silu": "silu"}
 
 
-def _read(config: ConfigJson) -> ModelSpec:
-    """Read T5 (Raffel et al., arXiv:1910.10683); 1.1 has a gated MLP and an LM head of its own."""
+def _read(config: ConfigJson, *, scaled: bool = True) -> ModelSpec:
+    """Read T5 (Raffel et al., arXiv:1910.10683); 1.1 has a gated MLP and an LM head of its own.
+
+    Args:
+        config: config.json.
+        scaled: True if the logits of a tied LM head have a factor (all but mT5).
+    """
     config.refuse("is_encoder_decoder", True, "only encoder-decoders are supported")
     hidden, eps = config.integer("d_model"), config.number("layer_norm_epsilon")
     number = base.read_num_heads(config, "num_heads")
@@ -97,7 +103,7 @@ def _read(config: ConfigJson) -> ModelSpec:
         head=HeadSpec(
             norm("decoder.final_layer_norm"),
             base.read_lm_head(config, embed, tied=tied),
-            scale=hidden**-0.5 if tied else None,
+            scale=hidden**-0.5 if tied and scaled else None,
         ),
         max_model_len=length,
         layer_names="decoder.block.{}.",
@@ -117,4 +123,7 @@ def _read(config: ConfigJson) -> ModelSpec:
     return replace(spec, encoders=(encoder,))
 
 
-ARCHITECTURES = {"T5ForConditionalGeneration": _read, "MT5ForConditionalGeneration": _read}
+ARCHITECTURES = {
+    "T5ForConditionalGeneration": _read,
+    "MT5ForConditionalGeneration": partial(_read, scaled=False),
+}
