@@ -146,7 +146,7 @@ class _Answer(Call):
             model = await hearing.model(engine)
             samples = await asyncio.wrap_future(hearing.reader.submit(self._sound.data))
             self._sound.data = bytearray()
-            headers, number = self.trace_headers(engine), 0
+            headers, number, usage = self.trace_headers(engine), 0, [0, 0]
 
             async def generate(ask: Ask) -> RequestOutput:
                 nonlocal number
@@ -163,8 +163,9 @@ class _Answer(Call):
                     async for output in outputs:
                         result = output
                 assert result is not None
-                self.context.prompt_tokens += len(result.prompt_token_ids)
-                self.context.completion_tokens += len(result.outputs[0].token_ids)
+                usage[0] += len(result.prompt_token_ids)
+                usage[1] += len(result.outputs[0].token_ids)
+                self.context.prompt_tokens, self.context.completion_tokens = usage
                 return result
 
             with engine.request_memory.reserve(

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
+from octavo.compat.request_fields import Unsupported
 from octavo.errors import RequestError, UnsupportedError
 from octavo.server.body import Body, validate
 from octavo.server.errors import show
@@ -19,11 +20,13 @@ _BOOLS = {"true": True, "false": False, "1": True, "0": False}
 class AudioBody(Body):
     """Fields of a transcription or translation, besides `file`."""
 
-    unsupported = {  # noqa: RUF012 (the base class has it so)
+    unsupported: ClassVar[Unsupported] = {
         "chunking_strategy": ("auto", ""),
         "include": ("",),
+        "keywords": ("",),
         "known_speaker_names": ("",),
         "known_speaker_references": ("",),
+        "languages": ("",),
     }
 
     model: str | None = None
@@ -37,7 +40,7 @@ class AudioBody(Body):
     temperature: Annotated[float, Field(ge=0, le=2)] = 0.0
     """Temperature of sampling. Default 0: greedy, and higher ones in turn for a part of the sound
     whose text repeats itself or is improbable."""
-    timestamp_granularities: list[Literal["segment", "word"]] = []
+    timestamp_granularities: list[Literal["segment", "word"]] | None = None
     """Times in verbose_json: segment. Times of words are not supported."""
     stream: bool = False
     """Send the text of each part of the sound as an event."""
@@ -49,12 +52,14 @@ class AudioBody(Body):
     """Milliseconds after which the request fails with 408. Also as the header X-Deadline-Ms."""
     cache_salt: Annotated[str, Field(min_length=1)] | None = None
     """Scope of cached prefixes: requests with another one share none."""
-    explain: None = None
+    explain: bool | None = None
     """Not available."""
 
     def check(self) -> None:
         """Raise RequestError if fields contradict each other, or are not supported."""
-        if "word" in self.timestamp_granularities:
+        if self.explain:
+            raise UnsupportedError("explain=true is not supported here; leave it out.", "explain")
+        if "word" in (self.timestamp_granularities or ()):
             raise UnsupportedError(
                 "timestamp_granularities=word is not supported; use segment.",
                 "timestamp_granularities",
@@ -106,7 +111,7 @@ def _value(name: str, text: str) -> Any:
     """Return a field's value from its text; a text that is none is left for `validate`."""
     if name == "timestamp_granularities":
         return [part.strip() for part in text.split(",") if part.strip()]
-    if name == "stream":
+    if name in ("stream", "explain"):
         return _BOOLS.get(text.lower(), text)
     if name in ("seed", "deadline_ms", "temperature"):
         try:

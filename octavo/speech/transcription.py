@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -227,7 +227,7 @@ def _tokens_of(output: RequestOutput) -> list[int]:
 
 async def run(
     transcription: Transcription, generate: Callable[[Ask], Awaitable[RequestOutput]]
-) -> AsyncIterator[str]:
+) -> AsyncGenerator[str, None]:
     """Ask for all windows, some at a time; yield the text of each, in order.
 
     Args:

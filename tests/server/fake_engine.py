@@ -105,6 +105,7 @@ class FakeAsyncLLM:
             generation_config=generation_config or {},
             architecture="FakeForCausalLM",
             generates=True,
+            is_encoder_decoder=False,
             dtype="float32",
             hidden_size=4,
             layers=(),
