@@ -99,6 +99,11 @@ class LogMel:
         """Frames of a window."""
         return self.num_samples // self.hop_length
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the features of a window."""
+        return 4 * self.feature_size * self.num_frames
+
     def compute(self, samples: Floats) -> Floats:
         """Return the features of one window, float32 [feature_size, num_frames].
 

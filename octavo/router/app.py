@@ -121,6 +121,11 @@ async def batches(request: Request) -> Response:
     )
 
 
+async def sounds(request: Request) -> Response:
+    """Reject: the router reads JSON only."""
+    raise RouteError(404, "A router does not pass on sound files; send them to one of its servers.")
+
+
 async def view(request: Request) -> Response:
     """Stream the engine views of all servers as one."""
     state, context = proxy_state_of(request), context_of(request)
@@ -195,6 +200,7 @@ _ROUTES = (
         for rest in ("", "/{rest:path}")
         for method in ("GET", "POST", "DELETE")
     ),
+    ("/v1/audio/{rest:path}", sounds, "POST"),
     ("/v1/{rest:path}", proxy, "GET"),
     ("/v1/{rest:path}", proxy, "POST"),
     ("/v1/{rest:path}", proxy, "DELETE"),

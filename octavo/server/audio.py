@@ -26,17 +26,21 @@ from octavo.speech.formats import MEDIA_TYPES, plain, write
 from octavo.speech.tokens import Task
 from octavo.speech.transcription import (
     TIMED_FORMATS,
+    WINDOWS_AT_ONCE,
     Ask,
     Transcription,
     TranscriptionOptions,
     run,
 )
+from octavo.system.offload import offload
 
 if TYPE_CHECKING:
     from octavo.frontend.async_llm import AsyncLLM
 
 MAX_FILE_BYTES = 25 * 2**20
 """Most bytes of a sound file, as in OpenAI's API."""
+# Of the features of a window: here, in the request for the engine, and in transit.
+_FEATURE_COPIES = 3
 
 
 async def create_transcription(request: Request) -> Response:
@@ -168,11 +172,14 @@ class _Answer(Call):
                 self.context.prompt_tokens, self.context.completion_tokens = usage
                 return result
 
+            nbytes = samples.nbytes + _FEATURE_COPIES * WINDOWS_AT_ONCE * model.features.nbytes
             with engine.request_memory.reserve(
-                samples.nbytes, self.tenant, background=self.context.background
+                nbytes, self.tenant, background=self.context.background
             ):
-                self._transcription = Transcription(model, samples, self._options)
-                async with aclosing(run(self._transcription, generate)) as texts:
+                self._transcription = transcription = await offload(
+                    len(samples) // 500, Transcription, model, samples, self._options
+                )
+                async with aclosing(run(transcription, generate)) as texts:
                     async for text in texts:
                         yield text
 

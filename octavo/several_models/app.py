@@ -245,6 +245,7 @@ _ROUTES = (
     ("/models/unload", unload_model, "POST"),
     ("/v1/models", list_models, "GET"),
     ("/v1/models/{model:path}", get_model, "GET"),
+    ("/v1/audio/{rest:path}", not_here, "POST"),
     ("/v1/{rest:path}", proxy, "GET"),
     ("/v1/{rest:path}", proxy, "POST"),
     ("/v1/{rest:path}", proxy, "DELETE"),

@@ -40,8 +40,8 @@ TIMED_FORMATS = ("srt", "vtt", "verbose_json")
 # Candidates among which the token of silence is looked for. If it is not among them, its
 # probability is small.
 _CANDIDATES = 5
-# Windows of a sound that are computed together, which bounds the memory of their features.
-_WINDOWS_AT_ONCE = 16
+WINDOWS_AT_ONCE = 16
+"""Windows of a sound that are computed together, which bounds the memory of their features."""
 # Microseconds in which the features of a window are computed.
 _FEATURES_MICROSECONDS = 10_000
 
@@ -256,7 +256,7 @@ async def run(
     tasks: list[asyncio.Task[Decoded]] = []
     try:
         for i, window in enumerate(windows):
-            while len(tasks) < min(len(windows), i + _WINDOWS_AT_ONCE):
+            while len(tasks) < min(len(windows), i + WINDOWS_AT_ONCE):
                 tasks.append(asyncio.create_task(decode(windows[len(tasks)])))
             yield transcription.add(window, await tasks[i])
     finally:
@@ -293,12 +293,12 @@ def run_all(
         return [results[i] for i in range(len(all_steps))]
 
     unknown = [job for job in transcriptions if job.windows and job.language is None]
-    for begin in range(0, len(unknown), _WINDOWS_AT_ONCE):
-        some = unknown[begin : begin + _WINDOWS_AT_ONCE]
+    for begin in range(0, len(unknown), WINDOWS_AT_ONCE):
+        some = unknown[begin : begin + WINDOWS_AT_ONCE]
         drive([job.detect(job.features(job.windows[0])) for job in some])
     work = [(job, window) for job in transcriptions for window in job.windows]
-    for begin in range(0, len(work), _WINDOWS_AT_ONCE):
-        part = work[begin : begin + _WINDOWS_AT_ONCE]
+    for begin in range(0, len(work), WINDOWS_AT_ONCE):
+        part = work[begin : begin + WINDOWS_AT_ONCE]
         found = drive([job.decode(job.features(window)) for job, window in part])
         for (job, window), decoded in zip(part, found, strict=True):
             job.add(window, decoded)
