@@ -256,8 +256,8 @@ def _refuse(extra: str, error: ImportError) -> None:
     def answer(_: bytearray) -> list[Buffer]:
         return _failure(
             UnsupportedError(
-                f"This server cannot read such files ({error}); install octavo[{extra}], or leave "
-                "them out."
+                f"Such files cannot be read here ({error}); install octavo[{extra}], or leave them "
+                "out."
             )
         )
 
