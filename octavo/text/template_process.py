@@ -15,9 +15,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import resource
-import signal
-import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
@@ -32,7 +29,8 @@ import msgspec
 from jinja2.exceptions import SecurityError
 
 from octavo.errors import ModelError, OctavoError, RequestError, UnsupportedError
-from octavo.text.template_client import RenderRequest, RenderResult, receive, send
+from octavo.system.limited_process import limit_memory, serve
+from octavo.text.template_client import RenderRequest, RenderResult
 
 MAX_RENDERED_CHARS = 2**24
 # "Private use" characters distinguish the marks from texts of templates and users.
@@ -47,36 +45,24 @@ Message = dict[str, Any]
 
 def main() -> None:
     """Render until standard input ends. Arguments: seconds of one render, bytes of memory."""
-    # The parent decides when to stop. It has started this process in a separate group, which a
-    # Ctrl-C in the terminal does not reach while modules are imported.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    max_seconds, max_bytes = float(sys.argv[1]), int(sys.argv[2])
-    resource.setrlimit(resource.RLIMIT_AS, (max_bytes, max_bytes))
-    connection = socket.socket(fileno=sys.stdin.fileno())
-    with contextlib.suppress(ConnectionError):  # the parent is gone, or waits no longer
-        _serve(connection, max_seconds, max_bytes)
+    max_seconds, max_nbytes = float(sys.argv[1]), int(sys.argv[2])
+    limit_memory(max_nbytes)
 
-
-def _serve(connection: socket.socket, max_seconds: float, max_bytes: int) -> None:
-    while (data := receive(connection)) is not None:
-        # The timer's signal ends the process at any point.
-        signal.setitimer(signal.ITIMER_PROF, max_seconds)
-        try:
-            answer = _answer(data)
-        except MemoryError:
-            answer = _encode_error(
+    def too_large() -> list[bytes]:
+        return [
+            _encode_error(
                 RequestError(
                     "The chat template was stopped: rendering takes more than "
-                    f"{max_bytes // 2**20} MiB.",
+                    f"{max_nbytes // 2**20} MiB.",
                     "messages",
                 )
             )
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        send(connection, answer)
+        ]
+
+    serve(lambda data: [_answer(data)], too_large, max_seconds)
 
 
-def _answer(data: bytes) -> bytes:
+def _answer(data: bytearray) -> bytes:
     """Return the encoded result of an encoded request."""
     try:
         request = msgspec.msgpack.decode(data, type=RenderRequest)
