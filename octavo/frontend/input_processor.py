@@ -191,6 +191,10 @@ def with_processor_kwargs(
 
 def processing_time(prompt: Prompt, params: SamplingParams) -> int:
     """Estimate the microseconds that `InputProcessor.process` takes."""
+    if isinstance(prompt, Mapping) and (encoder := prompt.get("encoder_prompt")) is not None:
+        if isinstance(encoder, Mapping) and "input_features" in encoder:
+            return int(getattr(encoder["input_features"], "nbytes", 0)) // 1000
+        return processing_time(encoder, params)
     text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
     embeds = prompt.get("prompt_embeds") if isinstance(prompt, Mapping) else None
     chars = len(text) if isinstance(text, str) else 0
