@@ -156,6 +156,27 @@ CASES = {
     ),
 }
 MORE_CASES = {
+    "qwen3_5": Case(
+        "Qwen3_5ForConditionalGeneration",
+        {
+            "vision_config": {k: v for k, v in QWEN3.items() if k != "deepstack_visual_indexes"},
+            "text_config": _text(
+                rope_parameters=SECTIONS
+                | {"mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5},
+                head_dim=16,
+                num_hidden_layers=4,
+                layer_types=["linear_attention", "full_attention"] * 2,
+                linear_num_key_heads=2,
+                linear_num_value_heads=4,
+                linear_key_head_dim=8,
+                linear_value_head_dim=8,
+            ),
+            **QWEN_IDS,
+        },
+        QWEN_PICTURES,
+        _join_patches,
+        "<|vision_start|><|image_pad|><|vision_end|>",
+    ),
     "idefics3": Case(
         "Idefics3ForConditionalGeneration",
         CASES["smolvlm"].config,

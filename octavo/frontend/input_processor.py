@@ -201,6 +201,8 @@ def processing_time(prompt: Prompt, params: SamplingParams) -> int:
     lists = (prompt, params.stop_token_ids, params.allowed_token_ids, params.logit_bias)
     tokens = sum(len(ids) for ids in lists if ids is not None)
     nbytes = getattr(embeds, "nbytes", 0)
+    if isinstance(prompt, Mapping) and prompt.get("multi_modal_data"):
+        nbytes += 10**8  # pictures may have to be scaled
     return chars + sum(map(len, params.bad_words or ())) + tokens // 2 + nbytes // 1000
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from octavo.checkpoints.config_json import ConfigJson
+from octavo.errors import ModelError
 from octavo.layers.mrope import SECTIONS, MRopeArray
 from octavo.layers.rope_spec import RopeSpec
 from octavo.models.blocks.attention import AttentionSpec, SectionRope
@@ -19,9 +20,11 @@ _SECTIONS: Mapping[str, tuple[int, ...] | None] = {
     "Qwen2VL": None,
     "Qwen2_5_VL": None,
     "Qwen3VL": (24, 20, 20),
+    "Qwen3_5": (11, 11, 10),
+    "Qwen3_5Moe": (11, 11, 10),
 }
 """Models whose rotary positions have sections -> the default sections; None: there is none. Those
-of Qwen3-VL are interleaved."""
+of Qwen3-VL and Qwen3.5 are interleaved."""
 
 
 def with_pictures(spec: ModelSpec, config: ConfigJson) -> ModelSpec:
@@ -39,11 +42,16 @@ def with_pictures(spec: ModelSpec, config: ConfigJson) -> ModelSpec:
     name = spec.architecture.removesuffix("ForConditionalGeneration")
     if not config.has("vision_config") or name not in (*_PLAIN, *_SECTIONS):
         return spec
-    joined = replace(with_encoders(spec, config), left_out="")
+    try:
+        joined = replace(with_encoders(spec, config), left_out="")
+    except ModelError as error:
+        raise ModelError(
+            f"{error} The model can answer texts with language_model_only=True."
+        ) from None
     if name not in _SECTIONS:
         return joined
     sections = _read_sections(config, _SECTIONS[name])
-    return _with_sections(joined, config, sections, interleaved=name == "Qwen3VL")
+    return _with_sections(joined, config, sections, interleaved=name.startswith("Qwen3"))
 
 
 def _read_sections(config: ConfigJson, default: tuple[int, ...] | None) -> tuple[int, ...]:

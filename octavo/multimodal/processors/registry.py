@@ -37,6 +37,8 @@ _OF_MODELS = {
     "qwen2_5_vl": "qwen2_vl",
     "qwen3_vl": "qwen2_vl",
     "qwen3_vl_moe": "qwen2_vl",
+    "qwen3_5": "qwen2_vl",
+    "qwen3_5_moe": "qwen2_vl",
     "smolvlm": "idefics3",
 }
 """model_type -> processor."""
