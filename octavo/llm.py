@@ -24,7 +24,7 @@ from octavo.frontend.beam_search import (
     prompt_params,
     step_params,
 )
-from octavo.frontend.input_processor import Prompt
+from octavo.frontend.input_processor import Prompt, with_processor_kwargs
 from octavo.frontend.interrupts import late_interrupts
 from octavo.frontend.llm_engine import LLMEngine, failed_output
 from octavo.llm_pooling import PoolingMethods, as_list
@@ -141,7 +141,8 @@ class LLM(PoolingMethods, SpeechMethods):
 
         Args:
             prompts: one prompt or a list: texts, or dicts with "prompt", "prompt_token_ids" or
-                "prompt_embeds".
+                "prompt_embeds". Pictures are in "multi_modal_data": {"image": [...]}, as images of
+                Pillow or arrays uint8 [height, width, 3], one for each placeholder of the prompt.
             sampling_params: one for all or one for each; None: the model's defaults.
             use_tqdm: True for a progress bar, or a function that makes one, as `tqdm` does.
             lora_request: an adapter for all prompts, or one for each (None: the model alone); with
@@ -149,7 +150,7 @@ class LLM(PoolingMethods, SpeechMethods):
             priority: one for each prompt, lower ones are served earlier; with
                 `scheduling_policy="priority"`.
             tokenization_kwargs: `truncate_prompt_tokens` and `add_special_tokens`.
-            mm_processor_kwargs: unsupported: models accept text only.
+            mm_processor_kwargs: settings of the processor of pictures.
 
         If a single request fails, such as for a grammar that cannot be compiled, its answer has
         `finish_reason` "error" and the reason as `stop_reason`.
@@ -157,9 +158,13 @@ class LLM(PoolingMethods, SpeechMethods):
         Raises:
             RequestError: a prompt or parameter is wrong; nothing has been generated.
         """
-        refuse_unsupported(mm_processor_kwargs=mm_processor_kwargs)
         starts = self._starts(
-            as_list(prompts), sampling_params, True, priority, tokenization_kwargs, lora_request
+            with_processor_kwargs(as_list(prompts), mm_processor_kwargs),
+            sampling_params,
+            True,
+            priority,
+            tokenization_kwargs,
+            lora_request,
         )
         return self._run(starts, use_tqdm=use_tqdm)
 
@@ -190,9 +195,13 @@ class LLM(PoolingMethods, SpeechMethods):
         Raises:
             RequestError: a prompt or parameter is wrong; nothing has been submitted.
         """
-        refuse_unsupported(mm_processor_kwargs=mm_processor_kwargs)
         starts = self._starts(
-            as_list(prompts), sampling_params, True, priority, tokenization_kwargs, lora_request
+            with_processor_kwargs(as_list(prompts), mm_processor_kwargs),
+            sampling_params,
+            True,
+            priority,
+            tokenization_kwargs,
+            lora_request,
         )
         return self._enqueue(starts)
 

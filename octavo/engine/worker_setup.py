@@ -53,8 +53,6 @@ def make_worker_setup(
             f"enable_prompt_embeds is not supported with {spec.architecture}, whose layers also "
             "read embeddings of the token ids; leave it out, and give prompts as text or token ids."
         )
-    if spec.is_encoder_decoder:
-        _check_encoder_decoder(config, spec)
     setup = WorkerSetup(
         config=config,
         spec=spec,
@@ -82,31 +80,6 @@ def make_worker_setup(
     if setup.rank.world_size > 1:
         _check_parallel(setup)
     return setup
-
-
-def _check_encoder_decoder(config: EngineConfig, spec: ModelSpec) -> None:
-    """Check the settings of an encoder-decoder.
-
-    Raises:
-        ConfigError: a setting is not supported with it.
-    """
-    device, cache = config.device, config.cache
-    asked = config.scheduler.max_num_batched_tokens
-    for name, is_set in {
-        f"pipeline_parallel_size={device.pipeline_parallel_size}": device.pipeline_parallel_size
-        > 1,
-        "speculative_config": config.speculation.speculative_config is not None,
-        "kv_transfer_config": cache.kv_transfer_config is not None,
-        "kv_events_config": cache.kv_events_config is not None,
-        "enable_lora": config.lora.enable_lora,
-        "enable_prompt_embeds": config.model.enable_prompt_embeds,
-        f"max_num_batched_tokens={asked} (at least 2 are needed)": asked is not None and asked < 2,
-    }.items():
-        if is_set:
-            raise ConfigError(
-                f"{name} is not supported with {spec.architecture}, an encoder-decoder; leave it "
-                "out."
-            )
 
 
 def _check_divided_experts(setup: WorkerSetup) -> None:

@@ -53,7 +53,7 @@ from octavo.frontend.beam_search import (
 from octavo.frontend.engines import EngineRecords
 from octavo.frontend.environment import apply_environment
 from octavo.frontend.forecast import Forecast
-from octavo.frontend.input_processor import InputProcessor, Prompt, processing_time
+from octavo.frontend.input_processor import InputProcessor, Prompt, processing_time, read_pictures
 from octavo.frontend.output_processor import (
     LiveAnswer,
     OutputProcessor,
@@ -152,6 +152,7 @@ class AsyncLLM(AsyncPooling):
         self.tokenizer: Tokenizer | None = None
         if not model.skip_tokenizer_init:
             self.tokenizer = Tokenizer.from_folder(tokenizer_path)
+        self._pictures = read_pictures(self.checkpoint, model, self.spec, self.tokenizer)
         names = model.served_model_name
         self.metrics = EngineMetrics(
             names[0] if names else model.model,
@@ -904,7 +905,9 @@ class AsyncLLM(AsyncPooling):
                 raise FirstTokenError("The first token did not arrive in time.")
 
     def _make_input_processor(self) -> InputProcessor:
-        return InputProcessor(self.config.model, self.spec, self.tokenizer, self.max_model_len)
+        return InputProcessor(
+            *(self.config.model, self.spec, self.tokenizer, self.max_model_len, self._pictures)
+        )
 
     async def _handle_outputs(self) -> None:
         self._client.ready.add_done_callback(self._became_ready)

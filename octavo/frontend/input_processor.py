@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NotRequired, Protocol, TypedDict
+from typing import TYPE_CHECKING, Any, NotRequired, Protocol, TypedDict
 
 import msgspec
 import numpy as np
@@ -43,6 +43,11 @@ from octavo.system.offload import pieces
 from octavo.text.markers import marker_tokens
 from octavo.text.tokenizer import MAX_TOKENS, Tokenizer, is_longer
 
+if TYPE_CHECKING:
+    from octavo.checkpoints.base import Checkpoint
+    from octavo.frontend.pictures import Pictures
+    from octavo.models.spec import ModelSpec
+
 # Last tokens of a prompt in which a marker may be.
 _MARKER_TOKENS = 32
 _MAX_MARKERS = 64
@@ -54,6 +59,12 @@ class TextPrompt(TypedDict):
     prompt: str
     cache_salt: NotRequired[str]
     """Scope of the prefix cache, as in `SamplingParams.cache_salt`."""
+    multi_modal_data: NotRequired[Mapping[str, Any]]
+    """Pictures, in order of their placeholders in the prompt: {"image": one or a list}."""
+    mm_processor_kwargs: NotRequired[Mapping[str, Any]]
+    """Settings of the processor of pictures for this prompt."""
+    multi_modal_uuids: NotRequired[Mapping[str, Any]]
+    """Names of the pictures. They choose nothing: equal pictures are found by their content."""
 
 
 class TokensPrompt(TypedDict):
@@ -62,6 +73,10 @@ class TokensPrompt(TypedDict):
     prompt_token_ids: list[int]
     prompt: NotRequired[str]
     cache_salt: NotRequired[str]
+    multi_modal_data: NotRequired[Mapping[str, Any]]
+    """As in `TextPrompt`; each picture has one placeholder."""
+    mm_processor_kwargs: NotRequired[Mapping[str, Any]]
+    multi_modal_uuids: NotRequired[Mapping[str, Any]]
 
 
 class EmbedsPrompt(TypedDict):
@@ -157,15 +172,55 @@ class InputSpec(Protocol):
         """Sequences of tokens that the model never generates."""
 
 
+def with_processor_kwargs(
+    prompts: Sequence[Prompt], settings: Mapping[str, Any] | None
+) -> Sequence[Prompt]:
+    """Return prompts with settings of the processor of pictures, if they have pictures.
+
+    The settings of a prompt itself precede.
+    """
+    if not settings:
+        return prompts
+    return [
+        {**prompt, "mm_processor_kwargs": {**settings, **(prompt.get("mm_processor_kwargs") or {})}}
+        if isinstance(prompt, Mapping) and prompt.get("multi_modal_data")
+        else prompt
+        for prompt in prompts
+    ]
+
+
 def processing_time(prompt: Prompt, params: SamplingParams) -> int:
     """Estimate the microseconds that `InputProcessor.process` takes."""
+    if isinstance(prompt, Mapping) and (encoder := prompt.get("encoder_prompt")) is not None:
+        if isinstance(encoder, Mapping) and "input_features" in encoder:
+            return int(getattr(encoder["input_features"], "nbytes", 0)) // 1000
+        return processing_time(encoder, params)
     text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
     embeds = prompt.get("prompt_embeds") if isinstance(prompt, Mapping) else None
     chars = len(text) if isinstance(text, str) else 0
     lists = (prompt, params.stop_token_ids, params.allowed_token_ids, params.logit_bias)
     tokens = sum(len(ids) for ids in lists if ids is not None)
     nbytes = getattr(embeds, "nbytes", 0)
+    if isinstance(prompt, Mapping) and prompt.get("multi_modal_data"):
+        nbytes += 10**8  # pictures may have to be scaled
     return chars + sum(map(len, params.bad_words or ())) + tokens // 2 + nbytes // 1000
+
+
+def read_pictures(
+    checkpoint: Checkpoint, settings: ModelConfig, spec: ModelSpec, tokenizer: Tokenizer | None
+) -> Pictures | None:
+    """Return the reader of a model's pictures; None: the model reads none.
+
+    Raises:
+        ModelError: a file of the model is missing or wrong.
+        RequestError: a setting of `mm_processor_kwargs` is wrong.
+    """
+    encoder = spec.encoder("image")
+    if encoder is None or tokenizer is None:
+        return None
+    from octavo.frontend.pictures import Pictures  # few models read pictures
+
+    return Pictures.of_model(checkpoint, settings, encoder, tokenizer)
 
 
 class InputProcessor:
@@ -177,6 +232,7 @@ class InputProcessor:
         spec: vocabulary size, end-of-sequence ids and size of the embeddings of the model.
         tokenizer: encodes prompts; None if prompts are token ids only (`skip_tokenizer_init`).
         max_model_len: most tokens of prompt and answer together.
+        pictures: reader of pictures; None: the model reads none.
     """
 
     def __init__(
@@ -185,7 +241,9 @@ class InputProcessor:
         spec: InputSpec,
         tokenizer: Tokenizer | None,
         max_model_len: int,
+        pictures: Pictures | None = None,
     ) -> None:
+        self._pictures = pictures
         self._tokenizer = tokenizer
         self._spec, self._sees_all = spec, spec.sees_all
         self._max_model_len = max_model_len
@@ -258,6 +316,8 @@ class InputProcessor:
             for piece in pieces(given):
                 self._check_ids("prompt", piece)
             ids = given[self._kept(len(given), params)]
+            if isinstance(prompt, Mapping) and prompt.get("multi_modal_data"):
+                ids, features = self._read_pictures(prompt, given, params, options)
         options = activate(options, None if embeds is not None else ids)
         max_tokens = self._max_tokens(len(ids), params)
         seed = self._derive_seed(request_id) if params.seed is None else params.seed
@@ -310,6 +370,11 @@ class InputProcessor:
         """
         if not isinstance(params, PoolingParams):
             raise RequestError(f"params is a {type(params).__name__}, not PoolingParams.")
+        if isinstance(prompt, Mapping) and prompt.get("multi_modal_data"):
+            raise UnsupportedError(
+                "multi_modal_data: results of pooling are of texts only here; leave it out.",
+                "multi_modal_data",
+            )
         pooler, limit = self._find_pooler(params), self._max_model_len
         passed = params.as_sampling_params()
         options = _complete(options, prompt, passed, options.priority)
@@ -551,7 +616,9 @@ class InputProcessor:
         options = replace(
             request.options, arrival_time=arrival_time, deadline=None, first_token_deadline=None
         )
-        features = [scoped(feature, options.cache_salt) for feature in made.mm_features]
+        features = request.mm_features
+        if self._spec.is_encoder_decoder:
+            features = [scoped(feature, options.cache_salt) for feature in made.mm_features]
         return replace(made, options=options, prompt_embeds=embeds, mm_features=features)
 
     def _read_encoder_decoder(
@@ -623,6 +690,26 @@ class InputProcessor:
             "prompt",
         )
 
+    def _read_pictures(
+        self,
+        prompt: Mapping[str, object],
+        ids: list[int],
+        params: SamplingParams,
+        options: RequestOptions,
+    ) -> tuple[list[int], list[MultiModalFeatureSpec]]:
+        """Return a prompt's tokens with those of its pictures, and the pictures."""
+        if self._pictures is None:
+            raise UnsupportedError(
+                f"multi_modal_data: this model ({self._spec.architecture}) reads text only here.",
+                "multi_modal_data",
+            )
+        if params.truncate_prompt_tokens is not None:
+            raise RequestError(
+                "truncate_prompt_tokens would cut the pictures of a prompt; leave it out.",
+                "truncate_prompt_tokens",
+            )
+        return self._pictures.expand(prompt, ids, options.cache_salt)
+
     def _read_embeds(self, prompt: Prompt, params: SamplingParams) -> PromptEmbeds | None:
         """Return the embeddings of a prompt of embeddings, else None."""
         tensor = prompt.get("prompt_embeds") if isinstance(prompt, Mapping) else None
@@ -654,8 +741,6 @@ class InputProcessor:
     def _read_prompt(self, prompt: Prompt) -> tuple[str | None, list[int] | None]:
         """Return the text and the token ids of a prompt; None for a missing one."""
         if isinstance(prompt, Mapping):
-            if prompt.get("multi_modal_data"):
-                raise UnsupportedError("multi_modal_data is not supported.", "prompt")
             text, ids = _read_text(prompt), prompt.get("prompt_token_ids")
             if text is None and ids is None:
                 raise RequestError(

@@ -21,7 +21,7 @@ from octavo.errors import EngineDeadError, OctavoError, RequestError, Unsupporte
 from octavo.fleet.core_client import InprocClient
 from octavo.frontend.adapters import AdapterFiles, no_pins
 from octavo.frontend.environment import apply_environment
-from octavo.frontend.input_processor import InputProcessor, Prompt
+from octavo.frontend.input_processor import InputProcessor, Prompt, read_pictures
 from octavo.frontend.interrupts import late_interrupts
 from octavo.frontend.output_processor import OutputProcessor
 from octavo.frontend.traces import make_tracer, read_trace_headers
@@ -128,7 +128,10 @@ class LLMEngine:
             settings, max_model_len=max_model_len
         )
         """Settings of the model, with the resolved `max_model_len`."""
-        self.input_processor = InputProcessor(settings, self.spec, self.tokenizer, max_model_len)
+        pictures = read_pictures(self.checkpoint, settings, self.spec, self.tokenizer)
+        self.input_processor = InputProcessor(
+            settings, self.spec, self.tokenizer, max_model_len, pictures
+        )
         self.adapters = AdapterFiles(config, self.spec)
         """Adapters of requests."""
         self._request_ids = itertools.count()

@@ -72,6 +72,9 @@ def request_nbytes(request: EngineCoreRequest, params: SamplingParams, vocab_siz
         lists += _EXTRA_ARGS_BYTE * len(msgspec.msgpack.encode(core.extra_args))
     if request.prompt_embeds is not None:
         lists += _PROMPT_EMBEDS_BYTE * request.prompt_embeds.nbytes
+    for feature in request.mm_features:
+        nbytes = sum(len(tensor.data) for tensor in feature.data.values())
+        lists += _PROMPT_EMBEDS_BYTE * nbytes
     of_answer = output * candidates(core.logprobs)
     of_prompt = prompt * candidates(core.prompt_logprobs)
     return (

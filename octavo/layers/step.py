@@ -47,6 +47,8 @@ class StepContext:
         layer_inputs: filled by the model: [T, layers, size], inputs of the layers besides the
             residual stream. With RWKV 7 it is [T, 1, size]: the value of the first layer.
         rotary: rotary positions that the layers with `StepRope` use.
+        deepstack: [T, hidden_size] for each of the first layers, added to its result (DeepStack,
+            arXiv:2406.04334); zeros for tokens that no row of an encoder replaces.
     """
 
     positions: Tensor
@@ -62,3 +64,4 @@ class StepContext:
     arrays: Mapping[str, Tensor] = field(default_factory=dict)
     layer_inputs: Tensor | None = None
     rotary: StepRotary | None = None
+    deepstack: Sequence[Tensor] = ()

@@ -86,6 +86,8 @@ class DecoderModel:
             x, residual, step.layer_inputs = step.received
         for index, layer in enumerate(self.layers):
             x, residual = layer(x, residual, step)
+            if index < len(step.deepstack):
+                x = self._add(x, step.deepstack[index])
             if index in step.kept_layers:
                 step.kept[index] = x if residual is None else self._add(x, residual)
         if self.spec.has_head:

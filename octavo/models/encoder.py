@@ -47,6 +47,8 @@ class EncoderSpec:
     taps: tuple[tuple[int, ProjectorSpec], ...] = ()
     """Layers after which the tokens are also projected; these rows are further columns of the
     result (DeepStack, arXiv:2406.04334)."""
+    prefixes: tuple[tuple[str, str], ...] = ()
+    """Pairs (own, stored) of prefixes: other beginnings of names in a checkpoint."""
     modalities: tuple[Modality, ...] = ()
     """Other items that it reads, in addition to `modality`."""
 

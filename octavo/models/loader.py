@@ -494,8 +494,8 @@ def _turned(tensor: HostTensor, source: Source) -> HostTensor:
         case "flat_rows":
             return tensor.view(tensor.shape[0], -1)
         case "taps":
-            outputs, *_ = tensor.shape
-            return from_numpy(tensor.numpy().swapaxes(1, 2).reshape(outputs, -1))
+            taps = tensor.numpy().reshape(source.shape)
+            return from_numpy(taps.swapaxes(1, 2).reshape(len(taps), -1))
     return tensor
 
 

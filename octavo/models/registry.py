@@ -176,6 +176,10 @@ def read_spec(checkpoint: Checkpoint, settings: ModelConfig = _DEFAULTS) -> Mode
         spec = stored_classifier(config, spec)
     if bidirectional and not spec.sees_all:
         spec = see_all(spec, config)
+    if settings.limit("image"):
+        from octavo.models.towers.join import with_pictures  # few models read pictures
+
+        spec = with_pictures(spec, config)
     spec = complete_spec(spec, config, checkpoint, settings)
     return add_poolers(spec, config, checkpoint, settings)
 

@@ -249,6 +249,11 @@ class ModelSpec:
         return next((spec for spec in self.encoders if spec.reads(modality)), None)
 
     @property
+    def deepstack(self) -> int:
+        """Number of the first layers to whose results rows of encoders are added."""
+        return max((len(encoder.taps) for encoder in self.encoders), default=0)
+
+    @property
     def caches(self) -> tuple[CacheSpec, ...]:
         """Caches of all blocks, in the order of the layers."""
         return tuple(cache for layer in self.layers for cache in layer.caches())
@@ -347,7 +352,7 @@ class ModelSpec:
             self.bare_prefix,
             self.ignored,
             self.elsewhere,
-            self.prefixes,
+            self.prefixes + tuple(pair for encoder in self.encoders for pair in encoder.prefixes),
         )
 
     def weight_nbytes(self, dtype: str, max_model_len: int | None = None) -> int:

@@ -208,7 +208,7 @@ class CPUPlatform(Platform):
             ops,
             activations=Arena(setup.scratch.activations),
             logits=Arena(setup.scratch.logits),
-            prompt_embeds=config.model.enable_prompt_embeds,
+            prompt_embeds=setup.has_embeds,
         )
 
 

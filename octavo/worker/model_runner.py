@@ -25,6 +25,7 @@ from octavo.messages import (
     ExpertLoad,
     GrammarOutput,
     LogprobsLists,
+    Modality,
     ModelRunnerOutput,
     NewRequestData,
     PoolingSpec,
@@ -48,6 +49,7 @@ from octavo.sampling.vllm_config import VllmConfig
 from octavo.sampling.vllm_logits_processors import make_processor
 from octavo.system.device import cpu_memory
 from octavo.system.tensor import Tensor
+from octavo.worker.encoder_cache import EncoderCache
 from octavo.worker.expert_balancer import BalancedSteps, ExpertBalancer
 from octavo.worker.expert_group import ExpertGroup, make_exchange, reason_of_end
 from octavo.worker.expert_loads import ExpertLoads
@@ -217,6 +219,7 @@ class ModelRunner:
                 exchange=exchange,
                 adapters=self.adapters,
             )
+        self._encoders = self._make_encoders()
         self.group = Group(setup, buffers) if setup.rank.world_size > 1 else None
         """Memory shared with other ranks; None for one rank."""
         self._experts = self._weights[0].experts
@@ -276,6 +279,24 @@ class ModelRunner:
         """State that `initialize_kv_cache` created."""
         assert self._state is not None, "call initialize_kv_cache first"
         return self._state
+
+    def _make_encoders(self) -> EncoderCache:
+        """Return the runners of the model's encoders, with an empty cache.
+
+        Those whose rows cross attention reads have no cache; see `_make_cross`.
+        """
+        setup = self.setup
+        if not setup.part.encoders or setup.spec.is_encoder_decoder:
+            return EncoderCache({})
+        from octavo.worker.encoder_runner import EncoderRunner, encoder_arena
+
+        assert isinstance(self.model, DecoderModel)
+        arena = None if setup.scratch is None else encoder_arena(setup.scratch.encoder_arena)
+        runners: dict[Modality, EncoderRunner] = {}
+        for encoder in self.model.encoders:
+            runner = EncoderRunner(encoder, self.ops, self.backend, arena)
+            runners |= dict.fromkeys((encoder.spec.modality, *encoder.spec.modalities), runner)
+        return EncoderCache(runners)
 
     def _make_balancer(self, checkpoint: Checkpoint) -> ExpertBalancer | None:
         setup, config = self.setup, self.setup.config.device.eplb
@@ -352,7 +373,12 @@ class ModelRunner:
         kv_tensors, kv_caches = self._make_caches(kv)
         max_num_seqs = setup.largest_step.requests
         batch = InputBatch(
-            max_num_seqs, setup.max_model_len, kv, setup.step_arrays, setup.max_encoder_len
+            max_num_seqs,
+            setup.max_model_len,
+            kv,
+            setup.step_arrays,
+            self._encoders.rows,
+            setup.max_encoder_len,
         )
         received = make_received(setup, self.model.dtype)
         eager = EagerSteps(
@@ -779,7 +805,7 @@ class ModelRunner:
         return forced[len(since) :][: request.num_drafts]
 
     def _update_rows(self, scheduler_output: SchedulerOutput) -> None:
-        """Update the persistent rows with the scheduler's changes."""
+        """Update the persistent rows and the encoder cache with the scheduler's changes."""
         state = self.state
         batch = state.batch
         for req_id in scheduler_output.finished_req_ids:
@@ -807,6 +833,8 @@ class ModelRunner:
                 batch.append_blocks(batch.row_of[request.req_id], request.new_block_ids)
         if state.cross is not None:
             state.cross.compute(scheduler_output, batch)
+        else:
+            self._encoders.update(scheduler_output, batch.features)
 
     def _add_row(self, req_id: str, data: NewRequestData) -> None:
         row = self.state.batch.add(req_id, data)

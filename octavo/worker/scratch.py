@@ -29,6 +29,7 @@ from octavo.plan.memory import Scratch
 from octavo.plan.setup import WorkerSetup
 from octavo.sampling.sizes import kernel_nbytes
 from octavo.system.device import num_cpus
+from octavo.system.dtypes import DTYPE_NBYTES
 from octavo.system.tensor import Tensor
 from octavo.worker.expert_group import make_exchange
 from octavo.worker.graphs import CapturedSteps, EagerSteps
@@ -124,7 +125,7 @@ def measure_scratch(setup: WorkerSetup, asked: AttentionBackend, expert_slots: i
         ops,
         activations=activations,
         logits=logits,
-        prompt_embeds=config.model.enable_prompt_embeds,
+        prompt_embeds=setup.has_embeds,
     )
     if spec.has_head:
         kernels += kernel_nbytes(threads, spec.vocab_size)
@@ -137,6 +138,7 @@ def measure_scratch(setup: WorkerSetup, asked: AttentionBackend, expert_slots: i
             own = runner_nbytes(encoder, ops, backend)
             arena, encoders = max(arena, own[0]), encoders + own[1]
             kernels = max(kernels, encoder.spec.scratch_nbytes(asked, threads))
+        encoders += spec.deepstack * tokens * spec.hidden_size * DTYPE_NBYTES[dtype]
         if spec.is_encoder_decoder:
             from octavo.worker.cross_attention import rows_nbytes
 

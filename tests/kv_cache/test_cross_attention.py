@@ -8,7 +8,7 @@ from octavo.config import SchedulerConfig
 from octavo.errors import ContextLengthError, RequestError
 from octavo.frontend.encoder_prompt import text_feature
 from octavo.kv_cache.groups import KVCacheConfig, make_kv_cache_groups, max_blocks_per_request
-from octavo.kv_cache.hashing import block_keys, make_block_hasher
+from octavo.kv_cache.hashing import input_keys, make_block_hasher
 from octavo.kv_cache.manager import KVCacheManager
 from octavo.models.cache import AttentionCache, CrossCache
 from octavo.request import Request
@@ -17,7 +17,7 @@ from tests.params import core_params, core_request
 
 BLOCK = 4
 SELF, CROSS = AttentionCache(1, 8), CrossCache(1, 8)
-HASHER = make_block_hasher(BLOCK, block_keys)
+HASHER = make_block_hasher(BLOCK, input_keys)
 
 
 def make_config(num_blocks=20, layers=2):

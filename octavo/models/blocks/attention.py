@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,6 +12,7 @@ import numpy as np
 from octavo.checkpoints.base import Source
 from octavo.errors import ConfigError
 from octavo.kernels.routing import Gate
+from octavo.layers.mrope import MRopeArray
 from octavo.layers.rope_spec import RopeSpec
 from octavo.layers.seen_lens import SeenLensArray
 from octavo.layers.step_table import StepArray
@@ -53,6 +54,14 @@ class StepRope:
 
     is_neox: bool = True
     """Layout of the pairs, as in `RopeSpec`."""
+
+
+@dataclass(frozen=True)
+class SectionRope(StepRope):
+    """Rotary positions with sections for time, height and width; see `octavo/layers/mrope.py`."""
+
+    array: MRopeArray = field(kw_only=True)
+    """Array of a step with the cosines and sines of its tokens."""
 
 
 @dataclass(frozen=True)
@@ -324,8 +333,13 @@ class AttentionSpec(BlockSpec):
         )
 
     def arrays(self) -> tuple[StepArray, ...]:
-        """Return the numbers of tokens before the unseen ones."""
-        return () if self.unseen is None else (SeenLensArray(self.unseen),)
+        """Return the positions of a step, and the numbers of tokens before the unseen ones."""
+        arrays: list[StepArray] = []
+        if isinstance(self.positions, SectionRope):
+            arrays.append(self.positions.array)
+        if self.unseen is not None:
+            arrays.append(SeenLensArray(self.unseen))
+        return tuple(arrays)
 
     def cache_layer(self) -> int | None:
         """Return the layer whose keys and values this one reads."""

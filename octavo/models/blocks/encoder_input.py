@@ -5,6 +5,7 @@ An item is a text, a picture, or a sound. The arrays of several items are joined
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
@@ -151,8 +152,8 @@ class PatchInputSpec:
     project: LinearSpec
     layout: PatchLayout
     hidden_size: int
-    table: tuple[tuple[str, int], ...] = ()
-    """Tensors of the checkpoint with the learned vectors, and their numbers of rows."""
+    table: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    """Tensors of the checkpoint with the learned vectors, and their shapes."""
     norm: NormSpec | None = None
 
     def read(self, data: Arrays) -> EncoderItem:
@@ -167,10 +168,9 @@ class PatchInputSpec:
         """Yield the projection, the table and the norm."""
         yield from self.project.weights(names.of("project"))
         if self.table:
-            size = self.hidden_size
-            sources = tuple(Source(name, (rows, size)) for name, rows in self.table)
-            shape = (sum(rows for _, rows in self.table), size)
-            yield Weight(f"{names.own}table", "embedding", shape, sources)
+            sources = tuple(Source(name, shape, "flat") for name, shape in self.table)
+            numbers = sum(math.prod(shape) for _, shape in self.table)
+            yield Weight(f"{names.own}table", "vector", (numbers,), sources)
         if self.norm is not None:
             yield from self.norm.weights(names.of("norm"))
 
@@ -181,6 +181,6 @@ class PatchInputSpec:
         return PatchInput(
             parts.ops,
             self.project.build(parts.of("project")),
-            parts.tensor("table") if self.table else None,
+            parts.tensor("table").view(-1, self.hidden_size) if self.table else None,
             build_norm(self.norm, parts.of("norm")),
         )

@@ -31,7 +31,10 @@ class LinearSpec:
     (GPT-2). by_group: rows are queries, keys and values of each group of heads in turn (BLOOM,
     Falcon). by_shard: rows are queries, values and keys of each part of the heads (CodeGen).
     halves: rows are those of an MLP's projection up, then those of its gate (GTE). taps: [outputs,
-    inputs of a tap, taps], of a convolution; the inputs are those of each tap in turn."""
+    inputs of a tap, taps], of a convolution, or with the last two as one dimension; the inputs are
+    those of each tap in turn."""
+    bare: bool = False
+    """True if the names of the modules are those of their weights, without .weight (Gemma 3)."""
     stored: tuple[int, ...] = ()
     """Dimensions of the inputs in the checkpoint, if there are several, as of a patch of a picture:
     channels, height and width. Empty: there is one."""
@@ -197,6 +200,8 @@ class LinearSpec:
                 if self.columns is not None:
                     stored = tuple(replace(source, columns=self.columns) for source in stored)
             for source in stored:
+                if self.bare:
+                    source = replace(source, name=source.name.removesuffix(".weight"))
                 if self.alternate:
                     source = replace(source, alternate=True)
                 if self.layout in ("by_group", "by_shard", "halves"):
@@ -210,9 +215,10 @@ class LinearSpec:
                 elif self.stored and kind == "weight":
                     source = replace(source, shape=(rows, *self.stored), transform="flat_rows")
                 elif self.layout == "taps":
-                    shape = (rows, inputs // self.groups, self.groups)
-                    source = replace(source, shape=shape if kind == "weight" else source.shape)
-                    source = replace(source, transform="taps" if kind == "weight" else "none")
+                    if kind == "weight":
+                        shape = (rows, inputs // self.groups, self.groups)
+                        flat = ((rows, inputs),)
+                        source = replace(source, shape=shape, other_shapes=flat, transform="taps")
                 elif self.layout == "conv1d" and source.shape == (rows, inputs):
                     source = replace(source, shape=(inputs, rows), transform="transpose")
                 if self.expert is not None:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from octavo.models.blocks.linear import LinearSpec
 from octavo.models.blocks.norm import NormSpec, build_norm
 from octavo.models.weights import Names, Weight
 
 if TYPE_CHECKING:
-    from octavo.kernels.base import Activation
     from octavo.layers.projector import Projector
     from octavo.models.blocks.base import Parts
+
+ProjectorActivation = Literal["gelu", "gelu_tanh", "relu", "silu"]
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class ProjectorSpec:
     The steps are: norm of tokens, choice and grouping of tokens, norm of groups, linear layers.
     """
 
-    layers: tuple[tuple[LinearSpec, Activation | None], ...]
+    layers: tuple[tuple[LinearSpec, ProjectorActivation | None], ...]
     """Linear layers, each with the activation of its result."""
     token_norm: NormSpec | None = None
     norm: NormSpec | None = None
