@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NotRequired, Protocol, TypedDict
+from typing import TYPE_CHECKING, Any, NotRequired, Protocol, TypedDict, cast
 
 import msgspec
 import numpy as np
@@ -182,7 +182,13 @@ def with_processor_kwargs(
     if not settings:
         return prompts
     return [
-        {**prompt, "mm_processor_kwargs": {**settings, **(prompt.get("mm_processor_kwargs") or {})}}
+        {
+            **prompt,
+            "mm_processor_kwargs": {
+                **settings,
+                **cast(Mapping[str, Any], prompt.get("mm_processor_kwargs") or {}),
+            },
+        }
         if isinstance(prompt, Mapping) and prompt.get("multi_modal_data")
         else prompt
         for prompt in prompts
@@ -194,7 +200,7 @@ def processing_time(prompt: Prompt, params: SamplingParams) -> int:
     if isinstance(prompt, Mapping) and (encoder := prompt.get("encoder_prompt")) is not None:
         if isinstance(encoder, Mapping) and "input_features" in encoder:
             return int(getattr(encoder["input_features"], "nbytes", 0)) // 1000
-        return processing_time(encoder, params)
+        return processing_time(cast(Prompt, encoder), params)
     text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
     embeds = prompt.get("prompt_embeds") if isinstance(prompt, Mapping) else None
     chars = len(text) if isinstance(text, str) else 0
