@@ -45,6 +45,7 @@ from octavo.text.tokenizer import MAX_TOKENS, Tokenizer, is_longer
 
 if TYPE_CHECKING:
     from octavo.checkpoints.base import Checkpoint
+    from octavo.frontend.chat_pictures import ChatPictures
     from octavo.frontend.pictures import Pictures
     from octavo.models.spec import ModelSpec
 
@@ -227,6 +228,20 @@ def read_pictures(
     from octavo.frontend.pictures import Pictures  # few models read pictures
 
     return Pictures.of_model(checkpoint, settings, encoder, tokenizer)
+
+
+def read_chat_pictures(
+    pictures: Pictures | None,
+    settings: ModelConfig,
+    tokenizer: Tokenizer | None,
+    max_model_len: int,
+) -> ChatPictures | None:
+    """Return the reader of the pictures in a model's chats; None: the model reads none."""
+    if pictures is None or tokenizer is None:
+        return None
+    from octavo.frontend.chat_pictures import ChatPictures  # few models read pictures
+
+    return ChatPictures(pictures, settings, tokenizer, max_model_len)
 
 
 class InputProcessor:
