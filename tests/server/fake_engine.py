@@ -73,6 +73,7 @@ class FakeSpec(SimpleNamespace):
     """Description of the fake model; it generates text if it has no poolers."""
 
     sees_all = False
+    is_encoder_decoder = False
     sentences = NO_SENTENCES
 
     @property
