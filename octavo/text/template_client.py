@@ -39,6 +39,9 @@ class RenderRequest(msgspec.Struct):
     continue_final_message: bool = False
     template_kwargs: Any = None
     may_drop_tool_calls: bool = True
+    placeholders: dict[str, str] = {}
+    """Texts that stand for media, by modality, for templates that write none themselves. Only
+    contents with parts {"type": modality} need them."""
 
 
 class RenderResult(msgspec.Struct):
