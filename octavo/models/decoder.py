@@ -59,6 +59,8 @@ class DecoderModel:
             built = len(parts.mixtures)
             self.layers.append(layer.build(parts.of(names.own[:-1]), used[i]))
             self.mixtures += [(i, mixture) for mixture in parts.mixtures[built:]]
+        self.cross_attention = parts.cross_attention
+        """Blocks that attend to the rows of an encoder, in the order of the layers."""
         experts = [w for _, it in self.mixtures for w in it.up.weights if w is not None]
         if 0 < parts.expert_slots < len(experts):  # some experts are not in memory
             for (_, mixture), (_, following) in pairwise(self.mixtures):

@@ -224,6 +224,7 @@ def memory_budget(
         config.cache.block_size,
         len(setup.kv_cache_groups),
         setup.step_arrays,
+        setup.max_encoder_len,
     )
     rows *= setup.rank.world_size
     rows += state_nbytes(max_num_seqs, vocab_size)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -68,6 +68,9 @@ from octavo.worker.platform import Platform
 from octavo.worker.pooling import PoolingRows
 from octavo.worker.spec_decode.base import Proposer, Target
 
+if TYPE_CHECKING:
+    from octavo.worker.cross_attention import CrossAttentionRows
+
 logger = logging.getLogger(__name__)
 
 _EXPERT_FAILED = (
@@ -103,6 +106,8 @@ class RunnerState:
     num_paged: int
     """Number of tensors of blocks."""
     batch: InputBatch
+    cross: CrossAttentionRows | None
+    """Writer of the rows of encoders; None: the model is no encoder-decoder."""
     sampling: SamplingState
     steps: StepRunner
     serve: Callable[[], object] | None
@@ -266,9 +271,12 @@ class ModelRunner:
         return self._state
 
     def _make_encoders(self) -> EncoderCache:
-        """Return the runners of the model's encoders, with an empty cache."""
+        """Return the runners of the model's encoders, with an empty cache.
+
+        Those whose rows cross attention reads have no cache; see `_make_cross`.
+        """
         setup = self.setup
-        if not setup.part.encoders:
+        if not setup.part.encoders or setup.spec.is_encoder_decoder:
             return EncoderCache({})
         from octavo.worker.encoder_runner import EncoderRunner, encoder_arena
 
@@ -355,7 +363,12 @@ class ModelRunner:
         kv_tensors, kv_caches = self._make_caches(kv)
         max_num_seqs = setup.largest_step.requests
         batch = InputBatch(
-            max_num_seqs, setup.max_model_len, kv, setup.step_arrays, self._encoders.rows
+            max_num_seqs,
+            setup.max_model_len,
+            kv,
+            setup.step_arrays,
+            self._encoders.rows,
+            setup.max_encoder_len,
         )
         received = make_received(setup, self.model.dtype)
         eager = EagerSteps(
@@ -382,6 +395,7 @@ class ModelRunner:
             kv_tensors,
             kv.num_paged_tensors,
             batch,
+            self._make_cross(kv, kv_caches),
             sampling,
             steps,
             serve,
@@ -393,6 +407,20 @@ class ModelRunner:
                 )
             ),
         )
+
+    def _make_cross(self, kv: KVCacheConfig, kv_caches: list[Any]) -> CrossAttentionRows | None:
+        if not self.spec.is_encoder_decoder:
+            return None
+        from octavo.worker.cross_attention import CrossAttentionRows  # few models have it
+        from octavo.worker.encoder_runner import EncoderRunner, encoder_arena
+
+        assert isinstance(self.model, DecoderModel)
+        (encoder,) = self.model.encoders
+        scratch = self.setup.scratch
+        arena = None if scratch is None else encoder_arena(scratch.encoder_arena)
+        runner = EncoderRunner(encoder, self.ops, self.backend, arena)
+        layers = self.model.cross_attention
+        return CrossAttentionRows(runner, layers, kv_caches, kv, self.ops, self.backend)
 
     def run_largest_step(self) -> int:
         """Run a step of the largest size on a temporary KV cache.
@@ -808,7 +836,10 @@ class ModelRunner:
                 self._add_row(request.req_id, request.new)
             if request.new_block_ids is not None:
                 batch.append_blocks(batch.row_of[request.req_id], request.new_block_ids)
-        self._encoders.update(scheduler_output, batch.features)
+        if state.cross is not None:
+            state.cross.compute(scheduler_output, batch)
+        else:
+            self._encoders.update(scheduler_output, batch.features)
 
     def _add_row(self, req_id: str, data: NewRequestData) -> None:
         row = self.state.batch.add(req_id, data)

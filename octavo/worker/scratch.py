@@ -143,6 +143,10 @@ def measure_scratch(setup: WorkerSetup, asked: AttentionBackend, expert_slots: i
             arena, encoders = max(arena, own[0]), encoders + own[1]
             kernels = max(kernels, encoder.spec.scratch_nbytes(asked, threads))
         encoders += spec.deepstack * tokens * spec.hidden_size * DTYPE_NBYTES[dtype]
+        if spec.is_encoder_decoder:
+            from octavo.worker.cross_attention import rows_nbytes
+
+            encoders += rows_nbytes(spec, dtype, tokens)
         tokens = max(tokens, *(encoder.max_num_tokens for encoder in spec.encoders))
     inputs = max(weight.shape[1] for weight in weights if weight.kind == "linear")
     rows = max(tokens, setup.largest_step.samples)

@@ -74,6 +74,7 @@ class FakeSpec(SimpleNamespace):
     """Description of the fake model; it generates text if it has no poolers."""
 
     sees_all = False
+    is_encoder_decoder = False
     sentences = NO_SENTENCES
 
     @property
@@ -106,6 +107,7 @@ class FakeAsyncLLM:
             generation_config=generation_config or {},
             architecture="FakeForCausalLM",
             generates=True,
+            is_encoder_decoder=False,
             dtype="float32",
             hidden_size=4,
             layers=(),

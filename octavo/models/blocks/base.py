@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from octavo.attention.base import AttentionBackend
     from octavo.kernels.base import Ops, PackedWeight, QuantizedWeight
     from octavo.layers.adapter import AdaptedEmbedding, AdaptedLinear, Adapters
+    from octavo.layers.cross_attention import CrossAttention
     from octavo.layers.expert_adapter import AdaptedExperts
     from octavo.layers.expert_exchange import ExpertExchange
     from octavo.layers.experts import Experts
@@ -179,6 +180,8 @@ class Parts:
         self.expert_slots = expert_slots
         self.mixtures: list[Experts] = []
         """All mixtures of experts that were built, in the order of the forward pass."""
+        self.cross_attention: list[CrossAttention] = []
+        """The same of cross attention."""
         self._shared = shared
         self._weights = weights
         self.adapters = adapters
@@ -211,6 +214,12 @@ class Parts:
     def has(self, name: str) -> bool:
         """Return True if the block has a weight with this name."""
         return self._own + name in self._weights
+
+    @property
+    def token_table(self) -> Tensor | PackedWeight | QuantizedWeight:
+        """The decoder's table of tokens: its own weight, or that of the LM head."""
+        own = self._weights.get("embed.weight")
+        return self._weights["lm_head.weight"] if own is None else own
 
     @property
     def cached_experts(self) -> ExpertLayer | None:
