@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 Resolve: TypeAlias = Callable[[str, int], Awaitable[list[str]]]
 """Function that returns the addresses of a host and port."""
 
-MAX_NBYTES = 2**26
+MAX_NBYTES = 2**25
 """Maximum bytes of one file."""
 MAX_SECONDS = 10.0
 """Maximum time of one fetch, redirects included."""
@@ -190,7 +190,7 @@ class MediaFetcher:
 
         return aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(
-                resolver=_make_resolver(self._resolver, self._is_allowed), use_dns_cache=False
+                resolver=_make_resolver(self._resolver, self._is_allowed)
             ),
             headers={"Accept-Encoding": "identity"},
             auto_decompress=False,

@@ -97,6 +97,7 @@ def test_placeholders_of_users_are_text(llm):
         ([{"type": "image_url", "image_url": "file:///etc/passwd"}], "--allowed-local-media-path"),
         ([{"type": "image_url", "image_url": "data:;base64,AAAA"}], "picture 1: the file is no"),
         ([part(FIRST)] * 1000, "more than 999 pictures"),
+        ([part(FIRST)] * 40, "pictures have .* tokens; the model's context has 400"),
     ],
 )
 def test_errors_offline(llm, content, match):

@@ -189,7 +189,7 @@ def test_redirects_are_checked(to, match):
     [
         (b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n", "files.example answers .* 404"),
         (b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n", "is empty"),
-        (b"HTTP/1.1 200 OK\r\nContent-Length: 99999999999\r\n\r\n", "more than 67108864 bytes"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 99999999999\r\n\r\n", "more than 33554432 bytes"),
         (b"HTTP/1.1 200 OK\r\nContent-Length: 9999\r\n\r\nabc", "cannot be reached"),
         (b"nonsense\r\n\r\n", "cannot be reached"),
         (b"HTTP/1.1 302 Found\r\nContent-Length: 0\r\n\r\n", "HTTP status 302"),
