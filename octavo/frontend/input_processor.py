@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NotRequired, Protocol, TypedDict, cast
+from typing import TYPE_CHECKING, Any, NotRequired, Protocol, TypedDict
 
 import msgspec
 import numpy as np
@@ -206,9 +206,11 @@ def with_processor_kwargs(
 def processing_time(prompt: Prompt, params: SamplingParams) -> int:
     """Estimate the microseconds that `InputProcessor.process` takes."""
     if isinstance(prompt, Mapping) and (encoder := prompt.get("encoder_prompt")) is not None:
-        if isinstance(encoder, Mapping) and "input_features" in encoder:
-            return int(getattr(encoder["input_features"], "nbytes", 0)) // 1000
-        return processing_time(cast(Prompt, encoder), params)
+        if isinstance(encoder, Mapping):
+            names = ("input_features", "prompt", "prompt_token_ids")
+            encoder = next((encoder[name] for name in names if name in encoder), None)
+        length = len(encoder) if isinstance(encoder, Sequence) else 0
+        return length + int(getattr(encoder, "nbytes", 0)) // 1000
     text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
     embeds = prompt.get("prompt_embeds") if isinstance(prompt, Mapping) else None
     chars = len(text) if isinstance(text, str) else 0
