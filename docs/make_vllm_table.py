@@ -94,7 +94,6 @@ ABSENT_METRICS = {
     "hisparse_": _NO_OFFLOADING,
     "kv_block_": "it needs kv_cache_metrics, which is not supported",
     "kv_offload_": _NO_OFFLOADING,
-    "mm_cache_": "models accept text only",
     "mooncake_": _NO_OFFLOADING,
     "nixl_": _NO_OFFLOADING,
     "num_requests_kv_fetch_by_stage": _NO_OFFLOADING,

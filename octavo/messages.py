@@ -172,6 +172,70 @@ class PromptEmbeds(msgspec.Struct, array_like=True, frozen=True):
         return memoryview(self.data)[start * self.row_nbytes : stop * self.row_nbytes]
 
 
+class PlaceholderRange(msgspec.Struct, array_like=True, frozen=True):
+    """Range of a prompt's tokens that stand for one item, such as a picture."""
+
+    offset: int
+    """Index of the first token."""
+    length: int
+    """Number of tokens."""
+    is_embed: bytes | None = None
+    """One byte for each token: 1 if a row of the encoder replaces the token's embedding, 0 if the
+    token is an ordinary one. None: rows replace all tokens."""
+
+    @property
+    def end(self) -> int:
+        """Index after the last token."""
+        return self.offset + self.length
+
+    @property
+    def num_embeds(self) -> int:
+        """Number of tokens that rows replace."""
+        return self.length if self.is_embed is None else self.is_embed.count(1)
+
+    def num_embeds_before(self, position: int) -> int:
+        """Return the number of tokens before a position of the prompt that rows replace."""
+        count = min(max(position - self.offset, 0), self.length)
+        return count if self.is_embed is None else self.is_embed.count(1, 0, count)
+
+
+class TensorData(msgspec.Struct, array_like=True, frozen=True):
+    """Array of numbers."""
+
+    dtype: str
+    """Name of numpy's type, or "bfloat16"."""
+    shape: tuple[int, ...]
+    data: bytes
+    """The numbers in C order, little-endian."""
+
+
+Modality: TypeAlias = Literal["image", "video", "audio", "text"]
+
+
+class MultiModalFeatureSpec(msgspec.Struct, array_like=True, frozen=True):
+    """One item of a prompt for an encoder: a picture, a video, a sound, or a text."""
+
+    modality: Modality
+    identifier: str
+    """Digest of the processed content. Items with the same one share the encoder's result and
+    cached prefixes; it includes the scope of the cache, if the request has one."""
+    mm_position: PlaceholderRange
+    """Tokens of the prompt that stand for the item; (0, 0) for the input of an encoder-decoder,
+    whose rows cross attention reads."""
+    data: dict[str, TensorData]
+    """Input of the encoder, by name."""
+    num_encoder_tokens: int
+    """Number of tokens in the encoder's layers: patches, frames, or tokens of a text."""
+    grid: tuple[int, int, int] | None = None
+    """Sizes of the rows in time, height and width, for models whose positions have sections
+    (m-RoPE): the row of the item's n-th placeholder is the n-th of this grid, width first."""
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows that the encoder returns."""
+        return self.mm_position.num_embeds or self.num_encoder_tokens
+
+
 class PoolingSpec(msgspec.Struct, array_like=True, frozen=True):
     """Result that the engine core computes for a request of a pooling model, instead of tokens."""
 
@@ -287,6 +351,8 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True):
     None: all answers, from the start."""
     pooling: PoolingSpec | None = None
     """Result in place of tokens; None: the request generates tokens."""
+    mm_features: list[MultiModalFeatureSpec] = []
+    """Items of the prompt for encoders, in order of their placeholders."""
 
     @property
     def known_token_ids(self) -> list[int]:
@@ -446,6 +512,9 @@ class NewRequestData(msgspec.Struct, array_like=True):
     """Slot of its adapter; -1: it has none."""
     adapter_begin: int = 0
     """Index of the first token that the adapter changes."""
+    mm_features: list[MultiModalFeatureSpec] = []
+    """Items of the prompt; see `EngineCoreRequest`. `data` is empty for those that no encoder
+    has to read again."""
 
 
 class ScheduledRequest(msgspec.Struct, array_like=True):
@@ -507,6 +576,11 @@ class SchedulerOutput(msgspec.Struct, array_like=True):
     engine's experts."""
     adapter_changes: list[AdapterChange] = []
     """Changes of the adapters to begin before this step, in order."""
+    scheduled_encoder_inputs: dict[str, list[int]] = {}
+    """By request id, the indices in `mm_features` of the items that encoders compute in this
+    step."""
+    free_encoder_mm_hashes: list[str] = []
+    """Identifiers of the items whose rows the worker forgets before this step."""
 
 
 class KVConnectorOutput(msgspec.Struct, array_like=True, omit_defaults=True):

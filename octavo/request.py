@@ -19,13 +19,14 @@ class RequestStatus(enum.IntEnum):
     WAITING_FOR_WAKE_UP = 3
     WAITING_FOR_ADAPTER = 4
     WAITING_FOR_ADAPTER_TURN = 5
-    RUNNING = 6
-    PREEMPTED = 7
-    FINISHED_STOPPED = 8
-    FINISHED_LENGTH_CAPPED = 9
-    FINISHED_ABORTED = 10
-    FINISHED_ERROR = 11
-    FINISHED_REPETITION = 12
+    WAITING_FOR_ENCODER = 6
+    RUNNING = 7
+    PREEMPTED = 8
+    FINISHED_STOPPED = 9
+    FINISHED_LENGTH_CAPPED = 10
+    FINISHED_ABORTED = 11
+    FINISHED_ERROR = 12
+    FINISHED_REPETITION = 13
 
     @property
     def finished(self) -> bool:
@@ -83,6 +84,8 @@ class Request:
         "has_news",
         "leader",
         "max_tokens",
+        "mm_end",
+        "mm_features",
         "num_accepted_tokens",
         "num_cached_tokens",
         "num_charged",
@@ -124,6 +127,10 @@ class Request:
         self.num_prompt_tokens = len(core_request.prompt_token_ids)
         self.all_token_ids = core_request.prompt_token_ids + core_request.output_token_ids
         self.prompt_embeds = core_request.prompt_embeds
+        self.mm_features = core_request.mm_features
+        """Items of the prompt, in order of their places."""
+        self.mm_end = max((f.mm_position.end for f in self.mm_features), default=0)
+        """Index after the last token that an item replaces; 0 without items."""
         self.pooling: PoolingSpec | None = core_request.pooling
         """Result in place of tokens; None: the request generates tokens."""
         self.guard: Guard | None = None
@@ -192,6 +199,11 @@ class Request:
         if not self.num_output_tokens:
             return self.options.due
         return math.inf if self.options.deadline is None else self.options.deadline
+
+    @property
+    def shares_blocks(self) -> bool:
+        """True if other requests may find its blocks by their hashes."""
+        return self._block_hasher is not None
 
     @property
     def skip_reading_prefix_cache(self) -> bool:

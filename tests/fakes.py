@@ -18,7 +18,7 @@ import numpy as np
 from octavo.config import LoRAConfig, SchedulerConfig
 from octavo.executor.base import Executor, find_method
 from octavo.kv_cache.groups import KVCacheConfig, make_kv_cache_groups
-from octavo.kv_cache.hashing import make_block_hasher
+from octavo.kv_cache.hashing import input_keys, make_block_hasher
 from octavo.kv_connector.base import KVConnectorScheduler
 from octavo.layers.state_table import STATE_ARRAYS
 from octavo.messages import (
@@ -30,10 +30,13 @@ from octavo.messages import (
     GrammarOutput,
     LogprobsLists,
     ModelRunnerOutput,
+    MultiModalFeatureSpec,
     NewRequestData,
+    PlaceholderRange,
     PoolingSpec,
     ScheduledRequest,
     SchedulerOutput,
+    TensorData,
 )
 from octavo.models.cache import AttentionCache, CacheSpec
 from octavo.models.state_cache import StateCache
@@ -62,6 +65,29 @@ def extend_hash(prefix: int, token: int) -> int:
 def next_token(prefix: int, seed: int) -> int:
     """Return the token that the fake model samples after a prefix."""
     return hash((prefix, seed, 7)) % VOCAB  # hashes of integers are the same in every process
+
+
+def picture(
+    name: str, offset: int, length: int, is_embed: bytes | None = None, tokens: int = 0
+) -> MultiModalFeatureSpec:
+    """Return an item; its content, and so its rows, are its name."""
+    place = PlaceholderRange(offset, length, is_embed)
+    data = {"pixels": TensorData("uint8", (1,), b"1")}
+    return MultiModalFeatureSpec("image", name, place, data, tokens or place.num_embeds)
+
+
+def replace_tokens(tokens: Sequence[int], features: Iterable[MultiModalFeatureSpec]) -> list[int]:
+    """Return tokens with a hash of the row in place of each one that a row replaces."""
+    replaced = list(tokens)
+    for feature in features:
+        place, row = feature.mm_position, 0
+        for i in range(place.length):
+            if place.is_embed is None or place.is_embed[i]:
+                replaced[place.offset + i] = -hash(
+                    (int.from_bytes(feature.identifier.encode()), row)
+                )
+                row += 1
+    return replaced
 
 
 def expected_output(
@@ -122,7 +148,8 @@ class _Row:
         self, data: NewRequestData, block_ids: list[list[int]], adapter: str | None
     ) -> None:
         self.adapter, self.adapter_begin = adapter, data.adapter_begin
-        self.tokens = list(data.token_ids)
+        self.tokens = replace_tokens(data.token_ids, data.mm_features)
+        self.features = data.mm_features
         self.slots: list[list[int]] = [[] for _ in block_ids]
         """Expected content of the slots of its tokens for each group, as far as computed."""
         self.prefixes: list[int] = []
@@ -230,6 +257,10 @@ class FakeWorker:
         """Contents of the slots of adapters."""
         self.reading: dict[int, str] = {}
         """Contents that are being read, by slot."""
+        self.encoded: dict[str, int] = {}
+        """Number of rows of each item in the encoder cache."""
+        self.num_encoded = 0
+        """Number of items that the encoder has computed."""
         self.num_copies = 0
         self.num_accepted = 0
         self.awake = True
@@ -241,8 +272,9 @@ class FakeWorker:
         self.forget()
 
     def forget(self) -> None:
-        """Lose all keys, values and states."""
+        """Lose all keys, values, states and rows of encoders."""
         self.memory.clear()
+        self.encoded.clear()
         if self.states is not None:
             self.states.slots = [None] * len(self.states.slots)
 
@@ -306,6 +338,8 @@ class FakeWorker:
             else:
                 assert change.slot not in self.adapters.keys() | self.reading
                 self.reading[change.slot] = change.adapter.content_hash
+        for identifier in work.free_encoder_mm_hashes:
+            self.encoded.pop(identifier, None)  # absent if its step failed
         copies = work.blocks_to_copy
         assert not {source for source, _ in copies} & {copy for _, copy in copies}
         for source, copy in copies:
@@ -324,6 +358,13 @@ class FakeWorker:
                 row = self.rows[request.req_id]
                 for table, ids in zip(row.tables, new_blocks, strict=True):
                     table += ids
+        for req_id, indices in work.scheduled_encoder_inputs.items():
+            for index in indices:
+                feature = self.rows[req_id].features[index]
+                assert feature.data, "the data of an item is missing"
+                assert feature.identifier not in self.encoded, "an item is computed again"
+                self.encoded[feature.identifier] = feature.num_rows
+                self.num_encoded += 1
 
     def _block(self, block: int) -> list[int | None]:
         return self.memory.setdefault(block, [None] * self.config.block_size)
@@ -333,6 +374,10 @@ class FakeWorker:
         end = first + count
         assert count > 0
         assert end <= len(row.tokens)
+        for feature in row.features:
+            place = feature.mm_position
+            if place.num_embeds_before(first) < place.num_embeds_before(end):
+                assert feature.identifier in self.encoded, "rows of an item are missing"
         row.prefix(end - 1)
         for group in range(len(self.config.paged_groups)):
             for index in range(first // size, (end - 1) // size + 1):
@@ -527,6 +572,7 @@ class FakeEngine:
         make_connector: Callable[[KVCacheConfig], KVConnectorScheduler] | None = None,
         num_states: int = 0,
         lora: LoRAConfig | None = None,
+        encoder_cache_size: int = 0,
         **config: object,
     ) -> None:
         groups = make_kv_cache_groups(caches)
@@ -549,9 +595,11 @@ class FakeEngine:
             connector=None if make_connector is None else make_connector(self.kv_config),
             message_ends=MESSAGE_ENDS,
             lora=lora,
+            encoder_cache_size=encoder_cache_size,
         )
+        self.encoder_cache_size = encoder_cache_size
         self.executor = FakeWorker(self.kv_config, num_drafts, fail)
-        self.hasher = make_block_hasher(block_size) if caching else None
+        self.hasher = make_block_hasher(block_size, input_keys) if caching else None
         self.depth = depth
         self.in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
         self.steps: list[SchedulerOutput] = []
@@ -579,6 +627,7 @@ class FakeEngine:
         pooling: PoolingSpec | None = None,
         adapter: str | None = None,
         adapter_begin: int = 0,
+        features: Sequence[MultiModalFeatureSpec] = (),
         **params: object,
     ) -> Request:
         """Add a request; `stop` are stop tokens besides `stop_token_ids`, such as EOS.
@@ -605,8 +654,10 @@ class FakeEngine:
             pooling=pooling,
             adapter=None if adapter is None else AdapterRef(f"name of {adapter}", "/x", adapter),
             adapter_begin=adapter_begin,
+            mm_features=list(features),
         )
-        hasher = make_block_hasher(self.kv_config.block_size) if scope else self.hasher
+        size = self.kv_config.block_size
+        hasher = make_block_hasher(size, input_keys) if scope else self.hasher
         request = Request(core, hasher if hashed else None, cache_scope=scope, leader=leader)
         self.scheduler.add_request(request)
         self.outputs[request_id] = []
@@ -630,8 +681,19 @@ class FakeEngine:
         self.on_step(work)
         assert set(self.executor.rows) == {r.request_id for r in self.scheduler.running}
         assert len({row.adapter for row in self.executor.rows.values()} - {None}) <= self.max_loras
+        assert sum(self.executor.encoded.values()) <= self.encoder_cache_size
+        self._check_encoder_work(work)
         self.steps.append(work)
         return work
+
+    def _check_encoder_work(self, work: SchedulerOutput) -> None:
+        """Check the bound of a step's encoder work."""
+        sizes = [
+            self.executor.rows[req_id].features[index].num_encoder_tokens
+            for req_id, indices in work.scheduled_encoder_inputs.items()
+            for index in indices
+        ]
+        assert len(sizes) <= 1 or sum(sizes) <= self.scheduler.max_num_batched_tokens
 
     def update(self) -> list[EngineCoreOutput]:
         """Process the oldest result in flight."""

@@ -82,6 +82,8 @@ def example(field):
         return ['{"pooling_type": "CLS"}'], PoolerConfig(pooling_type="CLS")
     if field.name == "hf_overrides":
         return ['{"a": {"b": 1}}'], {"a": {"b": 1}}
+    if field.name == "limit_mm_per_prompt":
+        return ['{"image": 4}'], {"image": 4}
     if field.name == "gpu_memory_utilization":
         return ["0.5"], 0.5
     if "float" in str(field.type):
@@ -90,7 +92,7 @@ def example(field):
         return ["7777" if "batched" in field.name else "77"], (
             7777 if "batched" in field.name else 77
         )
-    if field.name in ("default_chat_template_kwargs", "hf_overrides"):
+    if field.name in ("default_chat_template_kwargs", "hf_overrides", "mm_processor_kwargs"):
         return ['{"a": 1}'], {"a": 1}
     if field.name == "distributed_executor_backend":
         return ["mp"], "mp"

@@ -156,6 +156,41 @@ class ModelConfig(Section, frozen=True):
     enable_prompt_embeds: Annotated[
         bool, Meta(description="Accept embeddings as prompts (prompt_embeds).")
     ] = False
+    allowed_media_domains: Annotated[
+        list[str],
+        Meta(
+            description="Hosts from which pictures may be fetched that requests name by URL."
+            " Default: none. Only public addresses are asked."
+        ),
+    ] = []
+    allowed_local_media_path: Annotated[
+        str,
+        Meta(
+            description="Folder below which pictures may be read that requests name as file: URLs."
+            " Default: none."
+        ),
+    ] = ""
+    language_model_only: Annotated[
+        bool,
+        Meta(
+            description="Run a model of pictures and texts as a text model: its towers are not"
+            " loaded."
+        ),
+    ] = False
+    limit_mm_per_prompt: Annotated[
+        dict[str, Annotated[int, Meta(ge=0)]],
+        Meta(
+            description='Maximum number of items of each kind in a prompt, as JSON: {"image": 4};'
+            " default: 999. 0: none, as with language_model_only."
+        ),
+    ] = {}
+    mm_processor_kwargs: Annotated[
+        dict[str, Any],
+        Meta(
+            description="Settings of the processor of pictures that replace those of the model, as"
+            ' JSON: {"max_pixels": 1003520}.'
+        ),
+    ] = {}
     enable_sleep_mode: Annotated[
         bool,
         Meta(
@@ -169,6 +204,10 @@ class ModelConfig(Section, frozen=True):
             description="Run each step operation by operation instead of replaying a captured plan."
         ),
     ] = False
+
+    def limit(self, modality: str) -> int:
+        """Return the most items of a modality in a prompt."""
+        return 0 if self.language_model_only else self.limit_mm_per_prompt.get(modality, 999)
 
 
 class LoadConfig(Section, frozen=True):

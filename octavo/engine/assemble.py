@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from octavo.config import EngineConfig
 from octavo.engine.adapters import AdapterInbox
-from octavo.engine.checks import check_settings
+from octavo.engine.checks import check_encoders, check_settings
 from octavo.engine.core import EngineCore
 from octavo.engine.worker_setup import make_worker_setup
 from octavo.errors import GRAMMAR_PACKAGES, ConfigError
@@ -184,6 +184,7 @@ def make_engine_core(
             connector=connector,
             message_ends=spec.eos_token_ids,
             lora=config.lora if config.lora.enable_lora else None,
+            encoder_cache_size=setup.encoder_cache_size,
         )
         grammars = StructuredOutputManager(
             partial(_start_grammar_helper, config, spec, model_path),
@@ -228,6 +229,7 @@ def set_up_worker(
         ModelError: the model folder cannot be used.
     """
     check_settings(config, platform)
+    check_encoders(spec, config, platform)
     blocks = {w.form.name for w in spec.weights() if isinstance(w.form, PackedBlocks)}
     if blocks and not platform.is_native(config.device):
         raise ConfigError(
@@ -330,6 +332,9 @@ def _memory_items(setup: WorkerSetup) -> list[MemoryItem]:
         # The modules are imported before the plan, here and in each worker process.
         nbytes = import_plugins(config.model.logits_processors) * (1 + config.num_worker_processes)
         items.append(MemoryItem("plug-ins", nbytes, note=" for logits processors, as measured"))
+    if (nbytes := setup.encoder_cache_nbytes * setup.rank.world_size) > 0:
+        note = f" for {setup.encoder_cache_size:,} rows"
+        items.append(MemoryItem("encoder cache", nbytes, note=note))
     if not config.model.skip_tokenizer_init:
         items.append(MemoryItem("tokenizer", _TOKEN_NBYTES * spec.vocab_size))
     if spec.generates and not config.model.skip_tokenizer_init:

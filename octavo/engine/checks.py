@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
 from octavo.kv_connector.registry import get_connector
+from octavo.models.spec import ModelSpec
 from octavo.models.weight_cache import WeightCache
 from octavo.worker.platform import Platform
 
@@ -180,6 +181,36 @@ def check_requirements(config: EngineConfig, platform: Platform) -> None:
     for requirement in REQUIREMENTS:
         if requirement.is_broken(config, platform):
             raise ConfigError(requirement.error.format(config=config, platform=platform))
+
+
+def check_encoders(spec: ModelSpec, config: EngineConfig, platform: Platform) -> None:
+    """Reject settings with which a model's encoders do not run.
+
+    Raises:
+        ConfigError: a setting does not fit; the message names it.
+    """
+    if not spec.encoders:
+        return
+    device, native = config.device, _is_native(config, platform)
+    stages, both = device.pipeline_parallel_size, spec.is_encoder_decoder
+    for name, wrong in (
+        (f"device={platform.name}, except for device=cpu without Triton", not native),
+        (f"pipeline_parallel_size={stages}", stages > 1),
+        ("enable_sequence_parallel", device.enable_sequence_parallel),
+        ("speculative_config", config.speculation.speculative_config is not None),
+        ("kv_transfer_config", config.cache.kv_transfer_config is not None),
+        ("enable_chunked_prefill=false", not config.scheduler.enable_chunked_prefill),
+        ("kv_events_config", both and config.cache.kv_events_config is not None),
+        ("enable_lora", both and config.lora.enable_lora),
+        ("enable_prompt_embeds", both and config.model.enable_prompt_embeds),
+    ):
+        if wrong:
+            kinds = " and ".join(encoder.modality for encoder in spec.encoders)
+            without = ", or run the model without its encoder (language_model_only)"
+            raise ConfigError(
+                f"The encoder of {spec.architecture} ({kinds}) is not supported with {name}; "
+                f"change it{'' if both else without}."
+            )
 
 
 def check_recording(config: EngineConfig, path: str | None) -> None:

@@ -24,7 +24,7 @@ from octavo.errors import (
 )
 from octavo.executor.base import Executor, StepHandle
 from octavo.kv_cache.block_map import BlockMap, make_block_map
-from octavo.kv_cache.hashing import make_block_hasher, prompt_embeds_keys
+from octavo.kv_cache.hashing import input_keys, make_block_hasher
 from octavo.kv_connector.inbox import TransferInbox
 from octavo.messages import (
     EngineCoreOutput,
@@ -124,9 +124,7 @@ class EngineCore:
         self._clock = clock
         self._profiler = profiler
         self._engine_index = engine_index
-        self._block_hasher = make_block_hasher(
-            scheduler.kv_cache_config.block_size, prompt_embeds_keys
-        )
+        self._block_hasher = make_block_hasher(scheduler.kv_cache_config.block_size, input_keys)
         self._in_flight: deque[_StepInFlight] = deque()
         self._num_scheduled = 0
         self._enable_sleep_mode = enable_sleep_mode

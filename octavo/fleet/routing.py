@@ -9,7 +9,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from octavo.kv_cache.hashing import adapter_keys, hash_block, root_hash
+from octavo.kv_cache.hashing import adapter_keys, hash_block, mm_keys, root_hash
 from octavo.messages import EngineCoreRequest
 
 # Maximum number of hashed blocks of a prompt, since hashing blocks the event loop: 15 ms for these.
@@ -200,6 +200,7 @@ class Router:
         tokens = request.prompt_token_ids
         for index in range(min(len(tokens) // size, _MOST_HASHED)):
             begin, end = index * size, (index + 1) * size
-            parent = hash_block(parent, tokens[begin:end], adapter_keys(options, begin, end))
+            extra = adapter_keys(options, begin, end) + mm_keys(request.mm_features, begin, end)
+            parent = hash_block(parent, tokens[begin:end], extra)
             hashes.append(parent)
         return hashes

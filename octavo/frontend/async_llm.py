@@ -53,7 +53,13 @@ from octavo.frontend.beam_search import (
 from octavo.frontend.engines import EngineRecords
 from octavo.frontend.environment import apply_environment
 from octavo.frontend.forecast import Forecast
-from octavo.frontend.input_processor import InputProcessor, Prompt, processing_time
+from octavo.frontend.input_processor import (
+    InputProcessor,
+    Prompt,
+    processing_time,
+    read_chat_pictures,
+    read_pictures,
+)
 from octavo.frontend.output_processor import (
     LiveAnswer,
     OutputProcessor,
@@ -145,12 +151,18 @@ class AsyncLLM(AsyncPooling):
         model = config.model
         check_recording(config, None if record is None else record.path)
         self.config = config
-        self.spec = read_spec(open_checkpoint(path, config.load.load_format), model)
+        self.checkpoint = open_checkpoint(path, config.load.load_format)
+        self.spec = read_spec(self.checkpoint, model)
         # Preliminary: the memory plan may shorten a length of -1, see `_became_ready`.
         self.max_model_len = resolve_max_model_len(config, self.spec)
         self.tokenizer: Tokenizer | None = None
         if not model.skip_tokenizer_init:
             self.tokenizer = Tokenizer.from_folder(tokenizer_path)
+        self._pictures = read_pictures(self.checkpoint, model, self.spec, self.tokenizer)
+        self.chat_pictures = read_chat_pictures(
+            self._pictures, model, self.tokenizer, self.max_model_len
+        )
+        """Reader of the pictures in chats; None: the model reads none."""
         names = model.served_model_name
         self.metrics = EngineMetrics(
             names[0] if names else model.model,
@@ -903,7 +915,9 @@ class AsyncLLM(AsyncPooling):
                 raise FirstTokenError("The first token did not arrive in time.")
 
     def _make_input_processor(self) -> InputProcessor:
-        return InputProcessor(self.config.model, self.spec, self.tokenizer, self.max_model_len)
+        return InputProcessor(
+            *(self.config.model, self.spec, self.tokenizer, self.max_model_len, self._pictures)
+        )
 
     async def _handle_outputs(self) -> None:
         self._client.ready.add_done_callback(self._became_ready)

@@ -216,6 +216,8 @@ def beam_search_nbytes(request: EngineCoreRequest, search: BeamSearch, vocab_siz
     embeds = request.prompt_embeds
     # Each live beam's request sends the embeddings again.
     sent = 0 if embeds is None else search.width * 2 * embeds.nbytes
+    items = (t for feature in request.mm_features for t in feature.data.values())
+    sent += search.width * 2 * sum(len(tensor.data) for tensor in items)
     return request_nbytes(whole, params, vocab_size) + sent
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NotRequired, Protocol, TypedDict
+from typing import TYPE_CHECKING, Any, NotRequired, Protocol, TypedDict
 
 import msgspec
 import numpy as np
@@ -17,11 +17,21 @@ from octavo.config import ModelConfig
 from octavo.errors import ContextLengthError, RequestError, UnsupportedError
 from octavo.frontend.activation import activate
 from octavo.frontend.core_params import KV_TRANSFER_PARAMS, make_core_params
+from octavo.frontend.encoder_prompt import (
+    audio_feature,
+    encoder_token_ids,
+    read_features,
+    read_parts,
+    scoped,
+    text_feature,
+)
 from octavo.frontend.prompt_embeds import PROMPT_EMBEDS_OFF, check_embeds, read_tensor
 from octavo.messages import (
     CoreSamplingParams,
     EngineCoreRequest,
     GuardSpec,
+    Modality,
+    MultiModalFeatureSpec,
     PoolingSpec,
     PromptEmbeds,
     RequestOptions,
@@ -32,6 +42,12 @@ from octavo.sampling_params import MAX_CACHE_SALT_LENGTH, SamplingParams
 from octavo.system.offload import pieces
 from octavo.text.markers import marker_tokens
 from octavo.text.tokenizer import MAX_TOKENS, Tokenizer, is_longer
+
+if TYPE_CHECKING:
+    from octavo.checkpoints.base import Checkpoint
+    from octavo.frontend.chat_pictures import ChatPictures
+    from octavo.frontend.pictures import Pictures
+    from octavo.models.spec import ModelSpec
 
 # Last tokens of a prompt in which a marker may be.
 _MARKER_TOKENS = 32
@@ -44,6 +60,12 @@ class TextPrompt(TypedDict):
     prompt: str
     cache_salt: NotRequired[str]
     """Scope of the prefix cache, as in `SamplingParams.cache_salt`."""
+    multi_modal_data: NotRequired[Mapping[str, Any]]
+    """Pictures, in order of their placeholders in the prompt: {"image": one or a list}."""
+    mm_processor_kwargs: NotRequired[Mapping[str, Any]]
+    """Settings of the processor of pictures for this prompt."""
+    multi_modal_uuids: NotRequired[Mapping[str, Any]]
+    """Names of the pictures. They choose nothing: equal pictures are found by their content."""
 
 
 class TokensPrompt(TypedDict):
@@ -52,6 +74,10 @@ class TokensPrompt(TypedDict):
     prompt_token_ids: list[int]
     prompt: NotRequired[str]
     cache_salt: NotRequired[str]
+    multi_modal_data: NotRequired[Mapping[str, Any]]
+    """As in `TextPrompt`; each picture has one placeholder."""
+    mm_processor_kwargs: NotRequired[Mapping[str, Any]]
+    multi_modal_uuids: NotRequired[Mapping[str, Any]]
 
 
 class EmbedsPrompt(TypedDict):
@@ -64,7 +90,27 @@ class EmbedsPrompt(TypedDict):
     cache_salt: NotRequired[str]
 
 
-Prompt = str | Sequence[int] | TextPrompt | TokensPrompt | EmbedsPrompt | Mapping[str, object]
+class EncoderDecoderPrompt(TypedDict):
+    """A prompt of an encoder-decoder with both of its parts; other prompts are the encoder's."""
+
+    encoder_prompt: Any
+    """A text, token ids, or a dict with "prompt" or "prompt_token_ids"; of a model that hears, a
+    dict with "input_features", numbers [frames, size of a frame]."""
+    decoder_prompt: NotRequired[Any]
+    """First tokens of the answer, in the same forms; the token with which all answers begin is
+    added. None: that token alone, and the one that the model forces after it."""
+    cache_salt: NotRequired[str]
+
+
+Prompt = (
+    str
+    | Sequence[int]
+    | TextPrompt
+    | TokensPrompt
+    | EmbedsPrompt
+    | EncoderDecoderPrompt
+    | Mapping[str, object]
+)
 
 
 class InputSpec(Protocol):
@@ -102,16 +148,109 @@ class InputSpec(Protocol):
     def eos_token_ids(self) -> Iterable[int]:
         """Tokens that end an answer."""
 
+    @property
+    def is_encoder_decoder(self) -> bool:
+        """True if a prompt has an input of an encoder. The properties below are of such models."""
+
+    @property
+    def encoder_modality(self) -> Modality:
+        """Kind of the encoder's inputs: "text" or "audio"."""
+
+    @property
+    def encoder_vocab_size(self) -> int:
+        """Number of rows of the encoder's embedding."""
+
+    @property
+    def max_encoder_len(self) -> int:
+        """Most tokens of an encoder's input."""
+
+    @property
+    def decoder_start_ids(self) -> Sequence[int]:
+        """Tokens with which every answer begins."""
+
+    @property
+    def bad_words_ids(self) -> Iterable[Sequence[int]]:
+        """Sequences of tokens that the model never generates."""
+
+
+def with_processor_kwargs(
+    prompts: Sequence[Prompt], settings: Mapping[str, Any] | None
+) -> Sequence[Prompt]:
+    """Return prompts with settings of the processor of pictures; those without pictures unchanged.
+
+    The settings of a prompt itself precede.
+
+    Raises:
+        UnsupportedError: no prompt has pictures.
+    """
+    if not settings:
+        return prompts
+    found: list[Prompt] = []
+    for prompt in prompts:
+        if isinstance(prompt, Mapping) and prompt.get("multi_modal_data"):
+            given = dict(prompt)
+            if isinstance(own := given.get("mm_processor_kwargs") or {}, Mapping):
+                given["mm_processor_kwargs"] = {**settings, **own}
+            found.append(given)
+        else:
+            found.append(prompt)
+    if all(prompt is given for prompt, given in zip(prompts, found, strict=True)):
+        raise UnsupportedError(
+            f"mm_processor_kwargs={settings!r} is for pictures, and no prompt has some; leave it "
+            "out.",
+            "mm_processor_kwargs",
+        )
+    return found
+
 
 def processing_time(prompt: Prompt, params: SamplingParams) -> int:
     """Estimate the microseconds that `InputProcessor.process` takes."""
+    if isinstance(prompt, Mapping) and (encoder := prompt.get("encoder_prompt")) is not None:
+        if isinstance(encoder, Mapping):
+            names = ("input_features", "prompt", "prompt_token_ids")
+            encoder = next((encoder[name] for name in names if name in encoder), None)
+        length = len(encoder) if isinstance(encoder, Sequence) else 0
+        return length + int(getattr(encoder, "nbytes", 0)) // 1000
     text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
     embeds = prompt.get("prompt_embeds") if isinstance(prompt, Mapping) else None
     chars = len(text) if isinstance(text, str) else 0
     lists = (prompt, params.stop_token_ids, params.allowed_token_ids, params.logit_bias)
     tokens = sum(len(ids) for ids in lists if ids is not None)
     nbytes = getattr(embeds, "nbytes", 0)
+    if isinstance(prompt, Mapping) and prompt.get("multi_modal_data"):
+        nbytes += 10**8  # pictures may have to be scaled
     return chars + sum(map(len, params.bad_words or ())) + tokens // 2 + nbytes // 1000
+
+
+def read_pictures(
+    checkpoint: Checkpoint, settings: ModelConfig, spec: ModelSpec, tokenizer: Tokenizer | None
+) -> Pictures | None:
+    """Return the reader of a model's pictures; None: the model reads none.
+
+    Raises:
+        ModelError: a file of the model is missing or wrong.
+        RequestError: a setting of `mm_processor_kwargs` is wrong.
+    """
+    encoder = spec.encoder("image")
+    if encoder is None or tokenizer is None:
+        return None
+    from octavo.frontend.pictures import Pictures  # few models read pictures
+
+    return Pictures.of_model(checkpoint, settings, encoder, tokenizer)
+
+
+def read_chat_pictures(
+    pictures: Pictures | None,
+    settings: ModelConfig,
+    tokenizer: Tokenizer | None,
+    max_model_len: int,
+) -> ChatPictures | None:
+    """Return the reader of the pictures in a model's chats; None: the model reads none."""
+    if pictures is None or tokenizer is None:
+        return None
+    from octavo.frontend.chat_pictures import ChatPictures  # few models read pictures
+
+    return ChatPictures(pictures, settings, tokenizer, max_model_len)
 
 
 class InputProcessor:
@@ -123,6 +262,7 @@ class InputProcessor:
         spec: vocabulary size, end-of-sequence ids and size of the embeddings of the model.
         tokenizer: encodes prompts; None if prompts are token ids only (`skip_tokenizer_init`).
         max_model_len: most tokens of prompt and answer together.
+        pictures: reader of pictures; None: the model reads none.
     """
 
     def __init__(
@@ -131,7 +271,9 @@ class InputProcessor:
         spec: InputSpec,
         tokenizer: Tokenizer | None,
         max_model_len: int,
+        pictures: Pictures | None = None,
     ) -> None:
+        self._pictures = pictures
         self._tokenizer = tokenizer
         self._spec, self._sees_all = spec, spec.sees_all
         self._max_model_len = max_model_len
@@ -164,7 +306,8 @@ class InputProcessor:
         Args:
             request_id: an id that no live request has.
             prompt: text, token ids, or a dict with one of "prompt", "prompt_token_ids" and
-                "prompt_embeds".
+                "prompt_embeds"; for an encoder-decoder its encoder's input, or an
+                `EncoderDecoderPrompt`.
             params: the parameters of the answer.
             options: the envelope; `_complete` adds the options in the prompt and the parameters.
             add_special_tokens: True to let the tokenizer add its special tokens to a text prompt;
@@ -184,8 +327,15 @@ class InputProcessor:
             )
         self._check_params(params)
         options = _complete(options, prompt, params, params.priority)
+        features: list[MultiModalFeatureSpec] = []
+        bad_words = self._encode_bad_words(params.bad_words or [])
         embeds = self._read_embeds(prompt, params)
-        if embeds is not None:
+        if self._spec.is_encoder_decoder:
+            text, ids, features = self._read_encoder_decoder(
+                prompt, params, options, add_special_tokens
+            )
+            bad_words += [list(word) for word in self._spec.bad_words_ids]
+        elif embeds is not None:
             assert isinstance(prompt, Mapping)
             text, ids = _read_text(prompt), [0] * embeds.num_tokens
         else:
@@ -196,6 +346,8 @@ class InputProcessor:
             for piece in pieces(given):
                 self._check_ids("prompt", piece)
             ids = given[self._kept(len(given), params)]
+            if isinstance(prompt, Mapping) and prompt.get("multi_modal_data"):
+                ids, features = self._read_pictures(prompt, given, params, options)
         options = activate(options, None if embeds is not None else ids)
         max_tokens = self._max_tokens(len(ids), params)
         seed = self._derive_seed(request_id) if params.seed is None else params.seed
@@ -211,7 +363,7 @@ class InputProcessor:
                 seed=seed,
                 max_tokens=max_tokens,
                 all_stop_token_ids=stop_ids,
-                bad_words_token_ids=self._encode_bad_words(params.bad_words or []),
+                bad_words_token_ids=bad_words,
                 grammar_backend=self._grammar_backend,
                 additional_properties=self._additional_properties,
                 guard=self._make_guard(params, ids),
@@ -219,6 +371,7 @@ class InputProcessor:
             options=options,
             n=params.n,
             prompt_embeds=embeds,
+            mm_features=features,
         )
         return request, text
 
@@ -247,6 +400,11 @@ class InputProcessor:
         """
         if not isinstance(params, PoolingParams):
             raise RequestError(f"params is a {type(params).__name__}, not PoolingParams.")
+        if isinstance(prompt, Mapping) and prompt.get("multi_modal_data"):
+            raise UnsupportedError(
+                "multi_modal_data: results of pooling are of texts only here; leave it out.",
+                "multi_modal_data",
+            )
         pooler, limit = self._find_pooler(params), self._max_model_len
         passed = params.as_sampling_params()
         options = _complete(options, prompt, passed, options.priority)
@@ -465,9 +623,17 @@ class InputProcessor:
         params = replace(
             params, seed=core.seed, max_tokens=core.max_tokens, truncate_prompt_tokens=None
         )
+        prompt: Prompt = {"prompt_token_ids": request.prompt_token_ids}
+        if self._spec.is_encoder_decoder:
+            encoder: Mapping[str, object] = {"prompt_token_ids": []}
+            if (read := encoder_token_ids(request.mm_features)) is not None:
+                encoder = {"prompt_token_ids": read}
+            elif request.mm_features:
+                encoder = {"input_features": read_features(request.mm_features[0])}
+            prompt = {"encoder_prompt": encoder, "decoder_prompt": prompt}
         made, _ = self.process(
             request.request_id,
-            {"prompt_token_ids": request.prompt_token_ids},
+            prompt,
             params,
             RequestOptions(arrival_time),
         )
@@ -480,7 +646,99 @@ class InputProcessor:
         options = replace(
             request.options, arrival_time=arrival_time, deadline=None, first_token_deadline=None
         )
-        return replace(made, options=options, prompt_embeds=embeds)
+        features = request.mm_features
+        if self._spec.is_encoder_decoder:
+            features = [scoped(feature, options.cache_salt) for feature in made.mm_features]
+        return replace(made, options=options, prompt_embeds=embeds, mm_features=features)
+
+    def _read_encoder_decoder(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        options: RequestOptions,
+        add_special_tokens: bool,
+    ) -> tuple[str | None, list[int], list[MultiModalFeatureSpec]]:
+        """Return the text of an encoder's input, the decoder's first tokens, and the input."""
+        parts, start = read_parts(prompt), list(self._spec.decoder_start_ids)
+        text, feature = self._read_encoder(parts.encoder, params, options, add_special_tokens)
+        if parts.decoder is None:
+            return text, start, [feature]
+        of_decoder, ids = self._read_prompt(parts.decoder)
+        if ids is None:
+            assert of_decoder is not None
+            ids = self._encode(of_decoder, params, add_special_tokens=False)
+        self._check_ids("decoder_prompt", ids)
+        if ids[:1] != start[:1]:  # as in transformers
+            ids = start[:1] + ids
+        return text, ids, [feature]
+
+    def _read_encoder(
+        self,
+        prompt: Any,
+        params: SamplingParams,
+        options: RequestOptions,
+        add_special_tokens: bool,
+    ) -> tuple[str | None, MultiModalFeatureSpec]:
+        """Return the text of an encoder's input, if it is one, and the input."""
+        limit, salt = self._spec.max_encoder_len, options.cache_salt
+        features = prompt.get("input_features") if isinstance(prompt, Mapping) else None
+        if (self._spec.encoder_modality == "audio") != (features is not None):
+            raise RequestError(
+                f"The encoder of this model ({self._spec.architecture}) reads "
+                f"{self._spec.encoder_modality}; give it as "
+                + ("'input_features'." if features is None else "text or token ids."),
+                "encoder_prompt",
+            )
+        if features is not None:
+            return None, audio_feature(features, limit, salt)
+        text, ids = self._read_prompt(prompt)
+        if ids is None:
+            assert text is not None
+            keep = params.truncate_prompt_tokens
+            if keep is None and is_longer(text, limit):
+                raise self._encoder_too_long(f"your text of {len(text)} characters is longer")
+            if self._tokenizer is None:
+                raise RequestError(
+                    "No tokenizer is loaded (skip_tokenizer_init); give the prompt as token ids.",
+                    "prompt",
+                )
+            ids = self._tokenizer.encode(text, add_special_tokens, max(limit, MAX_TOKENS))
+        if (keep := params.truncate_prompt_tokens) is not None:
+            keep = limit if keep == -1 else keep
+            ids = ids[-keep:] if params.truncation_side == "left" else ids[:keep]
+        self._check_ids("encoder_prompt", ids, self._spec.encoder_vocab_size)
+        if not ids:
+            raise RequestError("The encoder's prompt is empty; give at least one token.", "prompt")
+        if len(ids) > limit:
+            raise self._encoder_too_long(f"your prompt has {len(ids)}")
+        return text, text_feature(ids, salt)
+
+    def _encoder_too_long(self, found: str) -> ContextLengthError:
+        return ContextLengthError(
+            f"The encoder of this model reads at most {self._spec.max_encoder_len} tokens; "
+            f"{found}. Shorten it or set truncate_prompt_tokens.",
+            "prompt",
+        )
+
+    def _read_pictures(
+        self,
+        prompt: Mapping[str, object],
+        ids: list[int],
+        params: SamplingParams,
+        options: RequestOptions,
+    ) -> tuple[list[int], list[MultiModalFeatureSpec]]:
+        """Return a prompt's tokens with those of its pictures, and the pictures."""
+        if self._pictures is None:
+            raise UnsupportedError(
+                f"multi_modal_data: this model ({self._spec.architecture}) reads text only here.",
+                "multi_modal_data",
+            )
+        if params.truncate_prompt_tokens is not None:
+            raise RequestError(
+                "truncate_prompt_tokens would cut the pictures of a prompt; leave it out.",
+                "truncate_prompt_tokens",
+            )
+        return self._pictures.expand(prompt, ids, options.cache_salt)
 
     def _read_embeds(self, prompt: Prompt, params: SamplingParams) -> PromptEmbeds | None:
         """Return the embeddings of a prompt of embeddings, else None."""
@@ -513,8 +771,6 @@ class InputProcessor:
     def _read_prompt(self, prompt: Prompt) -> tuple[str | None, list[int] | None]:
         """Return the text and the token ids of a prompt; None for a missing one."""
         if isinstance(prompt, Mapping):
-            if prompt.get("multi_modal_data"):
-                raise UnsupportedError("multi_modal_data is not supported.", "prompt")
             text, ids = _read_text(prompt), prompt.get("prompt_token_ids")
             if text is None and ids is None:
                 raise RequestError(
@@ -603,13 +859,15 @@ class InputProcessor:
                 f"{name}={asked} is more than this server allows: {highest} (max_logprobs).", name
             )
 
-    def _check_ids(self, name: str, ids: Iterable[int]) -> None:
+    def _check_ids(self, name: str, ids: Iterable[int], vocab_size: int | None = None) -> None:
+        """Check token ids; `vocab_size` replaces the model's."""
+        vocab_size = vocab_size or self._vocab_size
         highest, lowest = max(ids, default=0), min(ids, default=0)
-        if lowest < 0 or highest >= self._vocab_size:
+        if lowest < 0 or highest >= vocab_size:
             wrong = lowest if lowest < 0 else highest
             raise RequestError(
                 f"{name} holds the token id {wrong}, which is out of vocabulary: this model has "
-                f"{self._vocab_size} tokens.",
+                f"{vocab_size} tokens.",
                 name,
             )
 

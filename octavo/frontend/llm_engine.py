@@ -21,7 +21,12 @@ from octavo.errors import EngineDeadError, OctavoError, RequestError, Unsupporte
 from octavo.fleet.core_client import InprocClient
 from octavo.frontend.adapters import AdapterFiles, no_pins
 from octavo.frontend.environment import apply_environment
-from octavo.frontend.input_processor import InputProcessor, Prompt
+from octavo.frontend.input_processor import (
+    InputProcessor,
+    Prompt,
+    read_chat_pictures,
+    read_pictures,
+)
 from octavo.frontend.interrupts import late_interrupts
 from octavo.frontend.output_processor import OutputProcessor
 from octavo.frontend.traces import make_tracer, read_trace_headers
@@ -87,8 +92,8 @@ class LLMEngine:
         check_offline(config)
         settings = config.model
         path, tokenizer_path = resolve_folders(config)
-        self._checkpoint = open_checkpoint(path, config.load.load_format, settings.seed)
-        self.spec = read_spec(self._checkpoint, settings)
+        self.checkpoint = open_checkpoint(path, config.load.load_format, settings.seed)
+        self.spec = read_spec(self.checkpoint, settings)
         self.tokenizer: Tokenizer | None = None
         if not settings.skip_tokenizer_init:
             self.tokenizer = Tokenizer.from_folder(tokenizer_path)
@@ -128,7 +133,12 @@ class LLMEngine:
             settings, max_model_len=max_model_len
         )
         """Settings of the model, with the resolved `max_model_len`."""
-        self.input_processor = InputProcessor(settings, self.spec, self.tokenizer, max_model_len)
+        pictures = read_pictures(self.checkpoint, settings, self.spec, self.tokenizer)
+        self.input_processor = InputProcessor(
+            settings, self.spec, self.tokenizer, max_model_len, pictures
+        )
+        self.chat_pictures = read_chat_pictures(pictures, settings, self.tokenizer, max_model_len)
+        """Reader of the pictures in chats; None: the model reads none."""
         self.adapters = AdapterFiles(config, self.spec)
         """Adapters of requests."""
         self._request_ids = itertools.count()
@@ -349,7 +359,7 @@ class LLMEngine:
             )
         save_sharded_state(
             self.spec,
-            self._checkpoint,
+            self.checkpoint,
             Path(path),
             dtype=resolve_dtype(config, self.spec),
             size=config.device.tensor_parallel_size,

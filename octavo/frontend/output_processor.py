@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from octavo.errors import OctavoError, RequestError, make_error
+from octavo.frontend.encoder_prompt import encoder_token_ids
 from octavo.messages import (
     EngineCoreOutput,
     EngineCoreRequest,
@@ -165,15 +166,18 @@ class _Group:
         if self.output_kind == RequestOutputKind.DELTA:
             outputs.clear()
             self.prompt_logprobs = None
+        encoder_ids = encoder_token_ids(self.request.mm_features)
         return RequestOutput(
             self.request_id,
-            self.prompt,
+            self.prompt if encoder_ids is None else None,
             self.request.prompt_token_ids,
             prompt_logprobs,
             completions,
             self.finished,
             times,
             lora_request=None if adapter is None else adapter.request,
+            encoder_prompt=None if encoder_ids is None else self.prompt,
+            encoder_prompt_token_ids=encoder_ids,
             num_cached_tokens=self.num_cached_tokens,
             kv_transfer_params=self.kv_transfer_params,
             num_computed_tokens=self.num_computed_tokens,

@@ -27,6 +27,7 @@ _HELD = {
     "WAITING_FOR_WAKE_UP": "asleep",
     "WAITING_FOR_ADAPTER": "adapter",
     "WAITING_FOR_ADAPTER_TURN": "adapter_turn",
+    "WAITING_FOR_ENCODER": "encoder",
 }
 """Causes by the name of the status of a held request."""
 STEPS = frozenset({"prefill", "recompute", "decode", "failed_step"})

@@ -1085,10 +1085,10 @@ class Ops(Protocol):
     def sum_experts(
         self, x: Tensor, places: Tensor, weights: Tensor | None, out: Tensor | None = None
     ) -> Tensor:
-        """Sum the rows x [T * K, N] of each token, times weights, from first to last: [T, N].
+        """Sum rows of x [M, N] for each token, times weights, from first to last: [T, N].
 
         Args:
-            x: results of `experts`; it may have rows of other tokens.
+            x: rows, such as the results of `experts`.
             places: int32 [T, K]: rows of x.
             weights: float32 [T, K]; None: 1.
             out: memory for the result.

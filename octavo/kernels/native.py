@@ -124,11 +124,22 @@ class NativeOps(NativeStateOps, NativeExpertOps, NativeLoraOps):
                 numbers, or another recording.
         """
         plan.begin()
+        self._recording.records = True
+        try:
+            with self.allocate_in(arena):
+                yield
+        finally:
+            plan.end()
+            self._recording.records = False
+
+    @contextmanager
+    def allocate_in(self, arena: Arena) -> Iterator[None]:
+        """Allocate the results of this thread's operations in `arena`."""
+        assert self._recording.arena is None
         self._recording.arena = arena
         try:
             yield
         finally:
-            plan.end()
             self._recording.arena = None
 
     def to_device(self, x: HostTensor | NDArray[Any]) -> HostTensor:
@@ -158,12 +169,12 @@ class NativeOps(NativeStateOps, NativeExpertOps, NativeLoraOps):
             blocks[dst] = blocks[src]
 
     def empty(self, *shape: int, like: Tensor) -> Tensor:
-        """Allocate from the arena while a plan records."""
+        """Allocate from the arena, if there is one."""
         return self._empty(*shape, dtype=like.dtype)
 
     def call(self, function: Callable[[int, int], object], tokens: int, requests: int) -> None:
         """See `Ops`."""
-        if self._recording.arena is None:
+        if not self._recording.records:
             function(tokens, requests)
         else:
             _native.record_call(function)

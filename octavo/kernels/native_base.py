@@ -44,10 +44,13 @@ def check_logits(x: Tensor) -> tuple[int, ...]:
 
 class _Recording(threading.local):
     arena: Arena | None = None
+    """Memory of the results; None: new memory."""
+    records: bool = False
+    """True while a plan records."""
 
 
 class NativeMemory:
-    """Memory for the results of operations: new, or from the arena while a plan records."""
+    """Memory for the results of operations: new, or from an arena."""
 
     def __init__(self) -> None:
         self._recording = _Recording()

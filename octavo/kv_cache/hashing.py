@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
-from octavo.messages import RequestOptions
+from octavo.messages import MultiModalFeatureSpec, RequestOptions
 from octavo.request import BlockHasher, Request
 
 # Functions that return the data besides token ids that determine a block's KV (such as the hashes
@@ -57,6 +57,41 @@ def prompt_embeds_keys(request: Request, start: int, end: int) -> list[bytes]:
     digest = hashlib.sha256(embeds.dtype.encode() + b":")
     digest.update(embeds.rows(start, end))
     return [digest.digest()]
+
+
+def encoder_keys(request: Request, start: int, end: int) -> list[bytes]:
+    """Implement `ExtraKeys`: the encoder's inputs that all tokens attend to, in the first block.
+
+    Later blocks depend on them through the chain.
+    """
+    if start:
+        return []
+    return [
+        b"encoder: " + item.identifier.encode()
+        for item in request.mm_features
+        if not item.mm_position.length
+    ]
+
+
+def mm_keys(features: Iterable[MultiModalFeatureSpec], start: int, end: int) -> list[bytes]:
+    """Return the extra keys of a block with items: their content, and the places of their rows."""
+    keys = []
+    for feature in features:
+        place = feature.mm_position
+        if place.offset < end and start < place.end:
+            key = f"item {feature.identifier} at {place.offset - start}:".encode()
+            if place.is_embed is not None:
+                first = max(start - place.offset, 0)
+                key += place.is_embed[first : end - place.offset]
+            keys.append(key)
+    return keys
+
+
+def input_keys(request: Request, start: int, end: int) -> list[bytes]:
+    """Implement `ExtraKeys`: all that replaces the embeddings of tokens."""
+    keys = prompt_embeds_keys(request, start, end)
+    keys += encoder_keys(request, start, end)
+    return keys + mm_keys(request.mm_features, start, end) if start < request.mm_end else keys
 
 
 def make_block_hasher(block_size: int, extra_keys: ExtraKeys | None = None) -> BlockHasher:

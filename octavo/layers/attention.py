@@ -39,6 +39,8 @@ class Attention:
     """Table of `octavo.layers.rotary`; None without rotary positions."""
     is_neox: bool = True
     """Layout of a head's pairs: see `Ops.rotary_embedding`."""
+    rotates_by_step: bool = False
+    """True if the rotary positions are `StepContext.rotary`."""
     q_norm: RMSNorm | HeadNorms | None = None
     """Norm of each head of the queries, or of all of them together."""
     k_norm: RMSNorm | HeadNorms | None = None
@@ -84,6 +86,10 @@ class Attention:
             rotary = Rotary(
                 self.ops.rotary_embedding, step.positions, query, self.cos_sin_cache, self.is_neox
             )
+        elif self.rotates_by_step:
+            assert step.rotary is not None
+            rows, table = step.rotary.rows, step.rotary.table
+            rotary = Rotary(self.ops.rotary_embedding, rows, query, table, self.is_neox)
         if self.norms_rotated:
             if rotary is not None:
                 rotary(key)

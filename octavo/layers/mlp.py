@@ -73,7 +73,8 @@ def get_activation(
 ) -> ActivatedLinear:
     """Return the activation of a name in an `MLPSpec`.
 
-    relu2 is the square of relu. `alphas` are the parameters of xielu.
+    relu2 is the square of relu, and quick_gelu is x * sigmoid(1.702 x) (CLIP). `alphas` are the
+    parameters of xielu.
     """
     if gated:
         gate = GATES[name]
@@ -83,6 +84,11 @@ def get_activation(
         positive = ops.relu(x, out)
         return ops.multiply(positive, positive, out=positive)
 
+    def quick_gelu(x: Tensor, out: Tensor | None) -> Tensor:
+        return ops.multiply(x, ops.scale(x, 1.702), "sigmoid", x if out is None else out)
+
+    if name == "quick_gelu":
+        return lambda up, x, out: quick_gelu(up(x), out)
     if name == "xielu":
         assert alphas is not None
         parameters = alphas

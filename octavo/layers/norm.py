@@ -41,6 +41,24 @@ class NoNorm:
 
 
 @dataclass(slots=True)
+class LayerScale:
+    """Product with learned factors, in place of a norm."""
+
+    ops: Ops
+    weight: Tensor
+    """Factors [D]."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return x [T, D] times the factors."""
+        return self.ops.multiply(x, self.weight)
+
+    def add(self, x: Tensor, residual: Tensor) -> Pair:
+        """Return (sum times the factors, sum) with sum = x + residual; both [T, D]."""
+        total = self.ops.add(x, residual)
+        return self.ops.multiply(total, self.weight), total
+
+
+@dataclass(slots=True)
 class RMSNorm:
     """Root-mean-square norm."""
 

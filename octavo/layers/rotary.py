@@ -33,7 +33,7 @@ def build_cos_sin_cache(rope: RopeSpec, max_position: int) -> HostTensor:
     """
     cache = np.empty((max_position, rope.rotary_dim), np.float32)
     factor = np.float32(rope.attention_factor)
-    frequencies = None if rope.rope_type == "dynamic" else _inverse_frequencies(rope, max_position)
+    frequencies = None if rope.rope_type == "dynamic" else inverse_frequencies(rope, max_position)
     for start in range(0, max_position, _ROWS_AT_ONCE):
         positions = np.arange(start, min(start + _ROWS_AT_ONCE, max_position))
         inverse = _dynamic(rope, positions) if frequencies is None else frequencies
@@ -51,7 +51,7 @@ def _exponents(rope: RopeSpec) -> Floats:
     return np.arange(0, rope.rotary_dim, 2, dtype=np.float32) / np.float32(rope.rotary_dim)
 
 
-def _inverse_frequencies(rope: RopeSpec, max_position: int) -> Floats:
+def inverse_frequencies(rope: RopeSpec, max_position: int) -> Floats:
     """Return float32 [rotary_dim / 2], rounded where transformers rounds: angles are large."""
     inverse = np.float32(1) / _powers(rope)
     match rope.rope_type:

@@ -14,6 +14,19 @@ Handed = tuple[Tensor, "Tensor | None", "Tensor | None"]
 """Output of a stage: (x, residual) as for `Layer`, and `StepContext.layer_inputs`."""
 
 
+@dataclass(frozen=True, slots=True)
+class StepRotary:
+    """Rotary positions of a step's tokens, if a table of all positions does not suffice.
+
+    Attributes:
+        rows: int64 [T], row of each token in the table.
+        table: float32 [rows, rotary_dim], cosines first, as for `Ops.rotary_embedding`.
+    """
+
+    rows: Tensor
+    table: Tensor
+
+
 @dataclass(slots=True)
 class StepContext:
     """Context of one step for the blocks of a model.
@@ -33,6 +46,9 @@ class StepContext:
         arrays: arrays that blocks declare, by name; see `StepArray`.
         layer_inputs: filled by the model: [T, layers, size], inputs of the layers besides the
             residual stream. With RWKV 7 it is [T, 1, size]: the value of the first layer.
+        rotary: rotary positions that the layers with `StepRope` use.
+        deepstack: [T, hidden_size] for each of the first layers, added to its result (DeepStack,
+            arXiv:2406.04334); zeros for tokens that no row of an encoder replaces.
     """
 
     positions: Tensor
@@ -47,3 +63,5 @@ class StepContext:
     handed: Handed | None = None
     arrays: Mapping[str, Tensor] = field(default_factory=dict)
     layer_inputs: Tensor | None = None
+    rotary: StepRotary | None = None
+    deepstack: Sequence[Tensor] = ()

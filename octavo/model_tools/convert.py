@@ -58,6 +58,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     """
     mix = _read_target(args.to)
     settings = {"model": args.model, "revision": args.revision, "trust_remote_code": True}
+    settings["language_model_only"] = True  # towers cannot be converted; see `_check_source`
     model = OpenedModel.of(settings)
     _check_source(model)
     output = UnfinishedOutput(Path(args.out).expanduser())

@@ -176,6 +176,7 @@ def _open(kwargs: Mapping[str, Any], chunk: int) -> OpenedModel:
             raise ConfigError(f"{name}={size}: the model is measured in one process; leave it out.")
     if config.speculation.speculative_config is not None:
         raise ConfigError("speculative_config does not change probabilities; leave it out.")
+    kwargs = {**kwargs, "language_model_only": True}
     described = OpenedModel.of(dict(kwargs))
     longest = resolve_max_model_len(config, described.spec)
     if chunk > longest:

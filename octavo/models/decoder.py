@@ -41,6 +41,10 @@ class DecoderModel:
             self.embed = spec.embed.build(parts.of("embed"), shared)
             inputs, of_inputs = spec.embed.layer_inputs, parts.of("embed").of("layer_inputs")
             self.layer_inputs = None if inputs is None else inputs.build(of_inputs)
+        self.encoders = [
+            encoder.build(parts.of_encoder(f"encoders.{i}", encoder.max_num_tokens))
+            for i, encoder in enumerate(spec.encoders)
+        ]
         self.streams = None if spec.streams is None else spec.streams.build(parts.of("streams"))
         self.layers: list[Layer] = []
         self.mixtures: list[tuple[int, Experts]] = []
@@ -55,6 +59,8 @@ class DecoderModel:
             built = len(parts.mixtures)
             self.layers.append(layer.build(parts.of(names.own[:-1]), used[i]))
             self.mixtures += [(i, mixture) for mixture in parts.mixtures[built:]]
+        self.cross_attention = parts.cross_attention
+        """Blocks that attend to the rows of an encoder, in the order of the layers."""
         experts = [w for _, it in self.mixtures for w in it.up.weights if w is not None]
         if 0 < parts.expert_slots < len(experts):  # some experts are not in memory
             for (_, mixture), (_, following) in pairwise(self.mixtures):
@@ -80,6 +86,8 @@ class DecoderModel:
             x, residual, step.layer_inputs = step.received
         for index, layer in enumerate(self.layers):
             x, residual = layer(x, residual, step)
+            if index < len(step.deepstack):
+                x = self._add(x, step.deepstack[index])
             if index in step.kept_layers:
                 step.kept[index] = x if residual is None else self._add(x, residual)
         if self.spec.has_head:

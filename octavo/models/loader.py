@@ -32,6 +32,7 @@ from octavo.system.tensor import (
     Tensor,
     empty,
     from_numpy,
+    full,
     itemsize,
     numpy_dtype,
 )
@@ -484,12 +485,17 @@ def _turned(tensor: HostTensor, source: Source) -> HostTensor:
             return tensor.T
         case "flat":
             return tensor.view(-1)
+        case "flat_or_zeros":
+            size = math.prod(source.shape)
+            return tensor.view(-1) if tensor.numel() else full((size,), 0.0, tensor.dtype)
         case "padded":
             numbers = tensor.numpy()
             return from_numpy(np.concatenate([numbers, np.zeros_like(numbers)]))
+        case "flat_rows":
+            return tensor.view(tensor.shape[0], -1)
         case "taps":
-            outputs, *_ = tensor.shape
-            return from_numpy(tensor.numpy().swapaxes(1, 2).reshape(outputs, -1))
+            taps = tensor.numpy().reshape(source.shape)
+            return from_numpy(taps.swapaxes(1, 2).reshape(len(taps), -1))
     return tensor
 
 

@@ -150,7 +150,7 @@ def read_spec(checkpoint: Checkpoint, settings: ModelConfig = _DEFAULTS) -> Mode
             "architectures",
             f"{_kind_of(architecture)}; README.md lists the models that are",
         )
-    config = _complete_config(architecture, config)
+    config = complete_config(architecture, config)
     if config.has("auto_map") and not settings.trust_remote_code:
         raise config.error(
             "auto_map",
@@ -176,6 +176,10 @@ def read_spec(checkpoint: Checkpoint, settings: ModelConfig = _DEFAULTS) -> Mode
         spec = stored_classifier(config, spec)
     if bidirectional and not spec.sees_all:
         spec = see_all(spec, config)
+    if settings.limit("image"):
+        from octavo.models.towers.join import with_pictures  # few models read pictures
+
+        spec = with_pictures(spec, config)
     spec = complete_spec(spec, config, checkpoint, settings)
     return add_poolers(spec, config, checkpoint, settings)
 
@@ -191,7 +195,7 @@ def read_mtp_spec(checkpoint: Checkpoint, settings: ModelConfig) -> MTPSpec | No
     read = _mtp_layers(FAMILIES.module_of(architecture)).get(architecture)
     if read is None:
         return None
-    config = _complete_config(architecture, config)
+    config = complete_config(architecture, config)
     spec = read(config)
     return None if spec is None else complete_spec(spec, config, checkpoint, settings)
 
@@ -222,7 +226,7 @@ def _read_architecture(checkpoint: Checkpoint, settings: ModelConfig) -> tuple[s
     return architectures[0], config
 
 
-def _complete_config(architecture: str, config: ConfigJson) -> ConfigJson:
+def complete_config(architecture: str, config: ConfigJson) -> ConfigJson:
     """Return the config with the fields of its text part, and defaults."""
     for section in ("text_config", "llm_config"):
         if config.has(section):
@@ -261,11 +265,43 @@ def complete_spec(
                 defaults[key] = (
                     generation.integer(name, least=-1) if whole else generation.number(name)
                 )
-    return replace(
+    spec = replace(
         spec,
         eos_token_ids=tuple(dict.fromkeys(eos_token_ids)),
         generation_config=defaults,
         dtype=spec.dtype or checkpoint.dtype,
+    )
+    return _with_decoder_start(spec, config, generation) if spec.is_encoder_decoder else spec
+
+
+def _with_decoder_start(spec: _Spec, config: ConfigJson, generation: ConfigJson | None) -> _Spec:
+    """Return an encoder-decoder with the tokens that begin answers, and those that it never writes.
+
+    A field of generation_config.json replaces that of config.json, as in transformers.
+    """
+    sources = [config] if generation is None else [generation, config]
+
+    def read(name: str) -> tuple[int, ...]:
+        return next((source.token_ids(name) for source in sources if source.has(name)), ())
+
+    start = (read("decoder_start_token_id") or read("bos_token_id"))[:1]
+    if not start:
+        raise config.error("decoder_start_token_id", "an encoder-decoder needs it")
+    words = {(token,) for token in read("suppress_tokens")}
+    for source in sources:
+        if source.has("bad_words_ids"):
+            found = source.get("bad_words_ids")
+            if not isinstance(found, list) or not all(
+                isinstance(word, list) and word and all(type(i) is int for i in word)
+                for word in found
+            ):
+                raise source.error("bad_words_ids", "it must be a list of lists of token ids")
+            words |= {tuple(word) for word in found}
+            break
+    return replace(
+        spec,
+        decoder_start_ids=start + read("forced_bos_token_id")[:1],
+        bad_words_ids=tuple(sorted(words)),
     )
 
 

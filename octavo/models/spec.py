@@ -10,14 +10,17 @@ from itertools import accumulate, pairwise
 from octavo.checkpoints.base import Expected
 from octavo.errors import ConfigError
 from octavo.layers.step_table import StepArray
+from octavo.messages import Modality
 from octavo.models.blocks.altup import StreamsSpec
 from octavo.models.blocks.attention import Alibi, AttentionSpec
 from octavo.models.blocks.base import Table
 from octavo.models.blocks.embedding import EmbedSpec
+from octavo.models.blocks.encoder_input import TextInputSpec
 from octavo.models.blocks.head import HeadSpec
 from octavo.models.blocks.layer import LayerSpec
 from octavo.models.blocks.pooler import NO_SENTENCES, PoolerSpec, SentencesSpec
-from octavo.models.cache import CacheSpec, EncoderCache
+from octavo.models.cache import CacheSpec, CrossCache, EncoderCache
+from octavo.models.encoder import EncoderSpec
 from octavo.models.weights import Names, Weight
 from octavo.quantization.plain import PLAIN
 from octavo.system.distributed import Rank
@@ -66,6 +69,12 @@ class ModelSpec:
     shared_layers: tuple[int, ...] = ()
     """Number of the layer in the checkpoint whose weights each layer has, if layers share weights
     (ALBERT); empty: each layer has its own."""
+    encoders: tuple[EncoderSpec, ...] = ()
+    """Encoders whose rows the model reads: of pictures, sound, or texts."""
+    decoder_start_ids: tuple[int, ...] = ()
+    """Tokens with which the decoder of an encoder-decoder begins every answer."""
+    bad_words_ids: tuple[tuple[int, ...], ...] = ()
+    """Sequences of tokens that an encoder-decoder never generates (Marian: its padding token)."""
     first_layer: int = 0
     """Index of the first of `layers` in the checkpoint; other stages compute the others."""
     has_embed: bool = True
@@ -74,6 +83,32 @@ class ModelSpec:
     """True if it has the final norm and the LM head; otherwise its output is for the next stage."""
     elsewhere: frozenset[str] = frozenset()
     """Names in the checkpoint that only other stages read."""
+
+    @property
+    def cross_caches(self) -> tuple[CrossCache, ...]:
+        """Caches of the layers that attend to the rows of an encoder."""
+        return tuple(cache for cache in self.caches if isinstance(cache, CrossCache))
+
+    @property
+    def is_encoder_decoder(self) -> bool:
+        """True if the tokens attend to the rows of an encoder; each request has an input of it."""
+        return bool(self.cross_caches)
+
+    @property
+    def encoder_modality(self) -> Modality:
+        """Kind of the inputs of an encoder-decoder's encoder."""
+        return self.encoders[0].modality
+
+    @property
+    def encoder_vocab_size(self) -> int:
+        """Number of tokens that an encoder of texts knows; 0: it reads no text."""
+        inputs = self.encoders[0].inputs
+        return inputs.embed.vocab_size if isinstance(inputs, TextInputSpec) else 0
+
+    @property
+    def max_encoder_len(self) -> int:
+        """Number of tokens of the longest input of an encoder-decoder's encoder; 0: it has none."""
+        return self.encoders[0].max_num_tokens if self.is_encoder_decoder else 0
 
     @property
     def generates(self) -> bool:
@@ -97,7 +132,7 @@ class ModelSpec:
     def split(self, rank: Rank) -> ModelSpec:
         """Return a rank's part: some outputs and heads of each layer, a part of the LM head.
 
-        The embedding is whole.
+        The embedding is whole, and so are encoders.
 
         Raises:
             ConfigError: the model cannot be split, or not among `rank.size` ranks.
@@ -180,6 +215,7 @@ class ModelSpec:
             self,
             layers=tuple(moved.get(id(layer), layer) for layer in layers),
             shared_layers=self.shared_layers[begin:end],
+            encoders=self.encoders if has_embed else (),
             streams=streams,
             first_layer=begin,
             has_embed=has_embed,
@@ -216,6 +252,15 @@ class ModelSpec:
         """True if the LM head is the embedding's table."""
         lm_head = self.head.lm_head
         return lm_head is not None and lm_head.modules[0][0] == self.embed.module
+
+    def encoder(self, modality: Modality) -> EncoderSpec | None:
+        """Return the encoder of the items of a modality; None: the model does not read them."""
+        return next((spec for spec in self.encoders if spec.reads(modality)), None)
+
+    @property
+    def deepstack(self) -> int:
+        """Number of the first layers to whose results rows of encoders are added."""
+        return max((len(encoder.taps) for encoder in self.encoders), default=0)
 
     @property
     def caches(self) -> tuple[CacheSpec, ...]:
@@ -273,6 +318,7 @@ class ModelSpec:
         norms = [norm for sublayer in sublayers for norm in sublayer.norms.values()]
         norms += [self.embed.norm, self.head.norm]
         tables = {table for layer in layers for block in layer.blocks for table in block.tables()}
+        tables |= set(self.embed.tables())
         return tables | {table for norm in norms if norm is not None for table in norm.tables()}
 
     def weights(self) -> list[Weight]:
@@ -297,6 +343,8 @@ class ModelSpec:
             weights += self.streams.weights(Names("streams."))
         for names, layer in dict(zip(self.names_of_layers, self.layers, strict=True)).items():
             weights += layer.weights(names)
+        for i, encoder in enumerate(self.encoders):
+            weights += encoder.weights(Names(f"encoders.{i}."))
         if self.has_head:
             weights += self.head.weights(Names())
             for pooler in self.poolers:
@@ -313,7 +361,7 @@ class ModelSpec:
             self.bare_prefix,
             self.ignored,
             self.elsewhere,
-            self.prefixes,
+            self.prefixes + tuple(pair for encoder in self.encoders for pair in encoder.prefixes),
         )
 
     def weight_nbytes(self, dtype: str, max_model_len: int | None = None) -> int:
@@ -324,6 +372,7 @@ class ModelSpec:
             max_model_len: longest context; default: the model's.
         """
         total = sum(t.nbytes(max_model_len or self.max_model_len) for t in self._tables())
+        total += sum(encoder.tables_nbytes() for encoder in self.encoders)
         return total + sum(weight.nbytes(dtype) for weight in self.weights())
 
     def loading_nbytes(self, dtype: str, *, made: bool = False) -> int:

@@ -359,10 +359,12 @@ class Recorder:
         prompt_hash, num_prompt_tokens = None, 0
         if hashes_prompts:
             prompt_hash = _hash(
-                self._encoder.encode((request.prompt_token_ids, request.prompt_embeds))
+                self._encoder.encode(
+                    (request.prompt_token_ids, request.prompt_embeds, request.mm_features)
+                )
             )
             num_prompt_tokens = len(request.prompt_token_ids)
-            request = replace(request, prompt_token_ids=[], prompt_embeds=None)
+            request = replace(request, prompt_token_ids=[], prompt_embeds=None, mm_features=[])
         return Arrival(request, params, prompt_hash, num_prompt_tokens)
 
     def _hide(self, text: str | None) -> str | None:

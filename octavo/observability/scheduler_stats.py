@@ -74,11 +74,25 @@ class SchedulerStats(msgspec.Struct, array_like=True):
     """Experts that were read, or partly read, before a layer asked for them."""
     expert_cache_fetched_ahead_used: int = 0
     """Those of them that the layer used then."""
+    num_encoder_cache_rows: int = 0
+    """Number of rows that the encoder cache holds; 0: the model has no encoder."""
+    num_used_encoder_cache_rows: int = 0
+    """Number of these that requests use."""
+    mm_cache_queries: int = 0
+    """Number of items, such as pictures, that steps needed."""
+    mm_cache_hits: int = 0
+    """Number of these with rows in the encoder cache."""
 
     @property
     def num_ready_reqs(self) -> int:
         """Number of waiting requests that wait only for their turn."""
         return self.num_waiting_reqs - self.num_held_reqs
+
+    @property
+    def encoder_cache_usage(self) -> float:
+        """Share of the rows of the encoder cache that requests use, 0 to 1."""
+        rows = self.num_encoder_cache_rows
+        return self.num_used_encoder_cache_rows / rows if rows else 0.0
 
     @property
     def num_accepted_tokens(self) -> int:
@@ -178,6 +192,24 @@ SCHEDULER_METRICS = (
         "Tokens found in the prefix cache, by its location.",
         "prefix_cache_hits",
         {"source": "device"},
+    ),
+    SchedulerMetric(
+        "gauge",
+        "encoder_cache_usage_perc",
+        "Share of the encoder cache in use; 1 is all of it.",
+        "encoder_cache_usage",
+    ),
+    SchedulerMetric(
+        "counter",
+        "mm_cache_queries",
+        "Pictures and sounds looked up in the encoder cache.",
+        "mm_cache_queries",
+    ),
+    SchedulerMetric(
+        "counter",
+        "mm_cache_hits",
+        "Pictures and sounds found in the encoder cache.",
+        "mm_cache_hits",
     ),
     SchedulerMetric(
         "gauge",

@@ -20,6 +20,9 @@ class Scratch:
             move among them.
         adapter: bytes of an adapter of the largest rank that changes all modules it may.
         norms: bytes that the norms of changed weights need while an adapter is read.
+        encoder_arena: exact bytes of the arena for the largest run of an encoder.
+        encoders: other bytes of the runs of encoders: keys and values, and an upper bound of the
+            arrays of the items.
     """
 
     activations: int
@@ -29,6 +32,8 @@ class Scratch:
     exchanged: int = 0
     adapter: int = 0
     norms: int = 0
+    encoder_arena: int = 0
+    encoders: int = 0
 
     @classmethod
     def most(cls, found: Sequence[Scratch]) -> Scratch:

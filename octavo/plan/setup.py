@@ -132,6 +132,28 @@ class WorkerSetup:
         return self._of_stage(self.spec.split(self.rank).split_experts(self.expert_rank))
 
     @property
+    def has_embeds(self) -> bool:
+        """True if rows may replace the embeddings of tokens: those of prompts, or of encoders."""
+        encoders = bool(self.part.encoders) and not self.spec.is_encoder_decoder
+        return self.config.model.enable_prompt_embeds or encoders
+
+    @property
+    def encoder_cache_size(self) -> int:
+        """Number of rows that the encoder cache holds: those of a step's tokens, or of the longest
+        item if that is more; 0 without encoders, and if cross attention reads the rows."""
+        if self.spec.is_encoder_decoder:
+            return 0
+        longest = max((encoder.max_num_tokens for encoder in self.spec.encoders), default=0)
+        rows = max(self.max_num_batched_tokens, min(longest, self.max_model_len))
+        return rows if longest else 0
+
+    @property
+    def encoder_cache_nbytes(self) -> int:
+        """Bytes of the encoder cache of a worker."""
+        sizes = [encoder.out_size for encoder in self.spec.encoders]
+        return self.encoder_cache_size * max(sizes, default=0) * DTYPE_NBYTES[self.dtype]
+
+    @property
     def step_arrays(self) -> tuple[StepArray, ...]:
         """Arrays of a step that the model's blocks and its adapters need."""
         return (*self.part.step_arrays, *self.adapter_arrays)
@@ -313,6 +335,14 @@ class WorkerSetup:
         """
         drafts = self.num_speculative_tokens
         return 1 + (max(drafts, MAX_FORCED) if drafts else 0)
+
+    @property
+    def max_encoder_len(self) -> int:
+        """Most tokens of an encoder-decoder's encoder for a request; 0: it has none.
+
+        A step computes them beside at least one token of the decoder.
+        """
+        return min(self.spec.max_encoder_len, self.max_num_batched_tokens - 1)
 
     @property
     def largest_step(self) -> StepSize:

@@ -208,7 +208,7 @@ class CPUPlatform(Platform):
             ops,
             activations=Arena(setup.scratch.activations),
             logits=Arena(setup.scratch.logits),
-            prompt_embeds=config.model.enable_prompt_embeds,
+            prompt_embeds=setup.has_embeds,
         )
 
 
@@ -224,6 +224,7 @@ def memory_budget(
         config.cache.block_size,
         len(setup.kv_cache_groups),
         setup.step_arrays,
+        setup.max_encoder_len,
     )
     rows *= setup.rank.world_size
     rows += state_nbytes(max_num_seqs, vocab_size)
@@ -270,6 +271,7 @@ def memory_budget(
         adapter += draft_scratch.adapter
         norms += draft_scratch.norms
         beside += _beside_adapters(setup.draft)
+    encoders = ranks * sum(scratch.encoder_arena + scratch.encoders for scratch in scratches)
     exchanged = sum(scratch.exchanged for scratch in scratches)
     activations += exchanged // config.parallel.num_local_engines
     return MemoryBudget(
@@ -288,6 +290,7 @@ def memory_budget(
                 note=f" for {lora.num_in_memory} of rank {lora.max_lora_rank}, and to read them",
             ),
             MemoryItem("activations", activations, "step"),
+            MemoryItem("encoders", encoders, "step", ", to run them"),
             MemoryItem("logits", logits, "step"),
             MemoryItem("sampling", sampling, "sampling", ", freed after each step"),
             MemoryItem(

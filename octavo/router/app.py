@@ -130,6 +130,11 @@ async def adapters(request: Request) -> Response:
     )
 
 
+async def sounds(request: Request) -> Response:
+    """Reject: the router reads JSON only."""
+    raise RouteError(404, "A router does not pass on sound files; send them to one of its servers.")
+
+
 async def view(request: Request) -> Response:
     """Stream the engine views of all servers as one."""
     state, context = proxy_state_of(request), context_of(request)
@@ -206,6 +211,7 @@ _ROUTES = (
     ),
     ("/v1/load_lora_adapter", adapters, "POST"),
     ("/v1/unload_lora_adapter", adapters, "POST"),
+    ("/v1/audio/{rest:path}", sounds, "POST"),
     ("/v1/{rest:path}", proxy, "GET"),
     ("/v1/{rest:path}", proxy, "POST"),
     ("/v1/{rest:path}", proxy, "DELETE"),

@@ -12,6 +12,7 @@ HELD = (
     RequestStatus.WAITING_FOR_WAKE_UP,
     RequestStatus.WAITING_FOR_ADAPTER,
     RequestStatus.WAITING_FOR_ADAPTER_TURN,
+    RequestStatus.WAITING_FOR_ENCODER,
 )
 """Statuses of held requests."""
 

@@ -21,6 +21,7 @@ class WaitReason(enum.Enum):
     BLOCKS = "there are not enough free KV blocks"
     LEADER = "this step computes the end of the prompt that it shares"
     REMOTE_KVS = "a KV connector loads its KV blocks"
+    ENCODER = "the step computes, or has in memory, as many pictures or sounds as it can"
     IN_FLIGHT = "it was preempted, and steps in flight still sample its tokens"
 
 

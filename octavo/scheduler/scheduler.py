@@ -18,6 +18,8 @@ import bisect
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
+import msgspec
+
 from octavo.config import LoRAConfig, SchedulerConfig
 from octavo.errors import RequestError
 from octavo.kv_cache.events import KVEventLog
@@ -40,6 +42,7 @@ from octavo.request import QueueKey, Request, RequestStatus
 from octavo.scheduler.adapters import AdapterSlots, AdapterTurns
 from octavo.scheduler.checks import check_books, check_fits
 from octavo.scheduler.deadlines import Deadlines, describe_expiry
+from octavo.scheduler.encoders import EncoderInputs, uncomputed
 from octavo.scheduler.fairness import CREDIT_STEPS, OUTPUT_WEIGHT, PROMPT_WEIGHT, TenantCounters
 from octavo.scheduler.held import HELD, HeldRequests
 from octavo.scheduler.kv_loads import KVLoads
@@ -79,6 +82,9 @@ class Scheduler:
         connector: the scheduler's half of a KV connector.
         message_ends: ids of the tokens that end messages; see `StateManager`.
         lora: settings of adapters; None: they are off.
+        encoder_cache_size: number of rows that the encoder cache holds; 0: the model has no
+            encoder. A step computes items of at most `max_num_batched_tokens` encoder tokens, or
+            one larger item.
     """
 
     def __init__(
@@ -98,6 +104,7 @@ class Scheduler:
         connector: KVConnectorScheduler | None = None,
         message_ends: Iterable[int] = (),
         lora: LoRAConfig | None = None,
+        encoder_cache_size: int = 0,
     ) -> None:
         self.config = config
         self.enable_caching = enable_caching
@@ -127,6 +134,9 @@ class Scheduler:
         if lora is not None:
             self.adapters = AdapterSlots(lora.num_in_memory)
         self._turns = AdapterTurns(0 if lora is None else lora.max_loras)
+        self._encoders = EncoderInputs(encoder_cache_size, max_num_batched_tokens)
+        self._awaiting_encoder: set[Request] = set()
+        """Requests held until the next step, because of their items; some may have ended."""
         self._deadlines = Deadlines()
         self._in_flight: deque[ScheduledStep] = deque()
         self._finished_req_ids: list[str] = []
@@ -163,6 +173,8 @@ class Scheduler:
         )
         self._check_transfer(request)
         self._check_adapter(request)
+        if request.mm_end:
+            self._encoders.check(request)
         # The context also limits the output. Later code needs only `max_tokens`.
         left = self.max_model_len - request.num_prompt_tokens
         if request.pooling is not None:
@@ -289,6 +301,8 @@ class Scheduler:
         now = self._clock()
         if now >= self._deadlines.next:
             self._fail_expired(now)
+        if self._awaiting_encoder:
+            self._end_waits_for_encoders()
         output = SchedulerOutput()
         step = ScheduledStep(
             output,
@@ -317,6 +331,7 @@ class Scheduler:
             self.max_num_batched_tokens - step.budget - step.num_left_out
         )
         output.blocks_to_copy = self.kv_cache_manager.take_blocks_to_copy()
+        self._encoders.end_step(output)
         output.finished_req_ids, self._finished_req_ids = self._finished_req_ids, []
         if self.adapters is not None:
             output.adapter_changes = self.adapters.take_changes()
@@ -397,6 +412,7 @@ class Scheduler:
         self._preempt_all()
         for later in self._in_flight:
             later.drop()
+        self._encoders.cache.forget_all()
         was_reset = self.kv_cache_manager.reset_prefix_cache()
         assert was_reset, "blocks are in use though nothing runs"
         return outputs
@@ -430,6 +446,7 @@ class Scheduler:
             len(self.requests) > len(self._held)
             or self._finished_req_ids
             or self._outputs
+            or self._awaiting_encoder
             or (self.adapters is not None and self.adapters.has_changes)
             or (self._held and self._clock() >= self.next_held_deadline)
         )
@@ -492,6 +509,7 @@ class Scheduler:
             self._preempt_all()
         if not self.kv_cache_manager.reset_prefix_cache():
             return False
+        self._encoders.cache.forget_all()
         return not reset_connector or self._connector is None or self._connector.reset_cache()
 
     def make_stats(self) -> SchedulerStats:
@@ -524,6 +542,10 @@ class Scheduler:
             expert_cache_bytes_read=self._expert_counts[2],
             expert_cache_fetched_ahead=self._expert_counts[3],
             expert_cache_fetched_ahead_used=self._expert_counts[4],
+            num_encoder_cache_rows=self._encoders.cache.num_rows,
+            num_used_encoder_cache_rows=self._encoders.cache.num_used_rows,
+            mm_cache_queries=self._encoders.cache.num_queries,
+            mm_cache_hits=self._encoders.cache.num_hits,
             num_expired_transfers=0 if self._connector is None else self._connector.num_expired,
         )
 
@@ -542,6 +564,7 @@ class Scheduler:
         most = self.config.max_num_seqs
         check_books(self.requests, self.running, others, self._in_flight, most)
         self.kv_cache_manager.check_integrity(self.running)
+        self._encoders.cache.check_integrity(self.running)
         if self.adapters is not None:
             self.adapters.check_integrity(self.requests.values())
 
@@ -586,7 +609,7 @@ class Scheduler:
         share = self._tenants.several_compete and not self._in_order
         self._in_order = False
         prefills: list[Request] = []
-        allocate_slots = self.kv_cache_manager.allocate_slots
+        allocate_slots, encoders = self.kv_cache_manager.allocate_slots, self._encoders
         may_overtake = bool(self.waiting and running) and (
             self.waiting.peek().queue_key[0] < running[-1].queue_key[0]
         )
@@ -630,6 +653,9 @@ class Scheduler:
                         wanted, step.forced = request.num_forced, True
                     request.num_forced = 0
                 num_drafts = min(wanted, left - 1, step.budget - 1, step.draft_budget)
+            if start < request.mm_end and not (num_new := encoders.fit(request, start, num_new)):
+                i += 1
+                continue
             new = allocate_slots(request, num_new + num_drafts) if num_drafts else None
             if new is None:
                 num_drafts = 0  # no request is preempted for drafts
@@ -672,6 +698,10 @@ class Scheduler:
             start = request.num_computed_tokens
             total = request.num_tokens + request.num_output_placeholders
             num_new = min(self._cap(total - start), step.budget)
+            if start < request.mm_end and not (
+                num_new := self._encoders.fit(request, start, num_new)
+            ):
+                continue
             new = self.kv_cache_manager.allocate_slots(request, num_new)
             if new is None:
                 self._in_order = True
@@ -700,6 +730,9 @@ class Scheduler:
             self.hold(request.request_id, RequestStatus.WAITING_FOR_ADAPTER_TURN)
             return False
         whole = request.whole or not self.config.enable_chunked_prefill
+        num_encoded = 0 if manager.cross is None else manager.cross.num_encoder_tokens(request)
+        if num_encoded >= step.budget:
+            return self._note_wait(request, WaitReason.BUDGET)
         while True:
             hit, start = manager.get_computed_blocks(request)
             if self._loads is not None and self._loads.must_wait(
@@ -713,7 +746,11 @@ class Scheduler:
             # Only a preempted request can be longer than a whole budget; it is split anyway.
             if whole and step.budget < num_new <= self.max_num_batched_tokens:
                 return self._note_wait(request, WaitReason.BUDGET)
-            num_new = min(num_new, step.budget)
+            num_new = min(num_new, step.budget - num_encoded)
+            if request.mm_end and not (num_new := self._encoders.fit(request, start, num_new)):
+                self.hold(request.request_id, RequestStatus.WAITING_FOR_ENCODER)
+                self._awaiting_encoder.add(request)
+                return self._note_wait(request, WaitReason.ENCODER)
             seats = self.config.max_num_seqs
             if options.turn > 0:  # the last eighth is for the first requests of calls
                 seats -= seats // 8
@@ -751,6 +788,17 @@ class Scheduler:
             adapter_slot=-1 if self.adapters is None else self.adapters.slot_of(request),
             adapter_begin=request.options.adapter_begin,
         )
+        if request.mm_features:
+            data.mm_features = uncomputed(request.mm_features, start)
+        if manager.cross is not None:
+            if manager.cross.is_new(request):
+                inputs = [*range(len(request.mm_features))]
+                step.output.scheduled_encoder_inputs[request.request_id] = inputs
+                step.budget -= num_encoded
+            else:
+                data.mm_features = [
+                    msgspec.structs.replace(item, data={}) for item in request.mm_features
+                ]
         if manager.states is not None:
             data.state_slots, data.state_source = manager.states.live_slots(request)
         scheduled = ScheduledRequest(
@@ -791,6 +839,8 @@ class Scheduler:
         total: int,
     ) -> None:
         """Add a request's tokens from `start`; `total` tokens are known or in flight."""
+        if start < request.mm_end:
+            self._encoders.add(request, step.output)
         if self.kv_cache_manager.states is not None:
             scheduled.snapshots = self.kv_cache_manager.states.take_scheduled(request)
         request.num_computed_tokens = end = start + scheduled.num_tokens
@@ -827,7 +877,7 @@ class Scheduler:
         """
         for listener in self._listeners:
             listener.on_preempt(request, by)
-        self.kv_cache_manager.free(request)
+        self._free(request)
         request.status = RequestStatus.PREEMPTED
         request.num_computed_tokens = request.num_forced = 0
         if self._loads is not None:
@@ -837,6 +887,12 @@ class Scheduler:
         self._num_preemptions += 1
         self._finished_req_ids.append(request.request_id)
         self.waiting.push(request)
+
+    def _free(self, request: Request) -> None:
+        """Free the blocks of a running request, and the rows of encoders that it uses."""
+        self.kv_cache_manager.free(request)
+        if request.mm_features:
+            self._encoders.cache.free(request)
 
     def _preempt_all(self) -> None:
         while self.running:
@@ -936,6 +992,15 @@ class Scheduler:
         _add_statistics(output, request)
         return output
 
+    def _end_waits_for_encoders(self) -> None:
+        """Queue the requests whose items fit into the step being scheduled."""
+        status = RequestStatus.WAITING_FOR_ENCODER
+        waiting = {r for r in self._awaiting_encoder if r.status == status}
+        for request in self._encoders.next_waiting(waiting, self.waiting.rank):
+            waiting.remove(request)
+            self.set_ready(request.request_id)
+        self._awaiting_encoder = waiting
+
     def _fail_expired(self, now: float) -> None:
         """Fail the requests that are past a deadline."""
         for request in self._deadlines.find_expired(self.requests.values(), now):
@@ -966,7 +1031,7 @@ class Scheduler:
             self._tenants.cease(request.options.share)
         self._tenants.leave(request.options.share)
         if request.status == RequestStatus.RUNNING:
-            self.kv_cache_manager.free(request)
+            self._free(request)
             self._finished_req_ids.append(req_id)
         elif request.status in HELD:
             del self._held[req_id]

@@ -51,6 +51,7 @@ TITLES: Mapping[str, str] = {
     "asleep": "the engine was paused or asleep",
     "adapter": "its adapter was read, or waited for a place in memory (max_cpu_loras)",
     "adapter_turn": "other adapters ran, as many as a step may have (max_loras)",
+    "encoder": "other requests' pictures or sounds were computed",
     "queued": "queued",
     "step_of_others": "the engine computed a step without this request",
     "prefill": "the prompt was computed",

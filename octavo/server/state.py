@@ -36,6 +36,7 @@ from octavo.server.adapter_table import AdapterTable, ServedAdapter
 from octavo.server.auth import tenant_of
 from octavo.server.background import Background
 from octavo.server.errors import show
+from octavo.server.hearing import Hearing
 from octavo.server.http_state import HttpState
 from octavo.server.middleware import context_of
 from octavo.server.object_store import ObjectStore
@@ -109,6 +110,7 @@ class ServerState(HttpState):
         """Lock of the one line of a batch that writes a long answer."""
         self.streams = StreamRegistry(config.resume_grace, self.run)
         self.view = ViewHub(config, self.model_names)
+        self.hearing = Hearing()
         self._start_engine = start_engine
         self._started: asyncio.Task[AsyncLLM] | None = None
         self._loading: asyncio.Task[None] | None = None
@@ -222,6 +224,7 @@ class ServerState(HttpState):
         if self.at_close is not None:
             await self.at_close()
         await self.streams.close()
+        await self.hearing.close()
         if self.engine is not None:
             await self.engine.shutdown()
         self.objects.close()

@@ -288,6 +288,7 @@ _ROUTES = (
     ("/v1/unload_lora_adapter", unload_lora_adapter, "POST"),
     ("/v1/models", list_models, "GET"),
     ("/v1/models/{model:path}", get_model, "GET"),
+    ("/v1/audio/{rest:path}", not_here, "POST"),
     ("/v1/{rest:path}", proxy, "GET"),
     ("/v1/{rest:path}", proxy, "POST"),
     ("/v1/{rest:path}", proxy, "DELETE"),

@@ -23,12 +23,14 @@ from octavo.kernels.memory import Arena
 from octavo.kernels.native import NativeOps
 from octavo.layers.adapter import Adapters
 from octavo.layers.adapter_table import ADAPTER_SLOTS
-from octavo.layers.step import Handed, StepContext
+from octavo.layers.mrope import MROPE
+from octavo.layers.step import Handed, StepContext, StepRotary
 from octavo.layers.step_table import StepTable
 from octavo.models.base import Model
 from octavo.models.cache import CacheSpec
 from octavo.models.decoder import DecoderModel
-from octavo.system.tensor import HostTensor, Tensor, empty
+from octavo.system.tensor import Tensor, empty, zeros
+from octavo.worker.embeds import EmbedWriter
 from octavo.worker.input_batch import StepBuffers, StepInputs
 
 _NO_LOGITS = empty(0, 0, dtype="float32")
@@ -129,6 +131,16 @@ class EagerSteps:
         self._kinds, self._groups = kinds, groups
         self.kept_layers = kept_layers
         self._received, self._progress = received, progress
+        spec, tokens = model.spec, len(buffers.table.input_ids)
+        deepstack = [
+            ops.to_device(zeros(tokens, spec.hidden_size, dtype=model.dtype))
+            for _ in range(spec.deepstack)
+        ]
+        self.embeds = EmbedWriter(ops, spec.embed_size, deepstack)
+        self._rows: Tensor | None = None
+        """int64 [tokens], index of each token; None: the model has no sections of positions."""
+        if MROPE in buffers.table.extra:
+            self._rows = ops.to_device(np.arange(tokens))
 
     def buffers(self, num_tokens: int, num_reqs: int) -> StepBuffers:
         """Implement `StepRunner`."""
@@ -167,6 +179,9 @@ class EagerSteps:
             rows, (x, *others) = len(table.input_ids), received
             residual, inputs = (None if tensor is None else tensor[:rows] for tensor in others)
             received = x[:rows], residual, inputs
+        tokens, rotary = len(table.input_ids), None
+        if self._rows is not None:
+            rotary = StepRotary(self._rows[:tokens], table.extra[MROPE])
         return StepContext(
             positions=table.positions,
             caches=self.caches,
@@ -176,6 +191,8 @@ class EagerSteps:
             received=received,
             progress=self._progress,
             arrays=table.extra,
+            rotary=rotary,
+            deepstack=[level[:tokens] for level in self.embeds.deepstack],
         )
 
     def use_adapters(self, table: StepTable[Tensor]) -> AbstractContextManager[None]:
@@ -196,10 +213,10 @@ class EagerSteps:
 
     def _run(self, inputs: StepInputs, tensors: StepTable[Tensor], max_seq_len: int) -> StepResult:
         step = self.context(tensors, int(inputs.counts.max()), max_seq_len)
-        if inputs.embeds and self.model.spec.has_embed:
+        if (inputs.embeds or step.deepstack) and self.model.spec.has_embed:
             assert isinstance(self.model, DecoderModel)
             step.embeds = self.model.embed_input_ids(tensors.input_ids)
-            _put_embeds(self._ops, step.embeds, inputs.embeds)
+            self.embeds.write(step.embeds, inputs.embeds)
         hidden = self.model.forward(tensors.input_ids, step)
         if step.handed is not None:
             return StepResult(hidden, _NO_LOGITS, step.kept, handed=step.handed)
@@ -248,7 +265,7 @@ class CapturedSteps:
         prompt_embeds: bool = False,
     ) -> None:
         self._buffers = buffers = eager.buffers(0, 0)
-        self._ops = ops
+        self._write_embeds = eager.embeds.write
         self._eager = eager
         self._owners = activations, logits  # keeps the memory that the plans refer to
         table: StepTable[Tensor] = buffers.table.map(ops.to_device)
@@ -306,7 +323,7 @@ class CapturedSteps:
             step = self._adapted
         if step.embeds is not None:
             step.look_up.run(size.tokens, size.requests, size.samples)
-            _put_embeds(self._ops, step.embeds, inputs.embeds)
+            self._write_embeds(step.embeds, inputs.embeds)
         step.plan.run(size.tokens, size.requests, size.samples)
         kept = {layer: hidden[: size.tokens] for layer, hidden in step.kept.items()}
         hidden, logits = step.hidden[: size.tokens], step.logits[: size.samples]
@@ -317,9 +334,3 @@ def has_adapters(inputs: StepInputs) -> bool:
     """Return True if some tokens of a step have adapters."""
     slots = inputs.table.extra.get(ADAPTER_SLOTS.name)
     return slots is not None and bool((slots[: inputs.size.tokens] >= 0).any())
-
-
-def _put_embeds(ops: Ops, x: Tensor, embeds: Sequence[tuple[int, HostTensor]]) -> None:
-    """Write prompt embeddings to their rows of `x` [T, embed_size], in its dtype."""
-    for begin, rows in embeds:
-        ops.copy_(x[begin : begin + len(rows)], ops.to_device(rows))

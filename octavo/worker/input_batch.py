@@ -8,7 +8,7 @@ counts may include rejected drafts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,8 +18,14 @@ import numpy.typing as npt
 from octavo import _native
 from octavo.kv_cache.groups import KVCacheConfig
 from octavo.layers.step_table import STEP_ARRAYS, StepArray, StepLayout, StepSize, StepTable
-from octavo.messages import NewRequestData, PromptEmbeds, ScheduledRequest
-from octavo.system.tensor import HostTensor, from_numpy
+from octavo.messages import (
+    MultiModalFeatureSpec,
+    NewRequestData,
+    PlaceholderRange,
+    PromptEmbeds,
+    ScheduledRequest,
+)
+from octavo.system.tensor import HostTensor, Tensor, from_numpy
 
 IntArray = npt.NDArray[np.int32]
 LongArray = npt.NDArray[np.int64]
@@ -51,6 +57,20 @@ class StepBuffers:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class EmbedRange:
+    """Successive tokens of a request whose embeddings rows replace."""
+
+    begin: int
+    """Index of the first token."""
+    end: int
+    """Index after the last one."""
+    rows: HostTensor | str
+    """[rows, size] in any dtype, or the identifier of the item whose rows an encoder computes."""
+    first_row: int = 0
+    """Index of the row of the first token."""
+
+
 @dataclass(slots=True)
 class StepInputs:
     """Flattened batch of one step: T tokens from R requests, K of which sample.
@@ -71,9 +91,10 @@ class StepInputs:
     """Size of the step."""
     table: HostTable
     """Arrays of the step; they may be larger than `size`."""
-    embeds: list[tuple[int, HostTensor]] = field(default_factory=list)
-    """Prompt embeddings: the index of their first token in the batch, and [tokens, embed_size] in
-    any dtype. The ids of these tokens are placeholders."""
+    embeds: list[tuple[int, Tensor]] = field(default_factory=list)
+    """Rows that replace embeddings: the index of their first token in the batch, and [tokens, size]
+    in any dtype. The ids of these tokens are placeholders. `size` is that of an embedding, or
+    larger: the other columns are for `StepContext.deepstack`."""
 
     @property
     def sampling_rows(self) -> LongArray:
@@ -91,6 +112,8 @@ class InputBatch:
         max_model_len: number of tokens of a row.
         kv_cache: shape of the KV cache.
         arrays: arrays of a step that the model's blocks declare.
+        encoded: rows of each item in the encoder cache, by identifier.
+        max_encoder_len: most rows of an encoder that the tokens of a request attend to.
     """
 
     def __init__(
@@ -99,11 +122,15 @@ class InputBatch:
         max_model_len: int,
         kv_cache: KVCacheConfig,
         arrays: Sequence[StepArray] = (),
+        encoded: Mapping[str, Tensor] | None = None,
+        max_encoder_len: int = 0,
     ) -> None:
+        self._encoded = {} if encoded is None else encoded
         self._step_arrays = arrays
         self._fillers = {array.name: array.make_filler(max_num_seqs) for array in arrays}
-        self.blocks = -(-max_model_len // kv_cache.block_size)
+        self.blocks = -(-max(max_model_len, max_encoder_len) // kv_cache.block_size)
         """Number of KV blocks of the longest request, in each group."""
+        self._cross = [i for i, group in enumerate(kv_cache.paged_groups) if group.is_cross]
         num_groups = len(kv_cache.paged_groups)
         self.token_ids: IntArray = np.zeros((max_num_seqs, max_model_len), np.int32)
         self.num_tokens: LongArray = np.zeros(max_num_seqs, np.int64)
@@ -112,8 +139,10 @@ class InputBatch:
         self.block_tables: IntArray = np.zeros((num_groups, max_num_seqs, self.blocks), np.int32)
         self.num_blocks: LongArray = np.zeros((num_groups, max_num_seqs), np.int64)
         self.row_of: dict[str, int] = {}
-        self.embeds: dict[int, HostTensor] = {}
-        """Prompt embeddings by row, [tokens, embed_size]; they replace the first token ids."""
+        self._embeds: dict[int, list[EmbedRange]] = {}
+        """By row, the tokens whose embeddings other rows replace, in order."""
+        self.features: dict[str, list[MultiModalFeatureSpec]] = {}
+        """Items of the requests that have some, by request id."""
         self.owners: LongArray = np.zeros(max_num_seqs, np.int64)
         """Number of requests that each row has had."""
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
@@ -160,7 +189,15 @@ class InputBatch:
         for filler in self._fillers.values():
             filler.add_row(row, data)
         if data.prompt_embeds is not None:
-            self.embeds[row] = _as_tensor(data.prompt_embeds)
+            rows = _as_tensor(data.prompt_embeds)
+            self._embeds[row] = [EmbedRange(0, len(rows), rows)]
+        if data.mm_features:
+            self.features[req_id] = data.mm_features
+            self._embeds[row] = [
+                part
+                for feature in data.mm_features
+                for part in _ranges(feature.mm_position, feature.identifier)
+            ]
         return row
 
     def append_blocks(self, row: int, block_ids: list[list[int]]) -> None:
@@ -176,7 +213,8 @@ class InputBatch:
         row = self.row_of.pop(req_id, None)
         if row is not None:
             self._free_rows.append(row)
-            self.embeds.pop(row, None)
+            self._embeds.pop(row, None)
+            self.features.pop(req_id, None)
         return row
 
     def append(self, rows: LongArray, tokens: LongArray, counts: LongArray) -> LongArray:
@@ -236,6 +274,11 @@ class InputBatch:
                     self._num_drafts[i] = len(tokens)
             self._counts[:num_reqs] += self._num_drafts[:num_reqs]
         num_samples = self._gatherer.run(num_reqs, buffers.native)
+        for group in self._cross:  # the native code copies the blocks of the tokens
+            rows = self._rows[:num_reqs]
+            used = int(self.num_blocks[group, rows].max(initial=0))
+            blocks = self.block_tables[group, rows, :used]
+            buffers.table.block_tables[group, :num_reqs, :used] = blocks
         size = StepSize(int(buffers.table.query_start_loc[num_reqs]), num_reqs, num_samples)
         if self._fillers:
             rows, counts = self._rows[:num_reqs], self._counts[:num_reqs]
@@ -253,7 +296,7 @@ class InputBatch:
             size=size,
             table=buffers.table,
             embeds=self._gather_embeds(num_reqs, buffers.table.query_start_loc)
-            if self.embeds
+            if self._embeds
             else [],
         )
 
@@ -268,15 +311,32 @@ class InputBatch:
         """Fill an array of a step, given by its name; see `StepFiller.fill`."""
         self._fillers[name].fill(out, rows, starts, counts)
 
-    def _gather_embeds(self, num_reqs: int, starts: IntArray) -> list[tuple[int, HostTensor]]:
-        found = []
+    def _gather_embeds(self, num_reqs: int, starts: IntArray) -> list[tuple[int, Tensor]]:
+        found: list[tuple[int, Tensor]] = []
         for i in range(num_reqs):
             row = int(self._rows[i])
-            if (embeds := self.embeds.get(row)) is not None:
-                first = int(self.num_computed_tokens[row])
-                if len(rows := embeds[first : first + int(self._counts[i])]):
-                    found.append((int(starts[i]), rows))
+            first = int(self.num_computed_tokens[row])
+            end, offset = first + int(self._counts[i]), int(starts[i]) - first
+            for part in self._embeds.get(row, ()):
+                low, high = max(part.begin, first), min(part.end, end)
+                if low < high:
+                    rows = self._encoded[part.rows] if isinstance(part.rows, str) else part.rows
+                    skipped = part.first_row - part.begin
+                    found.append((low + offset, rows[low + skipped : high + skipped]))
         return found
+
+
+def _ranges(place: PlaceholderRange, identifier: str) -> Iterator[EmbedRange]:
+    """Yield the tokens of an item that its rows replace, as ranges."""
+    if place.is_embed is None:
+        yield EmbedRange(place.offset, place.end, identifier)
+        return
+    marks = np.frombuffer(place.is_embed, np.int8)
+    edges = np.flatnonzero(np.diff(marks, prepend=0, append=0)).tolist()
+    row = 0
+    for begin, end in zip(edges[::2], edges[1::2], strict=True):
+        yield EmbedRange(place.offset + begin, place.offset + end, identifier, row)
+        row += end - begin
 
 
 def _as_tensor(embeds: PromptEmbeds) -> HostTensor:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,7 @@ from octavo.messages import (
     ExpertLoad,
     GrammarOutput,
     LogprobsLists,
+    Modality,
     ModelRunnerOutput,
     NewRequestData,
     PoolingSpec,
@@ -47,6 +48,7 @@ from octavo.sampling.vllm_logits_processors import make_processor
 from octavo.system.device import cpu_memory
 from octavo.system.tensor import Tensor
 from octavo.worker.adapters import make_adapters
+from octavo.worker.encoder_cache import EncoderCache
 from octavo.worker.expert_balancer import BalancedSteps, ExpertBalancer
 from octavo.worker.expert_group import ExpertGroup, make_exchange, reason_of_end
 from octavo.worker.expert_loads import ExpertLoads
@@ -65,6 +67,9 @@ from octavo.worker.loading_bar import loading_bar
 from octavo.worker.platform import Platform
 from octavo.worker.pooling import PoolingRows
 from octavo.worker.spec_decode.base import Proposer, Target
+
+if TYPE_CHECKING:
+    from octavo.worker.cross_attention import CrossAttentionRows
 
 logger = logging.getLogger(__name__)
 
@@ -101,6 +106,8 @@ class RunnerState:
     num_paged: int
     """Number of tensors of blocks."""
     batch: InputBatch
+    cross: CrossAttentionRows | None
+    """Writer of the rows of encoders; None: the model is no encoder-decoder."""
     sampling: SamplingState
     steps: StepRunner
     serve: Callable[[], object] | None
@@ -202,6 +209,7 @@ class ModelRunner:
                 exchange=exchange,
                 adapters=self.adapters,
             )
+        self._encoders = self._make_encoders()
         self.group = Group(setup, buffers) if setup.rank.world_size > 1 else None
         """Memory shared with other ranks; None for one rank."""
         self._experts = self._weights[0].experts
@@ -261,6 +269,24 @@ class ModelRunner:
         """State that `initialize_kv_cache` created."""
         assert self._state is not None, "call initialize_kv_cache first"
         return self._state
+
+    def _make_encoders(self) -> EncoderCache:
+        """Return the runners of the model's encoders, with an empty cache.
+
+        Those whose rows cross attention reads have no cache; see `_make_cross`.
+        """
+        setup = self.setup
+        if not setup.part.encoders or setup.spec.is_encoder_decoder:
+            return EncoderCache({})
+        from octavo.worker.encoder_runner import EncoderRunner, encoder_arena
+
+        assert isinstance(self.model, DecoderModel)
+        arena = None if setup.scratch is None else encoder_arena(setup.scratch.encoder_arena)
+        runners: dict[Modality, EncoderRunner] = {}
+        for encoder in self.model.encoders:
+            runner = EncoderRunner(encoder, self.ops, self.backend, arena)
+            runners |= dict.fromkeys((encoder.spec.modality, *encoder.spec.modalities), runner)
+        return EncoderCache(runners)
 
     def _make_balancer(self, checkpoint: Checkpoint) -> ExpertBalancer | None:
         setup, config = self.setup, self.setup.config.device.eplb
@@ -336,7 +362,14 @@ class ModelRunner:
         setup = self.setup
         kv_tensors, kv_caches = self._make_caches(kv)
         max_num_seqs = setup.largest_step.requests
-        batch = InputBatch(max_num_seqs, setup.max_model_len, kv, setup.step_arrays)
+        batch = InputBatch(
+            max_num_seqs,
+            setup.max_model_len,
+            kv,
+            setup.step_arrays,
+            self._encoders.rows,
+            setup.max_encoder_len,
+        )
         received = make_received(setup, self.model.dtype)
         eager = EagerSteps(
             self.model,
@@ -362,6 +395,7 @@ class ModelRunner:
             kv_tensors,
             kv.num_paged_tensors,
             batch,
+            self._make_cross(kv, kv_caches),
             sampling,
             steps,
             serve,
@@ -373,6 +407,20 @@ class ModelRunner:
                 )
             ),
         )
+
+    def _make_cross(self, kv: KVCacheConfig, kv_caches: list[Any]) -> CrossAttentionRows | None:
+        if not self.spec.is_encoder_decoder:
+            return None
+        from octavo.worker.cross_attention import CrossAttentionRows  # few models have it
+        from octavo.worker.encoder_runner import EncoderRunner, encoder_arena
+
+        assert isinstance(self.model, DecoderModel)
+        (encoder,) = self.model.encoders
+        scratch = self.setup.scratch
+        arena = None if scratch is None else encoder_arena(scratch.encoder_arena)
+        runner = EncoderRunner(encoder, self.ops, self.backend, arena)
+        layers = self.model.cross_attention
+        return CrossAttentionRows(runner, layers, kv_caches, kv, self.ops, self.backend)
 
     def run_largest_step(self) -> int:
         """Run a step of the largest size on a temporary KV cache.
@@ -762,7 +810,7 @@ class ModelRunner:
         return forced[len(since) :][: request.num_drafts]
 
     def _update_rows(self, scheduler_output: SchedulerOutput) -> None:
-        """Update the persistent rows with the scheduler's changes."""
+        """Update the persistent rows and the encoder cache with the scheduler's changes."""
         state = self.state
         batch = state.batch
         for req_id in scheduler_output.finished_req_ids:
@@ -788,6 +836,10 @@ class ModelRunner:
                 self._add_row(request.req_id, request.new)
             if request.new_block_ids is not None:
                 batch.append_blocks(batch.row_of[request.req_id], request.new_block_ids)
+        if state.cross is not None:
+            state.cross.compute(scheduler_output, batch)
+        else:
+            self._encoders.update(scheduler_output, batch.features)
 
     def _add_row(self, req_id: str, data: NewRequestData) -> None:
         row = self.state.batch.add(req_id, data)

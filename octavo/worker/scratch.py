@@ -21,6 +21,7 @@ from octavo.layers.step_table import StepLayout
 from octavo.models.adaptable_model import AdaptableModel, targeted_layers
 from octavo.models.blocks.base import LargestStep, Parts
 from octavo.models.cache import CacheSpec
+from octavo.models.decoder import DecoderModel
 from octavo.models.loader import build_model
 from octavo.models.open_model import find_merged
 from octavo.models.spec import ModelSpec
@@ -30,6 +31,7 @@ from octavo.plan.memory import Scratch
 from octavo.plan.setup import WorkerSetup
 from octavo.sampling.sizes import kernel_nbytes
 from octavo.system.device import num_cpus
+from octavo.system.dtypes import DTYPE_NBYTES
 from octavo.system.tensor import Tensor
 from octavo.worker.expert_group import make_exchange
 from octavo.worker.graphs import CapturedSteps, EagerSteps
@@ -127,10 +129,25 @@ def measure_scratch(setup: WorkerSetup, asked: AttentionBackend, expert_slots: i
         ops,
         activations=activations,
         logits=logits,
-        prompt_embeds=config.model.enable_prompt_embeds,
+        prompt_embeds=setup.has_embeds,
     )
     if spec.has_head:
         kernels += kernel_nbytes(threads, spec.vocab_size)
+    arena = encoders = 0
+    if spec.encoders:
+        from octavo.worker.encoder_runner import runner_nbytes  # few models have encoders
+
+        assert isinstance(model, DecoderModel)
+        for encoder in model.encoders:
+            own = runner_nbytes(encoder, ops, backend)
+            arena, encoders = max(arena, own[0]), encoders + own[1]
+            kernels = max(kernels, encoder.spec.scratch_nbytes(asked, threads))
+        encoders += spec.deepstack * tokens * spec.hidden_size * DTYPE_NBYTES[dtype]
+        if spec.is_encoder_decoder:
+            from octavo.worker.cross_attention import rows_nbytes
+
+            encoders += rows_nbytes(spec, dtype, tokens)
+        tokens = max(tokens, *(encoder.max_num_tokens for encoder in spec.encoders))
     inputs = max(weight.shape[1] for weight in weights if weight.kind == "linear")
     rows = max(tokens, setup.largest_step.samples)
     kernels += _native.linear_scratch(rows, inputs, threads)
@@ -151,7 +168,17 @@ def measure_scratch(setup: WorkerSetup, asked: AttentionBackend, expert_slots: i
     exchanged = 0 if exchange is None else exchange.nbytes
     if exchange is not None and setup.balance_layout is not None:
         exchanged += setup.balance_layout.nbytes
-    return Scratch(activations.peak, logits.peak, kernels, shared, exchanged, adapter, norms)
+    return Scratch(
+        activations.peak,
+        logits.peak,
+        kernels,
+        shared,
+        exchanged,
+        adapter,
+        norms,
+        arena,
+        encoders,
+    )
 
 
 def check_caches(setup: WorkerSetup, backend: AttentionBackend) -> None:

@@ -33,7 +33,7 @@ def serve(monkeypatch):
         ["-O", "3", "-cc", "{}"],
         ["-O=2", "--no-enable-lora", "--no-disable_log_stats"],
         ["--cpu-offload-params", "a", "b", "--enable-log-deltas"],
-        ["--limit-mm-per-prompt", '{"image": 0}', "--hf-overrides", "{}"],
+        ["--limit-mm-per-prompt", "{}", "--hf-overrides", "{}"],
     ],
 )
 def test_what_asks_for_nothing_changes_nothing(serve, words):

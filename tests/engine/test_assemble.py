@@ -19,6 +19,7 @@ from octavo.models.hub import resolve_model
 from octavo.models.registry import read_spec
 from octavo.plan.memory import MemoryBudget, MemoryItem, Scratch
 from octavo.platforms.cpu import CPUPlatform
+from octavo.system.distributed import ALONE
 from tests.fakes import FakeExecutor
 from tests.models.harness import save_config
 from tests.models.test_parity import CASES
@@ -247,7 +248,7 @@ def test_grammar_backends_that_are_not_installed_are_left_out(monkeypatch):
 
 def setup_of(config, spec):
     """Return the part of a worker's setup from which the users of memory follow."""
-    return SimpleNamespace(config=config, spec=spec)
+    return SimpleNamespace(config=config, spec=spec, encoder_cache_nbytes=0, rank=ALONE)
 
 
 @pytest.mark.parametrize(("ranks", "processes"), [(1, 1), (2, 3)])

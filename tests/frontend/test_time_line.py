@@ -184,6 +184,7 @@ def test_the_way_to_the_engine_ends_at_its_arrival():
         ("WAITING_FOR_WAKE_UP", "asleep"),
         ("WAITING_FOR_ADAPTER", "adapter"),
         ("WAITING_FOR_ADAPTER_TURN", "adapter_turn"),
+        ("WAITING_FOR_ENCODER", "encoder"),
     ],
 )
 def test_a_held_request_has_the_cause_of_its_status(status, cause):

@@ -193,7 +193,7 @@ def test_equals_the_formulas_in_torch(name: str, head: int) -> None:
     if rope.rope_type == "dynamic":
         found = torch.from_numpy(rotary._dynamic(rope, np.arange(length)))
     else:
-        found = torch.from_numpy(rotary._inverse_frequencies(rope, length))
+        found = torch.from_numpy(rotary.inverse_frequencies(rope, length))
     ulps = (found.view(torch.int32) - inverse.view(torch.int32)).abs()
     # A reciprocal may double the distance of powers in ulps.
     assert ulps.max() <= (2 if rope.rope_type == "dynamic" else 1)

@@ -309,7 +309,7 @@ def _fuse_by_group(config: Any, state: dict[str, Tensor]) -> None:
 
 
 _KINDS = "CausalLM|ConditionalGeneration|MaskedLM|SequenceClassification|TokenClassification"
-_ENDS = f"(For({_KINDS})|Model)$"
+_ENDS = f"(For({_KINDS})|(MT)?Model)$"
 
 
 def _config_class(architecture: str) -> Any:
@@ -336,7 +336,8 @@ def save_config(
 
 
 def spec_of(folder: Path, **settings: Any) -> ModelSpec:
-    """Read a folder's model; `settings` are those of `ModelConfig`."""
+    """Read a folder's model, of texts alone; `settings` are those of `ModelConfig`."""
+    settings.setdefault("language_model_only", True)
     return read_spec(open_checkpoint(folder), ModelConfig(**settings))
 
 

@@ -15,7 +15,16 @@ from octavo.messages import FinishReason, PoolingSpec
 from octavo.models.state_cache import StateCache
 from octavo.request import Request, RequestStatus
 from octavo.scheduler.adapters import key_of
-from tests.fakes import STATE, VOCAB, FakeEngine, expected_output, pages, pooled
+from tests.fakes import (
+    STATE,
+    VOCAB,
+    FakeEngine,
+    expected_output,
+    pages,
+    picture,
+    pooled,
+    replace_tokens,
+)
 from tests.params import unpack_logprobs
 from tests.transfers import FakeTransfers, make_connector
 
@@ -277,6 +286,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         outputs = self.engine.outputs[name]
         tokens = self.engine.tokens(name)
         prompt = request.all_token_ids[: request.num_prompt_tokens]
+        prompt = replace_tokens(prompt, request.mm_features)
         adapter = key_of(request)
         begin = request.options.adapter_begin
         alone = expected_output(
@@ -409,6 +419,54 @@ class AdapterMachine(SchedulerMachine):
             assert len(self.scheduler.adapters.in_memory) <= self.scheduler.adapters.num_slots
 
 
+class EncoderMachine(SchedulerMachine):
+    """Machine whose prompts contain pictures, some of them the same."""
+
+    @initialize(data=st.data(), rows=st.integers(12, 60))
+    def start(self, data, rows):
+        super().start(data.draw(engines(encoder_cache_size=rows)))
+
+    @rule(
+        prompt=prompts,
+        params=parameters,
+        places=st.lists(
+            st.tuples(
+                st.integers(0, 12),
+                st.sampled_from([1, 4, 9, 12]),
+                st.sampled_from("abcdefg"),
+                st.booleans(),
+            ),
+            min_size=1,
+            max_size=4,
+        ),
+        patches=st.sampled_from([1, 1, 4]),
+        n=st.integers(1, 3),
+    )
+    def requests_with_pictures_arrive(self, prompt, params, places, patches, n):
+        features, end = [], 0
+        for gap, length, name, broken in places:
+            offset = end + gap
+            if offset + length > len(prompt.tokens):
+                break
+            end = offset + length
+            is_embed = bytes([1, 0, 1] * 4)[:length] if broken else None
+            name = f"{name}{length}{broken}"
+            rows = length if is_embed is None else is_embed.count(1)
+            features.append(picture(name, offset, length, is_embed, rows * patches))
+        params = params | {"prompt_logprobs": None}
+        for _ in range(n):
+            self.add(prompt, params, features=features)
+
+    def teardown(self):
+        super().teardown()
+        if hasattr(self, "engine"):
+            cache = self.scheduler._encoders.cache
+            assert not cache.num_used_rows
+            assert not self.scheduler._awaiting_encoder
+
+
+TestEncoderMachine = EncoderMachine.TestCase
+
 TestConnectorMachine = ConnectorMachine.TestCase
 TestConnectorMachine.settings = settings(
     max_examples=50,
@@ -419,6 +477,7 @@ TestConnectorMachine.settings = settings(
 
 TestAdapterMachine = AdapterMachine.TestCase
 TestAdapterMachine.settings = TestConnectorMachine.settings
+TestEncoderMachine.settings = TestConnectorMachine.settings
 
 TestSchedulerMachine = SchedulerMachine.TestCase
 TestSchedulerMachine.settings = settings(

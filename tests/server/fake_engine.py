@@ -74,6 +74,7 @@ class FakeSpec(SimpleNamespace):
     """Description of the fake model; it generates text if it has no poolers."""
 
     sees_all = False
+    is_encoder_decoder = False
     sentences = NO_SENTENCES
 
     @property
@@ -106,6 +107,7 @@ class FakeAsyncLLM:
             generation_config=generation_config or {},
             architecture="FakeForCausalLM",
             generates=True,
+            is_encoder_decoder=False,
             dtype="float32",
             hidden_size=4,
             layers=(),
@@ -113,6 +115,7 @@ class FakeAsyncLLM:
             weight_nbytes=lambda dtype: 258 * 4 * 4,
         )
         self.max_model_len = MAX_MODEL_LEN
+        self.chat_pictures = None
         self.request_memory = RequestMemory(2**30)
         self.metrics = EngineMetrics("fake", MAX_MODEL_LEN)
         self.stats = SchedulerStats()

@@ -204,6 +204,7 @@ def test_a_request_reaches_its_model(path, fields, model):
         ("/models/load", {"model": 1}, 400, "model is 1"),
         ("/models/unload", {"model": "x"}, 404, "does not exist"),
         ("/v1/files", {}, 404, "is not available with several models"),
+        ("/v1/audio/transcriptions", {}, 404, "is not available with several models"),
         ("/v1/responses/resp_1/cancel", {}, 404, "'resp_1' not found"),
         ("/api/chat", {"model": "gen", "keep_alive": "x"}, 400, "keep_alive='x' is not allowed"),
     ],

@@ -119,10 +119,10 @@ def test_a_process_killed_in_the_middle_of_a_render(monkeypatch):
     with ThreadPoolExecutor(1) as pool:
         failing = pool.submit(render, client, ENDLESS)
         while not failing.done():
-            process = client._process
-            if process is not None and process.pid not in seen and busy(process.pid):
-                seen.add(process.pid)
-                os.kill(process.pid, signal.SIGKILL)
+            pid = client._process.pid
+            if pid is not None and pid not in seen and busy(pid):
+                seen.add(pid)
+                os.kill(pid, signal.SIGKILL)
         with pytest.raises(ModelError, match="-9"):
             failing.result()
     assert len(seen) == 2
@@ -193,7 +193,7 @@ def test_ctrl_c_does_not_reach_it_while_it_starts():
         "client = TemplateClient()\n"
         "request = RenderRequest({'default': 'x'}, {}, [{'role': 'user', 'content': ''}])\n"
         "future = client.submit(request)\n"
-        "while client._process is None:\n"
+        "while client._process.pid is None:\n"
         "    time.sleep(0.001)\n"
         "for _ in range(20):\n"
         "    os.killpg(0, signal.SIGINT)\n"

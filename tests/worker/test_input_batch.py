@@ -8,6 +8,7 @@ from octavo.layers.step_table import StepSize, input_batch_nbytes
 from octavo.messages import CoreSamplingParams, NewRequestData, ScheduledRequest
 from octavo.models.cache import AttentionCache
 from octavo.worker.input_batch import UNKNOWN, HostTable, InputBatch, StepBuffers, StepInputs
+from tests.fakes import picture
 
 KV = KVCacheConfig(
     num_blocks=100,
@@ -124,6 +125,27 @@ def test_a_full_row_keeps_what_it_has(batch):
     assert batch.num_tokens[[full, row]].tolist() == [16, 16]
     assert batch.token_ids[full].tolist() == list(range(16))
     assert batch.token_ids[row].tolist() == [*range(14), 91, 92]
+
+
+def test_rows_of_items_replace_embeddings_at_any_place():
+    encoded = {"a": np.arange(4), "b": np.arange(10, 13)}
+    batch = InputBatch(3, 16, KV, encoded=encoded)
+    items = [picture("a", 2, 6, bytes([1, 1, 0, 1, 0, 1])), picture("b", 9, 3)]
+    data = NewRequestData([7] * 14, 14, CoreSamplingParams(), 0, mm_features=items)
+    row = batch.add("r", data)
+    batch.append_blocks(row, [list(range(4)), list(range(4))])
+    add(batch, "text", [1, 2, 3], [[9], [9]])
+    found = []
+    for start, count in ((0, 3), (3, 5), (8, 2), (10, 4)):
+        batch.num_computed_tokens[row] = start
+        inputs, _ = gather(batch, {"text": 3, "r": count})
+        found.append([(begin - 3 + start, rows.tolist()) for begin, rows in inputs.embeds])
+    assert found == [[(2, [0])], [(3, [1]), (5, [2]), (7, [3])], [(9, [10])], [(10, [11, 12])]]
+    assert batch.features == {"r": items}
+    batch.remove("r")
+    assert batch.features == {}
+    add(batch, "other", [1] * 12, [[1, 2, 3], [4, 5, 6]])
+    assert gather(batch, {"other": 12})[0].embeds == []
 
 
 @given(st.data())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,6 +12,7 @@ import numpy as np
 from octavo.checkpoints.base import Source
 from octavo.errors import ConfigError
 from octavo.kernels.routing import Gate
+from octavo.layers.mrope import MRopeArray
 from octavo.layers.rope_spec import RopeSpec
 from octavo.layers.seen_lens import SeenLensArray
 from octavo.layers.step_table import StepArray
@@ -45,11 +46,31 @@ class Alibi:
 
 
 @dataclass(frozen=True)
+class StepRope:
+    """Rotary positions that each step brings, as `StepContext.rotary`.
+
+    They are those of tokens with several coordinates, such as the patches of a picture.
+    """
+
+    is_neox: bool = True
+    """Layout of the pairs, as in `RopeSpec`."""
+
+
+@dataclass(frozen=True)
+class SectionRope(StepRope):
+    """Rotary positions with sections for time, height and width; see `octavo/layers/mrope.py`."""
+
+    array: MRopeArray = field(kw_only=True)
+    """Array of a step with the cosines and sines of its tokens."""
+
+
+@dataclass(frozen=True)
 class RelativeBias:
     """Learned bias of the attention scores for each distance (T5, arXiv:1910.10683; MPNet).
 
     The checkpoint has one table for all layers. Half of its rows, the buckets, are for positions
-    before the query, and half for those after it. Long distances share buckets.
+    before the query, and half for those after it; with causal attention all are for those before
+    it. Long distances share buckets.
     """
 
     module: str
@@ -59,11 +80,13 @@ class RelativeBias:
     """Number of query heads in the checkpoint."""
     longest: int = 128
     """Distance from which on all distances have the same bucket."""
+    causal: bool = False
+    """True if no position after the query is seen (T5's decoder)."""
 
     @property
     def rows(self) -> tuple[int, ...]:
         """Bucket of each distance from -`longest` to `longest`."""
-        half = self.buckets // 2
+        half = self.buckets if self.causal else self.buckets // 2
         exact = half // 2
         distances = np.arange(-self.longest, self.longest + 1)
         size = np.maximum(np.abs(distances), 1).astype(np.float32)
@@ -71,6 +94,8 @@ class RelativeBias:
         steps = np.log(size / np.float32(exact)) / np.float32(math.log(self.longest / exact))
         large = exact + (steps * np.float32(half - exact)).astype(np.int64)
         bucket = np.where(size < exact, np.abs(distances), np.minimum(large, half - 1))
+        if self.causal:
+            return tuple(np.where(distances > 0, 0, bucket).tolist())
         return tuple((bucket + half * (distances > 0)).tolist())
 
 
@@ -121,7 +146,7 @@ class AttentionSpec(BlockSpec):
     """Number of elements of a head of queries or keys."""
     scale: float
     """Factor on the attention scores."""
-    positions: RopeSpec | Alibi | None
+    positions: RopeSpec | StepRope | Alibi | None
     """Position encoding: rotary or ALiBi; None: the attention uses no positions."""
     sliding_window: int | None = None
     """Number of positions that a token sees, itself included; None: all."""
@@ -308,8 +333,13 @@ class AttentionSpec(BlockSpec):
         )
 
     def arrays(self) -> tuple[StepArray, ...]:
-        """Return the numbers of tokens before the unseen ones."""
-        return () if self.unseen is None else (SeenLensArray(self.unseen),)
+        """Return the positions of a step, and the numbers of tokens before the unseen ones."""
+        arrays: list[StepArray] = []
+        if isinstance(self.positions, SectionRope):
+            arrays.append(self.positions.array)
+        if self.unseen is not None:
+            arrays.append(SeenLensArray(self.unseen))
+        return tuple(arrays)
 
     def cache_layer(self) -> int | None:
         """Return the layer whose keys and values this one reads."""
@@ -321,7 +351,8 @@ class AttentionSpec(BlockSpec):
 
     def tables(self) -> tuple[Table, ...]:
         """Return the tables of positions, of factors, of norms and of distances."""
-        tables: list[Table | None] = [self.positions, self.query_scale, self._value_factor()]
+        positions = None if isinstance(self.positions, StepRope) else self.positions
+        tables: list[Table | None] = [positions, self.query_scale, self._value_factor()]
         for norm in (self.q_norm, self.k_norm, self.v_norm):
             tables += norm.tables() if isinstance(norm, RMSNormSpec) else ()
         if self.disentangled is not None:
@@ -379,7 +410,8 @@ class AttentionSpec(BlockSpec):
             cos_sin_cache=None
             if rope is None
             else parts.table(rope, lambda: build_cos_sin_cache(rope, parts.max_model_len)),
-            is_neox=rope is None or rope.is_neox,
+            is_neox=not isinstance(self.positions, RopeSpec | StepRope) or self.positions.is_neox,
+            rotates_by_step=isinstance(self.positions, StepRope),
             q_norm=None if self.q_norm is None else self.q_norm.build(parts.of("q_norm")),
             k_norm=None if self.k_norm is None else self.k_norm.build(parts.of("k_norm")),
             gate_size=self.gate_size,

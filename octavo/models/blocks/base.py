@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from octavo.attention.base import AttentionBackend
     from octavo.kernels.base import Ops, PackedWeight, QuantizedWeight
     from octavo.layers.adapter import AdaptedEmbedding, AdaptedLinear, Adapters
+    from octavo.layers.cross_attention import CrossAttention
     from octavo.layers.expert_adapter import AdaptedExperts
     from octavo.layers.expert_exchange import ExpertExchange
     from octavo.layers.experts import Experts
@@ -179,6 +180,8 @@ class Parts:
         self.expert_slots = expert_slots
         self.mixtures: list[Experts] = []
         """All mixtures of experts that were built, in the order of the forward pass."""
+        self.cross_attention: list[CrossAttention] = []
+        """The same of cross attention."""
         self._shared = shared
         self._weights = weights
         self.adapters = adapters
@@ -196,9 +199,27 @@ class Parts:
         parts._own = f"{self._own}{part}."
         return parts
 
+    def of_encoder(self, part: str, max_num_tokens: int) -> Parts:
+        """Return the parts of an encoder beside the decoder: each rank computes all of it.
+
+        Args:
+            part: name of the encoder.
+            max_num_tokens: tokens of its longest item.
+        """
+        parts = self.of(part)
+        parts.max_model_len, parts.adapters, parts._shared = max_num_tokens, None, None
+        parts._tables = {}
+        return parts
+
     def has(self, name: str) -> bool:
         """Return True if the block has a weight with this name."""
         return self._own + name in self._weights
+
+    @property
+    def token_table(self) -> Tensor | PackedWeight | QuantizedWeight:
+        """The decoder's table of tokens: its own weight, or that of the LM head."""
+        own = self._weights.get("embed.weight")
+        return self._weights["lm_head.weight"] if own is None else own
 
     @property
     def cached_experts(self) -> ExpertLayer | None:

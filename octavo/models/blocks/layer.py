@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from octavo.checkpoints.base import Source
 from octavo.models.blocks.base import BlockSpec
-from octavo.models.blocks.norm import NormSpec, build_norm
+from octavo.models.blocks.norm import LayerScaleSpec, NormSpec, build_norm
 from octavo.models.cache import CacheSpec
 from octavo.models.weights import Names, Weight
 from octavo.system.distributed import Rank
@@ -30,8 +30,8 @@ class Sublayer:
     norm: NormSpec | None = None
     """Norm of the block's input. In a parallel layer, a block without a norm reads the same normed
     input as the first block."""
-    out_norm: NormSpec | None = None
-    """Norm of the block's output, in a sequential layer (Gemma 2, OLMo 2)."""
+    out_norm: NormSpec | LayerScaleSpec | None = None
+    """Norm, or factors, of the block's output in a sequential layer (Gemma 2, OLMo 2)."""
     reads_input: bool = False
     """True if the block reads the layer's input, in a post layer (DeBERTa V2); False: the result of
     the sublayer before it."""
@@ -42,7 +42,7 @@ class Sublayer:
         return "" if self.name in ("mixer", "feed_forward") else self.name
 
     @property
-    def norms(self) -> dict[str, NormSpec | None]:
+    def norms(self) -> dict[str, NormSpec | LayerScaleSpec | None]:
         """Norms by the names of their weights."""
         # The mixer's norm is named after its input: the layer's input.
         name = "input_norm" if self.name == "mixer" else f"{self.name}_norm"

@@ -31,7 +31,13 @@ class LinearSpec:
     (GPT-2). by_group: rows are queries, keys and values of each group of heads in turn (BLOOM,
     Falcon). by_shard: rows are queries, values and keys of each part of the heads (CodeGen).
     halves: rows are those of an MLP's projection up, then those of its gate (GTE). taps: [outputs,
-    inputs of a tap, taps], of a convolution; the inputs are those of each tap in turn."""
+    inputs of a tap, taps], of a convolution, or with the last two as one dimension; the inputs are
+    those of each tap in turn."""
+    bare: bool = False
+    """True if the names of the modules are those of their weights, without .weight (Gemma 3)."""
+    stored: tuple[int, ...] = ()
+    """Dimensions of the inputs in the checkpoint, if there are several, as of a patch of a picture:
+    channels, height and width. Empty: there is one."""
     groups: int = 1
     """Number of groups, for by_group, of parts, for by_shard, or of taps; see `Source`."""
     group_queries: int = 1
@@ -56,6 +62,11 @@ class LinearSpec:
     biases: tuple[str, str] | None = None
     """Tensors with the biases of queries and of values, if keys have none (DeBERTa V1). None: each
     module has its own."""
+    whole_bias: str | None = None
+    """Tensor [1, outputs] with the bias, without a prefix; zeros if the checkpoint lacks it (BART).
+    None: each module has its own."""
+    unbiased: tuple[str, ...] = ()
+    """With `bias`: modules that lack it in the checkpoint; theirs is 0 (Whisper's keys)."""
     forms: tuple[WeightForm, ...] = ()
     """Form of each module in the checkpoint and in memory; empty: all are plain. Successive modules
     of one form are one weight."""
@@ -153,6 +164,10 @@ class LinearSpec:
 
     def _bias_sources(self, names: Names) -> tuple[Source, ...]:
         """Return the tensors of the bias."""
+        if self.whole_bias is not None:
+            shape, parts = (1, self.whole_outputs), self._parts_of(0, self.whole_outputs)
+            name = self.whole_bias
+            return (Source(name, shape, "flat_or_zeros", parts=parts, dummy=0.0, optional=True),)
         if self.biases is None:
             return self._sources(names, "bias", 0, len(self.modules))
         rows, (queries, values) = self.whole_outputs // 3, self.biases
@@ -176,12 +191,17 @@ class LinearSpec:
             begin += rows
             if kind == "bias":
                 stored: tuple[Source, ...] = (Source(f"{name}.bias", (rows,)),)
+                if module in self.unbiased:
+                    absent = replace(stored[0], transform="flat_or_zeros", optional=True)
+                    stored = (replace(absent, dummy=0.0),)
             else:
                 form = self.forms[index] if self.forms else PLAIN
                 stored = form.sources(name, rows, inputs)
                 if self.columns is not None:
                     stored = tuple(replace(source, columns=self.columns) for source in stored)
             for source in stored:
+                if self.bare:
+                    source = replace(source, name=source.name.removesuffix(".weight"))
                 if self.alternate:
                     source = replace(source, alternate=True)
                 if self.layout in ("by_group", "by_shard", "halves"):
@@ -192,10 +212,13 @@ class LinearSpec:
                         group_queries=self.group_queries,
                         group_parts=self.group_parts,
                     )
+                elif self.stored and kind == "weight":
+                    source = replace(source, shape=(rows, *self.stored), transform="flat_rows")
                 elif self.layout == "taps":
-                    shape = (rows, inputs // self.groups, self.groups)
-                    source = replace(source, shape=shape if kind == "weight" else source.shape)
-                    source = replace(source, transform="taps" if kind == "weight" else "none")
+                    if kind == "weight":
+                        shape = (rows, inputs // self.groups, self.groups)
+                        flat = ((rows, inputs),)
+                        source = replace(source, shape=shape, other_shapes=flat, transform="taps")
                 elif self.layout == "conv1d" and source.shape == (rows, inputs):
                     source = replace(source, shape=(inputs, rows), transform="transpose")
                 if self.expert is not None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from octavo.models.blocks.base import Parts
     from octavo.system.tensor import Tensor
 
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "xielu"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "xielu", "quick_gelu"]
 
 
 @dataclass(frozen=True)

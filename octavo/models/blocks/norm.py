@@ -10,7 +10,7 @@ from octavo.checkpoints.base import Source
 from octavo.models.weights import Names, Weight
 
 if TYPE_CHECKING:
-    from octavo.layers.norm import GroupNorm, HeadNorms, LayerNorm, Norm, RMSNorm
+    from octavo.layers.norm import GroupNorm, HeadNorms, LayerNorm, LayerScale, Norm, RMSNorm
     from octavo.models.blocks.base import Parts
     from octavo.system.tensor import Tensor
 
@@ -179,11 +179,35 @@ class HeadNormsSpec:
         )
 
 
+@dataclass(frozen=True)
+class LayerScaleSpec:
+    """Factors of a block's output, in place of a norm (CaiT, arXiv:2103.17239; InternVL)."""
+
+    tensor: str
+    """Tensor of the checkpoint."""
+    size: int
+
+    def weights(self, names: Names) -> Iterator[Weight]:
+        """Yield the factors; 1 in dummy models."""
+        source = Source(f"{names.checkpoint}{self.tensor}", (self.size,), dummy=1.0)
+        yield Weight(f"{names.own}weight", "vector", (self.size,), (source,))
+
+    def tables(self) -> tuple[Ones, ...]:
+        """Return no table."""
+        return ()
+
+    def build(self, parts: Parts) -> LayerScale:
+        """Return the live block."""
+        from octavo.layers.norm import LayerScale
+
+        return LayerScale(parts.ops, parts.tensor("weight"))
+
+
 NormSpec = RMSNormSpec | LayerNormSpec
 
 
 def build_norm(
-    norm: NormSpec | None,
+    norm: NormSpec | LayerScaleSpec | None,
     parts: Parts,
     *,
     size: int | None = None,
@@ -199,9 +223,10 @@ def build_norm(
         rows: name of the buffer in which the ranks combine the rows; see `SharedBuffers`.
         joins: see `RowsNorm`.
     """
-    from octavo.layers.norm import NoNorm, RowsNorm
+    from octavo.layers.norm import LayerScale, NoNorm, RowsNorm
 
     live = None if norm is None else norm.build(parts)
     if size is not None and parts.splits_rows:
+        assert not isinstance(live, LayerScale), "encoders are not split"
         return RowsNorm(live, parts.ops, parts.columns(rows, size, (0, size)), joins)
     return live or NoNorm(parts.ops)

@@ -1,0 +1,37 @@
+"""Last part of an encoder: from the tokens of a run's items to rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from octavo.kernels.base import Activation, Ops
+from octavo.layers.linear import Linear
+from octavo.layers.norm import Norm
+from octavo.layers.step import StepContext
+from octavo.system.tensor import Tensor
+
+
+@dataclass(slots=True)
+class Projector:
+    """Live `ProjectorSpec`, which describes the fields."""
+
+    ops: Ops
+    layers: Sequence[tuple[Linear, Activation | None]]
+    token_norm: Norm
+    norm: Norm
+    gathers: bool
+    group: int
+    averages: bool
+
+    def __call__(self, x: Tensor, step: StepContext) -> Tensor:
+        """Map the tokens [T, hidden_size] to rows [R, size]."""
+        x = self.token_norm(x)
+        if self.gathers:
+            x = self.ops.embedding(x, step.arrays["output_tokens"])
+        if self.averages:
+            x = self.ops.sum_experts(x, step.arrays["averaged_tokens"], step.arrays["shares"])
+        x = self.norm(x.view(x.shape[0] // self.group, -1))
+        for linear, activation in self.layers:
+            x = linear(x) if activation is None else linear.act(x, activation)
+        return x

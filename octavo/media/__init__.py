@@ -1,0 +1,1 @@
+"""Sounds and pictures of requests: read by helper processes under limits."""

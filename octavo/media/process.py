@@ -1,0 +1,275 @@
+"""Helper processes in which libraries read files of strangers: both sides.
+
+Libraries that decode sounds and pictures are native code. A file may make them compute for hours,
+use all memory, crash, or open other files and addresses. So only a helper process loads them. It
+runs one job at a time within limits of memory, processor time and output. After its start it can
+open no file and no socket (RLIMIT_NOFILE). A job that breaks a limit, or crashes the process, fails
+alone: the next one gets a new process.
+
+A *module of jobs* imports the library, and has
+
+    JOBS: Mapping[str, Job]
+
+with the functions that the process offers by name. It must import all that its jobs need, since
+nothing can be imported later; also text encodings such as `encodings.latin_1`. A module of jobs is
+imported by helper processes only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import queue
+import resource
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.errors import OctavoError, RequestError, UnsupportedError, make_error
+from octavo.system.limited_process import (
+    Buffer,
+    LimitedProcess,
+    ProcessEndedError,
+    limit_memory,
+    serve,
+)
+
+Array: TypeAlias = NDArray[Any]
+Job: TypeAlias = Callable[[Any, list[memoryview]], tuple[Any, Sequence[Array]]]
+"""Function of a helper process: (arguments, files) -> (value, arrays).
+
+Arguments and value are of msgpack's types: None, bool, int, float, str, bytes, list, dict. An error
+of the file is a RequestError, whose message describes the file; its field is added later.
+"""
+
+_HEAD_BYTES = 4
+# Bytes of an answer besides its arrays.
+_MOST_VALUE_NBYTES = 2**22
+_MOST_FILES = 32
+# A job that waits for a busy machine may take longer than one that computes: seconds, and multiple
+# of the limit of the processor time.
+_PATIENCE, _WAIT_FACTOR = 10.0, 4.0
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of one job."""
+
+    seconds: float
+    """Processor time."""
+    nbytes: int
+    """Address space of the process, which needs some 200 MiB of it when idle."""
+    output_nbytes: int
+    """Bytes of all arrays of an answer."""
+
+
+class _Request(msgspec.Struct):
+    job: str
+    arguments: Any
+    sizes: list[int]
+    """Bytes of each file; they follow in this order."""
+
+
+class _Answer(msgspec.Struct):
+    value: Any = None
+    arrays: list[tuple[str, list[int]]] = []
+    """Dtype and shape of each array; the arrays follow in this order."""
+    error: str | None = None
+    error_kind: str | None = None
+    """Name of the error's class in `octavo.errors`."""
+
+
+class MediaProcesses:
+    """Helper processes of one module of jobs; each starts when it is first needed.
+
+    Args:
+        module: name of the module of jobs.
+        extra: optional dependencies of Octavo that it needs: `octavo[extra]`.
+        limits: limits of each job.
+        num_processes: most processes; more jobs wait for their turn.
+    """
+
+    def __init__(self, module: str, extra: str, limits: Limits, num_processes: int = 2) -> None:
+        self._module, self._extra, self._limits = module, extra, limits
+        self._threads = ThreadPoolExecutor(num_processes, f"octavo-{extra}")
+        self._idle: queue.SimpleQueue[LimitedProcess] = queue.SimpleQueue()
+        self._all = [LimitedProcess("octavo.media.process") for _ in range(num_processes)]
+        for process in reversed(self._all):
+            self._idle.put(process)
+
+    def submit(
+        self, job: str, files: Sequence[Buffer], arguments: Any = None, *, param: str
+    ) -> Future[tuple[Any, list[Array]]]:
+        """Start a job; the future's result is its value and its arrays.
+
+        Args:
+            job: name of the job in `JOBS`.
+            files: contents of the files.
+            arguments: see `Job`.
+            param: field of the request that has the files, for errors.
+
+        The future's errors:
+            RequestError: a file is wrong, or breaks a limit.
+            UnsupportedError: the library is not installed.
+        """
+        return self._threads.submit(self._run, job, files, arguments, param)
+
+    def close(self) -> None:
+        """End the processes; cancel jobs that wait."""
+        self._threads.shutdown(cancel_futures=True)
+        for process in self._all:
+            process.end()
+
+    def _run(
+        self, job: str, files: Sequence[Buffer], arguments: Any, param: str
+    ) -> tuple[Any, list[Array]]:
+        head = _encode_head(_Request(job, arguments, [len(memoryview(file)) for file in files]))
+        process = self._idle.get()
+        limits = self._limits
+        max_wait = _PATIENCE + _WAIT_FACTOR * limits.seconds
+        try:
+            data = process.exchange(
+                [*head, *files],
+                [self._module, self._extra, limits.seconds, limits.nbytes, limits.output_nbytes],
+                max_wait=max_wait,
+                max_answer=limits.output_nbytes + _MOST_VALUE_NBYTES,
+            )
+        except TimeoutError:
+            raise RequestError(
+                f"{param} was given up: it was not read within {max_wait:g} s.",
+                param,
+            ) from None
+        except ProcessEndedError as error:
+            raise RequestError(_why_ended(error.code, param, limits), param) from None
+        finally:
+            self._idle.put(process)
+        answer, body = _split_head(data, _Answer)
+        if answer.error is not None:
+            failure = make_error(answer.error_kind, answer.error)
+            if isinstance(failure, RequestError):
+                failure.param = param
+            raise failure
+        return answer.value, _split_arrays(answer.arrays, body)
+
+
+def _why_ended(code: int, param: str, limits: Limits) -> str:
+    if code == -signal.SIGPROF:
+        return (
+            f"{param} was given up: reading it takes more than {limits.seconds:g} s of processor "
+            "time; send a smaller file."
+        )
+    return f"{param} cannot be read: the process that read it ended with status {code}."
+
+
+def _encode_head(head: msgspec.Struct) -> list[bytes]:
+    data = msgspec.msgpack.encode(head)
+    return [len(data).to_bytes(_HEAD_BYTES, "little"), data]
+
+
+def _split_head(data: memoryview, kind: type[Any]) -> tuple[Any, memoryview]:
+    end = _HEAD_BYTES + int.from_bytes(data[:_HEAD_BYTES], "little")
+    return msgspec.msgpack.decode(data[_HEAD_BYTES:end], type=kind), data[end:]
+
+
+def _split_arrays(described: list[tuple[str, list[int]]], body: memoryview) -> list[Array]:
+    arrays, begin = [], 0
+    for dtype, shape in described:
+        nbytes = np.dtype(dtype).itemsize * int(np.prod(shape, dtype=np.int64))
+        array = np.frombuffer(body[begin : begin + nbytes], dtype).reshape(shape)
+        arrays.append(array)
+        begin += nbytes
+    return arrays
+
+
+def main() -> None:
+    """Run jobs. Arguments: module of jobs, extra, and seconds, bytes and output of the limits."""
+    module, extra = sys.argv[1:3]
+    limits = Limits(float(sys.argv[3]), int(sys.argv[4]), int(sys.argv[5]))
+    limit_memory(limits.nbytes)
+    try:
+        jobs: dict[str, Job] = importlib.import_module(module).JOBS
+    except ImportError as error:
+        _refuse(extra, error)
+        return
+    _open_no_more_files()
+
+    def answer(data: memoryview) -> list[Buffer]:
+        request, body = _split_head(data, _Request)
+        try:
+            return _do(jobs[request.job], request, body, limits)
+        except OctavoError as error:
+            return _failure(error)
+        except MemoryError:
+            raise
+        except Exception as error:  # libraries raise anything
+            return _failure(
+                RequestError(f"The file cannot be read: {type(error).__name__}: {str(error)[:300]}")
+            )
+
+    def too_large() -> list[Buffer]:
+        return _failure(
+            RequestError(
+                "The file was given up: reading it takes more than "
+                f"{limits.nbytes // 2**20} MiB of memory; send a smaller one."
+            )
+        )
+
+    serve(answer, too_large, limits.seconds)
+
+
+def _do(job: Job, request: _Request, body: memoryview, limits: Limits) -> list[Buffer]:
+    files, begin = [], 0
+    for size in request.sizes:
+        files.append(body[begin : begin + size])
+        begin += size
+    value, arrays = job(request.arguments, files)
+    nbytes = sum(array.nbytes for array in arrays)
+    if nbytes > limits.output_nbytes:
+        raise RequestError(
+            f"The file was given up: its content has {nbytes} bytes, more than the limit of "
+            f"{limits.output_nbytes}; send a smaller one."
+        )
+    described = [(array.dtype.str, list(array.shape)) for array in arrays]
+    head = _encode_head(_Answer(value, described))
+    # A memoryview of an empty array has no bytes to cast.
+    return [*head, *(np.ascontiguousarray(a).data for a in arrays if a.size)]
+
+
+def _failure(error: OctavoError) -> list[Buffer]:
+    # A message may quote text that UTF-8 cannot express.
+    message = str(error).encode("utf-8", "replace").decode()
+    return [*_encode_head(_Answer(error=message, error_kind=type(error).__name__))]
+
+
+def _refuse(extra: str, error: ImportError) -> None:
+    """Answer every job with the error that the library is missing."""
+
+    def answer(_: memoryview) -> list[Buffer]:
+        return _failure(
+            UnsupportedError(
+                f"Such files cannot be read here ({error}); install octavo[{extra}], or leave them "
+                "out."
+            )
+        )
+
+    serve(answer, lambda: answer(memoryview(b"")), 1.0)
+
+
+def _open_no_more_files() -> None:
+    """Make every later attempt to open a file or a socket fail."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (_MOST_FILES, _MOST_FILES))
+    with contextlib.suppress(OSError):  # until all descriptors below the limit are in use
+        while True:
+            os.dup(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""Specification of the last part of an encoder: from the tokens of an item to its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from octavo.models.blocks.linear import LinearSpec
+from octavo.models.blocks.norm import NormSpec, build_norm
+from octavo.models.weights import Names, Weight
+
+if TYPE_CHECKING:
+    from octavo.layers.projector import Projector
+    from octavo.models.blocks.base import Parts
+
+ProjectorActivation = Literal["gelu", "gelu_tanh", "relu", "silu"]
+
+
+@dataclass(frozen=True)
+class ProjectorSpec:
+    """Projection of tokens, or of groups of tokens, to rows.
+
+    The steps are: norm of tokens, choice and grouping of tokens, norm of groups, linear layers.
+    """
+
+    layers: tuple[tuple[LinearSpec, ProjectorActivation | None], ...]
+    """Linear layers, each with the activation of its result."""
+    token_norm: NormSpec | None = None
+    norm: NormSpec | None = None
+    """Norm of a group."""
+    gathers: bool = False
+    """True if the indices `output_tokens`, int64 [rows * group], name the tokens of each row in
+    turn; False: they are all tokens in order."""
+    group: int = 1
+    """Number of tokens whose hidden states are joined to one row."""
+    averages: int = 1
+    """Number of tokens of which a row is the mean. If it is not 1, `averaged_tokens`, int32 [rows,
+    averages], are indices of tokens, and `shares`, float32 of the same shape, their factors."""
+
+    @property
+    def size(self) -> int:
+        """Number of numbers of a row."""
+        return self.layers[-1][0].outputs
+
+    def weights(self, names: Names) -> Iterator[Weight]:
+        """Yield the weights in the order of the steps."""
+        if self.token_norm is not None:
+            yield from self.token_norm.weights(names.of("token_norm"))
+        if self.norm is not None:
+            yield from self.norm.weights(names.of("norm"))
+        for i, (linear, _) in enumerate(self.layers):
+            yield from linear.weights(names.of(f"{i}"))
+
+    def build(self, parts: Parts) -> Projector:
+        """Return the live block."""
+        from octavo.layers.projector import Projector
+
+        return Projector(
+            parts.ops,
+            [
+                (linear.build(parts.of(f"{i}")), activation)
+                for i, (linear, activation) in enumerate(self.layers)
+            ],
+            build_norm(self.token_norm, parts.of("token_norm")),
+            build_norm(self.norm, parts.of("norm")),
+            gathers=self.gathers,
+            group=self.group,
+            averages=self.averages > 1,
+        )

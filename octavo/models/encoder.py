@@ -1,0 +1,146 @@
+"""Encoders beside a decoder: towers for pictures and sound, and encoders of texts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from octavo.messages import Modality
+from octavo.models.blocks.base import LargestStep, Parts, Table
+from octavo.models.blocks.encoder_input import InputSpec, TextInputSpec
+from octavo.models.blocks.layer import LayerSpec
+from octavo.models.blocks.norm import NormSpec, build_norm
+from octavo.models.blocks.projector import ProjectorSpec
+from octavo.models.cache import EncoderCache
+from octavo.models.weights import Names, Weight
+
+if TYPE_CHECKING:
+    from octavo.attention.base import AttentionBackend
+    from octavo.layers.layer import Layer
+    from octavo.layers.step import StepContext
+    from octavo.system.tensor import Tensor
+
+
+@dataclass(frozen=True)
+class EncoderSpec:
+    """Specification of an encoder, whose rows a decoder reads.
+
+    The attention of the layers is not causal (`AttentionSpec.causal`), and all layers have caches
+    of one size: the keys and values are scratch memory of a run.
+    """
+
+    modality: Modality
+    """Items that it reads; a video is a picture with several frames."""
+    inputs: InputSpec
+    layers: tuple[LayerSpec, ...]
+    layer_names: str
+    """Prefix of the names of layer {} in the checkpoint."""
+    hidden_size: int
+    norm: NormSpec | None
+    """Norm after the last layer."""
+    output: ProjectorSpec | None
+    """Projection of tokens to rows; None: the tokens are the rows."""
+    max_num_tokens: int
+    """Tokens of the longest item, and of a run of several items."""
+    segments: tuple[int, ...] = ()
+    """Index of `EncoderItem.segments` of each layer; empty: all layers use the first."""
+    taps: tuple[tuple[int, ProjectorSpec], ...] = ()
+    """Layers after which the tokens are also projected; these rows are further columns of the
+    result (DeepStack, arXiv:2406.04334)."""
+    prefixes: tuple[tuple[str, str], ...] = ()
+    """Pairs (own, stored) of prefixes: other beginnings of names in a checkpoint."""
+    modalities: tuple[Modality, ...] = ()
+    """Other items that it reads, in addition to `modality`."""
+
+    @property
+    def out_size(self) -> int:
+        """Number of numbers of a row."""
+        size = self.hidden_size if self.output is None else self.output.size
+        return size + sum(projector.size for _, projector in self.taps)
+
+    @property
+    def cache(self) -> EncoderCache:
+        """Cache of each layer."""
+        (cache,) = {cache for layer in self.layers for cache in layer.caches()}
+        assert isinstance(cache, EncoderCache)
+        return cache
+
+    def reads(self, modality: Modality) -> bool:
+        """Return True if it reads items of a modality."""
+        return modality == self.modality or modality in self.modalities
+
+    def weights(self, names: Names) -> list[Weight]:
+        """Return all weights, in the order in which a run uses them."""
+        weights = list(self.inputs.weights(names.of("inputs")))
+        for i, layer in enumerate(self.layers):
+            own = f"{names.own}layers.{i}."
+            weights += layer.weights(Names(own, self.layer_names.format(i)))
+        if self.norm is not None:
+            weights += self.norm.weights(names.of("norm"))
+        if self.output is not None:
+            weights += self.output.weights(names.of("output"))
+        for i, (_, projector) in enumerate(self.taps):
+            weights += projector.weights(names.of(f"taps.{i}"))
+        return weights
+
+    def tables_nbytes(self) -> int:
+        """Return the bytes of the tables that are computed, not loaded."""
+        tables: set[Table] = set()
+        if isinstance(self.inputs, TextInputSpec):
+            tables |= set(self.inputs.embed.tables())
+        for layer in self.layers:
+            tables |= {table for block in layer.blocks for table in block.tables()}
+        return sum(table.nbytes(self.max_num_tokens) for table in tables)
+
+    def scratch_nbytes(self, backend: AttentionBackend, num_threads: int) -> int:
+        """Return an upper bound of the bytes that the kernels of the layers keep."""
+        largest = LargestStep(self.max_num_tokens, self.max_num_tokens, num_threads)
+        blocks = {block for layer in self.layers for block in layer.blocks}
+        return max(block.scratch_nbytes(backend, largest) for block in blocks)
+
+    def build(self, parts: Parts) -> EncoderModel:
+        """Return the live encoder."""
+        return EncoderModel(self, parts)
+
+
+class EncoderModel:
+    """Encoder that is ready to run.
+
+    Args:
+        spec: the encoder.
+        parts: weights and operations of its blocks.
+    """
+
+    def __init__(self, spec: EncoderSpec, parts: Parts) -> None:
+        self.spec = spec
+        self.dtype = parts.dtype
+        self._ops = parts.ops
+        self._inputs = spec.inputs.build(parts.of("inputs"))
+        self._layers: list[Layer] = [
+            layer.build(parts.of(f"layers.{i}"), (i,)) for i, layer in enumerate(spec.layers)
+        ]
+        self._norm = build_norm(spec.norm, parts.of("norm"))
+        self._output = None if spec.output is None else spec.output.build(parts.of("output"))
+        self._taps = {
+            layer: projector.build(parts.of(f"taps.{i}"))
+            for i, (layer, projector) in enumerate(spec.taps)
+        }
+
+    def forward(self, step: StepContext) -> list[Tensor]:
+        """Return the rows of a run's items.
+
+        Args:
+            step: the context of the run, with the arrays of all items joined.
+
+        Returns:
+            The rows [R, size] of the last layer, and those of each tap.
+        """
+        x, residual = self._inputs(step), None
+        results: list[Tensor] = []
+        for i, layer in enumerate(self._layers):
+            x, residual = layer(x, residual, step)
+            if i in self._taps:
+                stream = x if residual is None else self._ops.add(x, residual)
+                results.append(self._taps[i](stream, step))
+        x = self._norm(x) if residual is None else self._norm.add(x, residual)[0]
+        return [x if self._output is None else self._output(x, step), *results]

@@ -1,0 +1,1 @@
+"""Towers: encoders of pictures, as models for pictures and texts have them."""

@@ -1,0 +1,92 @@
+"""Models of pictures and texts: a text part that reads the rows of a tower."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from octavo.checkpoints.config_json import ConfigJson
+from octavo.errors import ModelError
+from octavo.layers.mrope import SECTIONS, MRopeArray
+from octavo.layers.rope_spec import RopeSpec
+from octavo.models.blocks.attention import AttentionSpec, SectionRope
+from octavo.models.blocks.base import BlockSpec
+from octavo.models.spec import ModelSpec
+from octavo.models.towers.registry import with_encoders
+
+_PLAIN = ("Idefics3", "InternVL", "Llava", "Mistral3", "SmolVLM")
+"""Models whose text part reads rows as it reads embeddings."""
+_SECTIONS: Mapping[str, tuple[int, ...] | None] = {
+    "Qwen2VL": None,
+    "Qwen2_5_VL": None,
+    "Qwen3VL": (24, 20, 20),
+    "Qwen3_5": (11, 11, 10),
+    "Qwen3_5Moe": (11, 11, 10),
+}
+"""Models whose rotary positions have sections -> the default sections; None: there is none. Those
+of Qwen3-VL and Qwen3.5 are interleaved."""
+
+
+def with_pictures(spec: ModelSpec, config: ConfigJson) -> ModelSpec:
+    """Return a model with its tower, if its text part can read the tower's rows.
+
+    A checkpoint whose config describes no tower, such as a GGUF file, remains a text model.
+
+    Args:
+        spec: the text part.
+        config: config.json, with the fields of text_config at the outside.
+
+    Raises:
+        ModelError: a field of the tower, or of the positions, has an unsupported value.
+    """
+    name = spec.architecture.removesuffix("ForConditionalGeneration")
+    if not config.has("vision_config") or name not in (*_PLAIN, *_SECTIONS):
+        return spec
+    try:
+        joined = replace(with_encoders(spec, config), left_out="")
+    except ModelError as error:
+        raise ModelError(
+            f"{error} The model can answer texts with language_model_only=True."
+        ) from None
+    if name not in _SECTIONS:
+        return joined
+    sections = _read_sections(config, _SECTIONS[name])
+    return _with_sections(joined, config, sections, interleaved=name.startswith("Qwen3"))
+
+
+def _read_sections(config: ConfigJson, default: tuple[int, ...] | None) -> tuple[int, ...]:
+    """Return the numbers of pairs of a head for time, height and width."""
+    where = next((n for n in ("rope_parameters", "rope_scaling") if config.has(n)), None)
+    found = default if where is None else config.section(where).get("mrope_section") or default
+    valid = isinstance(found, list | tuple) and len(found) == SECTIONS
+    if not valid or any(type(n) is not int or n < 0 for n in found or ()):
+        raise config.error(
+            where or "rope_parameters", f"mrope_section must be a list of {SECTIONS} numbers"
+        )
+    assert found is not None
+    return tuple(found)
+
+
+def _with_sections(
+    spec: ModelSpec, config: ConfigJson, sections: tuple[int, ...], *, interleaved: bool
+) -> ModelSpec:
+    """Return a model with sections of its rotary positions."""
+
+    def changed(block: BlockSpec) -> BlockSpec:
+        if not isinstance(block, AttentionSpec) or not isinstance(block.positions, RopeSpec):
+            return block
+        rope = block.positions
+        if rope.rope_type == "dynamic" or sum(sections) != rope.rotary_dim // 2:
+            raise config.error(
+                "rope_parameters",
+                f"mrope_section must have the sum {rope.rotary_dim // 2}, half of the rotated "
+                "elements of a head, and rope_type must not be dynamic",
+            )
+        array = MRopeArray(rope, sections, interleaved)
+        return replace(block, positions=SectionRope(rope.is_neox, array=array))
+
+    layers = {
+        id(layer): layer.with_blocks([changed(block) for block in layer.blocks])
+        for layer in spec.distinct_layers
+    }
+    return replace(spec, layers=tuple(layers[id(layer)] for layer in spec.layers))

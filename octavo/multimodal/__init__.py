@@ -1,0 +1,1 @@
+"""Items of prompts that encoders read, such as pictures: processing and placeholders."""

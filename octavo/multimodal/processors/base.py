@@ -1,0 +1,180 @@
+"""Interface of a processor of pictures, and what all of them share.
+
+A processor is made of a plain dict of settings, so that the front end and the process that decodes
+pictures can each make it. The front end asks it for the places of pictures in prompts; the other
+process asks it for the encoder's input.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.checkpoints.config_json import ConfigJson
+from octavo.errors import ModelError, RequestError
+from octavo.multimodal.pixels import MAX_SIDE, Image, Levels
+
+Piece = str | int
+"""Part of a picture's place in a prompt: a text, in which special tokens may be written, or a
+number of tokens that rows of the encoder replace."""
+
+CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
+CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+HALF = (0.5, 0.5, 0.5)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Place of one picture in a prompt."""
+
+    pieces: tuple[Piece, ...]
+    """What the placeholder of the chat template becomes."""
+    num_encoder_tokens: int
+    """Patches in the layers of the encoder."""
+    grid: tuple[int, int, int] | None = None
+    """Sizes of the encoder's rows in time, height and width, for models with m-RoPE."""
+
+    @property
+    def num_embeds(self) -> int:
+        """Number of rows of the encoder."""
+        return sum(piece for piece in self.pieces if isinstance(piece, int))
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """The files of a model that describe its pictures."""
+
+    config: ConfigJson
+    """config.json."""
+    preprocessor: ConfigJson
+    """preprocessor_config.json, or the part `image_processor` of processor_config.json."""
+    processor: ConfigJson
+    """processor_config.json; empty without this file."""
+
+
+class ImageProcessor(ABC):
+    """Processor of pictures.
+
+    Args:
+        settings: of JSON's types, by name; see `read_settings`.
+
+    Attributes:
+        placeholder: text in a rendered chat that stands for one picture.
+        embed_token: special token whose embeddings the encoder's rows replace.
+
+    Raises:
+        ModelError: a setting has an impossible value.
+    """
+
+    defaults: ClassVar[Mapping[str, Any]]
+    """Settings of preprocessor_config.json that a model may leave out; others are ignored."""
+    request_settings: ClassVar[tuple[str, ...]] = ()
+    """Settings that a request may change (`mm_processor_kwargs`)."""
+
+    def __init__(self, settings: ConfigJson) -> None:
+        self.settings = settings
+        self.placeholder: str = settings.get("placeholder")
+        self.embed_token: str = settings.get("embed_token")
+        mean = std = None
+        if settings.flag("do_normalize", True):
+            mean, std = settings.numbers("image_mean", 3), settings.numbers("image_std", 3)
+        factor = None
+        if settings.flag("do_rescale", True):
+            factor = settings.positive("rescale_factor", 1 / 255)
+        self.levels = Levels(factor, mean, std)
+        self.resample = settings.integer("resample", least=0, most=5)
+        self.do_resize = settings.flag("do_resize", True)
+
+    @classmethod
+    def read_settings(cls, files: ModelFiles) -> dict[str, Any]:
+        """Return the settings of a model, from its files.
+
+        Raises:
+            ModelError: a file lacks a value, or has an impossible one.
+        """
+        names = {*cls.defaults, *_COMMON}
+        given = {k: v for k, v in files.preprocessor.fields.items() if k in names}
+        return {**cls.defaults, **{k: v for k, v in given.items() if v is not None}}
+
+    @abstractmethod
+    def place(self, height: int, width: int) -> Place:
+        """Return the place of a picture with this size.
+
+        Raises:
+            RequestError: the model reads no picture with this size.
+        """
+
+    @abstractmethod
+    def process(self, image: Image) -> dict[str, NDArray[Any]]:
+        """Return the input of the encoder for one picture, with transformers' names.
+
+        Raises:
+            RequestError: the model reads no picture with this size.
+        """
+
+    @property
+    @abstractmethod
+    def most_embeds(self) -> int:
+        """Upper bound of `Place.num_embeds`."""
+
+    def changed(self, given: Mapping[str, Any]) -> ImageProcessor:
+        """Return the processor for a request's `mm_processor_kwargs`.
+
+        Raises:
+            RequestError: a name is unknown, or a value is impossible.
+        """
+        for name in given:
+            if name not in self.request_settings:
+                allowed = ", ".join(self.request_settings) or "none"
+                raise RequestError(
+                    f"mm_processor_kwargs.{name} is not allowed for this model; allowed: "
+                    f"{allowed}.",
+                    "mm_processor_kwargs",
+                )
+        if not given:
+            return self
+        fields = {**self.settings.fields, **given}
+        try:
+            return type(self)(ConfigJson(fields, "mm_processor_kwargs"))
+        except ModelError as error:
+            raise RequestError(str(error), "mm_processor_kwargs") from None
+
+
+_COMMON = ("do_resize", "do_rescale", "rescale_factor", "do_normalize")
+
+
+def read_size(settings: ConfigJson, name: str, *keys: str) -> tuple[int, ...]:
+    """Return the values of some keys of a size, such as {"height": 224, "width": 224}.
+
+    One number, as in old files, is the value of each key.
+
+    Raises:
+        ModelError: a key is missing, or its value is no side of a picture.
+    """
+    value = settings.get(name)
+    if isinstance(value, int):
+        return (settings.integer(name, most=MAX_SIDE),) * len(keys)
+    section = settings.section(name)
+    return tuple(section.integer(key, most=MAX_SIDE) for key in keys)
+
+
+def read_square(settings: ConfigJson, name: str) -> int:
+    """Return the side of a size that is a square.
+
+    Raises:
+        ModelError: the size has another form.
+    """
+    height, width = read_size(settings, name, "height", "width")
+    if height != width:
+        raise settings.error(name, "it must be a square")
+    return height
+
+
+def integers(*values: int) -> NDArray[np.int64]:
+    """Return numbers as an array: int64 [values]."""
+    return np.array(values, np.int64)

@@ -1,0 +1,122 @@
+"""Prompts with pictures: placeholders become as many tokens as the encoder has rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from octavo.errors import RequestError
+from octavo.messages import PlaceholderRange
+from octavo.multimodal.processors.base import Place
+
+
+class TextTokenizer(Protocol):
+    """Interface that is needed of a tokenizer."""
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Return the tokens of a text, in which special tokens may be written."""
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
+        """Return the text of tokens."""
+
+
+def expand_prompt(
+    token_ids: Sequence[int],
+    places: Sequence[Place],
+    placeholder_id: int,
+    embed_id: int,
+    tokenizer: TextTokenizer,
+) -> tuple[list[int], list[PlaceholderRange]]:
+    """Replace each placeholder of a prompt by the tokens of its picture.
+
+    The result has the tokens of the text in which the placeholders are replaced. So line ends at
+    the edges of a picture's text are tokenised together with the prompt's line ends beside them.
+
+    Args:
+        token_ids: the prompt, with one placeholder for each picture.
+        places: places of the pictures, in the order of the prompt.
+        placeholder_id: token of a placeholder.
+        embed_id: token that the encoder's rows replace.
+        tokenizer: the model's tokenizer.
+
+    Returns:
+        The tokens, and for each picture the range from its first to its last row.
+
+    Raises:
+        RequestError: the numbers of placeholders and of pictures differ.
+    """
+    count = list(token_ids).count(placeholder_id)
+    if count != len(places):
+        raise RequestError(
+            f"The prompt has {count} placeholders for pictures, and the request has {len(places)} "
+            "pictures; give as many of one as of the other.",
+            "prompt",
+        )
+    writer = _Writer(tokenizer, embed_id)
+    following = iter(places)
+    for token in token_ids:
+        if token == placeholder_id:
+            writer.add_place(next(following))
+        else:
+            writer.add_token(token)
+    writer.write_text()
+    return writer.token_ids, writer.ranges
+
+
+class _Writer:
+    """Tokens of a prompt, as they are written.
+
+    Text of pictures is held back until a token or a row follows, since it is tokenised as a whole.
+    """
+
+    def __init__(self, tokenizer: TextTokenizer, embed_id: int) -> None:
+        self._tokenizer, self._embed_id = tokenizer, embed_id
+        self._text = ""
+        self.token_ids: list[int] = []
+        self._is_embed = bytearray()
+        """One byte for each token: 1 for rows of the encoder."""
+        self.ranges: list[PlaceholderRange] = []
+
+    def add_token(self, token: int) -> None:
+        """Append a token of the prompt."""
+        if self._text.endswith("\n") and (line_ends := self._line_ends(token)):
+            self._text += line_ends
+            return
+        self.write_text()
+        self._append([token], 0)
+
+    def add_place(self, place: Place) -> None:
+        """Append the tokens of a picture."""
+        first = place.pieces[0]
+        if not self._text and isinstance(first, str) and first.startswith("\n"):
+            while self.token_ids and (line_ends := self._line_ends(self.token_ids[-1])):
+                self._text = line_ends + self._text
+                del self.token_ids[-1], self._is_embed[-1]
+        begin = end = -1
+        for piece in place.pieces:
+            if isinstance(piece, str):
+                self._text += piece
+                continue
+            self.write_text()
+            begin = len(self.token_ids) if begin < 0 else begin
+            self._append([self._embed_id] * piece, 1)
+            end = len(self.token_ids)
+        is_embed = bytes(self._is_embed[begin:end])
+        self.ranges.append(
+            PlaceholderRange(begin, end - begin, None if all(is_embed) else is_embed)
+        )
+
+    def write_text(self) -> None:
+        """Tokenise the text that is held back."""
+        if self._text:
+            self._append(self._tokenizer.encode(self._text, add_special_tokens=False), 0)
+            self._text = ""
+
+    def _append(self, token_ids: list[int], is_embed: int) -> None:
+        self.token_ids += token_ids
+        self._is_embed += bytes([is_embed]) * len(token_ids)
+
+    def _line_ends(self, token: int) -> str:
+        """Return the text of a token if it has line ends only, else an empty text."""
+        text = self._tokenizer.decode([token])
+        return text if not text.strip("\n") else ""

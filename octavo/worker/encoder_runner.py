@@ -1,0 +1,241 @@
+"""Runner of an encoder: from the items of prompts to rows that the decoder reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo import _native
+from octavo.attention.base import AttentionBackend, AttentionMetadata
+from octavo.kernels.base import Ops
+from octavo.kernels.memory import Arena, map_memory, placeholder
+from octavo.kernels.native import NativeOps
+from octavo.layers.step import StepContext, StepRotary
+from octavo.messages import MultiModalFeatureSpec, TensorData
+from octavo.models.blocks.encoder_input import EncoderItem, LongArray
+from octavo.models.encoder import EncoderModel, EncoderSpec
+from octavo.system.tensor import Tensor, dense, from_numpy, numpy_dtype
+
+BLOCK_SIZE = 16
+"""Number of tokens of a block of keys and values."""
+
+
+def array_of(tensor: TensorData) -> NDArray[Any]:
+    """Return the numbers of a message."""
+    return np.frombuffer(tensor.data, numpy_dtype(tensor.dtype)).reshape(tensor.shape)
+
+
+def num_blocks(spec: EncoderSpec) -> int:
+    """Return the number of blocks of the scratch memory of keys and values.
+
+    Each segment begins a block, so segments of 16 tokens on average fit.
+    """
+    return 2 * -(-spec.max_num_tokens // BLOCK_SIZE)
+
+
+def runner_nbytes(
+    model: EncoderModel, ops: NativeOps, backend: AttentionBackend
+) -> tuple[int, int]:
+    """Return the exact bytes of an arena for the largest run, and those of its other memory.
+
+    The other memory is that of the keys and values, and an upper bound of the arrays.
+
+    Args:
+        model: the encoder without memory of its weights.
+        ops: its operations.
+        backend: computes attention; only recorded.
+    """
+    spec = model.spec
+    item, blocks = spec.inputs.largest(spec.max_num_tokens), num_blocks(spec)
+    nbytes = spec.cache.block_nbytes(BLOCK_SIZE, model.dtype)
+    memory = placeholder(blocks, nbytes, dtype="uint8")
+    cache = spec.cache.view(memory, BLOCK_SIZE, model.dtype, backend)
+    step = make_context(spec, [item], cache, ops, backend, model.dtype)
+    arena, plan = Arena(), _native.Plan()
+    with ops.record(plan, arena):
+        results = model.forward(step)
+    rows = sum(result.nbytes for result in results)
+    arrays = [
+        array for part in (item.numbers, item.arrays, item.indices) for array in part.values()
+    ]
+    arrays += [it for it in (item.positions, item.rotary) if it is not None]
+    return arena.peak, blocks * nbytes + rows + 2 * sum(array.nbytes for array in arrays)
+
+
+def encoder_arena(nbytes: int) -> Arena:
+    """Return an arena for runs of any size, one after the other.
+
+    A smaller run may have larger gaps between its buffers, so there is room for twice the bytes;
+    the system allocates only the pages that are used.
+
+    Args:
+        nbytes: bytes of the largest run: `Scratch.encoder_arena`.
+    """
+    return Arena(2 * nbytes)
+
+
+def make_context(
+    spec: EncoderSpec,
+    items: Sequence[EncoderItem],
+    cache: Tensor,
+    ops: Ops,
+    backend: AttentionBackend,
+    dtype: str,
+) -> StepContext:
+    """Return the context of a run of items, which are joined without padding.
+
+    Args:
+        spec: the encoder.
+        items: the arrays of the items.
+        cache: the memory of keys and values of each layer in turn.
+        ops: moves arrays to the device.
+        backend: computes attention.
+        dtype: type of the model.
+    """
+    counts = np.array([item.num_tokens for item in items])
+    starts, total = np.cumsum(counts) - counts, int(counts.sum())
+    first, arrays = items[0], {}
+    for name in first.numbers:
+        joined = from_numpy(_join([item.numbers[name] for item in items]))
+        arrays[name] = ops.to_device(dense(joined, dtype))
+    for name in first.arrays:
+        arrays[name] = ops.to_device(_join([item.arrays[name] for item in items]))
+    for name in first.indices:
+        pairs = zip(items, starts, strict=True)
+        indices = [
+            (item.indices[name] + start).astype(item.indices[name].dtype) for item, start in pairs
+        ]
+        arrays[name] = ops.to_device(_join(indices))
+    rows = ops.to_device(np.arange(total))
+    positions, rotary = rows, None
+    if first.positions is not None:
+        given = [item.positions for item in items if item.positions is not None]
+        positions = ops.to_device(_join(given))
+    if first.rotary is not None:
+        tables = [item.rotary for item in items if item.rotary is not None]
+        rotary = StepRotary(rows, ops.to_device(_join(tables)))
+    kinds = [
+        _metadata(np.concatenate([item.segments[kind] for item in items]), ops)
+        for kind in range(len(first.segments))
+    ]
+    segments = spec.segments or (0,) * len(spec.layers)
+    return StepContext(
+        positions=positions,
+        caches=[cache] * len(spec.layers),
+        metadata=[kinds[kind] for kind in segments],
+        backend=backend,
+        arrays=arrays,
+        rotary=rotary,
+    )
+
+
+def _join(arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    return np.ascontiguousarray(arrays[0] if len(arrays) == 1 else np.concatenate(arrays))
+
+
+def _metadata(sizes: LongArray, ops: Ops) -> AttentionMetadata:
+    """Return the places of segments of tokens: each is a request in blocks of its own."""
+    blocks = -(-sizes // BLOCK_SIZE)
+    first_blocks = np.cumsum(blocks) - blocks
+    starts = np.concatenate([[0], np.cumsum(sizes)])
+    table = first_blocks[:, None] + np.arange(blocks.max())
+    slots = np.arange(starts[-1]) + np.repeat(first_blocks * BLOCK_SIZE - starts[:-1], sizes)
+    longest = int(sizes.max())
+    return AttentionMetadata(
+        num_reqs=len(sizes),
+        num_tokens=int(starts[-1]),
+        max_query_len=longest,
+        max_seq_len=longest,
+        query_start_loc=ops.to_device(starts.astype(np.int32)),
+        seq_lens=ops.to_device(sizes.astype(np.int32)),
+        block_table=ops.to_device(table.astype(np.int32)),
+        slot_mapping=ops.to_device(slots.astype(np.int64)),
+    )
+
+
+class EncoderRunner:
+    """Runner of an encoder.
+
+    An item's rows have the same bits alone and with any others.
+
+    Args:
+        model: the encoder.
+        ops: its operations.
+        backend: computes attention.
+        arena: memory of the intermediate results of native operations; see `encoder_arena`. None:
+            each result has memory of its own.
+    """
+
+    def __init__(
+        self,
+        model: EncoderModel,
+        ops: Ops,
+        backend: AttentionBackend,
+        arena: Arena | None = None,
+    ) -> None:
+        self.spec = spec = model.spec
+        self._model, self._ops, self._backend = model, ops, backend
+        self._arena = arena
+        self._num_blocks = num_blocks(spec)
+        nbytes = spec.cache.block_nbytes(BLOCK_SIZE, model.dtype)
+        memory = map_memory(self._num_blocks * nbytes).view(self._num_blocks, nbytes)
+        self._cache = spec.cache.view(ops.to_device(memory), BLOCK_SIZE, model.dtype, backend)
+
+    def run(self, items: Sequence[MultiModalFeatureSpec]) -> list[Tensor]:
+        """Return the rows of each item: [rows, out_size], in the model's type.
+
+        Each item has memory of its own. The columns of `EncoderSpec.taps` are the last ones.
+        Items that exceed `max_num_tokens` together are computed one part after the other.
+        """
+        results: list[Tensor] = []
+        for group in self._divide(items):
+            results += self._run(group)
+        return results
+
+    def _divide(self, items: Iterable[MultiModalFeatureSpec]) -> Iterator[list[EncoderItem]]:
+        """Yield groups of successive items that fit in the memory of a run."""
+        group: list[EncoderItem] = []
+        for feature in items:
+            arrays = {name: array_of(tensor) for name, tensor in feature.data.items()}
+            item = self.spec.inputs.read(arrays)
+            assert self._fits([item]), "the item exceeds max_num_tokens"
+            if not self._fits([*group, item]):
+                yield group
+                group = []
+            group.append(item)
+        if group:
+            yield group
+
+    def _fits(self, items: Sequence[EncoderItem]) -> bool:
+        tokens = sum(item.num_tokens for item in items)
+        blocks = sum(item.num_blocks(BLOCK_SIZE) for item in items)
+        return tokens <= self.spec.max_num_tokens and blocks <= self._num_blocks
+
+    def _run(self, items: Sequence[EncoderItem]) -> list[Tensor]:
+        """Return the rows of items that fit together."""
+        ops, dtype = self._ops, self._model.dtype
+        step = make_context(self.spec, items, self._cache, ops, self._backend, dtype)
+        with self._memory():
+            parts = self._model.forward(step)
+        results, row = [], 0
+        for item in items:
+            rows = ops.empty(item.num_rows, self.spec.out_size, like=parts[0])
+            column = 0
+            for part in parts:
+                end = column + part.shape[1]
+                ops.copy_(rows[:, column:end], part[row : row + item.num_rows])
+                column = end
+            results.append(rows)
+            row += item.num_rows
+        assert row == len(parts[0])
+        return results
+
+    def _memory(self) -> AbstractContextManager[None]:
+        if self._arena is None:
+            return nullcontext()
+        assert isinstance(self._ops, NativeOps)
+        return self._ops.allocate_in(self._arena)

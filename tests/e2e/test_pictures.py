@@ -1,0 +1,257 @@
+"""Models of pictures and texts: transformers' numbers, and the same bits in all layouts."""
+
+import functools
+import os
+import signal
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from octavo.errors import ConfigError, RequestError, UnsupportedError
+from tests.pictures import CASES, MORE_CASES, hf_logprobs, make_llm, params, picture, save_model
+
+PICTURES = [picture(48, 30), picture(16, 40, 1), picture(40, 48, 2)]
+
+
+def prompt(name, *images, text="ab {} cd {} ef", **fields):
+    placeholder = (CASES | MORE_CASES)[name].placeholder
+    return {
+        "prompt": text.format(*[placeholder] * len(images)),
+        "multi_modal_data": {"image": list(images)},
+        **fields,
+    }
+
+
+def prompts(name):
+    """Return prompts with equal pictures, equal prefixes, and texts among them."""
+    first, second, third = PICTURES
+    return [
+        prompt(name, first, second),
+        {"prompt": "only a text of some length, which goes on for more than a block"},
+        prompt(name, first, third),
+        prompt(name, second, first, text="{}{}"),
+        {"prompt": "b"},
+        prompt(name, third, text="quite another text before {}"),
+    ]
+
+
+def answers(llm, given, tokens=40):
+    """Return all that must be the same in every layout."""
+    outputs = llm.generate(given, params(tokens), use_tqdm=False)
+    return [(o.prompt_token_ids, o.outputs[0].token_ids, o.outputs[0].logprobs) for o in outputs]
+
+
+@pytest.fixture(scope="module")
+def make_saved(tmp_path_factory):
+    """Return a function: case -> case, its folder, transformers' model, and the answers of an
+    engine that computes one prompt after the other without caches."""
+
+    @functools.cache
+    def make(name):
+        folder = tmp_path_factory.mktemp(name)
+        model = save_model(name, folder)
+        with make_llm(folder, enable_prefix_caching=False, max_num_seqs=1) as llm:
+            alone = []
+            for one in prompts(name):
+                alone += answers(llm, one)
+                llm.reset_prefix_cache()  # with it the rows of encoders
+        return name, folder, model, alone
+
+    return make
+
+
+@pytest.fixture(params=["smolvlm", "qwen2_5_vl", "qwen3_vl"])
+def saved(make_saved, request):
+    """Return cases with tiles, with windows, and with all that a decoder may do with pictures."""
+    return make_saved(request.param)
+
+
+@pytest.fixture(params=["smolvlm", "qwen3_vl"])
+def some(make_saved, request):
+    """Return the simplest of them, and the last one."""
+    return make_saved(request.param)
+
+
+@pytest.fixture
+def one(make_saved):
+    """Return one case, for what no model changes."""
+    return make_saved("smolvlm")
+
+
+@pytest.mark.parametrize("name", [*CASES, *MORE_CASES])
+def test_parity(make_saved, name):
+    name, folder, model, alone = make_saved(name)
+    with make_llm(folder) as llm:
+        for one, (ids, tokens, logprobs) in zip(prompts(name), alone, strict=True):
+            images = one.get("multi_modal_data", {}).get("image", [])
+            expected = hf_logprobs(model, name, llm, [*ids, *tokens], images)[len(ids) - 1 : -1]
+            expected = expected[:, :256]  # no tokens of pictures
+            assert expected.argmax(-1).tolist() == list(tokens)
+            found = [row[token].logprob for row, token in zip(logprobs, tokens, strict=True)]
+            best = expected.max(-1).values
+            torch.testing.assert_close(torch.tensor(found), best, atol=2e-4, rtol=1e-4)
+
+
+def test_batches_and_caches(saved):
+    name, folder, _, alone = saved
+    with make_llm(folder) as llm:
+        assert answers(llm, prompts(name)) == alone
+        stats = llm.stats()
+        # Pictures are found again within and across requests.
+        assert stats.mm_cache_queries > stats.mm_cache_hits > 0
+        assert answers(llm, prompts(name)) == alone
+        assert llm.stats().mm_cache_queries < 2 * stats.mm_cache_queries  # known prefixes need none
+        assert llm.stats().prefix_cache_hits > 0
+        assert answers(llm, prompts(name)[::-1]) == alone[::-1]
+        assert stats.num_encoder_cache_rows >= 400
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"max_num_batched_tokens": 8, "enforce_eager": True},  # chunks end within pictures
+        {"max_num_batched_tokens": 23, "enable_prefix_caching": False},
+        {"max_num_seqs": 4},  # and few blocks
+    ],
+    ids=["chunks", "uncached", "preemptions"],
+)
+def test_layouts(saved, settings):
+    name, folder, _, alone = saved
+    settings = dict(settings)
+    if "max_num_batched_tokens" not in settings:
+        most = max(len(ids) + len(tokens) for ids, tokens, _ in alone) // 16 + 2
+        settings |= {"num_gpu_blocks_override": most + 2, "max_model_len": 16 * most}
+    with make_llm(folder, **settings) as llm:
+        given = prompts(name) * 2
+        assert answers(llm, given) == alone * 2
+        if "num_gpu_blocks_override" in settings:
+            assert llm.stats().num_preemptions > 0
+
+
+def test_two_ranks(some):
+    name, folder, _, alone = some
+    with make_llm(folder, tensor_parallel_size=2, num_threads=1) as llm:
+        assert answers(llm, prompts(name)) == alone
+
+
+def test_death(some):
+    """An engine that is killed in the middle of an answer is replaced; the answer goes on."""
+    name, folder, _, _ = some
+    with make_llm(folder, isolate=True) as llm:
+        engine, found = llm.llm_engine, []
+        for kill in (False, True):
+            (pid,) = engine.client.pids
+            engine.add_request(str(kill), prompt(name, *PICTURES[:2]), params(60))
+            tokens = ()
+            while engine.has_unfinished_requests():
+                for output in engine.step():
+                    tokens = tuple(output.outputs[0].token_ids)
+                if kill and 3 < len(tokens) < 60:
+                    os.kill(pid, signal.SIGKILL)
+                    kill = False
+                    killed = pid
+            found.append(tokens)
+        assert found[0] == found[1]
+        assert len(found[0]) == 60
+        assert engine.client.pids != [killed]
+
+
+def test_errors(one):
+    """A bad picture harms only its own request."""
+    name, folder, _, alone = one
+    with make_llm(folder, limit_mm_per_prompt={"image": 2}) as llm:
+
+        def refuse(message, one, error=RequestError, **options):
+            with pytest.raises(error, match=message):
+                llm.generate(one, options.pop("params", params()), use_tqdm=False, **options)
+
+        refuse("3 pictures; at most 2 are allowed", prompt(name, *PICTURES, text="{}{}{}"))
+        refuse("2 placeholders .* 1 pictures", prompt(name, PICTURES[0], text="{0}{0}"))
+        refuse(
+            "'audio' is not supported",
+            {"prompt": "a", "multi_modal_data": {"audio": [1]}},
+            UnsupportedError,
+        )
+        refuse("is a list; give a dict", {"prompt": "a", "multi_modal_data": [1]})
+        refuse("picture 1: it is a str", prompt(name, "file.png", text="{}"))
+        refuse("picture 1: it is missing", prompt(name, None, text="{}"))
+        refuse(r"float64 \[2, 2, 3\]; give uint8", prompt(name, np.zeros((2, 2, 3)), text="{}"))
+        refuse(
+            "multi_modal_uuids must have",
+            prompt(name, PICTURES[0], text="{}") | {"multi_modal_uuids": {"image": ["a", "b"]}},
+        )
+        refuse(
+            "mm_processor_kwargs.colors is not allowed",
+            prompt(name, PICTURES[0], text="{}"),
+            mm_processor_kwargs={"colors": 4},
+        )
+        refuse(
+            "mm_processor_kwargs is a int",
+            prompt(name, PICTURES[0], text="{}", mm_processor_kwargs=4),
+        )
+        refuse(
+            "would cut the pictures",
+            prompt(name, PICTURES[0], text="{}"),
+            params=params(truncate_prompt_tokens=4),
+        )
+        refuse("maximum context length", prompt(name, PICTURES[0], text="{}" + "x" * 380))
+        assert answers(llm, prompts(name)) == alone
+
+
+def test_forms_of_a_picture(one):
+    name, folder, _, alone = one
+    pictures = [Image.fromarray(pixels) for pixels in PICTURES[:2]]
+    with make_llm(folder) as llm:
+        named = prompt(name, *pictures, multi_modal_uuids={"image": ["a", None]})
+        assert answers(llm, named) == alone[:1]
+        ids = llm.llm_engine.tokenizer.encode(named.pop("prompt"), False)
+        assert answers(llm, {"prompt_token_ids": ids} | named) == alone[:1]
+        # n answers share the pictures; those of another scope share nothing.
+        (output,) = llm.generate(prompt(name, *pictures, cache_salt="s"), params(4, n=3))
+        assert all(o.token_ids == alone[0][1][:4] for o in output.outputs)
+        before = llm.stats()
+        llm.generate(prompt(name, *pictures, cache_salt="t"), params(4))
+        assert llm.stats().mm_cache_queries == before.mm_cache_queries + 2
+        assert llm.stats().mm_cache_hits == before.mm_cache_hits
+
+
+def test_text_only(some):
+    """Without its encoder the model has no tower, and answers texts with the same bits."""
+    name, folder, _, alone = some
+    for settings in ({"language_model_only": True}, {"limit_mm_per_prompt": {"image": 0}}):
+        with make_llm(folder, **settings) as llm:
+            assert answers(llm, prompts(name)[1]) == alone[1:2]
+            assert all("encoder" not in item.name for item in llm.memory_plan.items)
+            with pytest.raises(UnsupportedError, match="reads text only"):
+                llm.generate(prompts(name)[0], params())
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2"),
+        ({"tensor_parallel_size": 2, "enable_sequence_parallel": True}, "enable_sequence_parallel"),
+        (
+            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
+            "speculative_config",
+        ),
+        (
+            {
+                "kv_transfer_config": {
+                    "kv_connector": "SharedStorageConnector",
+                    "kv_role": "kv_both",
+                    "kv_connector_extra_config": {"shared_storage_path": "/tmp/x"},
+                }
+            },
+            "kv_transfer_config",
+        ),
+        ({"enable_chunked_prefill": False}, "enable_chunked_prefill=false"),
+        ({"attention_backend": "triton"}, "device=cpu without Triton"),
+    ],
+)
+def test_what_does_not_work_yet_is_refused(one, settings, message):
+    name, folder, *_ = one
+    with pytest.raises(ConfigError, match=f"encoder of {CASES[name].architecture}.*{message}"):
+        make_llm(folder, **settings)

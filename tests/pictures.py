@@ -1,0 +1,275 @@
+"""Tiny models of pictures and texts with random weights, and transformers' answers of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers
+
+from octavo import LLM, SamplingParams
+from tests.models.harness import make_hf
+
+SPECIAL = ("<s>", "</s>", "<image>", "<fake_token_around_image>", "<global-img>")
+SPECIAL += tuple(f"<row_{i}_col_{j}>" for i in range(1, 4) for j in range(1, 4))
+SPECIAL += ("[IMG]", "[IMG_BREAK]", "[IMG_END]", "<img>", "</img>", "<IMG_CONTEXT>", "<video>")
+SPECIAL += ("<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|video_pad|>")
+VOCAB = 256 + len(SPECIAL)
+ID = {text: 256 + i for i, text in enumerate(SPECIAL)}
+
+Arrays = dict[str, Any]
+
+
+def _text(**fields: Any) -> dict[str, Any]:
+    text: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48}
+    text |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    text |= {"max_position_embeddings": 512, "pad_token_id": 0, "bos_token_id": ID["<s>"]}
+    return text | {"eos_token_id": None} | fields
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, and how transformers reads the encoder's inputs of several pictures."""
+
+    architecture: str
+    config: dict[str, Any]
+    preprocessor: dict[str, Any]
+    join: Callable[[Sequence[Arrays]], Arrays]
+    placeholder: str = "<image>"
+
+
+def _join_tiles(pictures: Sequence[Arrays]) -> Arrays:
+    """Return the tiles of all pictures as if they were those of one."""
+    tiles = np.concatenate([picture["pixel_values"] for picture in pictures])
+    return {"pixel_values": torch.from_numpy(tiles)[None]}
+
+
+def _join_pictures(pictures: Sequence[Arrays]) -> Arrays:
+    return {"pixel_values": torch.from_numpy(np.stack([p["pixel_values"] for p in pictures]))}
+
+
+def _join_crops(pictures: Sequence[Arrays]) -> Arrays:
+    tiles = np.concatenate([picture["pixel_values"] for picture in pictures])
+    return {"pixel_values": torch.from_numpy(tiles)}
+
+
+def _join_sizes(pictures: Sequence[Arrays]) -> Arrays:
+    """Return pictures of several sizes in the upper left corners of equal ones."""
+    sizes = np.stack([picture["image_sizes"] for picture in pictures])
+    pixels = np.zeros((len(pictures), 3, *sizes.max(0)), np.float32)
+    for i, (height, width) in enumerate(sizes):
+        pixels[i, :, :height, :width] = pictures[i]["pixel_values"]
+    return {"pixel_values": torch.from_numpy(pixels), "image_sizes": torch.from_numpy(sizes)}
+
+
+def _join_patches(pictures: Sequence[Arrays]) -> Arrays:
+    patches = np.concatenate([picture["pixel_values"] for picture in pictures])
+    grids = np.stack([picture["image_grid_thw"] for picture in pictures])
+    return {"pixel_values": torch.from_numpy(patches), "image_grid_thw": torch.from_numpy(grids)}
+
+
+SIGLIP = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2}
+SIGLIP |= {"num_attention_heads": 3, "image_size": 16, "patch_size": 4}
+
+CLIP = SIGLIP | {"num_hidden_layers": 3, "model_type": "clip_vision_model"}
+QWEN = {"depth": 3, "num_heads": 2, "patch_size": 4, "spatial_merge_size": 2}
+QWEN |= {"temporal_patch_size": 2, "in_channels": 3}
+QWEN2 = QWEN | {"embed_dim": 16, "hidden_size": 32, "mlp_ratio": 2}
+QWEN2_5 = QWEN | {"hidden_size": 16, "out_hidden_size": 32, "intermediate_size": 24}
+QWEN2_5 |= {"window_size": 16, "fullatt_block_indexes": [1]}
+QWEN3 = QWEN | {"hidden_size": 16, "out_hidden_size": 32, "intermediate_size": 24}
+QWEN3 |= {"num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]}
+QWEN_IDS = {"image_token_id": ID["<|image_pad|>"], "video_token_id": ID["<|video_pad|>"]}
+QWEN_IDS |= {"vision_start_token_id": ID["<|vision_start|>"]}
+QWEN_IDS |= {"vision_end_token_id": ID["<|vision_end|>"]}
+QWEN_PICTURES = {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 4}
+QWEN_PICTURES |= {"min_pixels": 64, "max_pixels": 2048, "merge_size": 2}
+SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
+
+CASES = {
+    "smolvlm": Case(
+        "SmolVLMForConditionalGeneration",
+        {
+            "vision_config": SIGLIP,
+            "text_config": _text(model_type="llama"),
+            "scale_factor": 2,
+            "image_token_id": ID["<image>"],
+        },
+        {
+            "image_processor_type": "SmolVLMImageProcessor",
+            "size": {"longest_edge": 48},
+            "max_image_size": {"longest_edge": 16},
+        },
+        _join_tiles,
+    ),
+    "llava": Case(
+        "LlavaForConditionalGeneration",
+        {
+            "vision_config": CLIP,
+            "text_config": _text(model_type="llama"),
+            "vision_feature_layer": -2,
+            "vision_feature_select_strategy": "default",
+            "image_token_id": ID["<image>"],
+            "image_seq_length": 16,
+        },
+        {
+            "image_processor_type": "CLIPImageProcessor",
+            "size": {"shortest_edge": 16},
+            "crop_size": {"height": 16, "width": 16},
+        },
+        _join_pictures,
+    ),
+    "qwen2_vl": Case(
+        "Qwen2VLForConditionalGeneration",
+        {"vision_config": QWEN2, "text_config": _text(rope_parameters=SECTIONS), **QWEN_IDS},
+        QWEN_PICTURES,
+        _join_patches,
+        "<|vision_start|><|image_pad|><|vision_end|>",
+    ),
+    "qwen2_5_vl": Case(
+        "Qwen2_5_VLForConditionalGeneration",
+        {"vision_config": QWEN2_5, "text_config": _text(rope_parameters=SECTIONS), **QWEN_IDS},
+        QWEN_PICTURES,
+        _join_patches,
+        "<|vision_start|><|image_pad|><|vision_end|>",
+    ),
+    "qwen3_vl": Case(
+        "Qwen3VLForConditionalGeneration",
+        {
+            "vision_config": QWEN3,
+            "text_config": _text(
+                rope_parameters=SECTIONS | {"mrope_section": [3, 3, 2]},
+                head_dim=16,
+                num_hidden_layers=3,
+            ),
+            **QWEN_IDS,
+        },
+        QWEN_PICTURES,
+        _join_patches,
+        "<|vision_start|><|image_pad|><|vision_end|>",
+    ),
+}
+MORE_CASES = {
+    "qwen3_5": Case(
+        "Qwen3_5ForConditionalGeneration",
+        {
+            "vision_config": {k: v for k, v in QWEN3.items() if k != "deepstack_visual_indexes"},
+            "text_config": _text(
+                rope_parameters=SECTIONS
+                | {"mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5},
+                head_dim=16,
+                num_hidden_layers=4,
+                layer_types=["linear_attention", "full_attention"] * 2,
+                linear_num_key_heads=2,
+                linear_num_value_heads=4,
+                linear_key_head_dim=8,
+                linear_value_head_dim=8,
+            ),
+            **QWEN_IDS,
+        },
+        QWEN_PICTURES,
+        _join_patches,
+        "<|vision_start|><|image_pad|><|vision_end|>",
+    ),
+    "idefics3": Case(
+        "Idefics3ForConditionalGeneration",
+        CASES["smolvlm"].config,
+        CASES["smolvlm"].preprocessor | {"image_processor_type": "Idefics3ImageProcessor"},
+        _join_tiles,
+    ),
+    "mistral3": Case(
+        "Mistral3ForConditionalGeneration",
+        {
+            "vision_config": SIGLIP | {"model_type": "pixtral", "head_dim": 8},
+            "text_config": _text(model_type="mistral", head_dim=8),
+            "spatial_merge_size": 2,
+            "image_token_index": ID["[IMG]"],
+            "tie_word_embeddings": False,
+        },
+        {
+            "image_processor_type": "PixtralImageProcessor",
+            "size": {"longest_edge": 40},
+            "patch_size": 4,
+        },
+        _join_sizes,
+        "[IMG]",
+    ),
+    "internvl": Case(
+        "InternVLForConditionalGeneration",
+        {
+            "vision_config": SIGLIP | {"model_type": "internvl_vision"},
+            "text_config": _text(model_type="qwen2"),
+            "downsample_ratio": 0.5,
+            "image_seq_length": 4,
+            "image_token_id": ID["<IMG_CONTEXT>"],
+        },
+        {
+            "image_processor_type": "GotOcr2ImageProcessor",
+            "size": {"height": 16, "width": 16},
+            "max_patches": 4,
+        },
+        _join_crops,
+        "<IMG_CONTEXT>",
+    ),
+}
+"""Models whose decoders read rows as those of other cases do."""
+
+
+def save_model(name: str, folder: Path) -> Any:
+    """Save a model with its files; return transformers' model."""
+    case = (CASES | MORE_CASES)[name]
+    model = make_hf(case.architecture, **case.config)
+    model.save_pretrained(folder)
+    (folder / "preprocessor_config.json").write_text(json.dumps(case.preprocessor))
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {char: i for i, char in enumerate(alphabet)} | ID
+    backend = Backend(models.BPE(vocab=vocab, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(list(SPECIAL))
+    backend.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>"}))
+    return model
+
+
+def picture(height: int, width: int, seed: int = 0) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """Return random pixels."""
+    return np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
+
+
+def make_llm(folder: Path, **options: Any) -> LLM:
+    """Return an engine that computes with transformers' numbers."""
+    settings = {"dtype": "float32", "max_model_len": 400, "max_num_seqs": 8, "block_size": 16}
+    settings |= {"max_num_batched_tokens": 512, "num_gpu_blocks_override": 200}
+    return LLM(str(folder), **(settings | options))
+
+
+def hf_logprobs(
+    model: Any, name: str, llm: LLM, ids: Sequence[int], pictures: Sequence[Any]
+) -> torch.Tensor:
+    """Return transformers' log-probabilities after each token: [tokens, vocab]."""
+    processor = llm.llm_engine.input_processor._pictures.processor
+    arrays: Arrays = {}
+    if pictures:
+        arrays = (CASES | MORE_CASES)[name].join([processor.process(image) for image in pictures])
+    tokens = torch.tensor([list(ids)])
+    if "image_grid_thw" in arrays:
+        kinds = (tokens == ID["<|image_pad|>"]).int()
+        arrays["mm_token_type_ids"] = kinds
+    with torch.inference_mode():
+        logits = model(input_ids=tokens, **arrays).logits[0]
+    return logits.float().log_softmax(-1)
+
+
+def params(tokens: int = 8, **fields: Any) -> SamplingParams:
+    """Return parameters of a greedy answer with logprobs, without tokens of pictures."""
+    bias = dict.fromkeys(ID.values(), -100.0)
+    return SamplingParams(
+        temperature=0, max_tokens=tokens, logprobs=0, ignore_eos=True, logit_bias=bias, **fields
+    )

@@ -1,0 +1,145 @@
+import pytest
+
+from octavo.errors import RequestError
+from octavo.request import RequestStatus
+from octavo.scheduler.encoders import uncomputed
+from tests.fakes import FakeEngine, picture, scheduled_tokens
+
+
+def make_engine(rows=64, budget=32, **options):
+    return FakeEngine(encoder_cache_size=rows, max_num_batched_tokens=budget, **options)
+
+
+def test_a_chunk_stops_before_a_picture_that_does_not_fit_into_the_step():
+    engine = make_engine()
+    pictures = [picture("a", 2, 8, tokens=30), picture("b", 12, 8, tokens=30)]
+    engine.add("r", range(25), features=pictures)
+    steps = [engine.schedule() for _ in range(3)]
+    assert [scheduled_tokens(step) for step in steps] == [{"r": 12}, {"r": 13}, {"r": 1}]
+    assert [step.scheduled_encoder_inputs for step in steps] == [{"r": [0]}, {"r": [1]}, {}]
+
+
+def test_a_chunk_may_end_within_a_picture():
+    engine = make_engine(budget=8)
+    engine.add("r", range(25), features=[picture("a", 2, 20)])
+    engine.run()
+    assert engine.executor.num_encoded == 1
+
+
+def test_a_cached_prefix_needs_no_encoder():
+    engine = make_engine()
+    features = [picture("a", 2, 10)]
+    engine.add("1", range(25), features=features)
+    engine.run()
+    engine.scheduler._encoders.cache.forget_all()
+    engine.add("2", range(25), features=features)
+    step = engine.schedule()
+    assert step.scheduled_encoder_inputs == {}
+    assert step.scheduled_reqs[0].new.mm_features[0].data == {}
+    # Another picture in the same place, and the same one in another place, are other prefixes.
+    engine.add("3", range(25), features=[picture("b", 2, 10)])
+    engine.add("4", range(25), features=[picture("a", 3, 10)])
+    step = engine.schedule()
+    assert step.scheduled_encoder_inputs == {"3": [0], "4": [0]}
+
+
+def test_a_prefix_that_ends_within_a_picture_needs_the_rows_after_it():
+    engine = make_engine()
+    engine.add("1", range(16), features=[picture("a", 2, 14)])
+    engine.run()
+    engine.scheduler._encoders.cache.forget_all()
+    engine.add("2", [*range(16), *range(9)], features=[picture("a", 2, 20)])
+    step = engine.schedule()
+    assert step.scheduled_encoder_inputs == {"2": [0]}
+    assert scheduled_tokens(step) == {"2": 25 - 16}
+    engine.run()
+
+
+def test_pictures_do_not_delay_texts():
+    """Beside each step's texts an encoder computes one picture, or some within the budget."""
+    engine = make_engine(rows=500, max_num_seqs=20, num_blocks=200)
+    for i in range(6):
+        engine.add(f"p{i}", range(20), features=[picture(f"p{i}", 0, 10, tokens=100)])
+    engine.add("text", range(5), max_tokens=3)
+    step = engine.schedule()
+    assert scheduled_tokens(step) == {"p0": 20, "text": 5}
+    for i in range(1, 6):
+        step = engine.schedule()
+        assert list(step.scheduled_encoder_inputs) == [f"p{i}"]
+    engine.run()
+
+
+def test_equal_pictures_start_together():
+    engine = make_engine(rows=500, max_num_seqs=20, num_blocks=200, caching=False, budget=100)
+    for i in range(4):
+        engine.add(f"p{i}", range(20), features=[picture("a", 0, 10, tokens=1000)])
+    assert list(scheduled_tokens(engine.schedule())) == ["p0", "p1", "p2", "p3"]
+    assert engine.executor.num_encoded == 1
+    engine.run()
+    stats = engine.scheduler.make_stats()
+    assert (stats.mm_cache_queries, stats.mm_cache_hits) == (4, 3)
+    assert (stats.num_encoder_cache_rows, stats.encoder_cache_usage) == (500, 0)
+
+
+def test_a_large_picture_is_not_overtaken_for_ever():
+    """Others take no more rows while the first picture in order waits for room."""
+    engine = make_engine(rows=30, max_num_seqs=20, long_prefill_token_threshold=10)
+    engine.add("small", range(30), features=[picture("s", 0, 20)])
+    engine.add("large", range(40), features=[picture("l", 0, 30)])
+    engine.add("other", range(20), features=[picture("o", 0, 10)])
+    engine.add("same", range(20), features=[picture("s", 0, 20)])
+    first = engine.schedule()
+    assert first.scheduled_encoder_inputs == {"small": [0]}
+    assert "other" not in scheduled_tokens(first)
+    assert "same" in scheduled_tokens(first)  # it needs no more rows
+    engine.schedule()
+    assert list(engine.schedule().scheduled_encoder_inputs) == ["large"]
+    engine.run()
+
+
+def test_rows_in_the_cache_are_not_given_up_for_others_of_the_same_tokens():
+    engine = make_engine(rows=30)
+    for name in "abc":
+        engine.add(name, range(20), features=[picture(name, 0, 10)])
+        engine.run()
+    engine.add("r", range(1, 31), features=[picture("d", 0, 10), picture("a", 10, 10)])
+    step = engine.schedule()
+    assert step.scheduled_encoder_inputs == {"r": [0]}
+    assert step.free_encoder_mm_hashes == ["b"]
+    engine.run()
+
+
+def test_rows_are_computed_again_after_a_preemption():
+    engine = make_engine(budget=8, num_blocks=8, caching=False, max_num_seqs=2)
+    engine.add("a", range(20), features=[picture("a", 0, 18)], max_tokens=20)
+    engine.add("b", range(20), features=[picture("b", 0, 18)], max_tokens=20)
+    for _ in range(4):
+        engine.step()
+    engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+    assert not engine.scheduler._encoders.cache.num_used_rows
+    before = engine.executor.num_encoded
+    engine.run()
+    assert engine.executor.num_encoded > before
+    assert len(engine.tokens("b")) == 20
+
+
+def test_a_waiting_request_can_end():
+    engine = make_engine(rows=30)
+    for name in "ab":
+        engine.add(name, range(25), features=[picture(name, 0, 20, tokens=100)])
+    engine.schedule()
+    assert engine.scheduler.requests["b"].status == RequestStatus.WAITING_FOR_ENCODER
+    engine.scheduler.finish_requests(["b"], RequestStatus.FINISHED_ABORTED)
+    engine.run()
+
+
+def test_a_picture_that_never_fits_is_refused():
+    engine = make_engine(rows=8)
+    with pytest.raises(RequestError, match=r"Item 1 .image. has 9 embeddings, .* holds 8"):
+        engine.add("r", range(25), features=[picture("a", 0, 9)])
+
+
+def test_the_worker_gets_no_data_of_computed_items():
+    features = [picture("a", 0, 4), picture("b", 4, 4)]
+    assert [bool(f.data) for f in uncomputed(features, 4)] == [False, True]
+    assert features[0].data
