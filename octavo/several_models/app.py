@@ -44,6 +44,7 @@ from octavo.several_models.ollama import is_unload, list_running, list_tags, unl
 from octavo.several_models.routing import (
     check_background,
     choose_model,
+    limit,
     read_asked,
     read_keep_alive,
 )
@@ -226,12 +227,10 @@ async def proxy(request: Request) -> Response:
     async def resolve(name: str) -> OneModel:
         context = context_of(request)
         tenant = tenant_of(context.api_key) if len(state.api_keys) > 1 else None
-        deadline_ms = asked.deadline_ms or context.deadline_ms
-        deadline = None
-        if isinstance(deadline_ms, int) and deadline_ms > 0:
-            deadline = context.arrival + deadline_ms / 1000
         work = state.find_or_resolve(name, tenant)
-        return await state.run(request.receive, work, deadline)
+        deadline = limit(context.arrival, asked.deadline_ms, context.deadline_ms)
+        first_token = limit(context.arrival, asked.max_ttft_ms, context.max_ttft_ms)
+        return await state.run_search(request.receive, work, deadline, first_token)
 
     model = await choose_model(state, job, asked, resolve)
     check_background(state, job)

@@ -427,9 +427,15 @@ def test_resolvers_choose_the_model(tmp_path, monkeypatch):
                 assert (answer.status_code, answer.json()["model"]) == (200, model)
             assert (await served.ask(model="none", prompt="a")).status_code == 404
             assert (await served.ask("/api/chat", model="of gen")).status_code == 404
-            for body, headers in (({"deadline_ms": 10}, {}), ({}, {"X-Deadline-Ms": "10"})):
-                late = await served.ask(model="slow", prompt="a", headers=headers, **body)
-                assert late.status_code == 408
+            for param, body, headers in (
+                ("deadline_ms", {"deadline_ms": 10}, {}),
+                ("deadline_ms", {}, {"X-Deadline-Ms": "10"}),
+                ("deadline_ms", {"deadline_ms": 10**400}, {"X-Deadline-Ms": "10"}),
+                ("max_ttft_ms", {"max_ttft_ms": 10, "deadline_ms": 10**6}, {}),
+                ("max_ttft_ms", {}, {"X-Max-TTFT-Ms": "10"}),
+            ):
+                late = await served.ask(headers=headers, model="slow", prompt="a", **body)
+                assert (late.status_code, late.json()["error"]["param"]) == (408, param)
 
     run(main())
 
