@@ -37,7 +37,6 @@ from octavo.server.errors import AdminError, RouteError, show
 from octavo.server.middleware import context_of
 from octavo.server.ollama_models import ollama_version
 from octavo.server.schema import LoadAdapterBody, UnloadAdapterBody
-from octavo.server.served_adapters import not_loaded
 from octavo.server.ui import or_page
 from octavo.several_models.metrics import join_metrics
 from octavo.several_models.ollama import is_unload, list_running, list_tags, unloaded_answer
@@ -206,9 +205,7 @@ async def unload_lora_adapter(request: Request) -> Response:
     check_admin(request)
     state, job = models_of(request), await job_of(request)
     body, _ = check_body(job.body, UnloadAdapterBody, strict=False)
-    owner = state.look_up(body.lora_name)
-    if owner is None or owner.adapters is None or not owner.adapters.remove(body.lora_name):
-        raise not_loaded(body.lora_name)
+    state.unload_adapter(body.lora_name)
     return answers.respond(answers.AdapterUnloaded(id=body.lora_name, object="model", deleted=True))
 
 

@@ -396,6 +396,9 @@ def test_adapters_that_cannot_change():
                 answer = await served.ask(LOAD, lora_name="b", lora_path="x", **body)
                 assert (answer.status_code, served.loads) == (404, [])
                 assert "Adapters cannot be loaded" in answer.text
+            answer = await served.ask(UNLOAD, lora_name="a")
+            assert (answer.status_code, "or unloaded" in answer.text) == (404, True)
+            assert (await served.client.get("/v1/models/a")).status_code == 200
 
     run(main())
 
