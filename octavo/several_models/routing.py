@@ -59,8 +59,9 @@ def limit(arrival: float, given: object, header: int | None) -> float | None:
         given: milliseconds in the body; the model's server rejects a wrong value.
         header: milliseconds in the header.
     """
-    is_number = isinstance(given, int | float) and not isinstance(given, bool)
-    milliseconds = given if is_number and 0 < given <= _MOST_MILLISECONDS else header
+    milliseconds: float | None = header
+    if isinstance(given, int | float) and not isinstance(given, bool):
+        milliseconds = given if 0 < given <= _MOST_MILLISECONDS else header
     return None if milliseconds is None else arrival + milliseconds / 1000
 
 
