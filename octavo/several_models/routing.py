@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -120,7 +121,8 @@ def read_keep_alive(value: object) -> float | None:
         return None
     seconds: float | None = None
     if isinstance(value, int | float) and not isinstance(value, bool):
-        seconds = float(value)
+        with contextlib.suppress(OverflowError):  # of a huge integer
+            seconds = float(value)
     elif isinstance(value, str):
         seconds = _read_duration(value.strip())
     if seconds is None or not seconds < float("inf"):
