@@ -20,7 +20,13 @@ from octavo.config import (
     BUILTIN_MODEL,
     BUILTIN_RERANKER,
 )
-from octavo.errors import AdapterError, HubError, ModelError, UnknownAdapterError
+from octavo.errors import (
+    AdapterDownloadError,
+    AdapterError,
+    HubError,
+    ModelError,
+    UnknownAdapterError,
+)
 from octavo.models import hub
 from octavo.models.hub import resolve_adapter, resolve_model
 
@@ -166,7 +172,10 @@ def test_adapters_of_the_hub(stored: str, tmp_path: Path, monkeypatch: pytest.Mo
         (http_error(errors.RepositoryNotFoundError, 404), "0", UnknownAdapterError),
         (errors.HFValidationError("bad"), "0", UnknownAdapterError),
         (errors.LocalEntryNotFoundError("?"), "1", UnknownAdapterError),
-        (errors.LocalEntryNotFoundError("?"), "0", AdapterError),
+        (errors.LocalEntryNotFoundError("?"), "0", AdapterDownloadError),
+        (http_error(errors.HfHubHTTPError, 503), "0", AdapterDownloadError),
+        (http_error(errors.HfHubHTTPError, 403), "0", AdapterError),
+        (OSError("broken"), "0", AdapterDownloadError),
         (http_error(errors.GatedRepoError, 403), "0", AdapterError),
     ],
 )
