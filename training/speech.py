@@ -208,6 +208,14 @@ class Speech(nn.Module):
         self.classifier = nn.Linear(config.d_model, config.vocab_size)
         for module in (self.decoder.embed_tokens, self.decoder.embed_positions):
             nn.init.normal_(module.weight, std=0.02)
+        # A time resembles the state of the encoder at that time, and times resemble their
+        # neighbors, so all of them are learnt from few.
+        times = config.vocab_size - FIRST_TIMESTAMP
+        positions = _sinusoids(times, config.d_model)
+        self.decoder.embed_tokens.weight.data[FIRST_TIMESTAMP:] = 0.1 * positions
+        # What is heard is as large as the positions that are added to it.
+        for conv, gain in ((self.encoder.conv1, 1.5), (self.encoder.conv2, 3.0)):
+            nn.init.normal_(conv.weight, std=gain * conv.weight[0].numel() ** -0.5)
 
     def forward(self, features: Tensor, tokens: Tensor) -> Tensor:
         """Return logits ``[sounds, tokens, vocabulary]``.

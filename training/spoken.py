@@ -180,8 +180,14 @@ def _pad(sound: Samples, before: int = 0, after: int = 0) -> Samples:
     return np.pad(sound, (before, after + -(before + len(sound) + after) % _BLOCK))
 
 
-def disturb(spoken: Spoken, noise: np.random.Generator) -> Spoken:
-    """Return the sound as if recorded: filtered, quieter or louder, in noise, not at once."""
+def disturb(spoken: Spoken, noise: np.random.Generator, strength: float = 1.0) -> Spoken:
+    """Return the sound as if recorded: filtered, quieter or louder, in noise, not at once.
+
+    Args:
+        spoken: the sound.
+        noise: source of what is random.
+        strength: 0 to 1; below 1, the filter and the noise are weaker.
+    """
     rest = SECONDS - 2 * _BLOCK / RATE - len(spoken.samples) / RATE
     lead = noise.uniform(0, min(1.0, rest))
     tail = noise.uniform(0, rest - lead)
@@ -189,10 +195,10 @@ def disturb(spoken: Spoken, noise: np.random.Generator) -> Spoken:
     # A smooth filter: a curve through 8 points, of 4 dB or so.
     spectrum = np.fft.rfft(sound)
     places = np.linspace(0, 1, len(spectrum))
-    decibels = np.interp(places, np.linspace(0, 1, 8), noise.normal(0, 4, 8))
+    decibels = np.interp(places, np.linspace(0, 1, 8), noise.normal(0, 4 * strength, 8))
     spectrum *= 10 ** (decibels / 20)
     hiss = _hiss(len(spectrum), noise)
-    ratio = 10 ** (-noise.uniform(5, 45) / 20)
+    ratio = 10 ** (-noise.uniform(5 + 20 * (1 - strength), 45) / 20)
     spectrum += hiss * (ratio * _level(spectrum) / _level(hiss))
     sound = np.fft.irfft(spectrum)
     sound *= 10 ** (noise.uniform(-25, 0) / 20) / np.abs(sound).max()
@@ -249,7 +255,8 @@ class SpokenStream:
             tokens, targets = [START, first], [NO_SPEECH, END]
         else:
             voice = f"{rng.choice(ACCENTS)}+{rng.choice(VOICES)}"
-            spoken = disturb(speak(self._synthesizer, rng, voice), noise)
+            strength = min(1.0, 2.5 * self.progress)
+            spoken = disturb(speak(self._synthesizer, rng, voice), noise, strength)
             samples, edges = spoken.samples, spoken.edges
             said = [word_token(word) for word in spoken.words]
             first, last = (
