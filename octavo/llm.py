@@ -30,6 +30,7 @@ from octavo.frontend.llm_engine import LLMEngine, failed_output
 from octavo.llm_pooling import PoolingMethods, as_list
 from octavo.llm_speech import SpeechMethods
 from octavo.lora_request import LoRARequest
+from octavo.media.content import MediaItem, read_media
 from octavo.messages import AdapterRef, EngineCoreRequest, PauseMode
 from octavo.observability.scheduler_stats import SchedulerStats
 from octavo.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
@@ -331,12 +332,10 @@ class LLM(PoolingMethods, SpeechMethods):
         Raises:
             RequestError: a conversation or parameter is wrong.
         """
-        refuse_unsupported(
-            mm_processor_kwargs=mm_processor_kwargs,
-            chat_template_content_format=chat_template_content_format,
-        )
+        refuse_unsupported(chat_template_content_format=chat_template_content_format)
         prompts = self._render_chats(
             messages,
+            mm_processor_kwargs,
             chat_template=chat_template,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
@@ -348,7 +347,7 @@ class LLM(PoolingMethods, SpeechMethods):
         starts = self._starts(prompts, params, False, None, tokenization_kwargs, lora_request)
         outputs = self._run(starts, use_tqdm=use_tqdm)
         for prompt, its_params, output in zip(prompts, params, outputs, strict=True):
-            reader.read(prompt, its_params, output)
+            reader.read(_text_of(prompt), its_params, output)
         return outputs
 
     def enqueue_chat(
@@ -368,12 +367,10 @@ class LLM(PoolingMethods, SpeechMethods):
         mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[str]:
         """Submit conversations without computing them; see `enqueue` and `chat`."""
-        refuse_unsupported(
-            mm_processor_kwargs=mm_processor_kwargs,
-            chat_template_content_format=chat_template_content_format,
-        )
+        refuse_unsupported(chat_template_content_format=chat_template_content_format)
         prompts = self._render_chats(
             messages,
+            mm_processor_kwargs,
             chat_template=chat_template,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
@@ -385,7 +382,7 @@ class LLM(PoolingMethods, SpeechMethods):
         starts = self._starts(prompts, params, False, priority, tokenization_kwargs, lora_request)
         request_ids = self._enqueue(starts)
         for request_id, prompt, its_params in zip(request_ids, prompts, params, strict=True):
-            self._chats[request_id] = partial(reader.read, prompt, its_params)
+            self._chats[request_id] = partial(reader.read, _text_of(prompt), its_params)
         return request_ids
 
     def stream(
@@ -449,20 +446,15 @@ class LLM(PoolingMethods, SpeechMethods):
         Raises:
             RequestError: the messages are malformed or the model has no chat template.
         """
-        from octavo.text.chat_template import (
-            ChatTemplate,  # imports Jinja, which most calls do not need
-        )
-
-        template = ChatTemplate.from_tokenizer(
-            self.get_tokenizer(), chat_template or self._chat_template
-        )
-        return template.render(
+        pieces, _ = self._render(
             messages,
+            chat_template=chat_template,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             tools=tools,
-            template_kwargs=chat_template_kwargs,
+            chat_template_kwargs=chat_template_kwargs,
         )
+        return "".join(pieces)
 
     def get_tokenizer(self) -> Tokenizer:
         """Return the model's tokenizer.
@@ -595,8 +587,9 @@ class LLM(PoolingMethods, SpeechMethods):
     def _render_chats(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
+        mm_processor_kwargs: Mapping[str, Any] | None,
         **options: Any,
-    ) -> list[str]:
+    ) -> list[str | dict[str, Any]]:
         """Return the prompts of one conversation or of several."""
         if isinstance(messages, str) or not isinstance(messages, Sequence):
             raise RequestError(
@@ -607,7 +600,54 @@ class LLM(PoolingMethods, SpeechMethods):
         conversations: list[Any] = (
             [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
         )
-        return [self.render_chat(conversation, **options) for conversation in conversations]
+        return [
+            self._render_prompt(conversation, mm_processor_kwargs, **options)
+            for conversation in conversations
+        ]
+
+    def _render_prompt(
+        self,
+        messages: Sequence[Message],
+        mm_processor_kwargs: Mapping[str, Any] | None,
+        **options: Any,
+    ) -> str | dict[str, Any]:
+        """Return the prompt of a conversation, with its pictures."""
+        pieces, items = self._render(messages, **options)
+        pictures = self.llm_engine.chat_pictures
+        if pictures is None or (not items and len(pieces) == 1):
+            return "".join(pieces)
+        return pictures.read_prompt_now(pieces, items, mm_processor_kwargs)
+
+    def _render(
+        self,
+        messages: Sequence[Message],
+        *,
+        chat_template: str | None,
+        add_generation_prompt: bool,
+        continue_final_message: bool,
+        tools: Sequence[Mapping[str, Any]] | None,
+        chat_template_kwargs: dict[str, Any] | None,
+    ) -> tuple[list[str], list[MediaItem]]:
+        """Return the pieces of a conversation's prompt that are tokenised alone, and its media."""
+        from octavo.text.chat_template import ChatTemplate  # imports Jinja, which few calls need
+
+        template = ChatTemplate.from_tokenizer(
+            self.get_tokenizer(), chat_template or self._chat_template
+        )
+        pictures = self.llm_engine.chat_pictures
+        kinds = {} if pictures is None else pictures.kinds
+        # The template refuses anything else.
+        are_messages = isinstance(messages, Sequence) and not isinstance(messages, str)
+        chat = read_media(messages if are_messages else [], kinds)
+        rendered = template.render(
+            chat.messages if are_messages else messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=chat.protect(tools),
+            template_kwargs=chat.protect(chat_template_kwargs),
+            placeholders={name: kind.placeholder for name, kind in kinds.items()},
+        )
+        return chat.split(rendered), chat.items
 
     def _message_reader(
         self, chat_template: str | None, tools: Sequence[Mapping[str, Any]] | None
@@ -714,3 +754,8 @@ def _make_bar(kind: Bar, total: int) -> Any:
     from tqdm import tqdm  # slow to import, and many programs show no bar
 
     return tqdm(total=total, desc="Processed prompts")
+
+
+def _text_of(prompt: str | dict[str, Any]) -> str:
+    """Return the text of a rendered chat."""
+    return prompt if isinstance(prompt, str) else prompt["prompt"]

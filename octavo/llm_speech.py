@@ -49,6 +49,7 @@ class SpeechMethods(ABC):
         temperature: float = 0.0,
         timestamps: bool = True,
         seed: int = 0,
+        condition_on_previous_text: bool = False,
         use_tqdm: bool = False,
     ) -> list[Transcript]:
         """Write what is said in each sound; return the transcripts in the order of the sounds.
@@ -67,6 +68,8 @@ class SpeechMethods(ABC):
                 whose text repeats itself or is improbable.
             timestamps: True for segments with times; False: each window is one segment.
             seed: seed of sampling.
+            condition_on_previous_text: True if each window continues the text of the windows
+                before, which takes longer: the windows of a sound are computed in turn.
             use_tqdm: True for progress bars.
 
         Raises:
@@ -80,7 +83,9 @@ class SpeechMethods(ABC):
             self.llm_engine.tokenizer,
             self.llm_engine.memory_plan.max_model_len,
         )
-        options = TranscriptionOptions(task, language, prompt, temperature, timestamps, seed)
+        options = TranscriptionOptions(
+            task, language, prompt, temperature, timestamps, seed, condition_on_previous_text
+        )
         given = [sounds] if isinstance(sounds, str | Path | bytes | np.ndarray) else list(sounds)
         reader = AudioReader()
         try:

@@ -112,7 +112,7 @@ _TOOLS: Unsupported = {
     "tool_choice": (None, "none"),
     **_FUNCTIONS,
 }
-_TEMPLATE = _all(_NOTHING, "chat_template media_io_kwargs mm_processor_kwargs")
+_TEMPLATE = _all(_NOTHING, "chat_template media_io_kwargs")
 
 COMPLETION: Unsupported = {
     **GENERATION,
@@ -154,6 +154,7 @@ TOKENIZE: Unsupported = {
     "tool_choice": (None, "none"),
     **_FUNCTIONS,
     **_TEMPLATE,
+    "mm_processor_kwargs": _NOTHING,
     **_all(_NOTHING, "content add_special"),
     "with_pieces": _OFF,
     "parse_special": (None, True),
@@ -195,7 +196,7 @@ ANTHROPIC_TOOL: Unsupported = {"type": (None, "custom")}
 
 OLLAMA_GENERATE: Unsupported = {
     **_all((None, ""), "suffix template"),
-    **_all((None, []), "context images"),
+    **_all((None, []), "context"),
     **_all(_NOTHING, "width height steps"),
 }
 

@@ -228,8 +228,6 @@ FOREIGN: dict[str, Foreign] = {
         ),
         _group(
             "models accept text only, no pictures, sounds or videos",
-            allowed_local_media_path=ANY,
-            allowed_media_domains=ANY_LIST,
             disable_chunked_mm_input=EITHER,
             media_io_kwargs=ANY,
             mm_device_do_normalize=EITHER,

@@ -159,6 +159,20 @@ class ModelConfig(Section, frozen=True):
     enable_prompt_embeds: Annotated[
         bool, Meta(description="Accept embeddings as prompts (prompt_embeds).")
     ] = False
+    allowed_media_domains: Annotated[
+        list[str],
+        Meta(
+            description="Hosts from which pictures may be fetched that requests name by URL."
+            " Default: none. Only public addresses are asked."
+        ),
+    ] = []
+    allowed_local_media_path: Annotated[
+        str,
+        Meta(
+            description="Folder below which pictures may be read that requests name as file: URLs."
+            " Default: none."
+        ),
+    ] = ""
     language_model_only: Annotated[
         bool,
         Meta(

@@ -53,7 +53,13 @@ from octavo.frontend.beam_search import (
 from octavo.frontend.engines import EngineRecords
 from octavo.frontend.environment import apply_environment
 from octavo.frontend.forecast import Forecast
-from octavo.frontend.input_processor import InputProcessor, Prompt, processing_time, read_pictures
+from octavo.frontend.input_processor import (
+    InputProcessor,
+    Prompt,
+    processing_time,
+    read_chat_pictures,
+    read_pictures,
+)
 from octavo.frontend.output_processor import (
     LiveAnswer,
     OutputProcessor,
@@ -153,6 +159,10 @@ class AsyncLLM(AsyncPooling):
         if not model.skip_tokenizer_init:
             self.tokenizer = Tokenizer.from_folder(tokenizer_path)
         self._pictures = read_pictures(self.checkpoint, model, self.spec, self.tokenizer)
+        self.chat_pictures = read_chat_pictures(
+            self._pictures, model, self.tokenizer, self.max_model_len
+        )
+        """Reader of the pictures in chats; None: the model reads none."""
         names = model.served_model_name
         self.metrics = EngineMetrics(
             names[0] if names else model.model,

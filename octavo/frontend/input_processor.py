@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NotRequired, Protocol, TypedDict
+from typing import TYPE_CHECKING, Any, NotRequired, Protocol, TypedDict, cast
 
 import msgspec
 import numpy as np
@@ -45,6 +45,7 @@ from octavo.text.tokenizer import MAX_TOKENS, Tokenizer, is_longer
 
 if TYPE_CHECKING:
     from octavo.checkpoints.base import Checkpoint
+    from octavo.frontend.chat_pictures import ChatPictures
     from octavo.frontend.pictures import Pictures
     from octavo.models.spec import ModelSpec
 
@@ -182,7 +183,13 @@ def with_processor_kwargs(
     if not settings:
         return prompts
     return [
-        {**prompt, "mm_processor_kwargs": {**settings, **(prompt.get("mm_processor_kwargs") or {})}}
+        {
+            **prompt,
+            "mm_processor_kwargs": {
+                **settings,
+                **cast(Mapping[str, Any], prompt.get("mm_processor_kwargs") or {}),
+            },
+        }
         if isinstance(prompt, Mapping) and prompt.get("multi_modal_data")
         else prompt
         for prompt in prompts
@@ -194,7 +201,7 @@ def processing_time(prompt: Prompt, params: SamplingParams) -> int:
     if isinstance(prompt, Mapping) and (encoder := prompt.get("encoder_prompt")) is not None:
         if isinstance(encoder, Mapping) and "input_features" in encoder:
             return int(getattr(encoder["input_features"], "nbytes", 0)) // 1000
-        return processing_time(encoder, params)
+        return processing_time(cast(Prompt, encoder), params)
     text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
     embeds = prompt.get("prompt_embeds") if isinstance(prompt, Mapping) else None
     chars = len(text) if isinstance(text, str) else 0
@@ -221,6 +228,20 @@ def read_pictures(
     from octavo.frontend.pictures import Pictures  # few models read pictures
 
     return Pictures.of_model(checkpoint, settings, encoder, tokenizer)
+
+
+def read_chat_pictures(
+    pictures: Pictures | None,
+    settings: ModelConfig,
+    tokenizer: Tokenizer | None,
+    max_model_len: int,
+) -> ChatPictures | None:
+    """Return the reader of the pictures in a model's chats; None: the model reads none."""
+    if pictures is None or tokenizer is None:
+        return None
+    from octavo.frontend.chat_pictures import ChatPictures  # few models read pictures
+
+    return ChatPictures(pictures, settings, tokenizer, max_model_len)
 
 
 class InputProcessor:

@@ -21,7 +21,12 @@ from octavo.errors import EngineDeadError, OctavoError, RequestError, Unsupporte
 from octavo.fleet.core_client import InprocClient
 from octavo.frontend.adapters import AdapterFiles, no_pins
 from octavo.frontend.environment import apply_environment
-from octavo.frontend.input_processor import InputProcessor, Prompt, read_pictures
+from octavo.frontend.input_processor import (
+    InputProcessor,
+    Prompt,
+    read_chat_pictures,
+    read_pictures,
+)
 from octavo.frontend.interrupts import late_interrupts
 from octavo.frontend.output_processor import OutputProcessor
 from octavo.frontend.traces import make_tracer, read_trace_headers
@@ -132,6 +137,8 @@ class LLMEngine:
         self.input_processor = InputProcessor(
             settings, self.spec, self.tokenizer, max_model_len, pictures
         )
+        self.chat_pictures = read_chat_pictures(pictures, settings, self.tokenizer, max_model_len)
+        """Reader of the pictures in chats; None: the model reads none."""
         self.adapters = AdapterFiles(config, self.spec)
         """Adapters of requests."""
         self._request_ids = itertools.count()

@@ -29,17 +29,23 @@ class Pictures:
     """Reader of the pictures in the prompts of one model.
 
     Args:
-        processor: the model's processor.
+        kind: name of the model's processor.
+        processor: the processor.
         encoder: the encoder of its pictures.
         tokenizer: the model's tokenizer.
         limit: most pictures of a prompt.
     """
 
     def __init__(
-        self, processor: ImageProcessor, encoder: EncoderSpec, tokenizer: Tokenizer, limit: int
+        self,
+        kind: str,
+        processor: ImageProcessor,
+        encoder: EncoderSpec,
+        tokenizer: Tokenizer,
+        limit: int,
     ) -> None:
-        self.processor = processor
-        self._encoder, self._tokenizer, self._limit = encoder, tokenizer, limit
+        self.kind, self.processor, self.limit = kind, processor, limit
+        self._encoder, self._tokenizer = encoder, tokenizer
         self._placeholder_id = self._token(processor.placeholder)
         self._embed_id = self._token(processor.embed_token)
 
@@ -63,7 +69,7 @@ class Pictures:
         kind, values = found
         own = msgspec.json.decode(msgspec.json.encode(values))  # lists, not tuples
         processor = make_processor(kind, own).changed(settings.mm_processor_kwargs)
-        return cls(processor, encoder, tokenizer, settings.limit("image"))
+        return cls(kind, processor, encoder, tokenizer, settings.limit("image"))
 
     def expand(
         self, prompt: Mapping[str, Any], token_ids: Sequence[int], salt: str | None
@@ -83,9 +89,9 @@ class Pictures:
             UnsupportedError: the data holds something other than pictures.
         """
         given = _pictures_of(prompt)
-        if len(given) > self._limit:
+        if len(given) > self.limit:
             raise RequestError(
-                f"The prompt has {len(given)} pictures; at most {self._limit} are allowed "
+                f"The prompt has {len(given)} pictures; at most {self.limit} are allowed "
                 "(limit_mm_per_prompt).",
                 DATA,
             )

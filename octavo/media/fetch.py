@@ -81,7 +81,7 @@ async def resolve(host: str, port: int) -> list[str]:
 
 
 class MediaFetcher:
-    """Reader of media by URL. Its HTTP client is opened by the first fetch.
+    """Reader of media by URL.
 
     Args:
         allowed_media_domains: hosts that may be asked; empty: none.
@@ -102,7 +102,6 @@ class MediaFetcher:
         folder = allowed_local_media_path
         self._folder = Path(folder).expanduser().resolve() if folder else None
         self._resolver, self._is_allowed = resolver, is_allowed
-        self._client: aiohttp.ClientSession | None = None
 
     async def fetch(self, url: str, param: str) -> bytes:
         """Return the bytes that a URL names.
@@ -128,19 +127,16 @@ class MediaFetcher:
                 f"{param}: {parts.hostname} did not send the file within {MAX_SECONDS:g} s.", param
             ) from None
 
-    async def close(self) -> None:
-        """Close the HTTP client."""
-        if self._client is not None:
-            await self._client.close()
-            self._client = None
-
     async def _fetch(self, url: str, parts: SplitResult, param: str) -> bytes:
         import aiohttp  # most servers fetch nothing
 
         for _ in range(MAX_REDIRECTS + 1):
             host = self._check_host(parts, param)
             try:
-                async with self._open().get(url, allow_redirects=False) as response:
+                async with (
+                    self._open() as client,
+                    client.get(url, allow_redirects=False) as response,
+                ):
                     if response.status in _REDIRECTS and "Location" in response.headers:
                         url = urljoin(url, response.headers["Location"])
                     elif response.status == 200:
@@ -189,22 +185,18 @@ class MediaFetcher:
         return host
 
     def _open(self) -> aiohttp.ClientSession:
+        """Return a client for one request, which resolves and checks its own connection."""
         import aiohttp
 
-        if self._client is None:
-            self._client = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(
-                    resolver=_make_resolver(self._resolver, self._is_allowed),
-                    use_dns_cache=False,
-                    force_close=True,  # each request resolves and checks its own connection
-                    limit=32,
-                ),
-                headers={"Accept-Encoding": "identity"},
-                auto_decompress=False,
-                cookie_jar=aiohttp.DummyCookieJar(),
-                trust_env=False,  # a proxy would resolve names itself
-            )
-        return self._client
+        return aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(
+                resolver=_make_resolver(self._resolver, self._is_allowed), use_dns_cache=False
+            ),
+            headers={"Accept-Encoding": "identity"},
+            auto_decompress=False,
+            cookie_jar=aiohttp.DummyCookieJar(),
+            trust_env=False,  # a proxy would resolve names itself
+        )
 
     def _read_file(self, parts: SplitResult, param: str) -> bytes:
         if self._folder is None:

@@ -22,7 +22,7 @@ from octavo.server.anthropic_schema import (
     without_client_noise,
 )
 from octavo.server.body import read_model
-from octavo.server.chat import ChatCompletion, read_chat
+from octavo.server.chat import ChatCompletion, count_prompt_tokens, read_chat
 from octavo.server.errors import anthropic_error_event
 from octavo.server.generation import EventStream, stopped_by_guard
 from octavo.server.middleware import context_of
@@ -31,7 +31,6 @@ from octavo.server.schema import ChatBody
 from octavo.server.state import state_of
 from octavo.system.offload import offload
 from octavo.text.markers import marker_tokens
-from octavo.text.tokenizer import MAX_TOKENS
 
 if TYPE_CHECKING:
     from octavo.frontend.async_llm import AsyncLLM
@@ -61,11 +60,7 @@ async def count_tokens(request: Request) -> Response:
             engine = await state.get_engine()
             tokenizer = state.tokenizer(engine, "messages")
             reading = await read_chat(body, engine, state, context.body_bytes)
-            (prompt,) = reading.prompts
-            assert isinstance(prompt, str)
-            most = max(engine.max_model_len, MAX_TOKENS)
-            special = reading.add_special_tokens
-            return len(await offload(len(prompt), tokenizer.encode, prompt, special, most))
+            return await count_prompt_tokens(reading, engine, tokenizer)
 
     deadline = state.deadline(context.arrival, context.deadline_ms)
     num_tokens = await state.run(request.receive, count(), deadline)

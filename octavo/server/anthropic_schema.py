@@ -63,6 +63,34 @@ def _text_of(value: object, where: str) -> str:
     return "\n".join(_text_block(block, f"{where}[{i}]") for i, block in enumerate(value))
 
 
+def _content_of(value: object, where: str) -> str | list[dict[str, Any]]:
+    """Return a content in OpenAI's form: text, or a list of parts if there are pictures."""
+    if not isinstance(value, list) or not any(map(_is_picture, value)):
+        return _text_of(value, where)
+    return [_part(block, f"{where}[{i}]") for i, block in enumerate(value)]
+
+
+def _is_picture(block: object) -> bool:
+    return isinstance(block, dict) and block.get("type") == "image"
+
+
+def _part(block: Any, where: str) -> dict[str, Any]:
+    """Return a text or a picture in OpenAI's form."""
+    if not _is_picture(block):
+        return {"type": "text", "text": _text_block(block, where)}
+    source = block.get("source")
+    kind = source.get("type") if isinstance(source, dict) else None
+    if kind == "url":
+        return {"type": "image_url", "image_url": {"url": _field(source, "url", f"{where}.source")}}
+    if kind == "base64":
+        data = _field(source, "data", f"{where}.source")
+        return {"type": "image_url", "image_url": {"url": f"data:;base64,{data}"}}
+    raise UnsupportedError(
+        f"{where}.source.type={show(kind)} is not supported; use base64 or url.",
+        f"{where}.source.type",
+    )
+
+
 def _text_block(block: object, where: str) -> str:
     if not isinstance(block, dict):
         raise RequestError(f"{where}={show(block)} is not a block.", where)
@@ -109,7 +137,7 @@ def _convert_message(message: object, where: str) -> list[dict[str, Any]]:
             f"{where}.content={show(content)} is not allowed; give a string or a list of blocks.",
             f"{where}.content",
         )
-    texts: list[str] = []
+    parts: list[dict[str, Any]] = []
     thoughts: list[str] = []
     calls: list[dict[str, Any]] = []
     results: list[dict[str, Any]] = []
@@ -125,10 +153,11 @@ def _convert_message(message: object, where: str) -> list[dict[str, Any]]:
         elif kind == "redacted_thinking" and role == "assistant":
             continue  # only the service that wrote it can read it
         else:
-            texts.append(_text_block(block, at))
+            parts.append(_part(block, at))
     converted: list[dict[str, Any]] = results
-    if texts or calls or thoughts or not results:
-        converted.append({"role": role, "content": "\n".join(texts)})
+    if parts or calls or thoughts or not results:
+        # A list of texts becomes one text when the chat is checked.
+        converted.append({"role": role, "content": parts})
         if calls:
             converted[-1]["tool_calls"] = calls
         if thoughts:
@@ -157,11 +186,10 @@ def _convert_call(block: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 def _convert_result(block: Mapping[str, Any], where: str) -> dict[str, Any]:
     content = block.get("content", "")
-    text = "" if content is None else _text_of(content, f"{where}.content")
     return {
         "role": "tool",
         "tool_call_id": _field(block, "tool_use_id", where),
-        "content": text,
+        "content": "" if content is None else _content_of(content, f"{where}.content"),
     }
 
 
@@ -233,7 +261,7 @@ class CountTokensBody(Body):
     model: str | None = None
     """Served model name; default: the first one."""
     messages: Annotated[list[dict[str, Any]], BeforeValidator(_check_messages)]
-    """Messages of the chat: text, tool_use, tool_result and thinking blocks."""
+    """Messages of the chat: text, image, tool_use, tool_result and thinking blocks."""
     system: Annotated[str | None, BeforeValidator(_check_system)] = None
     """System prompt: a text, or a list of text blocks."""
     tools: Annotated[list[AnthropicTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None

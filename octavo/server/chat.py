@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from octavo.errors import RequestError
+from octavo.errors import RequestError, UnsupportedError
+from octavo.media.content import MediaItem, MediaKind, Modality, read_media
+from octavo.messages import RequestOptions
 from octavo.outputs import CompletionOutput, Logprob, RequestOutput
 from octavo.parsers.answer import AnswerParser, Format
 from octavo.parsers.bare_calls import has_bare_calls
@@ -27,6 +29,7 @@ from octavo.server.generation import (
     finite,
     make_sampling_params,
     prompt_logprobs_json,
+    prompt_text,
     raw,
     stopped_by_guard,
 )
@@ -34,8 +37,10 @@ from octavo.server.parts import Delta, fold
 from octavo.server.recent_prompts import message_at
 from octavo.server.schema import BatchChatBody, ChatBody, ChatFields
 from octavo.server.state import ServerState, state_of
+from octavo.system import clock
 from octavo.system.offload import offload
 from octavo.text.chat_template import ChatTemplate
+from octavo.text.tokenizer import MAX_TOKENS, Tokenizer
 
 if TYPE_CHECKING:
     from octavo.frontend.async_llm import AsyncLLM
@@ -53,6 +58,20 @@ async def create_batch_chat_completion(request: Request) -> Response:
     return await ChatCompletion.respond(request, await read_model(request, BatchChatBody, limit))
 
 
+class RenderedChat(NamedTuple):
+    """Chat as the template wrote it."""
+
+    pieces: list[str]
+    """Pieces of the text that are tokenised separately; nearly always one."""
+    items: list[MediaItem]
+    """Media, in the order of their placeholders in the text."""
+
+    @property
+    def text(self) -> str:
+        """Whole text."""
+        return "".join(self.pieces)
+
+
 async def render_messages(
     template: ChatTemplate,
     messages: list[Message],
@@ -61,8 +80,9 @@ async def render_messages(
     template_kwargs: dict[str, Any] | None,
     tools: list[Tool] | None = None,
     documents: list[dict[str, str]] | None = None,
-) -> str:
-    """Return the prompt text of a chat.
+    kinds: Mapping[Modality, MediaKind] | None = None,
+) -> RenderedChat:
+    """Return the prompt of a chat.
 
     Args:
         template: the chat template.
@@ -72,27 +92,32 @@ async def render_messages(
         template_kwargs: additional variables for the template.
         tools: definitions of tools, for templates that support them.
         documents: texts for retrieval, for templates that support them.
+        kinds: the media that the model reads; None: none.
 
     Raises:
+        UnsupportedError: the model does not read the media of the chat.
         RequestError: the template rejects the chat, omits its tool calls, or exceeds its limits of
             time or memory.
         ModelError: the template is broken.
     """
     num_calls = sum(len(message.tool_calls or ()) for message in messages)
     plain = await offload(len(messages) + num_calls, _plain_messages, messages)
+    chat = read_media(plain, kinds or {})
     if add_generation_prompt is None:
         add_generation_prompt = not continue_final_message
-    return await asyncio.wrap_future(
+    rendered = await asyncio.wrap_future(
         template.submit(
-            plain,
-            tools=[_plain_tool(tool) for tool in tools or []],
-            documents=documents,
+            chat.messages,
+            tools=chat.protect([_plain_tool(tool) for tool in tools or []]),
+            documents=chat.protect(documents),
             add_generation_prompt=add_generation_prompt,
             continue_final_message=bool(continue_final_message),
-            template_kwargs=template_kwargs,
+            template_kwargs=chat.protect(template_kwargs),
             may_drop_tool_calls=False,
+            placeholders={name: kind.placeholder for name, kind in (kinds or {}).items()},
         )
     )
+    return RenderedChat(chat.split(rendered), chat.items)
 
 
 async def read_chat(
@@ -137,8 +162,16 @@ async def read_chat(
     )
     template = await state.chat_template(tokenizer)
     without_tools = body.tool_choice == "none" and state.config.exclude_tools_when_tool_choice_none
-    prompts = [
-        await render_messages(
+    prompts: list[Prompt] = []
+    pictures = engine.chat_pictures
+    if pictures is None and body.mm_processor_kwargs:
+        raise UnsupportedError(
+            "mm_processor_kwargs is not supported by this model, which reads text only; leave it "
+            "out.",
+            "mm_processor_kwargs",
+        )
+    for messages in body.conversations:
+        rendered = await render_messages(
             template,
             messages,
             body.add_generation_prompt,
@@ -146,11 +179,32 @@ async def read_chat(
             state.template_kwargs(body.chat_template_kwargs, body.reasoning_effort),
             None if without_tools else body.tools,
             body.documents,
+            None if pictures is None else pictures.kinds,
         )
-        for messages in body.conversations
-    ]
+        if pictures is None or (not rendered.items and len(rendered.pieces) == 1):
+            prompts.append(rendered.text)
+            continue
+        prompts.append(
+            await pictures.read_prompt(rendered.pieces, rendered.items, body.mm_processor_kwargs)
+        )
     # The template writes the special tokens itself.
     return Reading(prompts, params, bool(body.add_special_tokens))
+
+
+async def count_prompt_tokens(reading: Reading, engine: AsyncLLM, tokenizer: Tokenizer) -> int:
+    """Return the number of tokens of a request's only prompt.
+
+    Raises:
+        RequestError: the prompt is wrong, or much longer than the context.
+    """
+    (prompt,) = reading.prompts
+    special = reading.add_special_tokens
+    if isinstance(prompt, str):
+        most = max(engine.max_model_len, MAX_TOKENS)
+        return len(await offload(len(prompt), tokenizer.encode, prompt, special, most))
+    options = RequestOptions(clock.now())
+    request, _ = await engine.process(prompt, reading.params, "count", options, special)
+    return len(request.prompt_token_ids)
 
 
 def _plain_messages(messages: list[Message]) -> list[dict[str, object]]:
@@ -185,7 +239,8 @@ def _plain_tool(tool: Tool) -> dict[str, object]:
 
 def _thinks(answer_format: Format, prompt: Prompt) -> bool:
     """Return True if a prompt ends inside of reasoning."""
-    return isinstance(prompt, str) and answer_format.opens_thoughts(prompt)
+    text = prompt_text(prompt)
+    return text is not None and answer_format.opens_thoughts(text)
 
 
 def _whole_calls(calls: list[dict[str, object]]) -> list[dict[str, object]]:
@@ -212,7 +267,7 @@ class ChatCompletion(Generation[ChatFields]):
         self._roles = [role if opened else message.role for message in last]
         """Role of the answers to each chat."""
         self._echoed = [
-            message.content if body.echo and message.role == role else ""
+            message.text if body.echo and message.role == role else ""
             for message, role in zip(last, self._roles, strict=True)
         ]
         """Texts of the last messages, to send before the answers."""
@@ -343,7 +398,7 @@ class ChatCompletion(Generation[ChatFields]):
     def message_at(self, text: str, position: int) -> int | None:
         """Return the index of the message at a character of the prompt."""
         (messages,) = self.body.conversations
-        return message_at(text, [message.content for message in messages], position)
+        return message_at(text, [message.text for message in messages], position)
 
     def opening(self, prompt: int) -> list[list[Part]]:
         """Return the role, and the echo; see `Generation.opening`."""

@@ -10,6 +10,7 @@ from pydantic import BeforeValidator, Field
 
 from octavo.compat import request_fields as known_fields
 from octavo.errors import RequestError, UnsupportedError
+from octavo.media.content import HTTP_PARTS
 from octavo.server.body import Body
 from octavo.server.errors import show
 from octavo.server.old_functions import convert_message
@@ -21,10 +22,11 @@ MAX_TOOLS = 128
 
 
 def _check_content(value: object) -> object:
-    """Return text; join a list of text parts with newlines."""
+    """Return text; join a list of text parts with newlines. With media the list stays as it is."""
     if not isinstance(value, list):
         return value
     texts: list[str] = []
+    has_media = False
     for i, part in enumerate(value):
         if isinstance(part, str):
             texts.append(part)
@@ -36,10 +38,13 @@ def _check_content(value: object) -> object:
                 '"text": "..."}.',
                 "messages",
             )
+        if kind in HTTP_PARTS:
+            has_media = True  # `read_media` checks it, when the model is known
+            continue
         if kind != "text":
             raise UnsupportedError(
-                f"content[{i}] is of type {show(kind)}, which is not supported yet; only text "
-                "parts are.",
+                f"content[{i}] is of type {show(kind)}, which is not supported; use text, "
+                "image_url, input_audio, audio_url or video_url.",
                 "messages",
             )
         text = part.get("text")
@@ -48,6 +53,8 @@ def _check_content(value: object) -> object:
                 f"content[{i}].text={show(text)} is not allowed; it is a string.", "messages"
             )
         texts.append(text)
+    if has_media:
+        return [{"type": "text", "text": part} if isinstance(part, str) else part for part in value]
     return "\n".join(texts)
 
 
@@ -83,9 +90,23 @@ class ContentPart(Body):
     """Part of a message's content."""
 
     type: str
-    """Kind of the part: text."""
-    text: str
-    """Text of the part."""
+    """Kind of the part: text, image_url, input_audio, audio_url or video_url. A model refuses the
+    media that it does not read."""
+    text: str | None = None
+    """Text of a part of type text."""
+    image_url: str | dict[str, Any] | None = None
+    """Picture of a part of type image_url: {"url": ...}, with a URL of the kind data:, https:,
+    http: or file:."""
+    input_audio: dict[str, Any] | None = None
+    """Sound of a part of type input_audio: {"data": base64, "format": "wav"}."""
+    audio_url: str | dict[str, Any] | None = None
+    """Sound of a part of type audio_url: {"url": ...}."""
+    video_url: str | dict[str, Any] | None = None
+    """Video of a part of type video_url: {"url": ...}."""
+    detail: str | None = None
+    """Resolution of a picture; no effect."""
+    uuid: str | None = None
+    """Name of the part's content; no effect."""
 
 
 class FunctionCall(Body):
@@ -142,7 +163,7 @@ class Tool(Body):
 
 
 class Message(Body):
-    """Message of a chat; a list of text parts is joined to one text."""
+    """Message of a chat. A list of parts without media is joined to one text."""
 
     unsupported = known_fields.MESSAGE
     inner: ClassVar[Mapping[str, type[Body]]] = {"content": ContentPart, "tool_calls": ToolCall}
@@ -150,10 +171,10 @@ class Message(Body):
     role: str
     """Role of the speaker: system, user, assistant, tool ..."""
     content: Annotated[
-        str,
+        str | list[dict[str, Any]],
         BeforeValidator(_check_content, json_schema_input_type=str | list[str | ContentPart]),
     ]
-    """Text, or a list of text parts."""
+    """Text, or a list of parts."""
     name: str | None = None
     """Name of the speaker, for templates that show it."""
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
@@ -164,6 +185,13 @@ class Message(Body):
     """Older name of reasoning."""
     tool_call_id: str | None = None
     """Id of the call that a tool's message answers."""
+
+    @property
+    def text(self) -> str:
+        """Text of the content."""
+        if isinstance(self.content, str):
+            return self.content
+        return "\n".join(part["text"] for part in self.content if part["type"] == "text")
 
 
 _OWNERS = {
@@ -211,7 +239,7 @@ def _check_messages(value: object, chat: str = "messages") -> object:
         if not isinstance(message.get("content"), str | list):
             raise RequestError(
                 f"{where}.content={show(message.get('content'))} is not allowed; it is a string "
-                "or a list of text parts.",
+                "or a list of parts.",
                 "messages",
             )
         try:

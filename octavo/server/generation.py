@@ -54,7 +54,7 @@ logger = logging.getLogger(__name__)
 B = TypeVar("B", bound=GenerationBody)
 T = TypeVar("T")
 
-Prompt = str | list[int] | EmbedsPrompt
+Prompt = str | list[int] | EmbedsPrompt | dict[str, Any]
 IndexedOutput = tuple[int, RequestOutput]
 
 REPETITION = "repetition"
@@ -68,6 +68,13 @@ _PROMPTS_AT_ONCE = 4
 _MANY_CANDIDATES = 2000
 
 encode = msgspec.json.encode
+
+
+def prompt_text(prompt: Prompt) -> str | None:
+    """Return the text of a prompt; None: it has none."""
+    if isinstance(prompt, str):
+        return prompt
+    return prompt.get("prompt") if isinstance(prompt, dict) else None
 
 
 class Reading(NamedTuple):
@@ -514,7 +521,7 @@ class Generation(Call, ABC, Generic[B]):
             engine.config.cache.enable_prefix_caching
             and params.prompt_logprobs is None  # such a prompt is computed completely
             and not self.body.use_beam_search
-            and (isinstance(prompt, str) or "prompt_embeds" not in prompt)
+            and not isinstance(prompt, dict)  # embeddings, or pictures
         )
 
     def message_at(self, text: str, position: int) -> int | None:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints
 
 from octavo.compat import request_fields as known_fields
-from octavo.errors import RequestError, UnsupportedError
+from octavo.errors import RequestError
 from octavo.server.body import Body
 from octavo.server.chat_messages import Tool, Tools
 from octavo.server.errors import show
@@ -195,10 +195,9 @@ def _convert_message(message: object, where: str) -> dict[str, Any]:
         raise RequestError(
             f"{where}.role={show(role)} is not allowed; use {', '.join(_ROLES)}.", f"{where}.role"
         )
-    if message.get("images"):
-        at = f"{where}.images"
-        raise UnsupportedError(f"{at} is not supported: models accept text only; leave it out.", at)
-    converted: dict[str, Any] = {"role": role, "content": _text(message, "content", where) or ""}
+    words = _text(message, "content", where) or ""
+    pictures = _check_images(message.get("images"), f"{where}.images")
+    converted: dict[str, Any] = {"role": role, "content": _with_images(words, pictures)}
     if role == "assistant":
         thought = _text(message, "thinking", where)
         if thought:
@@ -217,6 +216,30 @@ def _convert_message(message: object, where: str) -> dict[str, Any]:
             if text:
                 converted[name] = text
     return converted
+
+
+def _check_images(value: object, where: str = "images") -> list[str] | None:
+    """Return pictures in base64.
+
+    Raises:
+        RequestError: the value is no list of texts.
+    """
+    if value is None:
+        return None
+    if not isinstance(value, list) or not all(isinstance(image, str) for image in value):
+        raise RequestError(
+            f"{where}={show(value)} is not allowed; give a list of pictures in base64.", where
+        )
+    return value
+
+
+def _with_images(text: str, images: list[str] | None) -> str | list[dict[str, Any]]:
+    """Return a content in OpenAI's form; pictures come before the text, as in Ollama."""
+    if not images:
+        return text
+    urls = (image if image[:5] == "data:" else f"data:;base64,{image}" for image in images)
+    parts: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    return [*parts, {"type": "text", "text": text}]
 
 
 def _text(message: Mapping[str, Any], name: str, where: str) -> str | None:
@@ -317,12 +340,15 @@ class OllamaGenerateBody(OllamaBody):
     """Message of the user. Without it, the answer says that the model is loaded."""
     system: str | None = None
     """System message."""
+    images: Annotated[list[str] | None, BeforeValidator(_check_images)] = None
+    """Pictures in base64, which come before the prompt."""
     raw: bool | None = None
     """Continue the prompt as it is, without the chat template."""
 
     def conversation(self) -> list[dict[str, Any]]:
         """Return the messages in OpenAI's form."""
-        messages = [{"role": "user", "content": self.prompt}]
+        content = self.prompt if self.prompt is None else _with_images(self.prompt, self.images)
+        messages: list[dict[str, Any]] = [{"role": "user", "content": content}]
         if self.system:
             messages.insert(0, {"role": "system", "content": self.system})
         return messages
@@ -333,9 +359,9 @@ class OllamaGenerateBody(OllamaBody):
         Raises:
             RequestError: raw excludes a given field.
         """
-        for name in ("system", "think"):
+        for name in ("system", "think", "images"):
             value = getattr(self, name)
-            if self.raw and value not in (None, "", False):
+            if self.raw and value not in (None, "", False, []):
                 raise RequestError(
                     f"{name}={show(value)} needs the chat template, which raw=true leaves out; "
                     "leave one of them out.",

@@ -340,7 +340,7 @@ class InputCall(PoolingCall[N]):
                 "server with --chat-template.",
                 "messages",
             )
-        text = await render_messages(
+        rendered = await render_messages(
             template,
             body.messages,
             bool(body.add_generation_prompt),
@@ -350,7 +350,7 @@ class InputCall(PoolingCall[N]):
             body.documents,
         )
         # The template writes the special tokens itself.
-        return [Input(text, "messages")], bool(body.add_special_tokens)
+        return [Input(rendered.text, "messages")], bool(body.add_special_tokens)
 
 
 def numbers_json(x: Floats, encoding: Encoding = "float") -> bytes:

@@ -129,12 +129,28 @@ def _parts(value: object, where: str, kind: str) -> list[Item]:
             raise RequestError(
                 f'{at}={show(part)} is not a part; give {{"type": "{kind}", "text": "..."}}.', at
             )
+        if given == "input_image" and kind == "input_text":
+            parts.append(_picture(part, at))
+            continue
         if given not in _TEXTS:
             raise UnsupportedError(
                 f"{at}.type={show(given)} is not supported; send {kind}.", f"{at}.type"
             )
         parts.append(_part(kind, _text(part, "text", at)))
     return parts
+
+
+def _picture(part: Mapping[str, Any], where: str) -> Item:
+    if part.get("file_id") is not None:
+        raise UnsupportedError(
+            f"{where}.file_id is not supported; send image_url, with a URL or with data:.",
+            f"{where}.file_id",
+        )
+    detail = part.get("detail")
+    if detail is not None and not isinstance(detail, str):
+        raise RequestError(f"{where}.detail={show(detail)} is not a string.", f"{where}.detail")
+    url = _text(part, "image_url", where)
+    return {"type": "input_image", "detail": detail or "auto", "image_url": url}
 
 
 def _part(kind: str, text: str) -> Item:
@@ -268,9 +284,9 @@ def to_messages(items: Sequence[Item]) -> list[dict[str, Any]]:
                     "input",
                 )
             output = item["output"]
-            text = output if isinstance(output, str) else _joined(output)
+            content = output if isinstance(output, str) else _content(output)
             answer = None
-            messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": text})
+            messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": content})
         elif item["role"] == "assistant":
             if answer is not None and "said" in answer and "tool_calls" not in answer:
                 answer = None  # two messages in a row
@@ -279,10 +295,20 @@ def to_messages(items: Sequence[Item]) -> list[dict[str, Any]]:
             message["said"] = True
         else:
             answer = None
-            messages.append({"role": item["role"], "content": _joined(item["content"])})
+            messages.append({"role": item["role"], "content": _content(item["content"])})
     for message in messages:
         message.pop("said", None)
     return messages
+
+
+def _content(parts: Sequence[Item]) -> str | list[Item]:
+    """Return a content of a chat: text, or the parts if there are pictures."""
+    if not any(part["type"] == "input_image" for part in parts):
+        return _joined(parts)
+    return [
+        part if part["type"] == "input_image" else {"type": "text", "text": _joined([part])}
+        for part in parts
+    ]
 
 
 def _joined(parts: Iterable[Item]) -> str:

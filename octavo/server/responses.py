@@ -20,7 +20,7 @@ from octavo.parsers.parts import Text
 from octavo.server import answers
 from octavo.server.background import EventLog, events_dropped, split_events
 from octavo.server.body import check_media_type, read_model
-from octavo.server.chat import ChatCompletion, read_chat
+from octavo.server.chat import ChatCompletion, count_prompt_tokens, read_chat
 from octavo.server.conversations import append_items, load_conversation
 from octavo.server.errors import (
     ClientDisconnectError,
@@ -59,7 +59,6 @@ from octavo.server.stored import (
     store_of,
 )
 from octavo.system.offload import offload
-from octavo.text.tokenizer import MAX_TOKENS
 
 if TYPE_CHECKING:
     from octavo.frontend.async_llm import AsyncLLM
@@ -174,14 +173,11 @@ async def count_input_tokens(request: Request) -> Response:
     chat = await _to_chat(request, given, before, new)
     try:
         reading = await read_chat(chat, engine, state, 0)
-        (prompt,) = reading.prompts
-        assert isinstance(prompt, str)
-        most = max(engine.max_model_len, MAX_TOKENS)
-        ids = await offload(len(prompt), tokenizer.encode, prompt, reading.add_special_tokens, most)
+        count = await count_prompt_tokens(reading, engine, tokenizer)
     except RequestError as error:
         raise renamed(error) from None
     return answers.respond(
-        answers.ResponseInputTokens(object="response.input_tokens", input_tokens=len(ids))
+        answers.ResponseInputTokens(object="response.input_tokens", input_tokens=count)
     )
 
 

@@ -531,6 +531,8 @@ class ChatFields(GenerationBody):
     """Continue the last message instead of answering it."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Variables for the chat template."""
+    mm_processor_kwargs: dict[str, Any] | None = None
+    """Settings of the processor of pictures for this request."""
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
         None
     )

@@ -29,7 +29,7 @@ async def tokenize(request: Request) -> Response:
         text = body.prompt or ""
         special = True if special is None else special
     else:
-        text = await render_messages(
+        rendered = await render_messages(
             await state.chat_template(tokenizer),
             body.messages,
             body.add_generation_prompt,
@@ -38,6 +38,7 @@ async def tokenize(request: Request) -> Response:
             body.tools,
             body.documents,
         )
+        text = rendered.text
         special = bool(special)  # the template writes them itself
     return Response(
         await offload(len(text), _tokenized, tokenizer, text, special, engine.max_model_len, body),

@@ -42,6 +42,8 @@ TIMED_FORMATS = ("srt", "vtt", "verbose_json")
 _CANDIDATES = 5
 WINDOWS_AT_ONCE = 16
 """Windows of a sound that are computed together, which bounds the memory of their features."""
+# Above this temperature, a text is no context of the next window, as in OpenAI's Whisper.
+_MAX_CONTEXT_TEMPERATURE = 0.5
 # Microseconds in which the features of a window are computed.
 _FEATURES_MICROSECONDS = 10_000
 
@@ -61,6 +63,9 @@ class TranscriptionOptions:
     """True for segments between timestamps."""
     seed: int = 0
     """Seed of answers at temperatures above 0."""
+    condition_on_previous_text: bool = False
+    """True if each window continues the text of the windows before, as in OpenAI's Whisper. Then
+    the windows are computed one after the other."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +114,11 @@ class Transcription:
         self._texts: list[str] = []
         self._segments: list[Segment] = []
 
+    @property
+    def windows_at_once(self) -> int:
+        """Number of windows that may be computed side by side."""
+        return 1 if self._options.condition_on_previous_text else WINDOWS_AT_ONCE
+
     def features(self, window: Window) -> Samples:
         """Return the features of a window, float32 [frames, mel bands]."""
         return self._model.compute(window.cut(self._samples))
@@ -147,6 +157,12 @@ class Transcription:
         rate, text = self._model.features.sampling_rate, decoded.text
         if not self._texts:
             text = text.lstrip()
+        if self._options.condition_on_previous_text:
+            if decoded.temperature > _MAX_CONTEXT_TEMPERATURE:  # the text may be wrong
+                self._previous = []
+            else:
+                end = self._model.tokens.end
+                self._previous += [token for token in decoded.tokens if token < end]
         self._texts.append(text)
         self._segments += make_segments(
             decoded,
@@ -256,7 +272,7 @@ async def run(
     tasks: list[asyncio.Task[Decoded]] = []
     try:
         for i, window in enumerate(windows):
-            while len(tasks) < min(len(windows), i + WINDOWS_AT_ONCE):
+            while len(tasks) < min(len(windows), i + transcription.windows_at_once):
                 tasks.append(asyncio.create_task(decode(windows[len(tasks)])))
             yield transcription.add(window, await tasks[i])
     finally:
@@ -296,9 +312,13 @@ def run_all(
     for begin in range(0, len(unknown), WINDOWS_AT_ONCE):
         some = unknown[begin : begin + WINDOWS_AT_ONCE]
         drive([job.detect(job.features(job.windows[0])) for job in some])
-    work = [(job, window) for job in transcriptions for window in job.windows]
-    for begin in range(0, len(work), WINDOWS_AT_ONCE):
-        part = work[begin : begin + WINDOWS_AT_ONCE]
+    waiting = [(job, [*job.windows]) for job in transcriptions if job.windows]
+    while waiting:
+        part: list[tuple[Transcription, Window]] = []
+        for job, windows in waiting:
+            count = min(job.windows_at_once, WINDOWS_AT_ONCE - len(part))
+            part += [(job, windows.pop(0)) for _ in range(min(count, len(windows)))]
+        waiting = [(job, windows) for job, windows in waiting if windows]
         found = drive([job.decode(job.features(window)) for job, window in part])
         for (job, window), decoded in zip(part, found, strict=True):
             job.add(window, decoded)

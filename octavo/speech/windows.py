@@ -68,7 +68,9 @@ def split(samples: NDArray[np.float32], sampling_rate: int, seconds: float) -> l
 def _energies(samples: NDArray[np.float32], moment: int) -> NDArray[np.float32]:
     """Return the mean square of each moment, float32 [moments]; the last one may be shorter."""
     whole = len(samples) // moment * moment
-    means: NDArray[np.float32] = np.square(samples[:whole].reshape(-1, moment)).mean(axis=1)
+    rows = samples[:whole].reshape(-1, moment)
+    # Without an array of all squares
+    means: NDArray[np.float32] = np.einsum("ij,ij->i", rows, rows) / np.float32(moment)
     rest = samples[whole:]
     if len(rest):
         means = np.append(means, np.square(rest).mean())

@@ -103,6 +103,7 @@ class ChatTemplate:
         continue_final_message: bool = False,
         template_kwargs: Mapping[str, Any] | None = None,
         may_drop_tool_calls: bool = True,
+        placeholders: Mapping[str, str] | None = None,
     ) -> Future[str]:
         """Start to make the prompt of a conversation; return a future of `render`'s result.
 
@@ -132,6 +133,7 @@ class ChatTemplate:
             continue_final_message,
             template_kwargs,
             may_drop_tool_calls,
+            dict(placeholders or {}),
         )
         # Variables of the request may make a template slow, too.
         long = bool(template_kwargs or tools or documents) or _is_long(messages)
@@ -151,7 +153,9 @@ class ChatTemplate:
                 beginning of the assistant's turn; `continue_final_message`: end inside the last
                 message, so that the model continues it, which excludes the former;
                 `template_kwargs`: further variables for the template; `may_drop_tool_calls`
-                (default): render messages with tool calls by a template that omits these.
+                (default): render messages with tool calls by a template that omits these;
+                `placeholders`: texts for parts {"type": "image"} of contents, by type, if the
+                template writes nothing for such parts.
 
         Raises:
             RequestError: the messages are malformed, or the template rejects them, or needs too

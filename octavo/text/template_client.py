@@ -39,6 +39,9 @@ class RenderRequest(msgspec.Struct):
     continue_final_message: bool = False
     template_kwargs: Any = None
     may_drop_tool_calls: bool = True
+    placeholders: dict[str, str] = {}
+    """Texts that stand for media, by modality, for templates that write none themselves. Only
+    contents with parts {"type": modality} need them."""
 
 
 class RenderResult(msgspec.Struct):
@@ -94,7 +97,7 @@ class TemplateClient:
             failure.param = result.param
         raise failure
 
-    def _exchange(self, data: bytes) -> bytearray:
+    def _exchange(self, data: bytes) -> memoryview:
         """Send a request and wait for its answer."""
         with self._lock:
             try:

@@ -38,6 +38,8 @@ _CONTINUE_MARK = "\ue000octavo-continue\ue001"
 _PROBE = "octavoprobe"
 _RESERVED = {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"}
 _PROBED_ROLES = ("", "user", "system", "developer", "assistant")
+_MEDIA = ("image", "audio", "video")
+"""Types of parts that stand for media; `octavo/media/content.py` makes them."""
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 
 Message = dict[str, Any]
@@ -62,7 +64,7 @@ def main() -> None:
     serve(lambda data: [_answer(data)], too_large, max_seconds)
 
 
-def _answer(data: bytearray) -> bytes:
+def _answer(data: memoryview) -> bytes:
     """Return the encoded result of an encoded request."""
     try:
         request = msgspec.msgpack.decode(data, type=RenderRequest)
@@ -126,7 +128,7 @@ class _Templates:
         if not request.may_drop_tool_calls:
             self._check_tool_calls(name, messages)
         plain_messages = [
-            self._adapt(name, _plain_message(m, i), f"messages[{i}]")
+            self._adapt(name, _plain_message(m, i), request.placeholders, f"messages[{i}]")
             for i, m in enumerate(messages)
         ]
         if request.continue_final_message:
@@ -209,10 +211,12 @@ class _Templates:
             )
         return rendered
 
-    def _adapt(self, name: str, message: Message, where: str) -> Message:
+    def _adapt(
+        self, name: str, message: Message, placeholders: Mapping[str, str], where: str
+    ) -> Message:
         """Convert content, thoughts and tool calls to the form that the template supports."""
-        content = message["content"]
         role = message["role"]
+        content = message["content"] = self._write_media(name, message, placeholders, where)
         if isinstance(content, list) and not self._takes(name, f"parts:{role}"):
             message["content"] = "\n".join(part["text"] for part in content)
         elif (
@@ -228,6 +232,26 @@ class _Templates:
         if role == "assistant" and message.get("reasoning"):
             self._add_thinking(name, message, message["reasoning"])
         return message
+
+    def _write_media(
+        self, name: str, message: Message, placeholders: Mapping[str, str], where: str
+    ) -> Any:
+        """Return a content in which placeholders replace media that the template does not write."""
+        content, written = message["content"], []
+        if not isinstance(content, list):
+            return content
+        for part in content:
+            kind = part["type"]
+            if kind in _MEDIA and not self._takes(name, f"{kind}:{message['role']}"):
+                if kind not in placeholders:
+                    raise UnsupportedError(
+                        f"{where}.content holds a part of type {kind!r}; the model's chat template "
+                        "does not support it.",
+                        "messages",
+                    )
+                part = {"type": "text", "text": placeholders[kind]}
+            written.append(part)
+        return written
 
     def _adapt_arguments(self, name: str, function: dict[str, Any], where: str) -> None:
         """Convert a call's arguments; a text, of a call that was cut, stays as it is."""
@@ -287,16 +311,25 @@ class _Templates:
             rendered = self._render_example(name, example)
             return rendered is not None and _PROBE in rendered and f"'{_PROBE}'" not in rendered
         kind, _, role = habit.partition(":")
+        if kind in _MEDIA:
+            return self._takes(name, f"parts:{role}") and self._writes_media(name, kind, role)
         content = _PROBE if kind == "text" else [{"type": "text", "text": _PROBE}]
+        return self._takes_content(name, kind, role, content)
+
+    def _writes_media(self, name: str, kind: str, role: str) -> bool:
+        """Return True if a template writes another text for a part with media than for others."""
+        text = {"type": "text", "text": _PROBE}
+        found, other, without = (
+            self._render_example(name, _examples({"role": role, "content": content})[role])
+            for content in ([{"type": kind}, text], [{"type": _PROBE}, text], [text])
+        )
+        if found is None or _PROBE not in found:
+            return False
+        return found != (without if other is None else other)
+
+    def _takes_content(self, name: str, kind: str, role: str, content: object) -> bool:
         subject: Message = {"role": role, "content": content}
-        user: Message = {"role": "user", "content": "hi"}
-        examples = {
-            "user": [subject],
-            "system": [subject, user],
-            "developer": [subject, user],
-            "assistant": [user, subject],
-        }
-        rendered = self._render_example(name, examples[role])
+        rendered = self._render_example(name, _examples(subject)[role])
         if rendered is None:
             return kind == "text"  # the example breaks the template's rules and is inconclusive
         # A template without support for parts prints the list in Python's or JSON's notation.
@@ -311,6 +344,17 @@ class _Templates:
             )
         except RequestError:
             return None
+
+
+def _examples(subject: Message) -> dict[str, list[Message]]:
+    """Return conversations with a message, by its role."""
+    user: Message = {"role": "user", "content": "hi"}
+    return {
+        "user": [subject],
+        "system": [subject, user],
+        "developer": [subject, user],
+        "assistant": [user, subject],
+    }
 
 
 def _call_example(arguments: object, name: str = "f") -> list[Message]:
@@ -431,6 +475,8 @@ def _plain_part(part: Any, where: str) -> dict[str, str]:
     kind = part.get("type", "text") if isinstance(part, Mapping) else None
     if not isinstance(kind, str):
         raise RequestError(f"{where}.content: each part needs a type and a text.", "messages")
+    if kind in _MEDIA:
+        return {"type": kind}
     if kind not in _TEXT_PARTS:
         raise UnsupportedError(
             f"{where}.content holds a part of type {kind!r}; only text is supported.", "messages"

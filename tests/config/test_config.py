@@ -147,6 +147,8 @@ BAD = {
     "enable_sleep_mode": [1, "yes", None],
     "enforce_eager": ["no", 1],
     "enable_prompt_embeds": ["no", 1],
+    "allowed_media_domains": ["a.example", [5], None],
+    "allowed_local_media_path": [5, None, ["/"]],
     "language_model_only": ["no", 1, None],
     "limit_mm_per_prompt": [5, "x", {"image": -1}, {"image": "1"}, {"image": {"count": 1}}, None],
     "mm_processor_kwargs": [5, "x", [1], None],

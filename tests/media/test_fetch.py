@@ -62,7 +62,6 @@ def run(url, answers=None, domains=("files.example",), **options):
             try:
                 return await fetcher.fetch(url.format(port), "messages[0]"), asked
             finally:
-                await fetcher.close()
                 run.asked = asked
 
     return asyncio.run(main())

@@ -647,7 +647,7 @@ def test_the_architecture_by_the_kind_of_model(tmp_path: Path) -> None:
         missing += ("Mistral4ForCausalLM", "PhiMoEForCausalLM", "NewModel", "JinaBertModel")
         missing += ("BertSpladeSparseEmbeddingModel", "BgeM3EmbeddingModel")
         missing += ("ColBERTModernBertModel", "ColBERTJinaRobertaModel")
-        if name in missing or "Conditional" in name:
+        if name in missing or "Conditional" in name or name == "MarianMTModel":
             continue  # transformers has no class for it, or another name, or another mapping
         if name.endswith("Model") and "LMHead" not in name:
             assert MODEL_MAPPING_NAMES[defaults["model_type"]] == name

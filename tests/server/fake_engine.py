@@ -73,6 +73,7 @@ class FakeSpec(SimpleNamespace):
     """Description of the fake model; it generates text if it has no poolers."""
 
     sees_all = False
+    is_encoder_decoder = False
     sentences = NO_SENTENCES
 
     @property
@@ -113,6 +114,7 @@ class FakeAsyncLLM:
             weight_nbytes=lambda dtype: 258 * 4 * 4,
         )
         self.max_model_len = MAX_MODEL_LEN
+        self.chat_pictures = None
         self.request_memory = RequestMemory(2**30)
         self.metrics = EngineMetrics("fake", MAX_MODEL_LEN)
         self.stats = SchedulerStats()

@@ -107,6 +107,9 @@ def test_blocks():
     serve(scenario)
 
 
+PNG = {"type": "base64", "media_type": "image/png", "data": "AAAA"}
+
+
 @pytest.mark.parametrize(
     ("fields", "reason", "text"),
     [
@@ -225,7 +228,13 @@ def test_count_tokens():
             {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
             400,
             "invalid_request_error",
-            "messages[0].content[0].type='image' is not supported",
+            "messages[0].content[0].source.type=None is not supported",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image", "source": PNG}]}]},
+            400,
+            "invalid_request_error",
+            "not supported by this model: it reads text only",
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "tool_result", "content": "x"}]}]},

@@ -814,8 +814,18 @@ def item(**fields):
         (item(role="user", content=["x"]), "input[1].content[0]", "not a part"),
         (
             item(role="user", content=[{"type": "input_image", "image_url": "x"}]),
-            "input[1].content[0].type",
-            "'input_image' is not supported",
+            "input",
+            "is of type 'input_image', which is not supported by this model",
+        ),
+        (
+            item(role="user", content=[{"type": "input_image", "file_id": "x"}]),
+            "input[1].content[0].file_id",
+            "send image_url",
+        ),
+        (
+            item(role="user", content=[{"type": "input_image", "image_url": 5}]),
+            "input[1].content[0].image_url",
+            "image_url=5",
         ),
         (
             item(role="user", content=[{"type": "input_file", "file_id": "x"}]),

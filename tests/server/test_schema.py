@@ -239,13 +239,13 @@ WRONG = {
         ),
         (
             messages({"role": "assistant"}),
-            "messages[0].content=None is not allowed; it is a string or a list of text parts.",
+            "messages[0].content=None is not allowed; it is a string or a list of parts.",
             "messages",
             None,
         ),
         (
             messages({"role": "user", "content": None}),
-            "messages[0].content=None is not allowed; it is a string or a list of text parts.",
+            "messages[0].content=None is not allowed; it is a string or a list of parts.",
             "messages",
             None,
         ),
@@ -256,9 +256,9 @@ WRONG = {
             None,
         ),
         (
-            messages({"role": "user", "content": [{"type": "image_url"}]}),
-            "messages[0].content[0] is of type 'image_url', which is not supported yet; only text "
-            "parts are.",
+            messages({"role": "user", "content": [{"type": "smell"}]}),
+            "messages[0].content[0] is of type 'smell', which is not supported; use text, "
+            "image_url, input_audio, audio_url or video_url.",
             "messages",
             "unsupported_parameter",
         ),

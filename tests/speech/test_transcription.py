@@ -165,6 +165,23 @@ def test_the_text_before_is_cut_to_half_of_the_context():
     assert ask.prompt_token_ids == [PREVIOUS, 0, ord("b") - 32, START, BARE]
 
 
+def test_windows_continue_the_text_before():
+    """A text of a high temperature is no context."""
+
+    def script(ask, _):
+        has_context = len(ask.prompt_token_ids) > 2
+        if has_context and ask.params.temperature < 0.7:
+            return answer(ask, " bad", logprob=-2.0)
+        return answer(ask, " 2" if has_context else " 1")
+
+    transcript, asks = transcribe(script, seconds=20.0, condition_on_previous_text=True)
+    first = [ask.prompt_token_ids for ask in asks if ask.params.temperature == 0.0]
+    expected = [[START, BARE], [PREVIOUS, 0, ord("1") - 32, START, BARE]]
+    assert len(first) >= 4
+    assert first == (expected * len(first))[: len(first)]
+    assert transcript.text.split() == (["1", "2"] * len(first))[: len(first)]
+
+
 def test_failures():
     with pytest.raises(RequestError, match="cannot be transcribed: why"):
         transcribe(lambda ask, _: answer(ask, "", finish_reason="error"))

@@ -427,3 +427,38 @@ def test_threads():
     with ThreadPoolExecutor(4) as pool:
         for i, text in enumerate(pool.map(render, range(100))):
             assert text == f"<|user|>n{i}\n<|assistant|>"
+
+
+MEDIA = [{"type": "text", "text": "See"}, {"type": "image"}, {"type": "text", "text": "this."}]
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        # It writes the placeholders of media itself.
+        (
+            "{% for m in messages %}{% for p in m['content'] %}"
+            "{% if p['type'] == 'image' %}[IMG]{% else %}{{ p['text'] }}{% endif %}"
+            "{% endfor %}{% endfor %}",
+            "See[IMG]this.",
+        ),
+        # It reads parts, but none with media.
+        (
+            "{% for m in messages %}{% for p in m['content'] %}{{ p['text'] }}|"
+            "{% endfor %}{% endfor %}",
+            "See|<image>|this.|",
+        ),
+        # It reads texts only.
+        ("{% for m in messages %}{{ m['content'] }}{% endfor %}", "See\n<image>\nthis."),
+    ],
+)
+def test_media_are_written_by_the_template_or_as_placeholders(source, expected):
+    template = ChatTemplate({"default": source}, {})
+    chat = [{"role": "user", "content": MEDIA}]
+    assert template.render(chat, placeholders={"image": "<image>"}) == expected
+
+
+def test_media_need_a_placeholder_if_the_template_writes_none():
+    template = ChatTemplate({"default": "{{ messages[0]['content'] }}"}, {})
+    with pytest.raises(UnsupportedError, match="part of type 'image'"):
+        template.render([{"role": "user", "content": MEDIA}])

@@ -1,0 +1,105 @@
+"""Pictures that chats name by URL: fetched, decoded in helper processes, and put into prompts."""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from octavo.config import ModelConfig
+from octavo.errors import RequestError
+from octavo.frontend.pictures import Pictures
+from octavo.media.content import MediaItem, MediaKind, Modality
+from octavo.media.fetch import MediaFetcher
+from octavo.multimodal.pictures import PictureReader
+from octavo.system.offload import offload
+from octavo.text.tokenizer import MAX_TOKENS, Tokenizer
+
+
+class ChatPictures:
+    """Reader of the pictures in the chats of one model.
+
+    Args:
+        pictures: reader of the pictures in its prompts.
+        settings: settings of the model.
+        tokenizer: its tokenizer.
+        max_model_len: most tokens of prompt and answer together.
+    """
+
+    def __init__(
+        self, pictures: Pictures, settings: ModelConfig, tokenizer: Tokenizer, max_model_len: int
+    ) -> None:
+        processor = pictures.processor
+        self.kinds: Mapping[Modality, MediaKind] = {
+            "image": MediaKind(processor.placeholder, pictures.limit, (processor.embed_token,))
+        }
+        """Media that the model reads, for `read_media`."""
+        self._tokenizer, self._max_tokens = tokenizer, max(max_model_len, MAX_TOKENS)
+        self._fetcher = MediaFetcher(
+            settings.allowed_media_domains, settings.allowed_local_media_path
+        )
+        self._reader = PictureReader(pictures.kind, processor.settings.fields)
+        # Also at the end of this process.
+        weakref.finalize(self, self._reader.close)
+
+    async def read_prompt(
+        self,
+        pieces: Sequence[str],
+        items: Sequence[MediaItem],
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Return the prompt of a chat, with its pictures.
+
+        The pictures of a request are read one after the other, so that requests with many of them
+        leave the helper processes to others in between.
+
+        Args:
+            pieces: pieces of the rendered chat that are tokenised separately.
+            items: its pictures, in the order of the text.
+            mm_processor_kwargs: settings of the processor of pictures.
+
+        Raises:
+            RequestError: a picture cannot be had or read, or a setting is wrong.
+        """
+        text = "".join(pieces)
+        prompt: dict[str, Any] = {"prompt": text}
+        if len(pieces) > 1:
+            prompt["prompt_token_ids"] = await offload(len(text), self._encode, pieces)
+        if not items:
+            return prompt
+        images: list[object] = []
+        for item in items:
+            image = item.source
+            if isinstance(image, str):
+                try:
+                    file = await self._fetcher.fetch(image, item.name)
+                    reading = self._reader.read(file, item.name, mm_processor_kwargs)
+                    image = await asyncio.wrap_future(reading)
+                except RequestError as error:
+                    if error.param == item.name:
+                        error.param = "messages"
+                    raise
+            images.append(image)
+        prompt["multi_modal_data"] = {"image": images}
+        if mm_processor_kwargs:
+            prompt["mm_processor_kwargs"] = mm_processor_kwargs
+        return prompt
+
+    def read_prompt_now(
+        self,
+        pieces: Sequence[str],
+        items: Sequence[MediaItem],
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Return `read_prompt`'s result; for callers with or without an event loop."""
+        with ThreadPoolExecutor(1) as thread:
+            work = self.read_prompt(pieces, items, mm_processor_kwargs)
+            return thread.submit(asyncio.run, work).result()
+
+    def _encode(self, pieces: Sequence[str]) -> list[int]:
+        ids: list[int] = []
+        for piece in pieces:
+            ids += self._tokenizer.encode(piece, False, self._max_tokens)
+        return ids

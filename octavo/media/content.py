@@ -1,0 +1,219 @@
+"""Media in the messages of a chat: parts of their contents become items, in the order of the text.
+
+The chat template writes a *placeholder* for each item, such as "<image>". A user may write the same
+text, and that must never stand for an item. So `read_media` puts a secret mark into such texts,
+which `split_rendered` removes from the rendered chat: the pieces around it are tokenised
+separately, and a placeholder that was cut in two is ordinary text.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeAlias
+
+from octavo.errors import RequestError, UnsupportedError
+
+Modality: TypeAlias = Literal["image", "audio", "video"]
+
+MEDIA_PARTS: Mapping[str, Modality] = {
+    "image_url": "image",
+    "input_image": "image",
+    "image_pil": "image",
+    "input_audio": "audio",
+    "audio_url": "audio",
+    "video_url": "video",
+}
+"""Types of parts that hold media."""
+HTTP_PARTS = frozenset(MEDIA_PARTS) - {"image_pil"}
+"""Types of parts that JSON can hold."""
+NAMES: Mapping[Modality, str] = {"image": "picture", "audio": "sound", "video": "video"}
+_DETAILS = ("auto", "low", "high", "original")
+_MAX_UUID_CHARS = 256
+_FORMAT = re.compile(r"[\w.+-]{1,32}", re.ASCII)
+
+
+@dataclass(frozen=True)
+class MediaItem:
+    """One item of a request."""
+
+    modality: Modality
+    source: Any
+    """URL as text; of an offline caller also an image of Pillow."""
+    uuid: str | None
+    """Name that the client gives to its content."""
+    name: str
+    """Name for errors, such as "picture 2"."""
+
+
+@dataclass(frozen=True)
+class MediaKind:
+    """What a model needs to know of one modality."""
+
+    placeholder: str
+    """Text that stands for an item, in a rendered chat."""
+    limit: int
+    """Maximum number of items of a request (`limit_mm_per_prompt`)."""
+    reserved: tuple[str, ...] = ()
+    """Further texts that only the model's processor may write."""
+
+
+@dataclass(frozen=True)
+class Chat:
+    """Messages without media, and the media."""
+
+    messages: list[Any]
+    """Each part with media is {"type": modality}."""
+    items: list[MediaItem]
+    """The media, in the order of the text."""
+    reserved: tuple[str, ...]
+    """Texts that only the model's template and processor may write."""
+    mark: str
+    """Secret mark, which cuts reserved texts of users in two."""
+
+    def protect(self, value: Any) -> Any:
+        """Return JSON data with the mark inside of each reserved text, wherever it is."""
+        if isinstance(value, str):
+            for text in self.reserved:
+                if text in value:
+                    value = value.replace(text, text[:1] + self.mark + text[1:])
+            return value
+        if isinstance(value, Mapping):
+            return {self.protect(key): self.protect(item) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [self.protect(item) for item in value]
+        return value
+
+    def split(self, rendered: str) -> list[str]:
+        """Return the pieces of the rendered chat that are to be tokenised separately."""
+        return rendered.split(self.mark) if self.reserved else [rendered]
+
+
+def read_media(messages: Sequence[Any], kinds: Mapping[Modality, MediaKind]) -> Chat:
+    """Take the media out of the messages of a chat.
+
+    Args:
+        messages: OpenAI's messages, as plain data; they are not changed.
+        kinds: the modalities that the model reads; empty for a text model.
+
+    Raises:
+        UnsupportedError: there is a modality that the model does not read.
+        RequestError: a part is malformed, or there are too many items.
+    """
+    found: list[Any] = []
+    items: list[MediaItem] = []
+    counts = Counter[Modality]()
+    for i, message in enumerate(messages):
+        content = message.get("content") if isinstance(message, Mapping) else None
+        if not isinstance(content, list | tuple) or not any(map(_is_media, content)):
+            found.append(message)
+            continue
+        parts: list[Any] = []
+        for j, part in enumerate(content):
+            if not _is_media(part):
+                parts.append(part)
+                continue
+            where = f"messages[{i}].content[{j}]"
+            if part["type"] not in MEDIA_PARTS:
+                raise UnsupportedError(
+                    f"{where} is of type {part['type']!r}; send image_url, input_audio or "
+                    "video_url.",
+                    "messages",
+                )
+            modality = MEDIA_PARTS[part["type"]]
+            known = kinds.get(modality)
+            if known is None:
+                reads = " and ".join(["text", *(f"{NAMES[kind]}s" for kind in kinds)])
+                raise UnsupportedError(
+                    f"{where} is of type {part['type']!r}, which is not supported by this model: "
+                    f"it reads {reads} only.",
+                    "messages",
+                )
+            counts[modality] += 1
+            name = NAMES[modality]
+            if counts[modality] > known.limit:
+                raise RequestError(
+                    f"messages have more than {known.limit} {name}s, the limit of this server "
+                    "(--limit-mm-per-prompt).",
+                    "messages",
+                )
+            source, uuid = _read_part(part, where)
+            items.append(MediaItem(modality, source, uuid, f"{name} {counts[modality]}"))
+            parts.append({"type": modality})
+        found.append({**message, "content": parts})
+    reserved = {text for kind in kinds.values() for text in (kind.placeholder, *kind.reserved)}
+    chat = Chat(found, items, tuple(sorted(reserved)), f"octavo{secrets.token_hex(16)}")
+    if not reserved:
+        return chat
+    try:
+        return replace(chat, messages=chat.protect(found))
+    except RecursionError:
+        raise RequestError("messages is nested too deeply.", "messages") from None
+
+
+def _is_media(part: Any) -> bool:
+    kind = str(part.get("type")) if isinstance(part, Mapping) else ""
+    return kind in MEDIA_PARTS or kind in NAMES
+
+
+def _read_part(part: Mapping[str, Any], where: str) -> tuple[Any, str | None]:
+    """Return source and uuid of a part with media.
+
+    Args:
+        part: as OpenAI or vLLM defines it: {"type": "image_url", "image_url": {"url": ...}} (or the
+            URL itself), input_image, input_audio, audio_url, video_url; image_pil.
+        where: name of the part, for errors.
+
+    Raises:
+        RequestError: the part is malformed.
+    """
+    kind = part["type"]
+    uuid = part.get("uuid")
+    if uuid is not None and not (isinstance(uuid, str) and 0 < len(uuid) <= _MAX_UUID_CHARS):
+        raise RequestError(
+            f"{where}.uuid is not allowed; it is a string of 1 to {_MAX_UUID_CHARS} characters.",
+            "messages",
+        )
+    value = part.get("image_url" if kind == "input_image" else kind)
+    if kind == "image_pil":
+        source = value
+    elif kind == "input_audio":
+        source = _audio_url(value, f"{where}.input_audio")
+    else:
+        detail = part.get("detail")
+        if isinstance(value, Mapping):
+            detail = value.get("detail")
+            value = value.get("url")
+        if detail is not None and detail not in _DETAILS:
+            raise RequestError(
+                f"{where}: detail is not allowed; use {', '.join(_DETAILS)}. It has no effect.",
+                "messages",
+            )
+        source = value
+    if source is None and uuid is not None:
+        raise UnsupportedError(
+            f"{where} has a uuid only; media are not kept by their uuids: send the content, too.",
+            "messages",
+        )
+    if kind != "image_pil" and not (isinstance(source, str) and source):
+        name = "image_url" if kind == "input_image" else kind
+        raise RequestError(
+            f'{where}.{name} is not allowed; give {{"url": "..."}}, with a URL of the kind data:, '
+            "https:, http: or file:.",
+            "messages",
+        )
+    return source, uuid
+
+
+def _audio_url(value: object, where: str) -> str:
+    """Return OpenAI's `input_audio` as a data: URL."""
+    data = value.get("data") if isinstance(value, Mapping) else None
+    form = value.get("format") if isinstance(value, Mapping) else None
+    if not isinstance(data, str) or not isinstance(form, str) or not _FORMAT.fullmatch(form):
+        raise RequestError(
+            f'{where} is not allowed; give {{"data": "base64 ...", "format": "wav"}}.', "messages"
+        )
+    return f"data:audio/{form};base64,{data}"

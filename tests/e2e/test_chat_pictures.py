@@ -1,0 +1,197 @@
+"""Pictures in chats: all APIs of a server and `LLM.chat` answer as to pixels offline."""
+
+import base64
+import contextlib
+import io
+import json
+import signal
+
+import psutil
+import pytest
+from PIL import Image
+
+from octavo import SamplingParams
+from octavo.errors import RequestError
+from tests.e2e.harness import serve
+from tests.pictures import ID, make_llm, picture, save_model
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m['role'] }}:{% if m['content'] is string %}{{ m['content'] }}"
+    "{% else %}{% for p in m['content'] %}{% if p['type'] == 'image' %}<image>{% else %}"
+    "{{ p['text'] }}{% endif %}{% endfor %}{% endif %};{% endfor %}"
+)
+FIRST, SECOND = picture(48, 30), picture(20, 40, 1)
+PLAIN = {"temperature": 0, "max_tokens": 8}
+PARAMS = SamplingParams(**PLAIN)
+
+
+def png(pixels):
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    return file.getvalue()
+
+
+def encoded(pixels):
+    return base64.b64encode(png(pixels)).decode()
+
+
+def part(pixels, **more):
+    url = f"data:image/png;base64,{encoded(pixels)}"
+    return {"type": "image_url", "image_url": {"url": url}, **more}
+
+
+def text(words):
+    return {"type": "text", "text": words}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("smolvlm")
+    save_model("smolvlm", folder)
+    file = folder / "tokenizer_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "chat_template": TEMPLATE}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def llm(folder):
+    with make_llm(folder) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def expected(llm):
+    """Answer to both pictures and a text, as pixels offline: prompt's tokens, text."""
+    prompt = {"prompt": "user:<image>and<image>?;", "multi_modal_data": {"image": [FIRST, SECOND]}}
+    (output,) = llm.generate(prompt, PARAMS, use_tqdm=False)
+    return output.prompt_token_ids, output.outputs[0].text
+
+
+def ask(llm, *content):
+    (output,) = llm.chat([{"role": "user", "content": list(content)}], PARAMS, use_tqdm=False)
+    return output.prompt_token_ids, output.outputs[0].text
+
+
+def test_offline_chat(llm, expected):
+    assert ask(llm, part(FIRST), text("and"), part(SECOND, uuid="x"), text("?")) == expected
+    pil = {"type": "image_pil", "image_pil": Image.fromarray(FIRST)}
+    assert ask(llm, pil, text("and"), part(SECOND), text("?")) == expected
+
+
+def test_placeholders_of_users_are_text(llm):
+    alone, _ = ask(llm, part(FIRST))
+    ids, _ = ask(llm, text("<image>"), part(FIRST))
+    assert ids.count(ID["<image>"]) == alone.count(ID["<image>"]) > 0
+    tokenizer = llm.get_tokenizer()
+    assert tokenizer.decode(ids[:20]).startswith("user:<image>")
+    (output,) = llm.chat([{"role": "user", "content": "<image>"}], PARAMS, use_tqdm=False)
+    assert ID["<image>"] not in output.prompt_token_ids
+    assert output.prompt == "user:<image>;"
+
+
+@pytest.mark.parametrize(
+    ("content", "match"),
+    [
+        ([part(FIRST), {"type": "video_url", "video_url": {"url": "x"}}], "it reads text and pict"),
+        ([{"type": "image_url", "image_url": "http://a.example/"}], "--allowed-media-domains a.ex"),
+        ([{"type": "image_url", "image_url": "file:///etc/passwd"}], "--allowed-local-media-path"),
+        ([{"type": "image_url", "image_url": "data:;base64,AAAA"}], "picture 1: the file is no"),
+        ([part(FIRST)] * 1000, "more than 999 pictures"),
+    ],
+)
+def test_errors_offline(llm, content, match):
+    with pytest.raises(RequestError, match=match) as error:
+        ask(llm, *content)
+    assert error.value.param == "messages"
+
+
+def test_settings_of_the_processor(llm, expected):
+    chat = [{"role": "user", "content": [part(FIRST)]}]
+    (cut,) = llm.chat(chat, PARAMS, use_tqdm=False)
+    whole = {"do_image_splitting": False}
+    (uncut,) = llm.chat(chat, PARAMS, mm_processor_kwargs=whole, use_tqdm=False)
+    assert len(uncut.prompt_token_ids) < len(cut.prompt_token_ids)
+
+
+@pytest.fixture(scope="module")
+def server(folder, tmp_path_factory):
+    (folder / "first.png").write_bytes(png(FIRST))
+    flags = ["--dtype", "float32", "--max-model-len", "400", "--served-model-name", "m"]
+    flags += ["--allowed-local-media-path", str(folder), "--limit-mm-per-prompt", '{"image": 3}']
+    with serve(tmp_path_factory.mktemp("server"), *flags, model=str(folder)) as server:
+        yield server
+
+
+def test_every_api_gives_the_answer(server, folder, expected):
+    content = [part(FIRST), text("and"), part(SECOND), text("?")]
+    chat = {"model": "m", "messages": [{"role": "user", "content": content}], **PLAIN}
+    response = server.post("/v1/chat/completions", chat)
+    assert response.status_code == 200, response.text
+    body = response.json()
+    assert body["choices"][0]["message"]["content"] == expected[1]
+    assert body["usage"]["prompt_tokens"] == len(expected[0])
+
+    content[0] = {"type": "image_url", "image_url": {"url": f"file://{folder}/first.png"}}
+    chat["messages"] = [{"role": "user", "content": content}]
+    response = server.post("/v1/chat/completions", chat)
+    assert response.json()["choices"][0]["message"]["content"] == expected[1], response.text
+
+    source = [{"type": "base64", "data": encoded(pixels)} for pixels in (FIRST, SECOND)]
+    first, second = ({"type": "image", "source": one} for one in source)
+    blocks = [first, text("and"), second, text("?")]
+    messages = [{"role": "user", "content": blocks}]
+    counted = server.post("/v1/messages/count_tokens", {"model": "m", "messages": messages})
+    assert counted.json() == {"input_tokens": len(expected[0])}
+    message = {"model": "m", "messages": messages, "max_tokens": 8, "temperature": 0}
+    response = server.post("/v1/messages", message)
+    assert response.json()["content"][0]["text"] == expected[1], response.text
+
+    parts = [{"type": "input_image", "image_url": one["image_url"]["url"]} for one in chat_parts()]
+    parts.insert(1, {"type": "input_text", "text": "and"})
+    parts.append({"type": "input_text", "text": "?"})
+    response = server.post(
+        "/v1/responses",
+        {"model": "m", "input": [{"role": "user", "content": parts}], "temperature": 0}
+        | {"max_output_tokens": 8},
+    )
+    output = response.json()["output"]
+    assert output[0]["content"][0]["text"] == expected[1], response.text
+
+
+def chat_parts():
+    return [part(FIRST), part(SECOND)]
+
+
+def test_ollama(server, llm):
+    images = [encoded(FIRST), encoded(SECOND)]
+    (_, answer) = ask(llm, *chat_parts(), text("?"))
+    options = {"options": {"num_predict": 8, "temperature": 0}, "stream": False, "model": "m"}
+    messages = [{"role": "user", "content": "?", "images": images}]
+    response = server.post("/api/chat", {"messages": messages, **options})
+    assert response.json()["message"]["content"] == answer, response.text
+    response = server.post("/api/generate", {"prompt": "?", "images": images, **options})
+    assert response.json()["response"] == answer, response.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_bad_pictures_harm_nobody(server, expected, stream):
+    def send(*content):
+        chat = {"model": "m", "messages": [{"role": "user", "content": list(content)}], **PLAIN}
+        return server.post("/v1/chat/completions", {**chat, "stream": stream})
+
+    url = {"type": "image_url", "image_url": {"url": "http://169.254.169.254/latest"}}
+    for content, words in (
+        ([url], "--allowed-media-domains 169.254.169.254"),
+        ([part(FIRST)] * 4, "more than 3 pictures"),
+        ([{"type": "image_url", "image_url": {"url": "data:;base64,AAAA"}}], "is no picture"),
+    ):
+        response = send(*content)
+        assert response.status_code == 400, response.text
+        assert words in response.json()["error"]["message"]
+        assert response.json()["error"]["param"] == "messages"
+    # The process that reads pictures dies, and another takes its place.
+    for process in psutil.Process(server.process.pid).children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if "octavo.media.process" in process.cmdline():
+                process.send_signal(signal.SIGKILL)
+    assert send(part(FIRST), text("and"), part(SECOND), text("?")).status_code == 200

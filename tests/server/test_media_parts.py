@@ -1,0 +1,89 @@
+"""Pictures in the bodies of all APIs become the same parts of a chat."""
+
+import pytest
+
+from octavo.errors import RequestError
+from octavo.media.content import MediaKind, read_media
+from octavo.server.anthropic_schema import MessagesBody
+from octavo.server.body import validate
+from octavo.server.chat import _plain_messages
+from octavo.server.ollama_schema import OllamaChatBody, OllamaGenerateBody
+from octavo.server.response_items import read_input, to_messages
+from octavo.server.schema import ChatBody
+
+URL = "data:;base64,AAAA"
+KINDS = {"image": MediaKind("<image>", 9)}
+
+
+def openai(content):
+    return ChatBody.checked({"messages": [{"role": "user", "content": content}]})
+
+
+def read(body):
+    """Return roles, contents and sources of a checked body."""
+    chat = read_media(_plain_messages(body.messages), KINDS)
+    contents = [
+        "".join(part.get("text", "<>") for part in message["content"])
+        if isinstance(message["content"], list)
+        else message["content"]
+        for message in chat.messages
+    ]
+    return contents, [item.source for item in chat.items]
+
+
+def test_chat_completions():
+    body = openai(["see", {"type": "image_url", "image_url": {"url": URL}}, "this"])
+    assert read(body) == (["see<>this"], [URL])
+    assert body.messages[0].text == "see\nthis"
+
+
+def test_text_parts_are_still_one_text():
+    assert openai(["a", {"type": "text", "text": "b"}]).messages[0].content == "a\nb"
+
+
+def test_messages_of_anthropic():
+    picture = {"type": "base64", "media_type": "image/png", "data": "AAAA"}
+    blocks = [
+        {"type": "image", "source": picture},
+        {"type": "text", "text": "see"},
+        {"type": "image", "source": {"type": "url", "url": "https://a.example/b.png"}},
+    ]
+    call = {"type": "tool_use", "id": "x", "name": "look", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "x", "content": blocks[:2]}
+    messages = [
+        {"role": "user", "content": blocks},
+        {"role": "assistant", "content": [call]},
+        {"role": "user", "content": [result]},
+    ]
+    body = validate(MessagesBody, {"model": "m", "max_tokens": 5, "messages": messages}).to_chat()
+    assert read(body) == (["<>see<>", "", "<>see"], [URL, "https://a.example/b.png", URL])
+
+
+def test_responses():
+    part = {"type": "input_image", "image_url": URL, "detail": "high"}
+    text = {"type": "input_text", "text": "see"}
+    items = [
+        {"role": "user", "content": [text, part]},
+        {"type": "function_call", "call_id": "x", "name": "look", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "x", "output": [part]},
+    ]
+    body = ChatBody.checked({"messages": to_messages(read_input(items))})
+    assert read(body) == (["see<>", "", "<>"], [URL, URL])
+
+
+def test_ollama():
+    messages = [{"role": "user", "content": "see", "images": ["AAAA", URL]}]
+    chat = validate(OllamaChatBody, {"model": "m", "messages": messages}).to_chat("m")
+    assert read(chat) == (["<><>see"], [URL, URL])
+    body = {"model": "m", "prompt": "see", "images": ["AAAA"], "system": "Look."}
+    assert read(validate(OllamaGenerateBody, body).to_chat("m")) == (["Look.", "<>see"], [URL])
+
+
+@pytest.mark.parametrize(
+    "source",
+    [None, {"type": "file", "file_id": "x"}, {"type": "url"}, {"type": "base64", "data": 5}],
+)
+def test_wrong_sources_of_anthropic(source):
+    messages = [{"role": "user", "content": [{"type": "image", "source": source}]}]
+    with pytest.raises(RequestError, match=r"messages\[0\].content\[0\].source"):
+        validate(MessagesBody, {"model": "m", "max_tokens": 5, "messages": messages})
