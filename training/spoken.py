@@ -11,6 +11,7 @@ import ctypes.util
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -97,13 +98,13 @@ class Synthesizer:
         self._callback = _Callback(self._receive)  # espeak-ng keeps only its address
         self._library.espeak_SetSynthCallback(self._callback)
 
-    def _receive(self, wav: ctypes._Pointer[ctypes.c_short], count: int, events: object) -> int:
+    def _receive(self, wav: ctypes._Pointer[ctypes.c_short], count: int, events: Any) -> int:
         if wav and count:
             self._sound.append(np.ctypeslib.as_array(wav, (count,)).astype(np.float32) / 32768)
         i = 0
-        while events[i].type:  # type: ignore[index]
-            if events[i].type == _WORD_EVENT:  # type: ignore[index]
-                self._begins.append(events[i].sample)  # type: ignore[index]
+        while events[i].type:
+            if events[i].type == _WORD_EVENT:
+                self._begins.append(events[i].sample)
             i += 1
         return 0
 

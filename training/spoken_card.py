@@ -32,10 +32,12 @@ DATA = """\
 Speech of the synthesizer [eSpeak NG](https://github.com/espeak-ng/espeak-ng) (GPL-3.0-or-later), as
 Debian packages it: one to seven of the words at random, in {accents} accents of English and
 {voices} voices, with random speed, pitch and pauses. numpy then changes the speed, filters the
-sound, and adds noise 5 to 45 dB below it, less at first (`training/spoken.py`). One sound in 17 is noise alone.
+sound, and adds noise 5 to 45 dB below it, less at first (`training/spoken.py`). One sound in 17 is
+noise alone. No other speech was used.
+
 The synthesizer's licence is that of its program and its files, which Octavo does not ship. The
-weights contain neither. Most of what it says is computed; only its consonants have short recordings
-in them, which are among its files. No other speech was used.
+weights contain neither. Most of what it says is computed; only in its consonants there are short
+recordings, which are among its files.
 """
 LIMITS = """\
 It knows {words} words: whatever else is said, it writes some of them, or nothing. It has heard one
