@@ -42,7 +42,7 @@ recordings, which are among its files.
 LIMITS = """\
 It knows {words} words: whatever else is said, it writes some of them, or nothing. It has heard one
 synthesizer only, so expect many errors with people. It hears English, does not translate, and
-ignores the text before a sound (`prompt`). Its window is {seconds} s, not Whisper's 30 s. Use it to
+has not learnt to use text before a sound (`prompt`). Its window is {seconds} s, not Whisper's 30 s. Use it to
 try and to test the engine, for nothing that matters.
 """
 

@@ -97,7 +97,7 @@ MINUTES = {"main": 60.0, "draft": 10.0, "eagle": 15.0, "medusa": 15.0}
 PLANS = {
     "encoder": Plan(steps=1000, bfloat16=False, workers=1, vector_rate=5e-4, matrix_rate=0.01),
     "reranker": Plan(steps=1000, bfloat16=False, workers=1),
-    "spoken": Plan(steps=1700, workers=1),
+    "spoken": Plan(steps=1550, workers=1),
 }
 
 
