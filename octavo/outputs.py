@@ -242,7 +242,7 @@ class RequestOutput:
     finished: bool
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
     lora_request: LoRARequest | None = None
-    """The adapter of the request, with its absolute path."""
+    """The adapter of the request: the caller's object."""
     encoder_prompt: str | None = None
     """Text that the encoder of an encoder-decoder read; `prompt` is then the decoder's."""
     encoder_prompt_token_ids: list[int] | None = None

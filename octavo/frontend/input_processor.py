@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NotRequired, Protocol, TypedDict, cast
+from typing import TYPE_CHECKING, Any, NotRequired, Protocol, TypedDict
 
 import msgspec
 import numpy as np
@@ -176,32 +176,41 @@ class InputSpec(Protocol):
 def with_processor_kwargs(
     prompts: Sequence[Prompt], settings: Mapping[str, Any] | None
 ) -> Sequence[Prompt]:
-    """Return prompts with settings of the processor of pictures, if they have pictures.
+    """Return prompts with settings of the processor of pictures; those without pictures unchanged.
 
     The settings of a prompt itself precede.
+
+    Raises:
+        UnsupportedError: no prompt has pictures.
     """
     if not settings:
         return prompts
-    return [
-        {
-            **prompt,
-            "mm_processor_kwargs": {
-                **settings,
-                **cast(Mapping[str, Any], prompt.get("mm_processor_kwargs") or {}),
-            },
-        }
-        if isinstance(prompt, Mapping) and prompt.get("multi_modal_data")
-        else prompt
-        for prompt in prompts
-    ]
+    found: list[Prompt] = []
+    for prompt in prompts:
+        if isinstance(prompt, Mapping) and prompt.get("multi_modal_data"):
+            given = dict(prompt)
+            if isinstance(own := given.get("mm_processor_kwargs") or {}, Mapping):
+                given["mm_processor_kwargs"] = {**settings, **own}
+            found.append(given)
+        else:
+            found.append(prompt)
+    if all(prompt is given for prompt, given in zip(prompts, found, strict=True)):
+        raise UnsupportedError(
+            f"mm_processor_kwargs={settings!r} is for pictures, and no prompt has some; leave it "
+            "out.",
+            "mm_processor_kwargs",
+        )
+    return found
 
 
 def processing_time(prompt: Prompt, params: SamplingParams) -> int:
     """Estimate the microseconds that `InputProcessor.process` takes."""
     if isinstance(prompt, Mapping) and (encoder := prompt.get("encoder_prompt")) is not None:
-        if isinstance(encoder, Mapping) and "input_features" in encoder:
-            return int(getattr(encoder["input_features"], "nbytes", 0)) // 1000
-        return processing_time(cast(Prompt, encoder), params)
+        if isinstance(encoder, Mapping):
+            names = ("input_features", "prompt", "prompt_token_ids")
+            encoder = next((encoder[name] for name in names if name in encoder), None)
+        length = len(encoder) if isinstance(encoder, Sequence) else 0
+        return length + int(getattr(encoder, "nbytes", 0)) // 1000
     text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
     embeds = prompt.get("prompt_embeds") if isinstance(prompt, Mapping) else None
     chars = len(text) if isinstance(text, str) else 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator
@@ -14,9 +13,7 @@ import msgspec
 
 from octavo.errors import OctavoError, RequestError, make_error
 from octavo.frontend.encoder_prompt import encoder_token_ids
-from octavo.lora_request import LoRARequest
 from octavo.messages import (
-    AdapterRef,
     EngineCoreOutput,
     EngineCoreRequest,
     FinishReason,
@@ -165,7 +162,7 @@ class _Group:
         else:
             completions = list(outputs.values())
             times = self.times[0]
-        prompt_logprobs = self.prompt_logprobs
+        prompt_logprobs, adapter = self.prompt_logprobs, self.request.options.adapter
         if self.output_kind == RequestOutputKind.DELTA:
             outputs.clear()
             self.prompt_logprobs = None
@@ -178,7 +175,7 @@ class _Group:
             completions,
             self.finished,
             times,
-            lora_request=_lora_request(self.request.options.adapter),
+            lora_request=None if adapter is None else adapter.request,
             encoder_prompt=None if encoder_ids is None else self.prompt,
             encoder_prompt_token_ids=encoder_ids,
             num_cached_tokens=self.num_cached_tokens,
@@ -186,14 +183,6 @@ class _Group:
             num_computed_tokens=self.num_computed_tokens,
             pooled=self.pooled,
         )
-
-
-@functools.lru_cache(256)
-def _lora_request(adapter: AdapterRef | None) -> LoRARequest | None:
-    """Return the adapter of a request as callers know it."""
-    if adapter is None:
-        return None
-    return LoRARequest(adapter.name, adapter.lora_int_id, adapter.path)
 
 
 @dataclass(slots=True)

@@ -46,7 +46,7 @@ def adapter_keys(options: RequestOptions, start: int, end: int) -> list[bytes]:
     adapter, begin = options.adapter, options.adapter_begin
     if adapter is None or not start <= begin < end:
         return []
-    return [f"adapter from {begin}: {adapter.content_hash}".encode()]
+    return [f"adapter from {begin}: {adapter.key}".encode()]
 
 
 def prompt_embeds_keys(request: Request, start: int, end: int) -> list[bytes]:

@@ -104,7 +104,10 @@ class DecoderModel:
     def serve_experts(self) -> None:
         """Take part in the mixtures of a step of other engines, without tokens."""
         for _, mixture in self.mixtures:
-            mixture.serve()
+            if mixture.adapted is not None and mixture.adapted.in_step:
+                mixture.serve_apart()
+            else:
+                mixture.serve()
 
     def begin(self, input_ids: Tensor, step: StepContext) -> Tensor:
         """Return the first layer's input."""

@@ -172,6 +172,15 @@ class ModelSpec:
             )
         return part._without_others(self)
 
+    def for_adapters(self) -> ModelSpec:
+        """Return the model with the experts whose changes by adapters the rank computes."""
+        layers = {
+            id(layer): layer.with_blocks([block.for_adapters() for block in layer.blocks])
+            for layer in self.distinct_layers
+        }
+        part = replace(self, layers=tuple(layers[id(layer)] for layer in self.layers))
+        return self if part.layers == self.layers else part._without_others(self)
+
     def _without_others(self, whole: ModelSpec) -> ModelSpec:
         """Return this part of a model; it does not read the names that only other parts need."""
         names, own = ({s.name for w in m.weights() for s in w.sources} for m in (whole, self))

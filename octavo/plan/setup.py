@@ -156,8 +156,12 @@ class WorkerSetup:
     @property
     def step_arrays(self) -> tuple[StepArray, ...]:
         """Arrays of a step that the model's blocks and its adapters need."""
-        arrays = tuple(self.part.step_arrays)
-        return (*arrays, ADAPTER_SLOTS) if self.config.lora.enable_lora else arrays
+        return (*self.part.step_arrays, *self.adapter_arrays)
+
+    @property
+    def adapter_arrays(self) -> tuple[StepArray, ...]:
+        """Arrays of a step that the model's adapters need."""
+        return (ADAPTER_SLOTS,) if self.config.lora.enable_lora else ()
 
     @property
     def whole_layers(self) -> ModelSpec:

@@ -107,7 +107,8 @@ class EncoderInputs:
             requests: requests that wait for encoders.
             rank: order of service.
         """
-        found, budget = [], self._max_num_tokens
+        found: list[Request] = []
+        budget = self._max_num_tokens
         for request in sorted(requests, key=rank):
             missing = (f for f in request.mm_features if f.identifier not in self.cache)
             first = next(missing, None)

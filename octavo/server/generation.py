@@ -139,7 +139,7 @@ class Generation(Call, ABC, Generic[B]):
         """Answer a body, as a stream or at once."""
         state = state_of(request)
         body.check()
-        await state.find_model(body.model)
+        await state.find_model(request, body.model, body.deadline_ms, body.max_ttft_ms)
         generation = cls(request, body)
         if body.stream:
             return generation.stream()

@@ -286,7 +286,7 @@ class InputBatch:
                 for filler in self._fillers.values():
                     filler.schedule(row, request)
             for name, out in buffers.table.first(size).extra.items():
-                self._fillers[name].fill(out, rows, self.num_computed_tokens[rows], counts)
+                self.fill(name, out, rows, self.num_computed_tokens[rows], counts)
         return StepInputs(
             req_ids=[request.req_id for request in scheduled],
             rows=self._rows[:num_reqs],
@@ -299,6 +299,17 @@ class InputBatch:
             if self._embeds
             else [],
         )
+
+    def fill(
+        self,
+        name: str,
+        out: npt.NDArray[Any],
+        rows: LongArray,
+        starts: LongArray,
+        counts: LongArray,
+    ) -> None:
+        """Fill an array of a step, given by its name; see `StepFiller.fill`."""
+        self._fillers[name].fill(out, rows, starts, counts)
 
     def _gather_embeds(self, num_reqs: int, starts: IntArray) -> list[tuple[int, Tensor]]:
         found: list[tuple[int, Tensor]] = []

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -18,7 +17,6 @@ from octavo.checkpoints.base import Checkpoint, Tensors
 from octavo.kernels.base import HostCopy
 from octavo.kernels.memory import release_memory
 from octavo.kv_cache.groups import KVCacheConfig
-from octavo.layers.adapter import Adapters
 from octavo.layers.adapter_table import ADAPTER_SLOTS
 from octavo.messages import (
     CoreSamplingParams,
@@ -49,6 +47,7 @@ from octavo.sampling.vllm_config import VllmConfig
 from octavo.sampling.vllm_logits_processors import make_processor
 from octavo.system.device import cpu_memory
 from octavo.system.tensor import Tensor
+from octavo.worker.adapters import make_adapters
 from octavo.worker.encoder_cache import EncoderCache
 from octavo.worker.expert_balancer import BalancedSteps, ExpertBalancer
 from octavo.worker.expert_group import ExpertGroup, make_exchange, reason_of_end
@@ -190,19 +189,10 @@ class ModelRunner:
                 lambda kind: make_processor(kind, vllm_config, device),
             ),
         ]
-        self.adapters: Adapters | None = None
+        self.adapters = make_adapters(setup, platform, self.ops)
         """Adapters in the model's linear layers; None: they are off."""
-        if config.lora.enable_lora:
-            lora = config.lora
-            self.adapters = Adapters(
-                self.ops,
-                lora.num_in_memory,
-                lora.max_lora_rank,
-                lora.lora_modules_to_save,
-                layers_only=not platform.is_native(config.device),
-                adapts_experts=config.adapts_experts and self.ops.name == "native",
-            )
         buffers, exchange = make_buffers(setup), make_exchange(setup)
+        self._exchange = exchange
         with loading_bar(config.model.model, shown=setup.rank.number == 0) as progress:
             checkpoint = open_model(config, setup.model_path, setup.dtype)
             self.model = load_model(
@@ -521,17 +511,32 @@ class ModelRunner:
 
     def _run(self, inputs: StepInputs, params: NDArray[np.void] | None) -> StepResult:
         """Run a step, together with the engines that divide the experts, if any."""
-        step = partial(self.state.steps.run, inputs, params)
         if self.expert_group is None:
-            return step()
+            return self.state.steps.run(inputs, params)
+
+        def step() -> StepResult:
+            self._agree(has_adapters(inputs))
+            return self.state.steps.run(inputs, params)
+
         return self.expert_group.run(step, repeats=not self.setup.has_states)
 
     def _serve(self, scheduler_output: SchedulerOutput) -> None:
         """Take part in a step of other engines without tokens, if a step without requests does."""
         if scheduler_output.serves:
             assert self.expert_group is not None
-            assert self.state.serve is not None
-            self.expert_group.serve(self.state.serve)
+            serve = self.state.serve
+            assert serve is not None
+
+            def step() -> None:
+                self._agree(False)
+                serve()
+
+            self.expert_group.serve(step)
+
+    def _agree(self, has_adapters: bool) -> None:
+        """Agree with the other engines whether tokens of the step have adapters."""
+        if self.adapters is not None and self._exchange is not None and self._exchange.adapts:
+            self.adapters.in_group = self._exchange.agree(has_adapters)
 
     def sample_tokens(self, grammar: GrammarOutput | None = None) -> PendingOutput:
         """Sample the next token of each request with all known tokens computed.

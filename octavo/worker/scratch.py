@@ -18,10 +18,12 @@ from octavo.kv_cache.groups import KVCacheConfig
 from octavo.layers.adapter import Adapters
 from octavo.layers.step import Handed
 from octavo.layers.step_table import StepLayout
+from octavo.models.adaptable_model import AdaptableModel, targeted_layers
 from octavo.models.blocks.base import LargestStep, Parts
 from octavo.models.cache import CacheSpec
 from octavo.models.decoder import DecoderModel
 from octavo.models.loader import build_model
+from octavo.models.open_model import find_merged
 from octavo.models.spec import ModelSpec
 from octavo.models.weight_norms import norms_nbytes
 from octavo.models.weights import Weight
@@ -89,6 +91,8 @@ def measure_scratch(setup: WorkerSetup, asked: AttentionBackend, expert_slots: i
             lora.max_lora_rank,
             lora.lora_modules_to_save,
             adapts_experts=config.adapts_experts,
+            targets=targeted_layers(spec, lora),
+            moves_experts=config.device.enable_eplb,
         )
     parts = Parts(
         {weight.name: _weight(weight, dtype) for weight in weights},
@@ -150,8 +154,16 @@ def measure_scratch(setup: WorkerSetup, asked: AttentionBackend, expert_slots: i
     adapter = norms = 0
     if adapters is not None:
         kernels += adapters.scratch_nbytes(threads)
-        adapter = adapters.slot_nbytes(dtype)
-        norms = norms_nbytes(setup.spec.weights(), adapters.layers, lora.max_lora_rank)
+        modules, targets = lora.lora_modules_to_save, lora.lora_target_modules
+        adaptable = AdaptableModel(spec, adapters.layers, modules, targets)
+        adapter = adaptable.slot_nbytes(adapters, dtype)
+        copies = config.load.load_format == "sharded_state"
+        weights = setup.spec.weights()
+        norms = norms_nbytes(weights, adapters.layers, lora.max_lora_rank, copies=copies)
+        if (merged := find_merged(config)) is not None:
+            from octavo.models.merge import merge_nbytes
+
+            norms += merge_nbytes(merged, dtype)
     shared = 0 if buffers is None else buffers.nbytes
     exchanged = 0 if exchange is None else exchange.nbytes
     if exchange is not None and setup.balance_layout is not None:

@@ -96,6 +96,8 @@ KINDS = {
 }
 OF_THE_OPERATOR = {
     "/server_info",
+    "/v1/load_lora_adapter",
+    "/v1/unload_lora_adapter",
     "/reset_prefix_cache",
     "/sleep",
     "/wake_up",

@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     from octavo.system.tensor import HostTensor, Tensor
 
 
+_PRODUCTS = ("up", "down")
+"""The two products of an expert."""
+
+
 class Table(Protocol):
     """Tensor that is computed, not loaded; blocks with equal tables share it.
 
@@ -88,6 +92,10 @@ class BlockSpec(ABC):
         Raises:
             ConfigError: there are fewer experts than ranks.
         """
+        return self
+
+    def for_adapters(self) -> BlockSpec:
+        """Return the block with the experts whose changes by adapters the rank computes."""
         return self
 
     def in_stage(self, begin: int) -> BlockSpec:
@@ -228,7 +236,7 @@ class Parts:
             inputs: number of inputs that the rank uses.
             bias: bias that the results contain before they are changed.
         """
-        if self.adapters is None or not is_adaptable(self._own, self.adapters.layers_only):
+        if self.adapters is None or not self._adapts(self._own):
             return None
         return self.adapters.layer(self._own, outputs, inputs, bias, has_bias=self.has("bias"))
 
@@ -240,7 +248,7 @@ class Parts:
             size: numbers of an embedding.
             vocab_size: number of tokens.
         """
-        if self.adapters is None or self.adapters.layers_only:
+        if self.adapters is None or not self._adapts(self._own + name):
             return None
         return self.adapters.embedding(self._own + name, size, vocab_size)
 
@@ -260,15 +268,22 @@ class Parts:
             down: the same of the second product.
         """
         adapters = self.adapters
-        if adapters is None or not adapters.adapts_experts or not is_adaptable(self._own):
+        if adapters is None or not adapters.adapts_experts:
+            return None
+        names = {part: {i: f"{self._own}experts.{i}.{part}." for i in have} for part in _PRODUCTS}
+        if not any(self._adapts(layer) for part in _PRODUCTS for layer in names[part].values()):
             return None
         from octavo.layers.expert_adapter import AdaptedExperts
 
-        first, second = (
-            adapters.experts({i: f"{self._own}experts.{i}.{name}." for i in have}, experts, *sizes)
-            for name, sizes in (("up", up), ("down", down))
-        )
-        return AdaptedExperts(adapters, first, second)
+        first = adapters.experts(names["up"], experts, *up)
+        return AdaptedExperts(adapters, first, adapters.experts(names["down"], experts, *down))
+
+    def _adapts(self, layer: str) -> bool:
+        """Return True if adapters may change a layer, by its name; they must be on."""
+        adapters = self.adapters
+        assert adapters is not None
+        targets = adapters.targets
+        return is_adaptable(layer, adapters.layers_only) and (targets is None or layer in targets)
 
     def linear(self, name: str) -> PackedWeight | QuantizedWeight:
         """Return a packed weight."""
