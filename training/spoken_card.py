@@ -41,9 +41,10 @@ recordings, which are among its files.
 """
 LIMITS = """\
 It knows {words} words: whatever else is said, it writes some of them, or nothing. It has heard one
-synthesizer only, so expect many errors with people. It hears English, does not translate, and
-has not learnt to use text before a sound (`prompt`). Its window is {seconds} s, not Whisper's 30 s. Use it to
-try and to test the engine, for nothing that matters.
+synthesizer only, so expect many errors with people. Of words that are said twice in a row, as in
+"nine one one", it may write one wrong. It hears English, does not translate, and
+has not learnt to use text before a sound (`prompt`). Its window is {seconds} s, not Whisper's 30 s.
+Use it to try and to test the engine, for nothing that matters.
 """
 
 
