@@ -6,19 +6,13 @@
 // own token only.
 #include <algorithm>
 #include <cstring>
+#include <vector>
 
-#include "dispatch.h"
+#include "expert_rows.h"
 #include "pool.h"
 
 namespace octavo {
 namespace {
-
-constexpr int32_t kFirst = 0;
-
-template <class T>
-T* at(const void* base, int64_t offset) {
-  return reinterpret_cast<T*>(reinterpret_cast<uintptr_t>(base) + offset);
-}
 
 // Writes the index of each row's pair in the table; -1: no adapter changes the row. Returns true if
 // one changes some row.
@@ -39,24 +33,39 @@ bool find_slots(const ExpertLoraArgs& a) {
   return found;
 }
 
+// Calls f(pair) for all pairs of a token and an expert. Threads share the tokens.
+template <class F>
+void for_pairs(int64_t tokens, int64_t top_k, F f) {
+  struct Call {
+    F& f;
+    int64_t top_k;
+  } call{f, top_k};
+  const int64_t chunk = std::max<int64_t>(1, tokens / (8 * num_threads()));
+  run_parallel(tokens, chunk, true, [](void* context, int64_t begin, int64_t end) {
+    const Call& call = *static_cast<const Call*>(context);
+    const Alone alone;
+    for (int64_t pair = begin * call.top_k; pair < end * call.top_k; pair++) call.f(pair);
+  }, &call);
+}
+
 // Copies the inputs of the changed rows, times their factors.
 void gather(const ExpertLoraArgs& a) {
-  const int64_t chunk = std::max<int64_t>(1, a.tokens / (8 * num_threads()));
-  run_parallel(a.tokens, chunk, true, [](void* context, int64_t begin, int64_t end) {
-    const ExpertLoraArgs& a = *static_cast<const ExpertLoraArgs*>(context);
-    const Alone alone;
-    const int64_t item = size_of(a.dtype);
-    for (int64_t pair = begin * a.top_k; pair < end * a.top_k; pair++) {
-      const int64_t row = a.places[pair];
-      if (a.pair_slots[row] < 0) continue;
-      const char* x = at<char>(a.x, pair / a.top_k * a.x_stride * item);
-      char* to = at<char>(a.gathered, row * a.k * item);
-      if (a.factors)
-        kernels().sum_experts({x, &kFirst, a.factors + pair, to, 0, 0, 1, 1, a.k, a.dtype});
-      else
-        memcpy(to, x, a.k * item);
-    }
-  }, const_cast<ExpertLoraArgs*>(&a));
+  for_pairs(a.tokens, a.top_k, [&](int64_t pair) {
+    const int64_t row = a.places[pair];
+    if (a.pair_slots[row] >= 0)
+      copy_input(a, pair, a.k, at<char>(a.gathered, row * a.k * size_of(a.dtype)));
+  });
+}
+
+// Copies the rows of the experts of `share` between the two tensors.
+void copy_rows(const ExpertRowsArgs& a, bool take) {
+  const int64_t item = size_of(a.dtype);
+  for_pairs(a.tokens, a.top_k, [&](int64_t pair) {
+    if (a.share && !a.share[a.ids[pair]]) return;
+    char* all = at<char>(a.all, a.places[pair] * a.all_stride * item);
+    char* own = at<char>(a.own, a.own_places[pair] * a.own_stride * item);
+    memcpy(take ? own : all, take ? all : own, a.n * item);
+  });
 }
 
 }  // namespace
@@ -82,5 +91,15 @@ void add_expert_lora(const ExpertLoraArgs& a) {
     kernels().gated({a.out, a.out_stride, a.inner, a.inner_stride, rows, outputs / 2, a.gated, a.limit,
                      a.dtype});
 }
+
+void take_expert_rows(const ExpertRowsArgs& a) {
+  std::vector<int32_t> next(a.experts + 1, 0);
+  for (int64_t i = 0; i < a.tokens * a.top_k; i++) next[a.ids[i] + 1]++;
+  for (int64_t expert = 0; expert < a.experts; expert++) next[expert + 1] += next[expert];
+  for (int64_t i = 0; i < a.tokens * a.top_k; i++) a.own_places[i] = next[a.ids[i]]++;
+  copy_rows(a, true);
+}
+
+void put_expert_rows(const ExpertRowsArgs& a) { copy_rows(a, false); }
 
 }  // namespace octavo

@@ -10,7 +10,7 @@
 #include <thread>
 #include <vector>
 
-#include "dispatch.h"
+#include "expert_rows.h"
 #include "pool.h"
 
 namespace octavo {
@@ -21,11 +21,6 @@ constexpr int64_t kTasksEach = 16;  // for each thread and product, so that all 
 constexpr int64_t kLeastRows = 16;  // reading a weight takes as long as this number of rows
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-template <class T>
-T* at(const void* base, int64_t offset) {
-  return reinterpret_cast<T*>(reinterpret_cast<uintptr_t>(base) + offset);
-}
 
 // Rows of an expert
 struct Unit {
@@ -185,14 +180,8 @@ class Experts {
 
   // Copies the rows of x of a unit.
   void gather(const Unit& unit, char* to) const {
-    for (int64_t i = 0; i < unit.rows; i++, to += a_.hidden * item_) {
-      const int64_t pair = pairs_[unit.first + i];
-      const char* x = at<char>(a_.x, pair / a_.top_k * a_.x_stride * item_);
-      if (a_.factors)
-        kernels().sum_experts({x, &kFirst, a_.factors + pair, to, 0, 0, 1, 1, a_.hidden, a_.dtype});
-      else
-        memcpy(to, x, a_.hidden * item_);
-    }
+    for (int64_t i = 0; i < unit.rows; i++, to += a_.hidden * item_)
+      copy_input(a_, pairs_[unit.first + i], a_.hidden, to);
   }
 
   void multiply(const Product& p, const Task& task, const Unit& unit, const char* x, int64_t x_stride,
@@ -207,8 +196,6 @@ class Experts {
     kernels().linear_q({x, x_stride, weight, order, bias, out, out_stride, unit.rows, p.n, p.k, p.group,
                         first, count, p.format, gated, a_.limit, Unary::none, a_.dtype, a_.dtype});
   }
-
-  static constexpr int32_t kFirst = 0;
 
   const ExpertsArgs& a_;
   const int64_t item_;

@@ -932,6 +932,24 @@ struct ExpertLoraArgs {
   }
 };
 
+// Copies rows of pairs of this process's tokens from those of several processes, or to these. The rows
+// of this process are sorted by expert and then by token.
+struct ExpertRowsArgs {
+  void* all;  // rows of the pairs of all processes
+  void* own;  // [tokens * top_k, n]
+  int64_t all_stride, own_stride;
+  const int32_t *ids, *places;  // [tokens, top_k]: expert of each pair, and its row of `all`
+  int32_t* own_places;  // [tokens, top_k]: its row of `own`, which take_expert_rows computes
+  const int32_t* share;  // [experts] or null: 0 for experts whose rows are left out
+  int64_t tokens, top_k, experts, n;
+  DType dtype;
+
+  MEMBERS(all, own, all_stride, own_stride, ids, places, own_places, share, tokens, top_k, experts, n,
+          dtype)
+  void resize(const StepSize& size) { tokens = size.rows; }
+  Work work() const { return {2.0 * tokens * top_k * n * size_of(dtype), 0.0}; }
+};
+
 // Copies the input of `experts` to this process's part of the memory of several processes.
 struct SendTokensArgs {
   const void* x;  // [tokens, hidden]
@@ -1059,6 +1077,8 @@ struct Wkv7Args {
   KERNEL(replace_linear, ReplaceLinearArgs) \
   KERNEL(replace_embedding, ReplaceEmbeddingArgs) \
   KERNEL(add_expert_lora, ExpertLoraArgs) \
+  KERNEL(take_expert_rows, ExpertRowsArgs) \
+  KERNEL(put_expert_rows, ExpertRowsArgs) \
   KERNEL(selective_scan, SelectiveScanArgs)
 
 struct KernelTable {
@@ -1092,6 +1112,8 @@ void sort_descending(uint64_t* keys, int64_t count);
 void top_k(const TopKArgs& a);
 void experts(const ExpertsArgs& a);
 void add_expert_lora(const ExpertLoraArgs& a);
+void take_expert_rows(const ExpertRowsArgs& a);
+void put_expert_rows(const ExpertRowsArgs& a);
 void send_tokens(const SendTokensArgs& a);
 
 }  // namespace octavo

@@ -10,7 +10,10 @@ constexpr int64_t kMaxLoraRank = 512;  // of `max_lora_rank`
 void add_lora_embedding(const LoraEmbeddingArgs& a) {
   with_type(a.dtype, [&](auto t) {
     using T = decltype(t);
-    parallel_for(a.rows, a.rows * a.max_rank * a.n / W, [&](int64_t row) {
+    int64_t ranks = 0;  // of all rows
+    for (int64_t row = 0; row < a.rows; row++)
+      if (a.slots[row] >= 0) ranks += a.slices[a.slots[row]].rank;
+    parallel_for(a.rows, ranks * a.n / W, [&](int64_t row) {
       if (a.slots[row] < 0) return;
       const LoraSlice& s = a.slices[a.slots[row]];
       const int64_t id = a.ids[row];

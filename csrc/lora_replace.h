@@ -4,12 +4,21 @@
 
 OCTAVO_BEGIN
 
+// Returns the number of rows whose adapter has a layer of its own.
+template <class Args>
+INLINE int64_t replaced_rows(const Args& a) {
+  int64_t count = 0;
+  for (int64_t row = 0; row < a.rows; row++) count += a.slots[row] >= 0 && a.layers[a.slots[row]].weight;
+  return count;
+}
+
 template <class T, class O>
 void replace_linear(const ReplaceLinearArgs& a) {
   const int64_t panels = ceil_div(a.n, kLoraPanel);
   // Tasks have fixed groups of rows, and find the runs of rows with one adapter within them.
-  const int64_t groups = ceil_div(a.rows, kExpandRows);
-  parallel_for(groups * panels, a.rows * a.k * a.n / W, [&](int64_t task) {
+  const int64_t groups = ceil_div(a.rows, kExpandRows), changed = replaced_rows(a);
+  if (changed == 0) return;
+  parallel_for(groups * panels, changed * a.k * a.n / W, [&](int64_t task) {
     const int64_t begin = task % groups * kExpandRows, end = min<int64_t>(a.rows, begin + kExpandRows);
     const int64_t panel = task / groups, col = panel * kLoraPanel, width = min(kLoraPanel, a.n - col);
     float* x = nullptr;
@@ -57,7 +66,7 @@ void replace_linear(const ReplaceLinearArgs& a) {
 void replace_embedding(const ReplaceEmbeddingArgs& a) {
   with_type(a.dtype, [&](auto t) {
     using T = decltype(t);
-    parallel_for(a.rows, a.rows * a.n / W, [&](int64_t row) {
+    parallel_for(a.rows, replaced_rows(a) * a.n / W, [&](int64_t row) {
       if (a.slots[row] < 0) return;
       const WholeLayer& layer = a.layers[a.slots[row]];
       const int64_t id = a.ids[row];

@@ -208,6 +208,8 @@ _ELSEWHERE = ("/v1/responses/", "/v1/conversations", "/v1/files", "/v1/batches",
 # Routes of docs/pooling_http.md, which needs another model than the built-in one.
 _ELSEWHERE += ("/v1/embeddings", "/pooling", "/classify", "/v1/classify", "/score", "/v1/score")
 _ELSEWHERE += ("/rerank", "/v1/rerank", "/v2/rerank", "/embed", "/predict", "/similarity", "/info")
+# Those of docs/speech.md
+_ELSEWHERE += ("/v1/audio",)
 _ELSEWHERE += ("/api/embed", "/v1/embed", "/v2/embed")
 _POOLED: tuple[type[Body], ...] = (
     EmbeddingsBody,

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import openai
 
 from octavo.compat.request_fields import NO_EFFECT
+from octavo.server.audio_schema import AudioBody
 from octavo.server.batches import CreateBatchBody
 from octavo.server.body import Body
 from octavo.server.field_docs import field_doc
@@ -32,6 +33,7 @@ _COMPLETION = "openai.types.completion_create_params.CompletionCreateParamsStrea
 _RESPONSE = "openai.types.responses.response_create_params.ResponseCreateParamsStreaming"
 _COUNT = "openai.types.responses.input_token_count_params.InputTokenCountParams"
 _CONVERSATION = "openai.types.conversations.conversation_create_params.ConversationCreateParams"
+_SOUND = "openai.types.audio.transcription_create_params.TranscriptionCreateParamsStreaming"
 ROUTES: Mapping[str, tuple[str, type[Body] | None]] = {
     "/v1/chat/completions": (_CHAT, ChatBody),
     "/v1/completions": (_COMPLETION, CompletionBody),
@@ -42,6 +44,7 @@ ROUTES: Mapping[str, tuple[str, type[Body] | None]] = {
     "/v1/responses": (_RESPONSE, ResponseBody),
     "/v1/responses/input_tokens": (_COUNT, InputTokensBody),
     "/v1/conversations": (_CONVERSATION, ConversationBody),
+    "/v1/audio/transcriptions": (_SOUND, AudioBody),
     "/v1/files": ("openai.types.file_create_params.FileCreateParams", None),
     "/v1/batches": ("openai.types.batch_create_params.BatchCreateParams", CreateBatchBody),
 }
@@ -51,8 +54,14 @@ REASONS: Mapping[str, str] = {
     "access_programs": "the server has no such programs",
     "audio": "models write text only",
     "background_options": "a background response has no options",
+    "chunking_strategy": "a sound is divided where it is quiet",
     "context_management": "the server shortens no prompts",
     "image": "models accept text only",
+    "include": "a transcript has no logprobs of its tokens",
+    "keywords": "write them into prompt",
+    "known_speaker_names": "speakers are not told apart",
+    "known_speaker_references": "speakers are not told apart",
+    "languages": "give one as language, or let it be detected",
     "modalities": "models write text only",
     "moderation": "the server judges no texts",
     "personality": "the server has no personalities; write one into instructions",
@@ -102,6 +111,8 @@ def fields(route: str) -> Iterator[Field]:
             if not any(known.partition("[")[0] == name for known in UPLOAD["properties"]):
                 raise LookupError(f"{route}: the form has no {name}")
             yield Field(name, "supported", "")
+        elif name == "file":
+            yield Field(name, "supported", "A sound file, or a video with sound.")
         elif name in {info.alias or known for known, info in body.model_fields.items()}:
             note = field_doc(body, name)
             ignored = "no effect" in note.lower() and name != "include"

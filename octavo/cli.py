@@ -167,6 +167,16 @@ examples:
   octavo embed texts.txt --out texts.parquet --model ./all-MiniLM-L6-v2 --truncate
 """,
     ),
+    "transcribe": (
+        "write what is said in sound files, as text or subtitles",
+        "%(prog)s FILE... --model MODEL [flags]",
+        """\
+examples:
+  octavo transcribe talk.mp3 --model openai/whisper-base
+  octavo transcribe *.m4a --model ./whisper --format srt --out-dir subtitles
+  octavo transcribe interview.ogg --model ./whisper --language de --translate
+""",
+    ),
     "convert": (
         "write a quantized checkpoint for Octavo, vLLM or llama.cpp",
         "%(prog)s MODEL OUT --to FORM [flags]",

@@ -6,6 +6,7 @@ The tree::
     |-- ConfigError (ValueError)            a setting is wrong; names the field, the value, the fix
     |-- ModelError                          the model folder cannot be used; names the file
     |   `-- HubError                        a download failed; names the reason and the fix
+    |       `-- UnknownRepoError            the hub does not have the model
     |-- RequestError (ValueError)           a request is wrong; carries field, HTTP status and code
     |   |-- ContextLengthError              prompt (plus answer) does not fit the context
     |   |-- UnsupportedError                the request uses an unsupported feature
@@ -15,6 +16,7 @@ The tree::
     |   |-- NotFoundError                   unknown model or resource
     |   |-- AdapterError                    the adapter cannot be used; names the file, the tensor
     |   |                                   or the field, and the fix
+    |   |   `-- UnknownAdapterError         the hub does not have the adapter
     |   |-- StepFailedError                 the engine failed in a step; not the request's fault
     |   |-- GivenUpError                    the engine died repeatedly during the request
     |   |-- SleepError                      the engine sleeps, or cannot fall asleep or wake up
@@ -54,6 +56,10 @@ class ModelError(OctavoError):
 
 class HubError(ModelError):
     """Failed download of a model from the hub."""
+
+
+class UnknownRepoError(HubError):
+    """Name that the hub does not have, or does not show to this user."""
 
 
 class RequestError(OctavoError, ValueError):
@@ -131,6 +137,16 @@ class AdapterError(RequestError):
 
     def __init__(self, message: str) -> None:
         super().__init__(message, None, "invalid_adapter")
+
+
+class UnknownAdapterError(AdapterError):
+    """Hub id of an adapter that the hub does not have, or does not show to this user."""
+
+    status = 404
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.code = "model_not_found"
 
 
 class StepLostError(OctavoError):

@@ -28,6 +28,7 @@ from octavo.frontend.input_processor import Prompt, with_processor_kwargs
 from octavo.frontend.interrupts import late_interrupts
 from octavo.frontend.llm_engine import LLMEngine, failed_output
 from octavo.llm_pooling import PoolingMethods, as_list
+from octavo.llm_speech import SpeechMethods
 from octavo.lora_request import LoRARequest
 from octavo.media.content import MediaItem, read_media
 from octavo.messages import AdapterRef, EngineCoreRequest, PauseMode
@@ -53,7 +54,7 @@ Bar = bool | Callable[..., Any]
 T = TypeVar("T")
 
 
-class LLM(PoolingMethods):
+class LLM(PoolingMethods, SpeechMethods):
     """Model in this process, for offline use.
 
     Args:

@@ -34,6 +34,9 @@ class LoRARequest(msgspec.Struct, omit_defaults=True, frozen=True):
     """Unsupported."""
     load_inplace: bool = False
     """True to read the files again if the number and the path are known."""
+    draft_path: str | None = None
+    """Folder of an adapter of the draft model (`speculative_config`), which then drafts with it; it
+    changes no answer. None: it drafts without an adapter. Not in vLLM."""
 
     def __post_init__(self) -> None:
         """Check the fields."""
@@ -52,6 +55,14 @@ class LoRARequest(msgspec.Struct, omit_defaults=True, frozen=True):
             raise RequestError(
                 f"lora_path={self.lora_path!r:.80} is not allowed; give the folder of the adapter.",
                 "lora_path",
+            )
+        if self.draft_path is not None and (
+            not isinstance(self.draft_path, str) or not self.draft_path
+        ):
+            raise RequestError(
+                f"draft_path={self.draft_path!r:.80} is not allowed; give the folder of an adapter "
+                "of the draft model, or leave it out.",
+                "draft_path",
             )
         if self.tensorizer_config_dict is not None:
             raise UnsupportedError(

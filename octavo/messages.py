@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeAlias
 
 import msgspec
 
+from octavo.lora_request import LoRARequest
 from octavo.observability.scheduler_stats import SchedulerStats
 from octavo.sampling_params import RepetitionGuard
 
@@ -261,8 +262,17 @@ class AdapterRef(msgspec.Struct, array_like=True, frozen=True):
     are; the worker rejects files with another one."""
     invocation_tokens: tuple[int, ...] = ()
     """Tokens of the prompt that begin an activated LoRA; empty: the adapter changes all tokens."""
-    lora_int_id: int = 1
-    """Number of the adapter in its front end; the engine ignores it."""
+    request: LoRARequest | None = None
+    """The adapter as the caller named it; the engine ignores it."""
+    draft: AdapterRef | None = None
+    """Adapter of the draft model, for requests with this adapter; None: it drafts without one."""
+
+    @property
+    def key(self) -> str:
+        """Key that two adapters share if they and those of their draft models are the same."""
+        if self.draft is None:
+            return self.content_hash
+        return f"{self.content_hash}+{self.draft.content_hash}"
 
 
 class RequestOptions(msgspec.Struct, array_like=True, frozen=True):

@@ -242,9 +242,10 @@ class RequestOutput:
     finished: bool
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
     lora_request: LoRARequest | None = None
-    """The adapter of the request, with its absolute path."""
-    encoder_prompt: None = None
-    encoder_prompt_token_ids: None = None
+    """The adapter of the request: the caller's object."""
+    encoder_prompt: str | None = None
+    """Text that the encoder of an encoder-decoder read; `prompt` is then the decoder's."""
+    encoder_prompt_token_ids: list[int] | None = None
     num_cached_tokens: int = 0
     """Number of prompt tokens that were in the prefix cache."""
     num_cache_creation_tokens: None = None

@@ -201,6 +201,11 @@ class Request:
         return math.inf if self.options.deadline is None else self.options.deadline
 
     @property
+    def shares_blocks(self) -> bool:
+        """True if other requests may find its blocks by their hashes."""
+        return self._block_hasher is not None
+
+    @property
     def skip_reading_prefix_cache(self) -> bool:
         """True if the result needs all tokens of the prompt computed: prompt logprobs, pooling."""
         if self.pooling is not None:

@@ -115,6 +115,7 @@ NEEDED = {
     "eplb_config": ["-tp", "2", "-ep", "--enable-eplb"],
     "lora_modules": ["--enable-lora"],
     "lora_modules_to_save": ["--enable-lora"],
+    "lora_target_modules": ["--enable-lora"],
     "lora_root": ["--enable-lora"],
     "lora_hub_repos": ["--enable-lora"],
     "lora_resolvers": ["--enable-lora"],

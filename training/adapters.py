@@ -2,7 +2,8 @@
 
 DATA is ``letters`` (stories told as letters), ``calls`` (tool calls as Llama 3 writes them), or a
 file of conversations, one JSON object a line: ``{"messages": [{"role": ..., "content": ...}]}``.
-The first two need no file, and the adapters are shipped in ``octavo/builtin``.
+The first two need no file, and the adapters are shipped in ``octavo/builtin``. With ``--model
+stories-draft``, the adapter is one for the built-in draft model (``draft_path`` of a LoRARequest).
 """
 
 from __future__ import annotations
@@ -190,7 +191,7 @@ def adapter_loop(
         make_stream(data, tokenizer, length, seed),
         plan,
         run,
-        lambda _: export_lora(model, out, BASE, rank),
+        lambda _: export_lora(model, out, f"octavo/{base.name}", rank),
         measure,
         name="adapter",
     )
@@ -352,7 +353,15 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("data", metavar="DATA", help="letters, calls, or a file of conversations")
-    parser.add_argument("--out", type=Path, help="folder for the adapter; a file needs it")
+    parser.add_argument(
+        "--out", type=Path, help="folder for the adapter; a file and the draft model need it"
+    )
+    parser.add_argument(
+        "--model",
+        choices=("stories", "stories-draft"),
+        default="stories",
+        help="the built-in model, or the draft model; default: stories",
+    )
     parser.add_argument(
         "--steps",
         type=int,
@@ -365,6 +374,8 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     if args.out is None:
         if args.data not in NAMES:
             parser.error("a file of conversations needs --out")
+        if args.model != "stories":
+            parser.error("an adapter of the draft model needs --out")
         args.out = BUILTIN / NAMES[args.data]
     if args.data not in NAMES and not Path(args.data).is_file():
         parser.error(f"{args.data} is no file; give letters, calls, or a file of conversations")
@@ -378,7 +389,7 @@ def main(argv: Sequence[str]) -> None:
     torch.set_num_threads(1)
     run = RUNS / "adapter"
     run.mkdir(parents=True, exist_ok=True)
-    base = BUILTIN / "stories"
+    base = BUILTIN / args.model
     try:
         loop = adapter_loop(args.data, base, args.out, run, args.seed, args.steps, args.rank)
     except ValueError as error:

@@ -11,6 +11,7 @@ traceback.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import shutil
@@ -30,17 +31,24 @@ import httpx
 
 from benchmarks.conformance import shim
 from benchmarks.conformance.__main__ import ROOT, make_model
+from octavo.config import BUILTIN_MODEL
+from tests.quantization.formats import FORMATS
 
 DOCUMENT = ROOT / "docs" / "vllm.md"
 BEGIN, END = "<!-- examples: begin -->", "<!-- examples: end -->"
 TRACEBACK = "TRACEBACK"
 _SECONDS = 240
+_NO_GPU = "Cannot access accelerator device when none is available."
+_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
+_SIZES += ("num_attention_heads", "num_key_value_heads", "max_position_embeddings")
 _PORT, _OTHER_PORT = 8000, 8001
 _SERVER_FLAGS = (
     *("--enable-admin", "--enable-prompt-embeds", "--enable-elastic-ep", "--no-warm-spare"),
     *("--kv-cache-memory-bytes", "256M", "--max-model-len", "8192"),
 )
 _NAME = re.compile(r"""["']([\w.-]+/[\w.-]+)["']""")
+
+_CALLS = "fails unless the model calls the tool, which the tiny one does not"
 
 # Examples that a text model in Python cannot run, by patterns of paths.
 LEFT_OUT = {
@@ -56,11 +64,17 @@ LEFT_OUT = {
     "pooling/*vision*": "pictures, sounds and videos",
     "pooling/*/col*": "pictures, sounds and videos",
     "pooling/plugin/*": "pictures, sounds and videos",
+    "pooling/token_classify/ner_offline.py": "reads the engine's vllm_config, a class of vLLM",
+    "pooling/token_embed/jina_reranker_v3_offline.py": (
+        "needs `PoolingOutput.data` as a tensor of torch; Octavo's is an array of numpy"
+    ),
+    "reasoning/openai_chat_completion_tool_calls_with_reasoning.py": _CALLS,
     "pooling/score/convert*": "converts files with transformers, without vLLM",
     "pooling/*requests*": "clients of a server for pooling models",
     "rl/rdt_vllm_serve.py": "has only functions for another script",
     "scale_out/example_mm_serve.py": "pictures, sounds and videos",
     "speech_to_text/*": "pictures, sounds and videos",
+    "tool_calling/openai_chat_completion_client_with_tools.py": _CALLS,
 }
 # Arguments without which a script only prints its usage.
 ARGUMENTS: dict[str, tuple[str, ...]] = {
@@ -79,6 +93,14 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
     ),
     "ray_serving/elastic_ep/scale.py": ("--port", str(_PORT), "--new-dp-size", "2"),
 }
+# Models of scripts that a language model with plain weights cannot replace.
+QUANTIZED = {
+    "huggyllama/llama-7b": "bitsandbytes nf4",
+    "TheBloke/TinyLlama-1.1B-Chat-v0.3-AWQ": "awq",
+    "TheBloke/TinyLlama-1.1B-Chat-v0.3-GPTQ": "gptq",
+}
+"""Kind of the checkpoint by model, see `tests/quantization/formats.py`."""
+CLASSIFIERS = ("Skywork/Skywork-Reward-V2-Qwen3-0.6B", "jason9693/Qwen2.5-1.5B-apeach")
 # Scripts with another script's files as input, in one folder, and servers with their clients.
 AFTER = {
     "disaggregated/example_connector/decode_example.py": (
@@ -117,6 +139,7 @@ def main(words: Sequence[str] | None = None) -> int:
         weights = work / "sharded" / "model.safetensors"
         weights.rename(weights.with_name("model-rank-0-part-0.safetensors"))
         environment = make_environment(work)
+        offer_others(work)
         with serving(work, environment, examples), ThreadPoolExecutor(options.jobs) as pool:
             lines = list(pool.map(lambda name: run(work, environment, examples, name), names))
     if options.write:
@@ -153,6 +176,28 @@ def make_environment(work: Path) -> dict[str, str]:
     }
     os.environ |= {name: variables[name] for name in ("HF_HOME", shim.MODEL_VARIABLE)}
     return {**os.environ, **variables}
+
+
+def offer_others(work: Path) -> None:
+    """Add quantized models and classifiers, of the size of the tiny model, to the hub's cache."""
+    from transformers import AutoModelForSequenceClassification
+
+    model = work / "model"
+    shim.offer(BUILTIN_MODEL)  # transformers looks for the model of each adapter
+    config = json.loads((model / "config.json").read_text())
+    sizes = {name: config[name] for name in _SIZES}
+    for name, kind in QUANTIZED.items():
+        folder = FORMATS[kind].make(work / kind, **sizes).quantized
+        for file in model.glob("tokenizer*"):
+            shutil.copy(file, folder)
+        shim.offer(name, folder)
+    classifier = work / "classifier"
+    shutil.copytree(model, classifier)
+    AutoModelForSequenceClassification.from_pretrained(model, num_labels=2).save_pretrained(
+        classifier
+    )
+    for name in CLASSIFIERS:
+        shim.offer(name, classifier)
 
 
 @contextmanager
@@ -248,6 +293,8 @@ def outcome(status: int | None, output: str) -> str:
         output: its output.
     """
     last = (output.strip().splitlines() or ["nothing was printed"])[-1][:300]
+    if last.endswith(_NO_GPU):
+        return f"works until the script asks torch for a GPU: {last}"
     if "Traceback (most recent call last)" in output:
         return f"{TRACEBACK}: {last}"
     if status is None:

@@ -80,8 +80,8 @@ def offer_all(source: str) -> None:
         offer(name)
 
 
-def offer(name: str) -> None:
-    """Add the replacement model, with an adapter, to the hub's cache under a name."""
+def offer(name: str, model: Path | None = None) -> None:
+    """Add the replacement model, or another one, with an adapter to the hub's cache."""
     folder = Path(os.environ["HF_HOME"], "hub", f"models--{name.replace('/', '--')}")
     if Path(name).is_dir() or name.count("/") != 1 or folder.exists():
         return
@@ -89,7 +89,8 @@ def offer(name: str) -> None:
     snapshot.mkdir(parents=True)
     adapter = builtin_adapter("octavo/stories-letters")
     assert adapter is not None
-    for file in [*Path(os.environ[MODEL_VARIABLE]).iterdir(), *adapter.glob("adapter*")]:
+    model = Path(os.environ[MODEL_VARIABLE]) if model is None else model
+    for file in [*model.iterdir(), *adapter.glob("adapter*")]:
         (snapshot / file.name).symlink_to(file.resolve())
     (folder / "refs").mkdir()
     (folder / "refs" / "main").write_text(_COMMIT)

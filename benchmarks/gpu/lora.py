@@ -35,18 +35,23 @@ def check_lora(bench: Bench) -> None:
 
 
 def check_kernels(bench: Bench) -> None:
-    """Compare all ranks in one call with float64, and rows alone; time calls beside the product."""
+    """Compare all ranks in one call with float64, and rows alone; time calls beside the product.
+
+    The last adapter has gains and offsets, as a DoRA and biases of B have.
+    """
     gpu, sizes, n = bench.gpu, bench.sizes, bench.sizes.linear
     ops = TritonOps(gpu.device, upcast=gpu.device.type == "cpu")
     torch.manual_seed(0)
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        table, factors = make_table(ops, n, dtype, RANKS)
+        table, factors = make_table(ops, n, dtype, RANKS, affine=True)
         x, base = torch.randn(ROWS, n, dtype=dtype), torch.randn(ROWS, 2 * n)
         slots = torch.arange(ROWS, dtype=torch.int32) % (len(RANKS) + 1) - 1
         want = base.double()
-        for slot, (a, b) in enumerate(factors):
+        for slot, (a, b, affine) in enumerate(factors):
             rows = slots == slot
             want[rows] += 0.5 * (x[rows].double() @ a.double().T) @ b.double().T
+            if affine is not None:
+                want[rows] = want[rows] * affine[0] + affine[1]
         on_gpu, where, out = (t.to(gpu.device) for t in (x, slots, base.clone()))
         ops.add_lora(out, on_gpu, where, table)
         error = ((out.cpu() - want).abs().max() / want.abs().max()).item()
@@ -57,8 +62,8 @@ def check_kernels(bench: Bench) -> None:
             bits &= torch.equal(alone[0], out[row])
         name = str(dtype).removeprefix("torch.")
         bench.add(
-            f"adapters of ranks {', '.join(map(str, RANKS))}, {name}: error, a row alone and among "
-            f"{ROWS - 1}",
+            f"adapters of ranks {', '.join(map(str, RANKS))}, the last with gains and offsets, "
+            f"{name}: error, a row alone and among {ROWS - 1}",
             f"{error:.1e}, {'the same' if bits else 'other'} bits",
             f"{BOUND:.0e}, the same bits",
             error <= BOUND and bits,
@@ -68,46 +73,78 @@ def check_kernels(bench: Bench) -> None:
         x = torch.randn(count, n, dtype=torch.bfloat16, device=gpu.device)
         plain = gpu.seconds(partial(ops.linear, x, weight))
         out = ops.linear(x, weight)
-        for ranks in ((16,), (16,) * 8, (64,) * 8):
-            table, _ = make_table(ops, n, torch.bfloat16, ranks, modules=1)
+        for ranks, affine in (
+            ((16,), False),
+            ((16,), True),
+            ((16,) * 8, False),
+            ((64,) * 8, False),
+        ):
+            table, _ = make_table(ops, n, torch.bfloat16, ranks, modules=1, affine=affine)
             slots = torch.arange(count, dtype=torch.int32, device=gpu.device) % len(ranks)
             seconds = gpu.seconds(partial(ops.add_lora, out, x, slots, table))
             bench.add(
-                f"kernel: {len(ranks)} adapters of rank {ranks[0]}, {count} x {n} x {n}",
+                f"kernel: {len(ranks)} adapters of rank {ranks[0]}"
+                f"{' with gains and offsets' if affine else ''}, {count} x {n} x {n}",
                 f"{seconds * 1e6:,.0f} us, {seconds / plain:.0%} of the product's time",
             )
 
 
 def make_table(
-    ops: TritonOps, n: int, dtype: torch.dtype, ranks: tuple[int, ...], modules: int = 2
-) -> tuple[LoraTable, list[tuple[Tensor, Tensor]]]:
-    """Return adapters of a layer of n inputs and some modules of n outputs, and their factors."""
-    table, factors = LoraTable(len(ranks), [n] * modules, n, max(ranks)), []
+    ops: TritonOps,
+    n: int,
+    dtype: torch.dtype,
+    ranks: tuple[int, ...],
+    modules: int = 2,
+    *,
+    affine: bool = False,
+) -> tuple[LoraTable, list[tuple[Tensor, Tensor, Tensor | None]]]:
+    """Return adapters of a layer of n inputs and some modules of n outputs.
+
+    The list has the factors of each. With `affine`, the last adapter also has gains and offsets,
+    float32 [2, modules * n].
+    """
+    table = LoraTable(len(ranks), [n] * modules, n, max(ranks))
+    factors: list[tuple[Tensor, Tensor, Tensor | None]] = []
     for slot, rank in enumerate(ranks):
         a = (torch.randn(rank, n) / n**0.5).to(dtype)
         b = (torch.randn(modules * n, rank) / rank**0.5).to(dtype)
-        factors.append((a, b))
+        both = 0.5 + torch.rand(2, modules * n) if affine and slot == len(ranks) - 1 else None
+        factors.append((a, b, both))
         name = str(dtype).removeprefix("torch.")
-        parts = [ops.pack_lora(from_torch(a), from_torch(x), 0.5, name) for x in b.split(n)]
+        more = [None] * modules if both is None else both.split(n, 1)
+        parts = [
+            ops.pack_lora(
+                from_torch(a),
+                from_torch(x),
+                0.5,
+                name,
+                None,
+                None if y is None else from_torch(y.contiguous()),
+            )
+            for x, y in zip(b.split(n), more, strict=True)
+        ]
         table.set(slot, parts)
     ops.put_lora_tables([table])
     return table, factors
 
 
 def check_answers(bench: Bench) -> None:
-    """Compare adapters with merged weights in float32, and one adapter with several at once."""
+    """Compare adapters with merged weights in float32, and one adapter with several at once.
+
+    They are two LoRAs, a DoRA, and a LoRA with biases of B; the model's attention has biases.
+    """
     import transformers
     from safetensors.torch import save_file
 
     sizes, vocab = bench.sizes, bench.sizes.tiny["vocab_size"]
     prompts = [random_ids(n, seed=n, vocab=vocab) for n in sizes.prompts]
     params = SamplingParams(temperature=0, max_tokens=sizes.answer, logprobs=1, ignore_eos=True)
-    ranks = (4, 16)
+    kinds = {"rank-4": 4, "rank-16": 16, "norms": 8, "biases": 8}
     common: dict[str, Any] = {"dtype": "float32", "max_num_batched_tokens": 256}
     lora: dict[str, Any] = {
         "enable_lora": True,
-        "max_loras": len(ranks),
-        "max_lora_rank": max(ranks),
+        "max_loras": len(kinds),
+        "max_lora_rank": max(kinds.values()),
     }
 
     def ask(llm: LLM, adapters: list[LoRARequest | None]) -> list[CompletionOutput]:
@@ -122,30 +159,41 @@ def check_answers(bench: Bench) -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         torch.manual_seed(0)
-        model = transformers.LlamaForCausalLM(transformers.LlamaConfig.from_dict(sizes.tiny))
+        config = transformers.LlamaConfig.from_dict(sizes.tiny | {"attention_bias": True})
+        model = transformers.LlamaForCausalLM(config)
         with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.dim() == 2:
+            for name, parameter in model.named_parameters():
+                if parameter.dim() == 2 or name.endswith("bias"):
                     parameter.normal_(std=0.1)
         base = str(Path(folder, "base"))
         model.save_pretrained(base)
         adapters: list[LoRARequest | None] = [None]
         merged = [base]
-        for rank in ranks:
-            path, factors = Path(folder, f"rank-{rank}"), {}
+        for number, (kind, rank) in enumerate(kinds.items(), 1):
+            path, factors = Path(folder, kind), {}
             path.mkdir()
+            modules = MODULES[:2] if kind == "biases" else MODULES
             changed = transformers.LlamaForCausalLM.from_pretrained(base, dtype=torch.float32)
             for name, module in changed.named_modules():
-                if name.endswith(MODULES):
+                if name.endswith(modules):
                     a = torch.randn(rank, module.in_features) / module.in_features**0.5
                     b = 0.1 * torch.randn(module.out_features, rank)
-                    factors[f"base_model.model.{name}.lora_A.weight"] = a
-                    factors[f"base_model.model.{name}.lora_B.weight"] = b
+                    stored = f"base_model.model.{name}.lora_"
+                    factors |= {f"{stored}A.weight": a, f"{stored}B.weight": b}
                     module.weight.data += 2 * b @ a
+                    if kind == "norms":
+                        norms = 0.5 + torch.rand(module.out_features)
+                        factors[f"{stored}magnitude_vector"] = norms
+                        module.weight.data *= (norms / module.weight.data.norm(dim=1))[:, None]
+                    elif kind == "biases":
+                        bias = torch.randn(module.out_features)
+                        factors[f"{stored}B.bias"] = bias
+                        module.bias.data += 2 * bias
             save_file(factors, path / "adapter_model.safetensors")
-            config = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank}
-            (path / "adapter_config.json").write_text(json.dumps(config))
-            adapters.append(LoRARequest(path.name, rank, str(path)))
+            fields = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank}
+            fields |= {"use_dora": kind == "norms", "lora_bias": kind == "biases"}
+            (path / "adapter_config.json").write_text(json.dumps(fields))
+            adapters.append(LoRARequest(kind, number, str(path)))
             merged.append(f"{path}-merged")
             changed.save_pretrained(merged[-1])
         truth = []

@@ -192,6 +192,14 @@ def convert(root: Path, model: Path, file: Path, log: Path) -> None:
     run([python, "-c", _CONVERT, *words], log, env={"PYTHONPATH": str(source)})
 
 
+def convert_adapter(root: Path, adapter: Path, model: Path, file: Path, log: Path) -> None:
+    """Convert an adapter of a checkpoint, as PEFT writes it, to a file of llama.cpp in float16."""
+    python = root / "llama" / "env" / "bin" / "python"
+    source = bindings_folder(root) / "vendor" / "llama.cpp"
+    words = ["--outtype", "f16", "--base", model, "--outfile", file, adapter]
+    run([python, source / "convert_lora_to_gguf.py", *words], log)
+
+
 def quantize(root: Path, plain: Path, weights: str, file: Path, log: Path) -> None:
     """Quantize a file of `convert` to int8 or int4 weights."""
     run([build_folder(root) / "bin" / "llama-quantize", plain, file, FORMATS[weights]], log)

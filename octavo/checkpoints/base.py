@@ -43,6 +43,7 @@ class Source:
         "transpose",
         "swap",
         "flat",
+        "flat_or_zeros",
         "by_group",
         "by_shard",
         "halves",
@@ -53,13 +54,14 @@ class Source:
     ] = "none"
     """Change of the stored tensor before a part is selected. transpose: from [inputs, outputs] to
     [outputs, inputs] (Conv1D); GGUF files store the result. swap: exchange rows and columns, also
-    of GGUF files. flat: one dimension with all numbers (Kimi Linear). by_group: reorder rows from
-    queries, keys and values of each group of heads in turn to all queries, all keys, all values
-    (BLOOM, Falcon); a group may have other parts. by_shard: the same from queries, values and keys
-    of each of several equal parts of the heads (CodeGen). halves: exchange the halves of the rows
-    (GTE). skip_rows: drop the first rows (OPT's positions). padded: append as many zeros (DeBERTa
-    V1). taps: from [outputs, inputs, taps] to [outputs, taps * inputs] (DeBERTa V2). flat_rows:
-    from [outputs, ...] to [outputs, all others] (patches of pictures)."""
+    of GGUF files. flat: one dimension with all numbers (Kimi Linear). flat_or_zeros: the same, and
+    zeros for a tensor that is `optional` (BART). by_group: reorder rows from queries, keys and
+    values of each group of heads in turn to all queries, all keys, all values (BLOOM, Falcon); a
+    group may have other parts. by_shard: the same from queries, values and keys of each of several
+    equal parts of the heads (CodeGen). halves: exchange the halves of the rows (GTE). skip_rows:
+    drop the first rows (OPT's positions). padded: append as many zeros (DeBERTa V1). taps: from
+    [outputs, inputs, taps] to [outputs, taps * inputs] (DeBERTa V2). flat_rows: from [outputs, ...]
+    to [outputs, all others] (patches of pictures)."""
     groups: int = 1
     """by_group: number of heads of keys and values. by_shard: number of parts."""
     group_queries: int = 1

@@ -8,6 +8,8 @@ _EXPERTS = "it is a mixture of experts of a kind that Octavo does not compute"
 _KINDS = {
     r"^nomic-bert-moe$": "its GGUF files lack the bias of the experts, so its vectors would be "
     "others; use the checkpoint that names NomicBertModel",
+    r"^t5(encoder)?$": "GGUF files of T5 are not read; use the checkpoint that names "
+    "T5ForConditionalGeneration",
     r"Classification$|Reward|ForRegression": "it is a classifier of a family that Octavo "
     "does not have",
     r"^ChatGLM": "it needs custom code, which Octavo never runs; use the checkpoint that names "
@@ -17,7 +19,7 @@ _KINDS = {
     r"Whisper|Speech|Audio|CTC$|Voice|Moonshine|ASR": "it processes sound, and Octavo's "
     "models process text",
     r"^(T5|MT5|UMT5|Bart|MBart|Pegasus|Marian|M2M|BlenderBot|Led|LED|ProphetNet)": "it is an "
-    "encoder-decoder, and Octavo's models are decoders",
+    "encoder-decoder of a family that Octavo does not have",
     r"^(DeepseekV32|GlmMoeDsa|Glm5Next|Qwen4Exp|MiniMaxM3)": "its attention chooses tokens "
     "with an indexer (sparse attention), which Octavo does not compute",
     r"^DeepseekV4": "it has compressed keys and values, and hyper-connections, which Octavo does "
@@ -43,7 +45,6 @@ _GGUF_NAMES = {
     "neo-bert": "NeoBertModel",
     "qwen4exp": "Qwen4ExpForCausalLM",
     "step35": "Step3p5ForCausalLM",
-    "t5": "T5ForConditionalGeneration",
 }
 """Hugging Face's names of architectures that GGUF files name otherwise."""
 

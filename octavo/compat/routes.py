@@ -34,7 +34,6 @@ ELSEWHERE: Mapping[str, str] = {
     ),
     **_all(
         "models accept text only",
-        "/v1/audio",
         "/v1/realtime",
         "/reset_mm_cache",
         "/reset_encoder_cache",

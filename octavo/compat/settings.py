@@ -205,11 +205,6 @@ FOREIGN: dict[str, Foreign] = {
         ),
         _group("adapters have the model's type; leave it out, or set dtype", lora_dtype="auto"),
         _group(
-            "an adapter changes all modules that its files name; leave it out, or train the "
-            "adapter without the others",
-            lora_target_modules=[],
-        ),
-        _group(
             "an adapter's numbers are divided among processes as the model's are, always",
             fully_sharded_loras=EITHER,
         ),

@@ -138,11 +138,12 @@ class EngineConfig(Section, frozen=True):
     def adapts_experts(self) -> bool:
         """True if adapters may change experts, unless `device=auto` finds a GPU.
 
-        They must be on a CPU, and each process keeps the experts that it computes.
+        They must be on CPUs of one machine.
         """
-        device = self.device
+        device, parallel = self.device, self.parallel
         on_gpu = device.device not in ("auto", "cpu") or device.attention_backend == "triton"
-        return not (on_gpu or self.divides_experts or device.enable_eplb)
+        is_here = parallel.num_local_engines >= parallel.data_parallel_size
+        return not on_gpu and (is_here or not self.divides_experts)
 
     @property
     def divides_experts(self) -> bool:

@@ -32,6 +32,8 @@ class LoRAModule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Folder of the adapter."""
     base_model_name: str | None = None
     """Name of the adapter's model in /v1/models; None: the served model's."""
+    draft_path: Annotated[str, Meta(min_length=1)] | None = None
+    """Folder of the adapter of the draft model; None: it drafts without one."""
 
 
 class LoRAConfig(Section, frozen=True):
@@ -64,6 +66,14 @@ class LoRAConfig(Section, frozen=True):
             description="Large modules that adapters may replace (PEFT's modules_to_save):"
             " embed_tokens, lm_head. Memory is planned for them in each adapter. Heads of"
             " classifiers need no setting."
+        ),
+    ] = []
+    lora_target_modules: Annotated[
+        list[str],
+        Meta(
+            description="Ends of the names of the modules that adapters may change, such as q_proj,"
+            " down_proj, or experts for all of these. Memory is planned for them only, and adapters"
+            " of others are refused; default: all that adapters can change."
         ),
     ] = []
     lora_modules: Annotated[
@@ -111,6 +121,13 @@ class LoRAConfig(Section, frozen=True):
         return self.max_loras if self.max_cpu_loras is None else self.max_cpu_loras
 
     @property
+    def can_change(self) -> bool:
+        """True if the adapters of a running server may change."""
+        return self.enable_lora and bool(
+            self.lora_root is not None or self.lora_hub_repos or self.lora_resolvers
+        )
+
+    @property
     def modules(self) -> list[LoRAModule]:
         """The parsed `lora_modules`.
 
@@ -145,6 +162,7 @@ class LoRAConfig(Section, frozen=True):
         for name in (
             "lora_modules",
             "lora_modules_to_save",
+            "lora_target_modules",
             "lora_root",
             "lora_hub_repos",
             "lora_resolvers",

@@ -192,7 +192,7 @@ def check_encoders(spec: ModelSpec, config: EngineConfig, platform: Platform) ->
     if not spec.encoders:
         return
     device, native = config.device, _is_native(config, platform)
-    stages = device.pipeline_parallel_size
+    stages, both = device.pipeline_parallel_size, spec.is_encoder_decoder
     for name, wrong in (
         (f"device={platform.name}, except for device=cpu without Triton", not native),
         (f"pipeline_parallel_size={stages}", stages > 1),
@@ -200,12 +200,16 @@ def check_encoders(spec: ModelSpec, config: EngineConfig, platform: Platform) ->
         ("speculative_config", config.speculation.speculative_config is not None),
         ("kv_transfer_config", config.cache.kv_transfer_config is not None),
         ("enable_chunked_prefill=false", not config.scheduler.enable_chunked_prefill),
+        ("kv_events_config", both and config.cache.kv_events_config is not None),
+        ("enable_lora", both and config.lora.enable_lora),
+        ("enable_prompt_embeds", both and config.model.enable_prompt_embeds),
     ):
         if wrong:
             kinds = " and ".join(encoder.modality for encoder in spec.encoders)
+            without = ", or run the model without its encoder (language_model_only)"
             raise ConfigError(
                 f"The encoder of {spec.architecture} ({kinds}) is not supported with {name}; "
-                "change it, or run the model without its encoder (language_model_only)."
+                f"change it{'' if both else without}."
             )
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from octavo.checkpoints.identity import model_hash
-from octavo.config import EngineConfig, SpeculationConfig
+from octavo.config import EngineConfig, LoRAConfig, SpeculationConfig
 from octavo.errors import ConfigError
 from octavo.kv_cache.groups import find_full_attention, make_kv_cache_groups
 from octavo.kv_connector.registry import get_connector
@@ -66,6 +66,10 @@ def make_worker_setup(
         from octavo.models.merge import check_merge
 
         check_merge(adapter, spec, open_model(config, model_path), setup.dtype)
+    if config.lora.lora_target_modules:
+        from octavo.models.adaptable_model import check_targets
+
+        check_targets(spec, config.lora)
     _ = setup.expert_slots  # rejects an expert_cache that does not fit the model
     if config.divides_experts:
         _check_divided_experts(setup)
@@ -161,6 +165,7 @@ def _with_draft(setup: WorkerSetup) -> WorkerSetup:
             config,
             speculation=SpeculationConfig(),
             model=msgspec.structs.replace(config.model, enable_prompt_embeds=False),
+            lora=_lora_of_draft(config.lora) if found.method == "draft_model" else LoRAConfig(),
         ),
         spec=found.spec,
         model_path=found.path,
@@ -175,6 +180,11 @@ def _with_draft(setup: WorkerSetup) -> WorkerSetup:
         kept_layers=found.spec.kept_layers if isinstance(found.spec, EagleSpec) else (),
         draft=draft,
     )
+
+
+def _lora_of_draft(lora: LoRAConfig) -> LoRAConfig:
+    """Return the settings of a draft model's adapters, which may change all of its modules."""
+    return msgspec.structs.replace(lora, lora_target_modules=[], lora_merge=None)
 
 
 def _with_connector(setup: WorkerSetup, engine_index: int) -> WorkerSetup:

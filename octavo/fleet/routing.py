@@ -20,9 +20,9 @@ _MOST_REMEMBERED = 2**17
 # receives a request with its whole prompt in the cache.
 _ALLOWANCE = 16.0
 _ALLOWED_SHARE = 0.5
-# Maximum excess load of an engine that still receives a request whose adapter it has in memory: two
-# waiting requests. Elsewhere the adapter must be read, and takes turns with others.
-_ADAPTER_ALLOWANCE = 8.0
+ADAPTER_ALLOWANCE = 8.0
+"""Maximum excess load of an engine that still receives a request whose adapter it has in memory:
+two waiting requests. Elsewhere the adapter must be read, and takes turns with others."""
 
 
 def load_of(num_waiting: int, num_running: int) -> int:
@@ -133,13 +133,13 @@ class Router:
         prompt.
         """
         hashes, adapter = self._hash(request), request.options.adapter
-        own = [] if adapter is None else [adapter.content_hash.encode()]
+        own = [] if adapter is None else [adapter.key.encode()]
         least = min(map(self.load, engines))
         cached = {i: self._prefixes.num_cached(i, hashes) if hashes else 0 for i in engines}
 
         def key(engine: int) -> tuple[float, bool, int]:
             against = score(self.load(engine), least, cached[engine], len(hashes))
-            against -= _ADAPTER_ALLOWANCE * self._adapters.num_cached(engine, own)
+            against -= ADAPTER_ALLOWANCE * self._adapters.num_cached(engine, own)
             return against, engine <= self._last, engine
 
         chosen = self._last = min(engines, key=key)

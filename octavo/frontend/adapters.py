@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property, partial
 from pathlib import Path
@@ -13,14 +14,14 @@ import msgspec
 
 from octavo.checkpoints.tasks import TASKS
 from octavo.config import EngineConfig
-from octavo.errors import RequestError, UnsupportedError
+from octavo.errors import AdapterError, RequestError, UnsupportedError
 from octavo.lora_request import LoRARequest
 from octavo.messages import AdapterRef
 from octavo.models.adaptable_model import EMBED, AdaptableModel
 from octavo.models.adapters import open_adapter
 from octavo.models.blocks.base import is_adaptable
 from octavo.models.forms import without_forms
-from octavo.models.hub import resolve_adapter, resolve_folders
+from octavo.models.hub import local_adapter, resolve_adapter, resolve_folders
 from octavo.models.spec import ModelSpec
 from octavo.plan.memory_plan import resolve_dtype
 from octavo.pooling_params import PoolingParams
@@ -33,9 +34,13 @@ LoRARequests: TypeAlias = (
 _MOST_KNOWN = 10_000
 """Most adapters whose content is remembered; older ones are read again."""
 _THREADS = 16
-"""Most adapters that are read at the same time."""
+"""Most adapters that are read at the same time, and most that are downloaded."""
+_NO_NUMBER = 0
+"""Number of adapters that no `LoRARequest` names."""
+_Key: TypeAlias = tuple[int, str, str | None, Path | None]
+"""Number, path, path of the draft model's adapter, and root."""
 _Found: TypeAlias = "Future[AdapterRef]"
-"""Adapter without its name and number, as soon as it has been read."""
+"""Adapter without its name, as soon as it has been read."""
 
 
 def no_pins(lora_id: int) -> UnsupportedError:
@@ -48,15 +53,19 @@ def no_pins(lora_id: int) -> UnsupportedError:
 
 
 def _named(found: AdapterRef, request: LoRARequest) -> AdapterRef:
-    return msgspec.structs.replace(found, name=request.lora_name, lora_int_id=request.lora_int_id)
+    name, draft = request.lora_name, found.draft
+    if draft is not None:
+        draft = msgspec.structs.replace(draft, name=name)
+    return msgspec.structs.replace(found, name=name, request=request, draft=draft)
 
 
 class AdapterFiles:
     """Checker of adapters for one model. Any thread may use it.
 
     It reads the files of each pair of number and path once, on a thread of its own, so one that is
-    slow to read makes no other adapter wait. The engine reads them again when a request needs them,
-    and refuses files that have changed since.
+    slow to read makes no other adapter wait. Downloads have further threads, so that a slow hub
+    delays no adapter that is on the disk. The engine reads the files again when a request needs
+    them, and refuses files that have changed since.
 
     Args:
         config: the engine's settings.
@@ -66,9 +75,10 @@ class AdapterFiles:
     def __init__(self, config: EngineConfig, spec: ModelSpec) -> None:
         self._config, self._spec = config, spec
         self._lock = threading.Lock()
-        self._threads = ThreadPoolExecutor(_THREADS, "octavo-adapter-files")
-        self._known: dict[tuple[int, str, Path | None], _Found] = {}
-        """Adapters that have been read, or are, by number, path and root."""
+        self._readers = ThreadPoolExecutor(_THREADS, "octavo-adapter-files")
+        self._downloaders = ThreadPoolExecutor(_THREADS, "octavo-adapter-downloads")
+        self._known: dict[_Key, _Found] = {}
+        """Adapters that have been read, or are."""
 
     def resolve(self, request: LoRARequest | None, root: Path | None = None) -> AdapterRef | None:
         """Return the adapter of a request; None: the request has none.
@@ -93,8 +103,9 @@ class AdapterFiles:
         if request is None:
             return None
         # A caller that gives up must not end the work for the others.
-        found = await asyncio.shield(asyncio.wrap_future(self._find(request, root)))
-        return _named(found, request)
+        found = asyncio.wrap_future(self._find(request, root))
+        found.add_done_callback(asyncio.Future.exception)  # all callers may have given up
+        return _named(await asyncio.shield(found), request)
 
     def add(self, request: LoRARequest) -> bool:
         """Check an adapter before a request uses it.
@@ -122,10 +133,11 @@ class AdapterFiles:
         """Numbers of the adapters that have been read."""
         with self._lock:
             known = list(self._known.items())
-        return {key[0] for key, it in known if it.done() and it.exception() is None}
+        done = {key[0] for key, it in known if it.done() and it.exception() is None}
+        return done - {_NO_NUMBER}
 
     def _find(self, request: LoRARequest, root: Path | None) -> _Found:
-        """Begin to read an adapter, unless it is known; see `resolve`."""
+        """Begin to read the adapter of a request, unless it is known; see `resolve`."""
         if not isinstance(request, LoRARequest):
             raise RequestError(
                 f"lora_request is a {type(request).__name__}; give an octavo.LoRARequest.",
@@ -137,24 +149,31 @@ class AdapterFiles:
                 "engine with enable_lora=True (--enable-lora).",
                 "lora_request",
             )
-        key = request.lora_int_id, request.lora_path, root
-        with self._lock:
-            found = None if request.load_inplace else self._known.pop(key, None)
-            if found is None or (found.done() and found.exception() is not None):
-                found = self._threads.submit(self._read, request.lora_path, root)
-            if not request.load_inplace:
-                self._known[key] = found
-                if len(self._known) > _MOST_KNOWN:
-                    del self._known[next(iter(self._known))]
+        key = request.lora_int_id, request.lora_path, request.draft_path, root
         if request.load_inplace:  # others use the old files meanwhile
-            found.add_done_callback(partial(self._note, key))
+            found = self._read(*key[1:])
+            found.add_done_callback(partial(self._note_again, key))
+            return found
+        return self._find_known(key)
+
+    def _find_known(self, key: _Key) -> _Found:
+        with self._lock:
+            found = self._known.pop(key, None)
+            if found is None or (found.done() and found.exception() is not None):
+                found = self._read(*key[1:])
+            self._note(key, found)
         return found
 
-    def _note(self, key: tuple[int, str, Path | None], found: _Found) -> None:
+    def _note_again(self, key: _Key, found: _Found) -> None:
         """Remember an adapter that has been read again."""
         if found.exception() is None:
             with self._lock:
-                self._known[key] = found
+                self._note(key, found)
+
+    def _note(self, key: _Key, found: _Found) -> None:
+        self._known[key] = found
+        if len(self._known) > _MOST_KNOWN:
+            del self._known[next(iter(self._known))]
 
     @property
     def has_tasks(self) -> bool:
@@ -170,7 +189,8 @@ class AdapterFiles:
         """Return the adapter of a text: that of the task that its prompt has, or the given one.
 
         Raises:
-            AdapterError, RequestError: as `resolve`; or the text has both.
+            AdapterError: the adapter of the task cannot be used.
+            RequestError: adapters are off, or the text has both.
         """
         sentences, name = self._spec.sentences, params.prompt_name
         name = sentences.default_prompt_name if name is None else name
@@ -182,18 +202,74 @@ class AdapterFiles:
                 f"{adapter.name!r}; leave one of them out.",
                 "prompt_name",
             )
-        return self.resolve(LoRARequest(name, 1, str(self._folder / TASKS / name)))
+        if not self._config.lora.enable_lora:
+            raise RequestError(
+                f"prompt_name={name!r} has an adapter, and adapters are off; start the engine with "
+                "enable_lora=True (--enable-lora).",
+                "prompt_name",
+            )
+        path = str(self._folder / TASKS / name)
+        found = self._find_known((_NO_NUMBER, path, None, None)).result()
+        return msgspec.structs.replace(found, name=name)
 
-    def _read(self, name: str, root: Path | None) -> AdapterRef:
-        """Return an adapter whose files are right, without its name and number."""
+    def _read(self, name: str, draft_name: str | None, root: Path | None) -> _Found:
+        """Begin to read an adapter and that of the draft model, after downloads if necessary."""
+        names = [name] if draft_name is None else [name, draft_name]
+        found = Future[AdapterRef]()
+        found.set_running_or_notify_cancel()  # nobody can cancel it
+        self._readers.submit(self._read_into, found, names, root)
+        return found
+
+    def _read_into(self, found: _Found, names: list[str], root: Path | None) -> None:
+        try:
+            paths = [local_adapter(name) if root is None else Path(name) for name in names]
+            local = [path for path in paths if path is not None]
+            if len(local) < len(names):
+                self._downloaders.submit(self._download_into, found, names)
+            else:
+                found.set_result(self._open_all(local, root))
+        except BaseException as error:
+            found.set_exception(error)
+
+    def _download_into(self, found: _Found, names: list[str]) -> None:
+        try:
+            folder = self._config.load.download_dir
+            paths = [resolve_adapter(name, download_dir=folder) for name in names]
+            found.set_result(self._open_all(paths, None))
+        except BaseException as error:
+            found.set_exception(error)
+
+    def _open_all(self, paths: list[Path], root: Path | None) -> AdapterRef:
+        """Return an adapter, with that of the draft model if there is a second path."""
+        found = self._open(paths[0], root, self._model)
+        if len(paths) == 1:
+            return found
+        drafter = self._drafter
+        if drafter is None:
+            raise RequestError(
+                f"draft_path={str(paths[1])!r:.80} is an adapter of a draft model, and this engine "
+                "has none; start it with a draft model (speculative_config, method draft_model), "
+                "or leave draft_path out.",
+                "lora_request",
+            )
+        try:
+            draft = self._open(paths[1], root, drafter)
+        except AdapterError as error:
+            raise AdapterError(f"draft_path: {error}") from None
+        if draft.invocation_tokens not in ((), found.invocation_tokens):
+            raise AdapterError(
+                f"draft_path: {draft.path} begins where the model's adapter does, and its "
+                "alora_invocation_tokens differ; train it with the same ones, or without."
+            )
+        return msgspec.structs.replace(found, draft=draft)
+
+    def _open(self, path: Path, root: Path | None, model: AdaptableModel) -> AdapterRef:
+        """Return an adapter whose files are right, without its name."""
         config = self._config
-        if root is None:
-            path = resolve_adapter(name, download_dir=config.load.download_dir).absolute()
-        else:
-            path = Path(name).absolute()
+        path = path.absolute()
         adapter = open_adapter(
             path,
-            self._model,
+            model,
             dtype=resolve_dtype(config, self._spec),
             max_lora_rank=config.lora.max_lora_rank,
             root=root,
@@ -202,15 +278,25 @@ class AdapterFiles:
 
     @cached_property
     def _model(self) -> AdaptableModel:
-        lora = self._config.lora
-        adapts = self._config.adapts_experts
+        return self._adaptable(self._spec, self._config.lora.lora_target_modules)
+
+    @cached_property
+    def _drafter(self) -> AdaptableModel | None:
+        """Draft model; None: there is none, or heads make the drafts."""
+        from octavo.models.drafts import find_draft  # few engines have a draft model
+
+        draft = find_draft(self._config, self._spec, self._folder)
+        return self._adaptable(draft.spec) if draft and draft.method == "draft_model" else None
+
+    def _adaptable(self, spec: ModelSpec, targets: Sequence[str] = ()) -> AdaptableModel:
+        lora, adapts = self._config.lora, self._config.adapts_experts
         layers = {
             weight.name.removesuffix("weight")
-            for weight in without_forms(self._spec).weights()
+            for weight in without_forms(spec).weights()
             if is_adaptable(weight.name) and (weight.expert is None or adapts)
         }
         layers.add(EMBED)  # a table that is tied has another name
-        return AdaptableModel(self._spec, layers, lora.lora_modules_to_save)
+        return AdaptableModel(spec, layers, lora.lora_modules_to_save, targets)
 
     def resolve_each(self, requests: LoRARequests, count: int) -> list[AdapterRef | None]:
         """Return the adapter of each of `count` prompts, given one for all or one for each.

@@ -151,14 +151,14 @@ class AsyncLLM(AsyncPooling):
         model = config.model
         check_recording(config, None if record is None else record.path)
         self.config = config
-        checkpoint = open_checkpoint(path, config.load.load_format)
-        self.spec = read_spec(checkpoint, model)
+        self.checkpoint = open_checkpoint(path, config.load.load_format)
+        self.spec = read_spec(self.checkpoint, model)
         # Preliminary: the memory plan may shorten a length of -1, see `_became_ready`.
         self.max_model_len = resolve_max_model_len(config, self.spec)
         self.tokenizer: Tokenizer | None = None
         if not model.skip_tokenizer_init:
             self.tokenizer = Tokenizer.from_folder(tokenizer_path)
-        self._pictures = read_pictures(checkpoint, model, self.spec, self.tokenizer)
+        self._pictures = read_pictures(self.checkpoint, model, self.spec, self.tokenizer)
         self.chat_pictures = read_chat_pictures(
             self._pictures, model, self.tokenizer, self.max_model_len
         )

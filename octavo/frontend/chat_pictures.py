@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from octavo.config import ModelConfig
-from octavo.errors import RequestError
+from octavo.errors import ContextLengthError, RequestError
 from octavo.frontend.pictures import Pictures
 from octavo.media.content import MediaItem, MediaKind, Modality
 from octavo.media.fetch import MediaFetcher
 from octavo.multimodal.pictures import PictureReader
 from octavo.system.offload import offload
 from octavo.text.tokenizer import MAX_TOKENS, Tokenizer
+
+# Files in memory that are fetched or read.
+_MOST_FILES = 16
 
 
 class ChatPictures:
@@ -36,11 +39,12 @@ class ChatPictures:
             "image": MediaKind(processor.placeholder, pictures.limit, (processor.embed_token,))
         }
         """Media that the model reads, for `read_media`."""
-        self._tokenizer, self._max_tokens = tokenizer, max(max_model_len, MAX_TOKENS)
+        self._tokenizer, self._max_model_len = tokenizer, max_model_len
         self._fetcher = MediaFetcher(
             settings.allowed_media_domains, settings.allowed_local_media_path
         )
         self._reader = PictureReader(pictures.kind, processor.settings.fields)
+        self._slots = asyncio.Semaphore(_MOST_FILES)
         # Also at the end of this process.
         weakref.finalize(self, self._reader.close)
 
@@ -49,6 +53,7 @@ class ChatPictures:
         pieces: Sequence[str],
         items: Sequence[MediaItem],
         mm_processor_kwargs: Mapping[str, Any] | None = None,
+        add_nbytes: Callable[[int], None] = lambda nbytes: None,
     ) -> dict[str, Any]:
         """Return the prompt of a chat, with its pictures.
 
@@ -59,9 +64,11 @@ class ChatPictures:
             pieces: pieces of the rendered chat that are tokenised separately.
             items: its pictures, in the order of the text.
             mm_processor_kwargs: settings of the processor of pictures.
+            add_nbytes: called with the bytes of each picture that is kept; it may raise an error.
 
         Raises:
             RequestError: a picture cannot be had or read, or a setting is wrong.
+            ContextLengthError: the pictures have more tokens than the context.
         """
         text = "".join(pieces)
         prompt: dict[str, Any] = {"prompt": text}
@@ -70,17 +77,27 @@ class ChatPictures:
         if not items:
             return prompt
         images: list[object] = []
+        num_embeds = 0
         for item in items:
             image = item.source
             if isinstance(image, str):
                 try:
-                    file = await self._fetcher.fetch(image, item.name)
-                    reading = self._reader.read(file, item.name, mm_processor_kwargs)
-                    image = await asyncio.wrap_future(reading)
+                    async with self._slots:
+                        file = await self._fetcher.fetch(image, item.name)
+                        reading = self._reader.read(file, item.name, mm_processor_kwargs)
+                        image = picture = await asyncio.wrap_future(reading)
                 except RequestError as error:
                     if error.param == item.name:
                         error.param = "messages"
                     raise
+                num_embeds += picture.place.num_embeds
+                if num_embeds > self._max_model_len:
+                    raise ContextLengthError(
+                        f"The first {len(images) + 1} pictures have {num_embeds} tokens; the "
+                        f"model's context has {self._max_model_len}. Send fewer or smaller ones.",
+                        "messages",
+                    )
+                add_nbytes(sum(len(tensor.data) for tensor in picture.fields.values()))
             images.append(image)
         prompt["multi_modal_data"] = {"image": images}
         if mm_processor_kwargs:
@@ -101,5 +118,5 @@ class ChatPictures:
     def _encode(self, pieces: Sequence[str]) -> list[int]:
         ids: list[int] = []
         for piece in pieces:
-            ids += self._tokenizer.encode(piece, False, self._max_tokens)
+            ids += self._tokenizer.encode(piece, False, max(self._max_model_len, MAX_TOKENS))
         return ids

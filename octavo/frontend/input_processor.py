@@ -17,11 +17,20 @@ from octavo.config import ModelConfig
 from octavo.errors import ContextLengthError, RequestError, UnsupportedError
 from octavo.frontend.activation import activate
 from octavo.frontend.core_params import KV_TRANSFER_PARAMS, make_core_params
+from octavo.frontend.encoder_prompt import (
+    audio_feature,
+    encoder_token_ids,
+    read_features,
+    read_parts,
+    scoped,
+    text_feature,
+)
 from octavo.frontend.prompt_embeds import PROMPT_EMBEDS_OFF, check_embeds, read_tensor
 from octavo.messages import (
     CoreSamplingParams,
     EngineCoreRequest,
     GuardSpec,
+    Modality,
     MultiModalFeatureSpec,
     PoolingSpec,
     PromptEmbeds,
@@ -81,7 +90,27 @@ class EmbedsPrompt(TypedDict):
     cache_salt: NotRequired[str]
 
 
-Prompt = str | Sequence[int] | TextPrompt | TokensPrompt | EmbedsPrompt | Mapping[str, object]
+class EncoderDecoderPrompt(TypedDict):
+    """A prompt of an encoder-decoder with both of its parts; other prompts are the encoder's."""
+
+    encoder_prompt: Any
+    """A text, token ids, or a dict with "prompt" or "prompt_token_ids"; of a model that hears, a
+    dict with "input_features", numbers [frames, size of a frame]."""
+    decoder_prompt: NotRequired[Any]
+    """First tokens of the answer, in the same forms; the token with which all answers begin is
+    added. None: that token alone, and the one that the model forces after it."""
+    cache_salt: NotRequired[str]
+
+
+Prompt = (
+    str
+    | Sequence[int]
+    | TextPrompt
+    | TokensPrompt
+    | EmbedsPrompt
+    | EncoderDecoderPrompt
+    | Mapping[str, object]
+)
 
 
 class InputSpec(Protocol):
@@ -119,26 +148,69 @@ class InputSpec(Protocol):
     def eos_token_ids(self) -> Iterable[int]:
         """Tokens that end an answer."""
 
+    @property
+    def is_encoder_decoder(self) -> bool:
+        """True if a prompt has an input of an encoder. The properties below are of such models."""
+
+    @property
+    def encoder_modality(self) -> Modality:
+        """Kind of the encoder's inputs: "text" or "audio"."""
+
+    @property
+    def encoder_vocab_size(self) -> int:
+        """Number of rows of the encoder's embedding."""
+
+    @property
+    def max_encoder_len(self) -> int:
+        """Most tokens of an encoder's input."""
+
+    @property
+    def decoder_start_ids(self) -> Sequence[int]:
+        """Tokens with which every answer begins."""
+
+    @property
+    def bad_words_ids(self) -> Iterable[Sequence[int]]:
+        """Sequences of tokens that the model never generates."""
+
 
 def with_processor_kwargs(
     prompts: Sequence[Prompt], settings: Mapping[str, Any] | None
 ) -> Sequence[Prompt]:
-    """Return prompts with settings of the processor of pictures, if they have pictures.
+    """Return prompts with settings of the processor of pictures; those without pictures unchanged.
 
     The settings of a prompt itself precede.
+
+    Raises:
+        UnsupportedError: no prompt has pictures.
     """
     if not settings:
         return prompts
-    return [
-        {**prompt, "mm_processor_kwargs": {**settings, **(prompt.get("mm_processor_kwargs") or {})}}
-        if isinstance(prompt, Mapping) and prompt.get("multi_modal_data")
-        else prompt
-        for prompt in prompts
-    ]
+    found: list[Prompt] = []
+    for prompt in prompts:
+        if isinstance(prompt, Mapping) and prompt.get("multi_modal_data"):
+            given = dict(prompt)
+            if isinstance(own := given.get("mm_processor_kwargs") or {}, Mapping):
+                given["mm_processor_kwargs"] = {**settings, **own}
+            found.append(given)
+        else:
+            found.append(prompt)
+    if all(prompt is given for prompt, given in zip(prompts, found, strict=True)):
+        raise UnsupportedError(
+            f"mm_processor_kwargs={settings!r} is for pictures, and no prompt has some; leave it "
+            "out.",
+            "mm_processor_kwargs",
+        )
+    return found
 
 
 def processing_time(prompt: Prompt, params: SamplingParams) -> int:
     """Estimate the microseconds that `InputProcessor.process` takes."""
+    if isinstance(prompt, Mapping) and (encoder := prompt.get("encoder_prompt")) is not None:
+        if isinstance(encoder, Mapping):
+            names = ("input_features", "prompt", "prompt_token_ids")
+            encoder = next((encoder[name] for name in names if name in encoder), None)
+        length = len(encoder) if isinstance(encoder, Sequence) else 0
+        return length + int(getattr(encoder, "nbytes", 0)) // 1000
     text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
     embeds = prompt.get("prompt_embeds") if isinstance(prompt, Mapping) else None
     chars = len(text) if isinstance(text, str) else 0
@@ -234,7 +306,8 @@ class InputProcessor:
         Args:
             request_id: an id that no live request has.
             prompt: text, token ids, or a dict with one of "prompt", "prompt_token_ids" and
-                "prompt_embeds".
+                "prompt_embeds"; for an encoder-decoder its encoder's input, or an
+                `EncoderDecoderPrompt`.
             params: the parameters of the answer.
             options: the envelope; `_complete` adds the options in the prompt and the parameters.
             add_special_tokens: True to let the tokenizer add its special tokens to a text prompt;
@@ -254,9 +327,15 @@ class InputProcessor:
             )
         self._check_params(params)
         options = _complete(options, prompt, params, params.priority)
-        embeds = self._read_embeds(prompt, params)
         features: list[MultiModalFeatureSpec] = []
-        if embeds is not None:
+        bad_words = self._encode_bad_words(params.bad_words or [])
+        embeds = self._read_embeds(prompt, params)
+        if self._spec.is_encoder_decoder:
+            text, ids, features = self._read_encoder_decoder(
+                prompt, params, options, add_special_tokens
+            )
+            bad_words += [list(word) for word in self._spec.bad_words_ids]
+        elif embeds is not None:
             assert isinstance(prompt, Mapping)
             text, ids = _read_text(prompt), [0] * embeds.num_tokens
         else:
@@ -284,7 +363,7 @@ class InputProcessor:
                 seed=seed,
                 max_tokens=max_tokens,
                 all_stop_token_ids=stop_ids,
-                bad_words_token_ids=self._encode_bad_words(params.bad_words or []),
+                bad_words_token_ids=bad_words,
                 grammar_backend=self._grammar_backend,
                 additional_properties=self._additional_properties,
                 guard=self._make_guard(params, ids),
@@ -544,9 +623,17 @@ class InputProcessor:
         params = replace(
             params, seed=core.seed, max_tokens=core.max_tokens, truncate_prompt_tokens=None
         )
+        prompt: Prompt = {"prompt_token_ids": request.prompt_token_ids}
+        if self._spec.is_encoder_decoder:
+            encoder: Mapping[str, object] = {"prompt_token_ids": []}
+            if (read := encoder_token_ids(request.mm_features)) is not None:
+                encoder = {"prompt_token_ids": read}
+            elif request.mm_features:
+                encoder = {"input_features": read_features(request.mm_features[0])}
+            prompt = {"encoder_prompt": encoder, "decoder_prompt": prompt}
         made, _ = self.process(
             request.request_id,
-            {"prompt_token_ids": request.prompt_token_ids},
+            prompt,
             params,
             RequestOptions(arrival_time),
         )
@@ -559,7 +646,79 @@ class InputProcessor:
         options = replace(
             request.options, arrival_time=arrival_time, deadline=None, first_token_deadline=None
         )
-        return replace(made, options=options, prompt_embeds=embeds, mm_features=request.mm_features)
+        features = request.mm_features
+        if self._spec.is_encoder_decoder:
+            features = [scoped(feature, options.cache_salt) for feature in made.mm_features]
+        return replace(made, options=options, prompt_embeds=embeds, mm_features=features)
+
+    def _read_encoder_decoder(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        options: RequestOptions,
+        add_special_tokens: bool,
+    ) -> tuple[str | None, list[int], list[MultiModalFeatureSpec]]:
+        """Return the text of an encoder's input, the decoder's first tokens, and the input."""
+        parts, start = read_parts(prompt), list(self._spec.decoder_start_ids)
+        text, feature = self._read_encoder(parts.encoder, params, options, add_special_tokens)
+        if parts.decoder is None:
+            return text, start, [feature]
+        of_decoder, ids = self._read_prompt(parts.decoder)
+        if ids is None:
+            assert of_decoder is not None
+            ids = self._encode(of_decoder, params, add_special_tokens=False)
+        self._check_ids("decoder_prompt", ids)
+        if ids[:1] != start[:1]:  # as in transformers
+            ids = start[:1] + ids
+        return text, ids, [feature]
+
+    def _read_encoder(
+        self,
+        prompt: Any,
+        params: SamplingParams,
+        options: RequestOptions,
+        add_special_tokens: bool,
+    ) -> tuple[str | None, MultiModalFeatureSpec]:
+        """Return the text of an encoder's input, if it is one, and the input."""
+        limit, salt = self._spec.max_encoder_len, options.cache_salt
+        features = prompt.get("input_features") if isinstance(prompt, Mapping) else None
+        if (self._spec.encoder_modality == "audio") != (features is not None):
+            raise RequestError(
+                f"The encoder of this model ({self._spec.architecture}) reads "
+                f"{self._spec.encoder_modality}; give it as "
+                + ("'input_features'." if features is None else "text or token ids."),
+                "encoder_prompt",
+            )
+        if features is not None:
+            return None, audio_feature(features, limit, salt)
+        text, ids = self._read_prompt(prompt)
+        if ids is None:
+            assert text is not None
+            keep = params.truncate_prompt_tokens
+            if keep is None and is_longer(text, limit):
+                raise self._encoder_too_long(f"your text of {len(text)} characters is longer")
+            if self._tokenizer is None:
+                raise RequestError(
+                    "No tokenizer is loaded (skip_tokenizer_init); give the prompt as token ids.",
+                    "prompt",
+                )
+            ids = self._tokenizer.encode(text, add_special_tokens, max(limit, MAX_TOKENS))
+        if (keep := params.truncate_prompt_tokens) is not None:
+            keep = limit if keep == -1 else keep
+            ids = ids[-keep:] if params.truncation_side == "left" else ids[:keep]
+        self._check_ids("encoder_prompt", ids, self._spec.encoder_vocab_size)
+        if not ids:
+            raise RequestError("The encoder's prompt is empty; give at least one token.", "prompt")
+        if len(ids) > limit:
+            raise self._encoder_too_long(f"your prompt has {len(ids)}")
+        return text, text_feature(ids, salt)
+
+    def _encoder_too_long(self, found: str) -> ContextLengthError:
+        return ContextLengthError(
+            f"The encoder of this model reads at most {self._spec.max_encoder_len} tokens; "
+            f"{found}. Shorten it or set truncate_prompt_tokens.",
+            "prompt",
+        )
 
     def _read_pictures(
         self,
@@ -700,13 +859,15 @@ class InputProcessor:
                 f"{name}={asked} is more than this server allows: {highest} (max_logprobs).", name
             )
 
-    def _check_ids(self, name: str, ids: Iterable[int]) -> None:
+    def _check_ids(self, name: str, ids: Iterable[int], vocab_size: int | None = None) -> None:
+        """Check token ids; `vocab_size` replaces the model's."""
+        vocab_size = vocab_size or self._vocab_size
         highest, lowest = max(ids, default=0), min(ids, default=0)
-        if lowest < 0 or highest >= self._vocab_size:
+        if lowest < 0 or highest >= vocab_size:
             wrong = lowest if lowest < 0 else highest
             raise RequestError(
                 f"{name} holds the token id {wrong}, which is out of vocabulary: this model has "
-                f"{self._vocab_size} tokens.",
+                f"{vocab_size} tokens.",
                 name,
             )
 

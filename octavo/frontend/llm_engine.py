@@ -92,8 +92,8 @@ class LLMEngine:
         check_offline(config)
         settings = config.model
         path, tokenizer_path = resolve_folders(config)
-        self._checkpoint = open_checkpoint(path, config.load.load_format, settings.seed)
-        self.spec = read_spec(self._checkpoint, settings)
+        self.checkpoint = open_checkpoint(path, config.load.load_format, settings.seed)
+        self.spec = read_spec(self.checkpoint, settings)
         self.tokenizer: Tokenizer | None = None
         if not settings.skip_tokenizer_init:
             self.tokenizer = Tokenizer.from_folder(tokenizer_path)
@@ -133,7 +133,7 @@ class LLMEngine:
             settings, max_model_len=max_model_len
         )
         """Settings of the model, with the resolved `max_model_len`."""
-        pictures = read_pictures(self._checkpoint, settings, self.spec, self.tokenizer)
+        pictures = read_pictures(self.checkpoint, settings, self.spec, self.tokenizer)
         self.input_processor = InputProcessor(
             settings, self.spec, self.tokenizer, max_model_len, pictures
         )
@@ -359,7 +359,7 @@ class LLMEngine:
             )
         save_sharded_state(
             self.spec,
-            self._checkpoint,
+            self.checkpoint,
             Path(path),
             dtype=resolve_dtype(config, self.spec),
             size=config.device.tensor_parallel_size,

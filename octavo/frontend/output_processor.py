@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator
@@ -13,9 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from octavo.errors import OctavoError, RequestError, make_error
-from octavo.lora_request import LoRARequest
+from octavo.frontend.encoder_prompt import encoder_token_ids
 from octavo.messages import (
-    AdapterRef,
     EngineCoreOutput,
     EngineCoreRequest,
     FinishReason,
@@ -164,32 +162,27 @@ class _Group:
         else:
             completions = list(outputs.values())
             times = self.times[0]
-        prompt_logprobs = self.prompt_logprobs
+        prompt_logprobs, adapter = self.prompt_logprobs, self.request.options.adapter
         if self.output_kind == RequestOutputKind.DELTA:
             outputs.clear()
             self.prompt_logprobs = None
+        encoder_ids = encoder_token_ids(self.request.mm_features)
         return RequestOutput(
             self.request_id,
-            self.prompt,
+            self.prompt if encoder_ids is None else None,
             self.request.prompt_token_ids,
             prompt_logprobs,
             completions,
             self.finished,
             times,
-            lora_request=_lora_request(self.request.options.adapter),
+            lora_request=None if adapter is None else adapter.request,
+            encoder_prompt=None if encoder_ids is None else self.prompt,
+            encoder_prompt_token_ids=encoder_ids,
             num_cached_tokens=self.num_cached_tokens,
             kv_transfer_params=self.kv_transfer_params,
             num_computed_tokens=self.num_computed_tokens,
             pooled=self.pooled,
         )
-
-
-@functools.lru_cache(256)
-def _lora_request(adapter: AdapterRef | None) -> LoRARequest | None:
-    """Return the adapter of a request as callers know it."""
-    if adapter is None:
-        return None
-    return LoRARequest(adapter.name, adapter.lora_int_id, adapter.path)
 
 
 @dataclass(slots=True)

@@ -192,7 +192,8 @@ def _pixels_of(image: object) -> NDArray[np.uint8]:
     if kind.__module__.partition(".")[0] == "PIL":
         from octavo.media.images import to_rgb  # the caller has imported Pillow
 
-        pixels: NDArray[np.uint8] = to_rgb(image)
+        picture: Any = image
+        pixels = to_rgb(picture)
         if not pixels.size:
             raise RequestError("it has no pixels.")
         return pixels

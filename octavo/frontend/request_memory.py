@@ -203,11 +203,14 @@ class RequestMemory:
                     del self._of_tenants[tenant]
 
     @contextmanager
-    def collect(self) -> Iterator[Callable[[int], None]]:
-        """Count the results of one request, which stay until its answer is written.
+    def collect(self, what: str = "results") -> Iterator[Callable[[int], None]]:
+        """Count parts of one request, such as its results, which stay until its answer is written.
+
+        Args:
+            what: name of the parts, for errors.
 
         Yields:
-            A function that adds bytes. It raises RequestError if the results could never fit, and
+            A function that adds bytes. It raises RequestError if the parts could never fit, and
             QueueFullError if they do not fit now.
         """
         total = 0
@@ -216,7 +219,7 @@ class RequestMemory:
             nonlocal total
             if total + nbytes > self.limit:
                 raise RequestError(
-                    f"The results of this request take more than the {self.limit / 2**20:,.0f} MiB "
+                    f"The {what} of this request take more than the {self.limit / 2**20:,.0f} MiB "
                     "for requests (--request-memory-bytes); split the request.",
                     None,
                     "request_too_large",
@@ -224,7 +227,7 @@ class RequestMemory:
             self.make_room(nbytes)
             if self.used + nbytes > self.limit:
                 raise QueueFullError(
-                    f"The results of this request do not fit: {self.used / 2**20:,.1f} of the "
+                    f"The {what} of this request do not fit: {self.used / 2**20:,.1f} of the "
                     f"{self.limit / 2**20:,.0f} MiB for requests (--request-memory-bytes) are in "
                     "use; try again later, or split the request."
                 )

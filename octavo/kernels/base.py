@@ -204,12 +204,13 @@ class PlacedExperts:
     """Place of a layer's experts, which may change between steps, and their loads.
 
     Attributes:
-        loads: int64 [E]: the number of each expert's pairs in all processes is added.
+        loads: int64 [E]: the number of each expert's pairs in all processes is added; None: they
+            have been added.
         shares: int32 [E, 2]: if several processes have an expert, the part of its rows that this
             one computes, and the number of parts.
     """
 
-    loads: Tensor
+    loads: Tensor | None
     shares: Tensor
 
 
@@ -1032,6 +1033,52 @@ class Ops(Protocol):
 
         Returns:
             The activated rows, or else `out`.
+        """
+        ...
+
+    def take_expert_rows(
+        self,
+        rows: Tensor,
+        ids: Tensor,
+        places: Tensor,
+        experts: int,
+        share: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Copy the rows of this process's pairs from those of several processes.
+
+        On a CPU only.
+
+        Args:
+            rows: rows of all pairs, of any row stride: [M, N].
+            ids: int32 [T, K]: experts of each token of this process.
+            places: int32 [T, K]: rows of `rows`.
+            experts: number of experts.
+            share: int32 [experts]: 0 for experts whose rows are left out; None: for none.
+
+        Returns:
+            The rows [T * K, N], by expert and then by token; those left out have any numbers. And
+            the row of each pair, int32 [T, K].
+        """
+        ...
+
+    def put_expert_rows(
+        self,
+        rows: Tensor,
+        own: Tensor,
+        ids: Tensor,
+        places: Tensor,
+        own_places: Tensor,
+        share: Tensor | None = None,
+    ) -> None:
+        """Copy rows back to those of several processes; see `take_expert_rows`.
+
+        Args:
+            rows: receives the rows.
+            own: rows of this process's pairs: [T * K, N].
+            ids: experts of each token.
+            places: rows of `rows`.
+            own_places: rows of `own`.
+            share: as in `take_expert_rows`.
         """
         ...
 

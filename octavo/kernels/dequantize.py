@@ -33,6 +33,10 @@ LEVELS: dict[str, tuple[float, tuple[int, ...]]] = {
 }
 """Factor of all scales, and levels, of the types with levels."""
 
+INT4_LEVELS = np.array(
+    [-127, -101, -76, -58, -44, -31, -20, -10, 0, 10, 20, 31, 43, 58, 74, 95], np.float32
+)
+"""Levels of int4_levels, times 16."""
 # fmt: off
 NF4_LEVELS = np.array(
     [-32767, -22812, -17205, -12940, -9320, -6054, -2983, 0,

@@ -112,6 +112,12 @@ class LoraTable:
         nbytes = lora_nbytes(rank, outputs, self.inputs, dtype, affine=affine)
         return -(-nbytes // LINE) * LINE
 
+    def module_of(self, begin: int, end: int) -> int:
+        """Return the index of the module with these outputs."""
+        module: int = self.bounds.tolist().index(begin)
+        assert self.bounds[module + 1] == end
+        return module
+
     def set(self, slot: int, weights: Sequence[LoraWeight | None]) -> None:
         """Put an adapter in a slot: its weights for each module."""
         for i, weight in enumerate(weights):
@@ -140,7 +146,7 @@ class ExpertPart:
 
     def __init__(self, table: LoraTable, expert: int) -> None:
         self.inputs, self.max_rank, self.bounds = table.inputs, table.max_rank, table.bounds
-        self.weight_nbytes = table.weight_nbytes
+        self.weight_nbytes, self.module_of = table.weight_nbytes, table.module_of
         self.bias: Tensor | None = None
         self._table, self._expert = table, expert
 

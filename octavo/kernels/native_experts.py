@@ -153,7 +153,7 @@ class NativeExpertOps(NativeMemory):
             slots=0 if slots is None else len(slots.counts),
             slot_size=0 if slots is None else slots.size,
             own_slot=0 if slots is None else slots.own,
-            loads=0 if placed is None else placed.loads.data_ptr(),
+            loads=0 if placed is None or placed.loads is None else placed.loads.data_ptr(),
             shares=0 if placed is None else placed.shares.data_ptr(),
             **self._stacked("up", up, x.shape[1], x.dtype),
             **self._stacked("down", down, inner.shape[1], x.dtype),
@@ -217,6 +217,33 @@ class NativeExpertOps(NativeMemory):
         )
         return out if inner is None else inner
 
+    def take_expert_rows(
+        self,
+        rows: Tensor,
+        ids: Tensor,
+        places: Tensor,
+        experts: int,
+        share: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Sort the pairs when the kernel runs; see csrc/expert_lora.cpp."""
+        (tokens, top_k), own_places = ids.shape, self._empty(*ids.shape, dtype="int32")
+        own = self._empty(tokens * top_k, rows.shape[1], dtype=rows.dtype)
+        args = _expert_rows(rows, own, ids, places, own_places, share)
+        kernels.take_expert_rows(**args, experts=experts)
+        return own, own_places
+
+    def put_expert_rows(
+        self,
+        rows: Tensor,
+        own: Tensor,
+        ids: Tensor,
+        places: Tensor,
+        own_places: Tensor,
+        share: Tensor | None = None,
+    ) -> None:
+        args = _expert_rows(rows, own, ids, places, own_places, share)
+        kernels.put_expert_rows(**args, experts=0)
+
     @staticmethod
     def _stacked(
         name: str, stacked: StackedWeight | None, inputs: int, dtype: str
@@ -265,3 +292,38 @@ class NativeExpertOps(NativeMemory):
             dtype=DTYPE_CODES[x.dtype],
         )
         return out
+
+
+def _expert_rows(
+    rows: Tensor,
+    own: Tensor,
+    ids: Tensor,
+    places: Tensor,
+    own_places: Tensor,
+    share: Tensor | None,
+) -> dict[str, int]:
+    """Return the arguments of the kernels that copy rows of several processes."""
+    (tokens, top_k), n = ids.shape, rows.shape[1]
+    check_rows(rows)
+    check_rows(own)
+    assert own.shape == (tokens * top_k, n)
+    assert own.dtype == rows.dtype
+    for given in (ids, places, own_places):
+        assert given.dtype == "int32"
+        assert given.shape == ids.shape
+        assert given.is_contiguous()
+    assert share is None or (share.dtype == "int32" and share.is_contiguous())
+    return {
+        "all": rows.data_ptr(),
+        "own": own.data_ptr(),
+        "all_stride": rows.stride(0),
+        "own_stride": own.stride(0),
+        "ids": ids.data_ptr(),
+        "places": places.data_ptr(),
+        "own_places": own_places.data_ptr(),
+        "share": 0 if share is None else share.data_ptr(),
+        "tokens": tokens,
+        "top_k": top_k,
+        "n": n,
+        "dtype": DTYPE_CODES[rows.dtype],
+    }

@@ -40,7 +40,7 @@ from octavo.kernels.base import (
     Wkv7Parameters,
     activate,
 )
-from octavo.kernels.dequantize import NF4_LEVELS, dequantize
+from octavo.kernels.dequantize import INT4_LEVELS, NF4_LEVELS, dequantize
 from octavo.kernels.lora import LoraTable, LoraWeight, affine_panels
 from octavo.kernels.replaced import ReplacedTable, ReplacedWeight
 from octavo.kernels.routing import ExpertActivation, Gate, Routing, Score
@@ -49,7 +49,7 @@ from octavo.kernels.torch_tensors import Copying, as_torch, dtype_name, from_tor
 from octavo.system.block_types import BLOCK_TYPES
 from octavo.system.tensor import HostTensor, from_numpy
 
-LEVELS = torch.tensor([-127.0, -101, -76, -58, -44, -31, -20, -10, 0, 10, 20, 31, 43, 58, 74, 95])
+LEVELS = torch.from_numpy(INT4_LEVELS)
 """Values of the codes of int4_levels, times 16; see csrc/quant.h."""
 
 _CHUNK = 2**19  # elements per chunk where temporaries are large
@@ -914,6 +914,31 @@ class ReferenceOps:
         pairs[of_rows] = torch.where(slots[:, None] < 0, -1, index).flatten().long()
         self.add_lora(out, x, pairs, table)
         return out if activation is None else into(inner, _activated(out, activation))
+
+    def take_expert_rows(
+        self,
+        rows: Tensor,
+        ids: Tensor,
+        places: Tensor,
+        experts: int,
+        share: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        order = ids.flatten().argsort(stable=True)
+        own_places = torch.empty_like(ids).flatten()
+        own_places[order] = torch.arange(len(order), dtype=torch.int32)
+        return rows[places.flatten()[order].long()], own_places.view(ids.shape)
+
+    def put_expert_rows(
+        self,
+        rows: Tensor,
+        own: Tensor,
+        ids: Tensor,
+        places: Tensor,
+        own_places: Tensor,
+        share: Tensor | None = None,
+    ) -> None:
+        wanted = torch.ones_like(ids, dtype=torch.bool) if share is None else share[ids.long()] != 0
+        rows[places[wanted].long()] = own[own_places[wanted].long()]
 
     def sum_experts(
         self, x: Tensor, places: Tensor, weights: Tensor | None, out: Tensor | None = None

@@ -21,7 +21,13 @@ from octavo.kv_cache.kinds.base import SingleTypeKVCacheManager
 from octavo.kv_cache.kinds.chunked_attention import ChunkedAttentionManager
 from octavo.kv_cache.kinds.full_attention import FullAttentionManager
 from octavo.kv_cache.kinds.sliding_window import SlidingWindowManager
-from octavo.models.cache import AttentionCache, CacheSpec, EncoderCache, LatentCache
+from octavo.models.cache import (
+    AttentionCache,
+    CacheSpec,
+    CrossCache,
+    EncoderCache,
+    LatentCache,
+)
 from octavo.models.state_cache import StateCache
 
 
@@ -38,6 +44,7 @@ _ALIGNMENT = 64  # a cache line
 # Factories of managers by kind of cache spec; the arguments are the spec and the block size.
 MANAGERS: dict[type[Any], Callable[[Any, int], SingleTypeKVCacheManager]] = {
     AttentionCache: _attention_manager,
+    CrossCache: lambda cache, block_size: FullAttentionManager(block_size),  # of the rows
     EncoderCache: lambda cache, block_size: FullAttentionManager(block_size),
     LatentCache: lambda cache, block_size: FullAttentionManager(block_size),
 }
@@ -55,6 +62,11 @@ class KVCacheGroup:
     def has_states(self) -> bool:
         """True if its layers have recurrent states, in slots instead of blocks."""
         return isinstance(self.cache, StateCache)
+
+    @property
+    def is_cross(self) -> bool:
+        """True if its blocks have the rows of encoders; see `CrossAttentionManager`."""
+        return isinstance(self.cache, CrossCache)
 
     @property
     def num_tensors(self) -> int:
@@ -124,7 +136,8 @@ class KVCacheConfig:
 def make_kv_cache_groups(caches: Sequence[CacheSpec]) -> list[KVCacheGroup]:
     """Sort layers into groups of equal size; the last group of a kind may be smaller.
 
-    Layers with recurrent states form one group for each kind, after the others.
+    Groups of cross attention follow the other groups with blocks. Layers with recurrent states form
+    one group for each kind, after the others.
 
     Args:
         caches: cache spec of each layer with a cache, as in `ModelSpec.caches`.
@@ -143,6 +156,7 @@ def make_kv_cache_groups(caches: Sequence[CacheSpec]) -> list[KVCacheGroup]:
         for cache, layers in kinds.items()
         for i in range(0, len(layers), size)
     ]
+    paged.sort(key=lambda group: group.is_cross)
     return paged + states
 
 
@@ -213,11 +227,20 @@ def find_full_attention(groups: Sequence[KVCacheGroup]) -> int | None:
 
 
 def max_blocks_per_request(
-    groups: Sequence[KVCacheGroup], block_size: int, num_tokens: int, max_num_batched_tokens: int
+    groups: Sequence[KVCacheGroup],
+    block_size: int,
+    num_tokens: int,
+    max_num_batched_tokens: int,
+    num_rows: int = 0,
 ) -> int:
-    """Return the maximum number of blocks that a request of `num_tokens` tokens holds."""
+    """Return the maximum number of blocks that a request of `num_tokens` tokens holds.
+
+    `num_rows` is the number of rows of an encoder that its tokens attend to.
+    """
     return sum(
-        make_manager(group.cache, block_size).max_blocks(num_tokens, max_num_batched_tokens)
+        make_manager(group.cache, block_size).max_blocks(
+            num_rows if group.is_cross else num_tokens, max_num_batched_tokens
+        )
         for group in groups
         if not group.has_states
     )

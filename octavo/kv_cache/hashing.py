@@ -46,7 +46,7 @@ def adapter_keys(options: RequestOptions, start: int, end: int) -> list[bytes]:
     adapter, begin = options.adapter, options.adapter_begin
     if adapter is None or not start <= begin < end:
         return []
-    return [f"adapter from {begin}: {adapter.content_hash}".encode()]
+    return [f"adapter from {begin}: {adapter.key}".encode()]
 
 
 def prompt_embeds_keys(request: Request, start: int, end: int) -> list[bytes]:
@@ -57,6 +57,20 @@ def prompt_embeds_keys(request: Request, start: int, end: int) -> list[bytes]:
     digest = hashlib.sha256(embeds.dtype.encode() + b":")
     digest.update(embeds.rows(start, end))
     return [digest.digest()]
+
+
+def encoder_keys(request: Request, start: int, end: int) -> list[bytes]:
+    """Implement `ExtraKeys`: the encoder's inputs that all tokens attend to, in the first block.
+
+    Later blocks depend on them through the chain.
+    """
+    if start:
+        return []
+    return [
+        b"encoder: " + item.identifier.encode()
+        for item in request.mm_features
+        if not item.mm_position.length
+    ]
 
 
 def mm_keys(features: Iterable[MultiModalFeatureSpec], start: int, end: int) -> list[bytes]:
@@ -76,6 +90,7 @@ def mm_keys(features: Iterable[MultiModalFeatureSpec], start: int, end: int) -> 
 def input_keys(request: Request, start: int, end: int) -> list[bytes]:
     """Implement `ExtraKeys`: all that replaces the embeddings of tokens."""
     keys = prompt_embeds_keys(request, start, end)
+    keys += encoder_keys(request, start, end)
     return keys + mm_keys(request.mm_features, start, end) if start < request.mm_end else keys
 
 

@@ -40,6 +40,7 @@ from octavo.kv_cache.block_pool import NULL_BLOCK_ID, BlockPool, KVCacheBlock
 from octavo.kv_cache.events import KVEventLog
 from octavo.kv_cache.given_up import GivenUp, GivenUpLog
 from octavo.kv_cache.groups import KVCacheConfig, make_manager
+from octavo.kv_cache.kinds.cross_attention import CrossAttentionManager
 from octavo.kv_cache.states import Snapshot, StateManager, id_of_state
 from octavo.request import Request
 
@@ -111,12 +112,19 @@ class KVCacheManager:
     ) -> None:
         self.config = config
         self.block_size = config.block_size
-        groups = config.paged_groups
+        paged = config.paged_groups
+        groups = [group for group in paged if not group.is_cross]
         self.managers = [make_manager(group.cache, config.block_size) for group in groups]
-        self.pool = BlockPool(config.num_blocks, len(groups), enable_caching, events)
+        self.pool = BlockPool(config.num_blocks, len(paged), enable_caching, events)
+        self.cross: CrossAttentionManager | None = None
+        """Blocks of cross attention, in encoder-decoders; the groups follow those of `managers`."""
+        if len(groups) < len(paged):
+            self.cross = CrossAttentionManager(
+                self.pool, config.block_size, range(len(groups), len(paged))
+            )
         self.states: StateManager | None = None
         """Slots of recurrent states, in models with such layers."""
-        if len(groups) < len(config.groups):
+        if len(paged) < len(config.groups):
             self.states = StateManager(
                 config.num_states,
                 config.states_per_request,
@@ -438,6 +446,8 @@ class KVCacheManager:
         if held is not None:
             for blocks in held.blocks:
                 self.pool.free_blocks(reversed(blocks))
+            if self.cross is not None:
+                self.cross.end(request)
             if self.states is not None:
                 self.states.free(request)
                 if not self.managers:  # the first blocks are forgotten last, as in the pool
@@ -446,8 +456,8 @@ class KVCacheManager:
     def held_blocks(self) -> dict[str, list[int]]:
         """Return the ids of the blocks of each request, or of a load for it; 0: the null block."""
         held = {
-            request_id: [block.block_id for blocks in held.blocks for block in blocks]
-            for request_id, held in self._requests.items()
+            request_id: [*chain.from_iterable(self._block_ids(request_id))]
+            for request_id in self._requests
         }
         for request_id, load in self._loads.items():
             held[request_id] = [block.block_id for blocks in load.hit for block in blocks]
@@ -457,7 +467,7 @@ class KVCacheManager:
     def num_held_blocks(self) -> dict[str, int]:
         """Return the number of blocks of each request, or of a load for it. O(requests)."""
         found = {
-            request_id: sum(map(len, held.blocks)) - sum(held.num_released)
+            request_id: sum(map(len, self._block_ids(request_id))) - sum(held.num_released)
             for request_id, held in self._requests.items()
         }
         for request_id, load in self._loads.items():
@@ -466,8 +476,12 @@ class KVCacheManager:
 
     def get_block_ids(self, request: Request) -> list[list[int]]:
         """Return all blocks of a request in order, one list for each group."""
-        held = self._requests[request.request_id]
-        return [[block.block_id for block in blocks] for blocks in held.blocks]
+        return self._block_ids(request.request_id)
+
+    def _block_ids(self, request_id: str) -> list[list[int]]:
+        held = self._requests[request_id]
+        ids = [[block.block_id for block in blocks] for blocks in held.blocks]
+        return ids if self.cross is None else ids + self.cross.block_ids(request_id)
 
     def take_blocks_to_copy(self) -> list[tuple[int, int]]:
         """End the scheduling of a step; return the block copies to make before it.
@@ -523,6 +537,8 @@ class KVCacheManager:
                     raise AssertionError(f"{block} is being loaded, and is also in use")
         for req_id, held in self._requests.items():
             self._check_request(live[req_id], held, ref_counts)
+        if self.cross is not None:
+            self.cross.check_integrity([*live.values()], ref_counts)
         self.pool.check_integrity(ref_counts)
         if self.states is not None:
             self.states.check_integrity(live)
@@ -585,6 +601,8 @@ class KVCacheManager:
         for blocks in held.blocks:
             needed += sum(block.ref_cnt == 0 for block in blocks)  # free, but not for new ones
             needed += ends_inside and blocks[-1].ref_cnt > 0
+        if self.cross is not None:
+            needed += self.cross.num_needed(request)
         if needed > self.pool.num_free_blocks:
             return None
         if self.states is not None:
@@ -593,6 +611,8 @@ class KVCacheManager:
             self.states.begin(request, hit.snapshot, hit.num_parted)
         for blocks in held.blocks:
             self.pool.touch(blocks)
+        if self.cross is not None:
+            self.cross.begin(request)
         for blocks in held.blocks if ends_inside else []:
             last = blocks[-1]
             if last.ref_cnt == 1:

@@ -86,6 +86,8 @@ class Adapters:
         modules_to_save: `lora_modules_to_save`.
         layers_only: True if adapters may change the decoder's layers only.
         adapts_experts: True if adapters may change experts.
+        targets: layers that adapters may change or replace, by their names; None: all.
+        moves_experts: True if experts move between processes.
     """
 
     def __init__(
@@ -97,8 +99,13 @@ class Adapters:
         *,
         layers_only: bool = False,
         adapts_experts: bool = True,
+        targets: Collection[str] | None = None,
+        moves_experts: bool = False,
     ) -> None:
-        self.ops, self.layers_only = ops, layers_only
+        self.ops, self.layers_only, self.targets = ops, layers_only, targets
+        self.moves_experts = moves_experts
+        self.in_group = False
+        """True if a token of the step has an adapter in any engine that divides the experts."""
         self.adapts_experts = adapts_experts
         self.layers: dict[str, LoraTable | ExpertPart] = {}
         """Adapters of each layer, by the layer's name, such as "layers.0.0.qkv."."""
@@ -197,28 +204,14 @@ class Adapters:
         self.layers |= {name: ExpertPart(table, expert) for expert, name in names.items()}
         return table
 
-    def slot_nbytes(self, dtype: str) -> int:
-        """Return the bytes of an adapter of the largest rank that changes and replaces all.
-
-        Its outputs have gains and offsets, except for those of experts.
-        """
-        changes = sum(
-            table.weight_nbytes(
-                module, table.max_rank, dtype, affine=not isinstance(table, ExpertPart)
-            )
-            for table in self.layers.values()
-            for module in range(len(table.bounds) - 1)
-        )
-        return changes + sum(layer.nbytes(dtype) for layer in self.replaced.values())
-
     def scratch_nbytes(self, threads: int) -> int:
         """Return an upper bound of the bytes that the operations use.
 
         `Ops.replace_linear` has four rows of float32 inputs in each thread.
         """
+        sizes = [(len(table.bounds) - 1, table.inputs) for table in self._linear]
         return max(
-            lora_scratch_nbytes(table.max_rank, len(table.bounds) - 1, table.inputs, threads)
-            for table in self._linear
+            (lora_scratch_nbytes(self._max_rank, *size, threads) for size in sizes), default=0
         ) + 16 * threads * max((it.shape[1] for it in self.replaced.values()), default=0)
 
     def set(
@@ -243,6 +236,11 @@ class Adapters:
             self.layers[name].set(slot, each)
         self._changed[slot] = list(weights)
         self.put_tables()
+
+    @property
+    def used(self) -> list[int]:
+        """Slots with adapters."""
+        return [slot for slot, changed in self._changed.items() if changed]
 
     def put_tables(self) -> None:
         """Copy the tables of all layers to the device; needed before the first step."""

@@ -5,6 +5,10 @@ experts of every layer. At a mixture all ranks meet twice. After the first barri
 computes its experts for the tokens of all engines. After the second barrier each rank sums the
 results of its own engine's tokens. An engine without a step takes part without tokens.
 
+If a token of any engine has an adapter that may change experts, the two products of the experts
+are separate, and each rank changes the results of both for its own engine's tokens; see
+`octavo.layers.expert_adapter`. All ranks agree on that at the beginning of each step.
+
 If the engines are on several machines, each machine has such memory. Its ranks and a relay meet
 there. Each meeting then has two barriers. Between them the relay exchanges rows with the relays of
 the other machines; see `ExpertRelay`.
@@ -36,6 +40,10 @@ class MixtureSizes:
     hidden: int
     top_k: int
     experts: int
+    up: int = 0
+    """Numbers of a row of the first product's results; 0: adapters do not change experts."""
+    inner: int = 0
+    """Numbers of such a row after the activation."""
 
 
 @dataclass(frozen=True)
@@ -92,10 +100,13 @@ class ExpertExchange:
         self._memory: GroupMemory | None = None
         self._begin = 0
 
-    def reserve(self, hidden: int, top_k: int, experts: int) -> None:
-        """Make room for a mixture: `top_k` rows of `hidden` numbers for each token."""
+    def reserve(self, hidden: int, top_k: int, experts: int, up: int = 0, inner: int = 0) -> None:
+        """Make room for a mixture: `top_k` rows of `hidden` numbers for each token.
+
+        With adapters of experts also for rows of `up` and `inner` numbers; see `MixtureSizes`.
+        """
         assert self._memory is None, "memory is reserved before it is attached"
-        self.mixtures.append(MixtureSizes(hidden, top_k, experts))
+        self.mixtures.append(MixtureSizes(hidden, top_k, experts, up, inner))
 
     def for_relay(self) -> ExpertExchange:
         """Return the relay's end of this exchange."""
@@ -126,10 +137,18 @@ class ExpertExchange:
 
     @property
     def _sizes(self) -> tuple[int, ...]:
-        """Bytes of the counts, x, experts, factors and results, in this order."""
-        row = max((it.hidden for it in self.mixtures), default=0) * itemsize(self._dtype)
+        """Bytes of the counts, x, experts, factors, results, inner rows and flags, in this order.
+
+        A mixture's results of the first product have the memory of those of the second one.
+        """
+        number = itemsize(self._dtype)
+        row = max((it.hidden for it in self.mixtures), default=0) * number
+        results = max((max(it.hidden, it.up) for it in self.mixtures), default=0) * number
+        inner = max((it.inner for it in self.mixtures), default=0) * number
         pairs = self.tokens * max((it.top_k for it in self.mixtures), default=0)
-        return 4 * self._engines, self.tokens * row, 4 * pairs, 4 * pairs, pairs * row
+        counts = 4 * self._engines
+        rows = self.tokens * row, 4 * pairs, 4 * pairs, pairs * results, pairs * inner
+        return counts, *rows, counts
 
     def attach(self, memory: GroupMemory, begin: int) -> None:
         """Place the rows in a group's memory, from byte `begin` on."""
@@ -169,6 +188,29 @@ class ExpertExchange:
     def results(self, hidden: int, top_k: int) -> HostTensor:
         """Return the rows of all pairs of a token and one of its experts: [T * K, H]."""
         return self._tensor(4, (self.tokens * top_k, hidden), self._dtype)
+
+    def inner(self, size: int, top_k: int) -> HostTensor:
+        """Return the inputs of the second product, which ranks with adapters write: [T * K, I]."""
+        return self._tensor(5, (self.tokens * top_k, size), self._dtype)
+
+    @property
+    def adapts(self) -> bool:
+        """True if adapters may change experts."""
+        return any(it.inner for it in self.mixtures)
+
+    def agree(self, has_adapters: bool) -> bool:
+        """Return True if some token of the step that begins has an adapter, in any engine.
+
+        All ranks call this. The barriers of the step separate the next call from this one.
+
+        Args:
+            has_adapters: True if a token of this engine has one.
+        """
+        flags = self._array(6, (self._engines,), np.int32)
+        if self._sends:
+            flags[self.slots.own] = has_adapters
+        self.join()
+        return bool(flags.any())
 
     def rows(self, sizes: MixtureSizes) -> MixtureRows:
         """Return a mixture's part of the memory."""

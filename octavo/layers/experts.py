@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from octavo.kernels.base import Ops, PlacedExperts, StackedWeight
+from octavo.kernels.base import Ops, PlacedExperts, StackedWeight, TokenSlots
 from octavo.kernels.routing import ExpertActivation, Routing
 from octavo.layers.expert_adapter import AdaptedExperts
 from octavo.layers.expert_exchange import ExpertExchange
@@ -129,6 +129,9 @@ class Experts:
         factors = weights if self.router.on_input else None
         after = None if self.router.on_input else weights
         tokens, top_k = ids.shape
+        adapted = None if self.adapted is None or not self.adapted.in_step else self.adapted
+        if adapted is not None and (self.exchange is not None or adapted.apart is not None):
+            return self._mix_apart(adapted, x, ids, factors, after)
         if self.exchange is not None:
             self.exchange.send(x, ids, factors)
             rows, places = self.serve()
@@ -155,6 +158,115 @@ class Experts:
         ops.sum_experts(rows, places, after, own)
         divided.result.join()
         return whole
+
+    def _mix_apart(
+        self,
+        adapted: AdaptedExperts,
+        x: Tensor,
+        ids: Tensor,
+        factors: Tensor | None,
+        after: Tensor | None,
+    ) -> Tensor:
+        """Mix with changed rows of the experts that other ranks compute; see `AdaptedExperts`."""
+        begin, tokens = 0, len(ids)
+        if self.exchange is not None:
+            self.exchange.send(x, ids, factors)
+            begin = self.exchange.slots.own * self.exchange.slots.size
+        all_rows = self._all_rows(x, ids, factors)
+        places = self._multiply_all_up(all_rows)[begin : begin + tokens]
+        inner = adapted.change_up(
+            all_rows.up, x, ids, places, self.activation, factors, all_rows.inner
+        )
+        self._multiply_all_down(all_rows)
+        rows, places = adapted.change_down(all_rows.results, inner, ids, places)
+        if adapted.share is not None:
+            self._join()
+        return self.ops.sum_experts(rows, places, after)
+
+    def _all_rows(self, x: Tensor, ids: Tensor, factors: Tensor | None) -> _AllRows:
+        """Return the rows of all ranks in a step with adapters.
+
+        Args:
+            x: inputs of this engine's tokens [T, H].
+            ids: their experts [T, K].
+            factors: factors of x [T, K]; None: 1.
+        """
+        (tokens, top_k), exchange = ids.shape, self.exchange
+        if exchange is not None:
+            return self._exchanged_rows()
+        assert self.divided is not None
+        assert self.divided.rows is not None
+        assert self.adapted is not None
+        assert self.adapted.apart is not None
+        apart = self.adapted.apart
+        columns = apart.up, apart.inner, self.divided.rows
+        rows = (it.empty(tokens, x.dtype)[0].view((tokens * top_k, -1)) for it in columns)
+        return _AllRows(x, ids, factors, None, *rows)
+
+    def _exchanged_rows(self) -> _AllRows:
+        exchange, top_k = self.exchange, self.router.routing.top_k
+        assert exchange is not None
+        x, ids, factors = exchange.inputs(self.down.first.n, top_k)
+        return _AllRows(
+            x,
+            ids,
+            factors if self.router.on_input else None,
+            exchange.slots,
+            exchange.results(self.up.first.n, top_k),
+            exchange.inner(self.down.first.k, top_k),
+            exchange.results(self.down.first.n, top_k),
+        )
+
+    def _multiply_all_up(self, rows: _AllRows) -> Tensor:
+        """Compute the first product of this rank's experts; return the row of each pair.
+
+        All ranks have computed theirs afterwards.
+        """
+        if self.exchange is not None:
+            self._join()  # all tokens have been sent
+        _, places = self.ops.experts(
+            rows.x,
+            rows.ids,
+            self.up,
+            None,
+            None,
+            rows.factors,
+            rows.up,
+            counts=self.counts,
+            slots=rows.slots,
+            placed=self.placed,
+        )
+        self._join()
+        return places
+
+    def _multiply_all_down(self, rows: _AllRows) -> None:
+        """Compute the second product of this rank's experts, once all inputs are there.
+
+        All ranks have computed theirs afterwards.
+        """
+        self._join()
+        placed = None if self.placed is None else replace(self.placed, loads=None)
+        self.ops.experts(
+            rows.inner,
+            rows.ids,
+            None,
+            self.down,
+            None,
+            inner=rows.inner,
+            out=rows.results,
+            slots=rows.slots,
+            placed=placed,
+        )
+        self._join()
+
+    def _join(self) -> None:
+        """Wait until all ranks have come here."""
+        if self.exchange is not None:
+            self.exchange.join()
+        else:
+            assert self.divided is not None
+            assert self.divided.rows is not None
+            self.divided.rows.join()
 
     def _multiply(
         self, x: Tensor, ids: Tensor, factors: Tensor | None, out: Tensor | None = None
@@ -218,3 +330,32 @@ class Experts:
         )
         exchange.join()
         return rows, places
+
+    def serve_apart(self) -> None:
+        """Compute this rank's experts in a step with adapters, without tokens of its own."""
+        assert self.adapted is not None
+        rows = self._exchanged_rows()
+        self._multiply_all_up(rows)
+        self._multiply_all_down(rows)
+        if self.adapted.share is not None:
+            self._join()
+
+
+@dataclass(slots=True)
+class _AllRows:
+    """Rows of the tokens of all ranks, in a step with adapters."""
+
+    x: Tensor
+    """Inputs [T, H]."""
+    ids: Tensor
+    """Experts, int32 [T, K]."""
+    factors: Tensor | None
+    """Factors of the inputs, float32 [T, K]; None: 1."""
+    slots: TokenSlots | None
+    """Tokens of each engine; None: there is one engine."""
+    up: Tensor
+    """Results of the first product [T * K, N]."""
+    inner: Tensor
+    """Inputs of the second product [T * K, I]."""
+    results: Tensor
+    """Results of the second product [T * K, H]; they may have the memory of `up`."""

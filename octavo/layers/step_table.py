@@ -220,6 +220,7 @@ def input_batch_nbytes(
     block_size: int,
     num_groups: int,
     arrays: Sequence[StepArray] = (),
+    max_encoder_len: int = 0,
 ) -> int:
     """Return the bytes of `InputBatch`'s rows and of the largest step's arrays.
 
@@ -229,7 +230,8 @@ def input_batch_nbytes(
         block_size: number of tokens of a KV block.
         num_groups: number of KV-cache groups.
         arrays: arrays that the model's blocks declare.
+        max_encoder_len: most rows of an encoder that the tokens of a request attend to.
     """
-    blocks = -(-max_model_len // block_size)
+    blocks = -(-max(max_model_len, max_encoder_len) // block_size)
     rows = size.requests * 4 * (max_model_len + blocks * num_groups)
     return rows + StepLayout(size, blocks, num_groups, arrays).nbytes

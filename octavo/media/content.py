@@ -128,8 +128,8 @@ def read_media(messages: Sequence[Any], kinds: Mapping[Modality, MediaKind]) -> 
             if known is None:
                 reads = " and ".join(["text", *(f"{NAMES[kind]}s" for kind in kinds)])
                 raise UnsupportedError(
-                    f"{where} is of type {part['type']!r}, which is not supported by this model: "
-                    f"it reads {reads} only.",
+                    f"{where} is of type {part['type']!r}, which is not supported here; send "
+                    f"{reads} only.",
                     "messages",
                 )
             counts[modality] += 1

@@ -25,9 +25,8 @@ MAX_SIDE = 2**16
 """Maximum width or height in pixels."""
 FORMATS = "PNG, JPEG, WebP, GIF, BMP or TIFF"
 
-# `_check_size` is stricter than Pillow's own check, and names the limit. The decoders, and the text
-# encodings of metadata, are imported now, since the helper process can open no file later.
-Image.MAX_IMAGE_PIXELS = None
+# The decoders, and the text encodings of metadata, are imported now, since the helper process can
+# open no file later.
 Image.preinit()
 for _name in ("Bmp", "Gif", "Jpeg", "Mpo", "Png", "Tiff", "WebP"):
     importlib.import_module(f"PIL.{_name}ImagePlugin")
@@ -105,6 +104,7 @@ def decode_image(data: bytes) -> NDArray[np.uint8]:
         RequestError: the file is damaged, or the picture is too large.
     """
     name = sniff(data)
+    Image.MAX_IMAGE_PIXELS = None  # `_check_size` is stricter, and names the limit
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of odd metadata

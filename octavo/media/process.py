@@ -174,10 +174,9 @@ def _encode_head(head: msgspec.Struct) -> list[bytes]:
     return [len(data).to_bytes(_HEAD_BYTES, "little"), data]
 
 
-def _split_head(data: bytearray, kind: type[Any]) -> tuple[Any, memoryview]:
+def _split_head(data: memoryview, kind: type[Any]) -> tuple[Any, memoryview]:
     end = _HEAD_BYTES + int.from_bytes(data[:_HEAD_BYTES], "little")
-    view = memoryview(data)
-    return msgspec.msgpack.decode(view[_HEAD_BYTES:end], type=kind), view[end:]
+    return msgspec.msgpack.decode(data[_HEAD_BYTES:end], type=kind), data[end:]
 
 
 def _split_arrays(described: list[tuple[str, list[int]]], body: memoryview) -> list[Array]:
@@ -202,7 +201,7 @@ def main() -> None:
         return
     _open_no_more_files()
 
-    def answer(data: bytearray) -> list[Buffer]:
+    def answer(data: memoryview) -> list[Buffer]:
         request, body = _split_head(data, _Request)
         try:
             return _do(jobs[request.job], request, body, limits)
@@ -253,15 +252,15 @@ def _failure(error: OctavoError) -> list[Buffer]:
 def _refuse(extra: str, error: ImportError) -> None:
     """Answer every job with the error that the library is missing."""
 
-    def answer(_: bytearray) -> list[Buffer]:
+    def answer(_: memoryview) -> list[Buffer]:
         return _failure(
             UnsupportedError(
-                f"This server cannot read such files ({error}); install octavo[{extra}], or leave "
-                "them out."
+                f"Such files cannot be read here ({error}); install octavo[{extra}], or leave them "
+                "out."
             )
         )
 
-    serve(answer, lambda: answer(bytearray()), 1.0)
+    serve(answer, lambda: answer(memoryview(b"")), 1.0)
 
 
 def _open_no_more_files() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from octavo.checkpoints.adapter import CONFIG
 from octavo.checkpoints.gguf.adapter import is_gguf_adapter
 from octavo.model_tools.tables import make_console, make_table, mib, print_pairs
+from octavo.models.adaptable_model import target_of
 from octavo.models.adapters import open_adapter_file
 from octavo.models.expert_adapters import bare_module
 from octavo.system.tensor import itemsize
@@ -42,7 +43,7 @@ def describe_adapter(path: Path) -> dict[str, Any]:
     dtypes: set[str] = set()
     for name, factors in file.factors.items():
         bare, _ = bare_module(name)
-        last, is_fused = bare.rpartition(".")[2], bare.endswith(".experts")
+        last, is_fused = target_of(bare), bare.endswith(".experts")
         kind = kinds.setdefault(
             last, {"number": 0, "ranks": set(), "scales": set(), "parameters": 0}
         )

@@ -268,7 +268,11 @@ class _Planned:
         """Return the number of requests of `length` tokens that run at once."""
         plan, most = self.plan, self.setup.config.scheduler.max_num_seqs
         blocks = max_blocks_per_request(
-            self.kv_cache.groups, plan.block_size, length, self.setup.max_num_batched_tokens
+            self.kv_cache.groups,
+            plan.block_size,
+            length,
+            self.setup.max_num_batched_tokens,
+            self.setup.max_encoder_len,
         )
         if blocks:
             most = min(most, (plan.num_blocks - 1) // blocks)

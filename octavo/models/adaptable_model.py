@@ -9,8 +9,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from octavo.checkpoints.adapter import AdapterFile
-from octavo.checkpoints.base import Source
-from octavo.layers.adapter import is_replaceable
+from octavo.checkpoints.base import Source, shorten_names
+from octavo.config.lora import LoRAConfig
+from octavo.errors import ConfigError
+from octavo.kernels.lora import ExpertPart
+from octavo.layers.adapter import Adapters, is_replaceable
 from octavo.models.blocks.attention import AttentionSpec
 from octavo.models.blocks.embedding import EmbedSpec
 from octavo.models.expert_adapters import AllFusedExperts, container_of
@@ -29,9 +32,16 @@ LM_HEAD = "lm_head."
 """Name of the LM head, as `SliceShape.layer`."""
 _TIED_HEAD = "lm_head"
 """Module of an LM head that is tied to the embedding: adapters distinguish the two."""
-MOVING = "experts on a GPU, or that several engines divide, or that enable_eplb moves,"
+MOVING = "experts on a GPU, or that engines on several machines divide,"
 """Kind of modules that adapters cannot change, for an error message."""
+UNTARGETED = "modules that lora_target_modules leaves out"
+"""Kind of modules that adapters may not change, for an error message."""
 _OTHERS = "other layers than the decoder's, on this device,"
+_STACKED = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+}
+"""Modules that vLLM computes as one, by its name of them."""
 _NOT_LINEAR = "norms, other embeddings than that of tokens, and weights with several uses"
 
 
@@ -92,6 +102,7 @@ class AdaptableModel:
         spec: the model, or a rank's or a stage's part of it, with weights of any form.
         layers: linear layers that adapters may change, as `SliceShape.layer`; None: all.
         modules_to_save: `lora_modules_to_save`.
+        targets: `lora_target_modules`; empty: all.
     """
 
     def __init__(
@@ -99,8 +110,9 @@ class AdaptableModel:
         spec: ModelSpec,
         layers: Collection[str] | None = None,
         modules_to_save: Collection[str] = (),
+        targets: Collection[str] = (),
     ) -> None:
-        spec = without_forms(spec)
+        spec = without_forms(spec).for_adapters()
         self.architecture, self.vocab_size = spec.architecture, spec.vocab_size
         self.expected = spec.expected
         self.elsewhere = [
@@ -134,11 +146,16 @@ class AdaptableModel:
         self.fused = AllFusedExperts()
         for weight in spec.weights():
             self._add(weight, spec.embed.module)
+        experts = self.fused.modules
+        if targets:
+            named = {part for name in targets for part in (name, *_STACKED.get(name, ()))}
+            for name in self.modules:
+                if named.isdisjoint(_target_names(name, name in experts)):
+                    self.others[name] = UNTARGETED
         if layers is not None:
-            experts = self.fused.modules
             for name, module in self.modules.items():
                 if any(use.shape.layer not in layers for use in module.uses):
-                    self.others[name] = MOVING if name in experts else _OTHERS
+                    self.others.setdefault(name, MOVING if name in experts else _OTHERS)
             for name, whole in list(self.replaceable.items()):
                 if any(layer not in layers for layer, _ in whole.uses):
                     del self.replaceable[name]
@@ -146,6 +163,33 @@ class AdaptableModel:
             self.modules.pop(name, None)
         self._by_stored: dict[str, dict[str, str]] = {}
         self._containers: dict[str, dict[str, str]] = {}
+
+    def targets(self) -> set[str]:
+        """Return the names that `lora_target_modules` may have."""
+        experts = self.fused.modules
+        names = {name for it in self.modules for name in _target_names(it, it in experts)}
+        return names | {name for name, parts in _STACKED.items() if names.intersection(parts)}
+
+    def layers(self) -> set[str]:
+        """Return the layers that adapters may change or replace, as `SliceShape.layer`."""
+        replaced = (layer for whole in self.replaceable.values() for layer, _ in whole.uses)
+        return {*(it.layer for it in self.slices), *replaced}
+
+    def slot_nbytes(self, adapters: Adapters, dtype: str) -> int:
+        """Return the bytes of an adapter of the largest rank that changes and replaces all.
+
+        Its outputs have gains and offsets, except for those of experts.
+
+        Args:
+            adapters: the live adapters of the model.
+            dtype: type of the packed weights.
+        """
+        nbytes = sum(it.nbytes(dtype) for it in adapters.replaced.values())
+        for it in self.slices:
+            table = adapters.layers[it.layer]
+            module, affine = table.module_of(it.begin, it.end), not isinstance(table, ExpertPart)
+            nbytes += table.weight_nbytes(module, table.max_rank, dtype, affine=affine)
+        return nbytes
 
     def leaves_out(self, name: str) -> bool:
         """Return True for a module of a part that Octavo does not compute, such as a tower."""
@@ -247,3 +291,49 @@ class AdaptableModel:
     def slices(self) -> list[SliceShape]:
         """Slices of an adapter that changes all modules."""
         return [use.shape for module in self.modules.values() for use in module.uses]
+
+
+def target_of(module: str) -> str:
+    """Return the name of a module in `lora_target_modules`: its end, without a number."""
+    return next((part for part in reversed(module.split(".")) if not part.isdigit()), module)
+
+
+def _target_names(module: str, is_expert: bool) -> tuple[str, ...]:
+    """Return the names that a module may have in `lora_target_modules`."""
+    names = module, target_of(module)
+    return (*names, "experts") if is_expert else names
+
+
+def targeted_layers(spec: ModelSpec, lora: LoRAConfig) -> Collection[str] | None:
+    """Return the layers that adapters may change or replace, as `SliceShape.layer`; None: all.
+
+    Args:
+        spec: the model, or a rank's or a stage's part of it, with weights of any form.
+        lora: the settings.
+    """
+    if not lora.lora_target_modules:
+        return None
+    model = AdaptableModel(spec, None, lora.lora_modules_to_save, lora.lora_target_modules)
+    return model.layers()
+
+
+def check_targets(spec: ModelSpec, lora: LoRAConfig) -> None:
+    """Check that the model has the modules of `lora_target_modules`.
+
+    Args:
+        spec: the whole model.
+        lora: the settings.
+
+    Raises:
+        ConfigError: it lacks one.
+    """
+    if not lora.lora_target_modules:
+        return
+    known = AdaptableModel(spec).targets()
+    unknown = [name for name in lora.lora_target_modules if name not in known]
+    if unknown:
+        ends = sorted(name for name in known if "." not in name)
+        raise ConfigError(
+            f"lora_target_modules: {spec.architecture} has no {shorten_names(unknown)} that "
+            f"adapters can change; choose from {', '.join(ends)}."
+        )

@@ -9,7 +9,14 @@ from octavo.checkpoints.adapter import MERGE, AdapterFile
 from octavo.checkpoints.base import shorten_names
 from octavo.checkpoints.model_files import printable
 from octavo.errors import AdapterError
-from octavo.models.adaptable_model import EMBED, LM_HEAD, MOVING, AdaptableModel, AdaptableModule
+from octavo.models.adaptable_model import (
+    EMBED,
+    LM_HEAD,
+    UNTARGETED,
+    AdaptableModel,
+    AdaptableModule,
+    target_of,
+)
 from octavo.models.expert_adapters import FusedMatch, bare_module, check_single
 
 
@@ -52,6 +59,10 @@ def match_adapter(file: AdapterFile, model: AdaptableModel, max_lora_rank: int) 
         f"{name}{inner}": model.fused.match(name, f"{stored}{inner}", file, max_lora_rank)
         for stored, inner, name in containers
     }
+    for match in fused.values():
+        parts = [] if match.fused is None else [part.module for part in match.fused.parts]
+        if others := [part for part in parts if part in model.others]:
+            raise _refused(file, model.others[others[0]], [match.stored], others)
     replaced = _match_replaced(file, model)
     twice = [stored for name, stored in replaced.items() if name in modules]
     if len(fused) < len(containers) or len(replaced) < len(file.trained) or twice:
@@ -90,10 +101,7 @@ def _match_modules(
     for stored in file.factors:
         name, (bare, inner) = by_stored.get(stored), bare_module(stored)
         if name is None and bare in containers:
-            if any(part in model.others for part in model.fused.parts_of(containers[bare])):
-                refused.setdefault(MOVING, []).append(stored)
-            else:
-                fused.append((bare, inner, containers[bare]))
+            fused.append((bare, inner, containers[bare]))
             continue
         if name is None and model.leaves_out(stored):
             continue
@@ -120,11 +128,29 @@ def _match_modules(
             f"such as {printable(next(iter(file.factors)))}. Load an adapter of its text part."
         )
     for kind, names in refused.items():
-        raise AdapterError(
-            f"{file.file} changes {shorten_names(names)}: LoRA of {kind} is not supported. Train "
-            f"the adapter without, or {MERGE}."
-        )
+        raise _refused(file, kind, names, [by_stored[stored] for stored in names])
     return matched, fused
+
+
+def _refused(file: AdapterFile, kind: str, stored: list[str], modules: list[str]) -> AdapterError:
+    """Return the error for modules that adapters cannot change.
+
+    Args:
+        file: the adapter.
+        kind: their kind, see `AdaptableModel.others`.
+        stored: their names in the file.
+        modules: the modules.
+    """
+    if kind == UNTARGETED:
+        ends = ", ".join(sorted(set(map(target_of, modules))))
+        return AdapterError(
+            f"{file.file} changes {shorten_names(stored)}, and lora_target_modules leaves out "
+            f"{ends}; add it to the setting, or train the adapter without."
+        )
+    return AdapterError(
+        f"{file.file} changes {shorten_names(stored)}: LoRA of {kind} is not supported. Train "
+        f"the adapter without, or {MERGE}."
+    )
 
 
 def _match_replaced(file: AdapterFile, model: AdaptableModel) -> dict[str, str]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from octavo.errors import ConfigError
+from octavo.layers.encoder_lens import ENCODER_LENS
 from octavo.layers.seen_lens import SEEN_LENS
 from octavo.system.dtypes import DTYPE_NBYTES
 
@@ -162,6 +163,33 @@ class EncoderCache(AttentionCache):
         raise ConfigError(
             "kv_transfer_config is not supported with encoders, which keep no keys and values; "
             "leave it out."
+        )
+
+
+@dataclass(frozen=True)
+class CrossCache(AttentionCache):
+    """Keys and values of an encoder's rows, in pages: those of a request never change.
+
+    All of its tokens see them all.
+    """
+
+    @property
+    def sees_all(self) -> bool:
+        """False: a token sees no tokens before it."""
+        return False
+
+    def metadata(
+        self, table: StepTable[Tensor], group: int, max_query_len: int, max_seq_len: int
+    ) -> AttentionMetadata:
+        """Implement `CacheSpec`. Attention sees the rows that the array `ENCODER_LENS` counts."""
+        metadata = _attention_metadata(table, group, max_query_len, max_seq_len)
+        return replace(metadata, seq_lens=table.extra[ENCODER_LENS.name])
+
+    def pages(self) -> Pages:
+        """Raise ConfigError: connectors know the blocks of a request's own tokens only."""
+        raise ConfigError(
+            "kv_transfer_config is not supported with encoder-decoders: the keys and values of "
+            "cross attention belong to no token of the decoder; leave it out."
         )
 
 

@@ -35,6 +35,10 @@ _MINISTRAL3["rope_parameters"] = {
 }
 _MISTRAL4_ROPE = _MINISTRAL3["rope_parameters"] | {"rope_theta": 1e4, "factor": 128.0}
 _MISTRAL4_ROPE |= {"original_max_position_embeddings": 8192}
+_T5: dict[str, Any] = {"layer_norm_epsilon": 1e-6, "relative_attention_num_buckets": 32}
+_T5 |= {"relative_attention_max_distance": 128, "n_positions": 512, "eos_token_id": 1}
+_T5 |= {"decoder_start_token_id": 0}
+_BART: dict[str, Any] = {"activation_function": "gelu", "max_position_embeddings": 1024}
 _GEMMA4: dict[str, Any] = {"rms_norm_eps": 1e-6, "head_dim": 256, "num_key_value_heads": 4}
 _GEMMA4 |= {"max_position_embeddings": 131072, "sliding_window": 512, "global_head_dim": 512}
 _GEMMA4["rope_parameters"] = {
@@ -425,6 +429,19 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "NomicBert", "nomic_bert", _BERT | {"hidden_act": "silu", "max_position_embeddings": 2048}
     ),
     **_encoder("JinaEmbeddingsV3", "jina_embeddings_v3", _FLASH),
+    "T5ForConditionalGeneration": {"model_type": "t5", "feed_forward_proj": "relu"} | _T5,
+    "MT5ForConditionalGeneration": {"model_type": "mt5", "feed_forward_proj": "gated-gelu"} | _T5,
+    "BartForConditionalGeneration": {"model_type": "bart", "decoder_start_token_id": 2}
+    | _BART
+    | {"eos_token_id": 2},
+    "MBartForConditionalGeneration": {"model_type": "mbart", "eos_token_id": 2} | _BART,
+    "MarianMTModel": {"model_type": "marian", "decoder_start_token_id": 58100, "eos_token_id": 0}
+    | _BART,
+    "PegasusForConditionalGeneration": {"model_type": "pegasus", "decoder_start_token_id": 0}
+    | _BART
+    | {"eos_token_id": 1},
+    "WhisperForConditionalGeneration": {"model_type": "whisper", "activation_function": "gelu"}
+    | {"num_mel_bins": 80, "max_source_positions": 1500, "max_target_positions": 448},
 }
 """Defaults by the name of the architecture."""
 

@@ -59,6 +59,8 @@ class DecoderModel:
             built = len(parts.mixtures)
             self.layers.append(layer.build(parts.of(names.own[:-1]), used[i]))
             self.mixtures += [(i, mixture) for mixture in parts.mixtures[built:]]
+        self.cross_attention = parts.cross_attention
+        """Blocks that attend to the rows of an encoder, in the order of the layers."""
         experts = [w for _, it in self.mixtures for w in it.up.weights if w is not None]
         if 0 < parts.expert_slots < len(experts):  # some experts are not in memory
             for (_, mixture), (_, following) in pairwise(self.mixtures):
@@ -102,7 +104,10 @@ class DecoderModel:
     def serve_experts(self) -> None:
         """Take part in the mixtures of a step of other engines, without tokens."""
         for _, mixture in self.mixtures:
-            mixture.serve()
+            if mixture.adapted is not None and mixture.adapted.in_step:
+                mixture.serve_apart()
+            else:
+                mixture.serve()
 
     def begin(self, input_ids: Tensor, step: StepContext) -> Tensor:
         """Return the first layer's input."""

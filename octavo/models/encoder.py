@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from octavo.messages import Modality
 from octavo.models.blocks.base import LargestStep, Parts, Table
-from octavo.models.blocks.encoder_input import InputSpec
+from octavo.models.blocks.encoder_input import InputSpec, TextInputSpec
 from octavo.models.blocks.layer import LayerSpec
 from octavo.models.blocks.norm import NormSpec, build_norm
 from octavo.models.blocks.projector import ProjectorSpec
@@ -86,6 +86,8 @@ class EncoderSpec:
     def tables_nbytes(self) -> int:
         """Return the bytes of the tables that are computed, not loaded."""
         tables: set[Table] = set()
+        if isinstance(self.inputs, TextInputSpec):
+            tables |= set(self.inputs.embed.tables())
         for layer in self.layers:
             tables |= {table for block in layer.blocks for table in block.tables()}
         return sum(table.nbytes(self.max_num_tokens) for table in tables)

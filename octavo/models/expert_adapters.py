@@ -140,11 +140,6 @@ class AllFusedExperts:
         """Modules of single experts that are parts of fused ones."""
         return {part.module for fused in self._by_block.values() for part in fused.parts}
 
-    def parts_of(self, container: str) -> list[str]:
-        """Return the modules of single experts of a module with fused experts."""
-        found = self._by_module.get(container, ())
-        return [part.module for fused in found for part in fused.parts]
-
     def match(self, module: str, stored: str, file: AdapterFile, max_rank: int) -> FusedMatch:
         """Return the fused experts that a module in an adapter's file changes.
 

@@ -10,6 +10,12 @@ INDEX: dict[str, tuple[str, ...]] = {
     "apertus": ("ApertusForCausalLM",),
     "arcee": ("ArceeForCausalLM",),
     "bamba": ("BambaForCausalLM",),
+    "bart": (
+        "BartForConditionalGeneration",
+        "MBartForConditionalGeneration",
+        "MarianMTModel",
+        "PegasusForConditionalGeneration",
+    ),
     "bert": (
         "BertModel",
         "BertForMaskedLM",
@@ -279,5 +285,10 @@ INDEX: dict[str, tuple[str, ...]] = {
     "splade": ("BertSpladeSparseEmbeddingModel",),
     "stablelm": ("StableLmForCausalLM",),
     "starcoder2": ("Starcoder2ForCausalLM",),
+    "t5": (
+        "T5ForConditionalGeneration",
+        "MT5ForConditionalGeneration",
+    ),
+    "whisper": ("WhisperForConditionalGeneration",),
 }
 """Name of a file -> keys of its `ARCHITECTURES`, which config.json names."""

@@ -26,7 +26,14 @@ from octavo.config import (
     EngineConfig,
     hub_offline,
 )
-from octavo.errors import AdapterError, HubError, ModelError, reason_of
+from octavo.errors import (
+    AdapterError,
+    HubError,
+    ModelError,
+    UnknownAdapterError,
+    UnknownRepoError,
+    reason_of,
+)
 
 _BUILTIN_FOLDER = Path(__file__).parent.parent / "builtin"
 _BUILTIN = {
@@ -150,6 +157,27 @@ def resolve_adapter(
     Raises:
         AdapterError: there is no such folder or file, or the download fails.
     """
+    if (path := local_adapter(name)) is not None:
+        return path
+    from octavo.checkpoints.adapter import CONFIG, WEIGHTS
+
+    try:
+        folder = _download(name, revision, download_dir, [CONFIG, WEIGHTS[0]])
+        if not (folder / WEIGHTS[0]).exists():
+            folder = _download(name, revision, download_dir, [CONFIG, WEIGHTS[1]])
+    except UnknownRepoError as error:
+        raise UnknownAdapterError(str(error)) from None
+    except HubError as error:
+        raise AdapterError(str(error)) from None
+    return folder
+
+
+def local_adapter(name: str) -> Path | None:
+    """Return the place of an adapter that needs no download; None if the name is a hub id.
+
+    Raises:
+        AdapterError: the name is a path, and nothing is there.
+    """
     path = builtin_adapter(name) or Path(name).expanduser()
     if path.exists() or path.parent.name == TASKS:
         return path
@@ -157,15 +185,7 @@ def resolve_adapter(
         raise AdapterError(
             f"There is no adapter {name}; name its folder, its GGUF file, or a hub id (org/name)."
         )
-    from octavo.checkpoints.adapter import CONFIG, WEIGHTS
-
-    try:
-        folder = _download(name, revision, download_dir, [CONFIG, WEIGHTS[0]])
-        if not (folder / WEIGHTS[0]).exists():
-            folder = _download(name, revision, download_dir, [CONFIG, WEIGHTS[1]])
-    except HubError as error:
-        raise AdapterError(str(error)) from None
-    return folder
+    return None
 
 
 def builtin_adapter(name: str) -> Path | None:
@@ -331,7 +351,7 @@ def _hub_errors(repo_id: str, revision: str | None) -> Iterator[None]:
     except ModelError:
         raise
     except errors.HFValidationError:
-        raise HubError(
+        raise UnknownRepoError(
             f"{repo_id!r} is neither a folder here nor a hub id (org/name).{_similar(repo_id)}"
         ) from None
     except errors.GatedRepoError:
@@ -340,7 +360,7 @@ def _hub_errors(repo_id: str, revision: str | None) -> Iterator[None]:
             "page, then log in with `hf auth login` or set HF_TOKEN."
         ) from None
     except errors.RepositoryNotFoundError:
-        raise HubError(
+        raise UnknownRepoError(
             f"{repo_id} is neither a folder here nor a model on the hub; check the spelling."
             f"{_similar(repo_id)} If it is private, log in with `hf auth login` or set HF_TOKEN."
         ) from None
@@ -355,7 +375,8 @@ def _hub_errors(repo_id: str, revision: str | None) -> Iterator[None]:
         ) from None
     except errors.LocalEntryNotFoundError as error:
         cause = "" if error.__cause__ is None else f" ({_first_line(error.__cause__)})"
-        raise HubError(
+        kind = UnknownRepoError if offline else HubError
+        raise kind(
             f"{where} has not been downloaded before, and {_unreachable(offline)}{cause}. "
             f"Go online, or name the folder of a model.{_similar(repo_id)}"
         ) from None

@@ -32,6 +32,7 @@ from octavo.system.tensor import (
     Tensor,
     empty,
     from_numpy,
+    full,
     itemsize,
     numpy_dtype,
 )
@@ -484,6 +485,9 @@ def _turned(tensor: HostTensor, source: Source) -> HostTensor:
             return tensor.T
         case "flat":
             return tensor.view(-1)
+        case "flat_or_zeros":
+            size = math.prod(source.shape)
+            return tensor.view(-1) if tensor.numel() else full((size,), 0.0, tensor.dtype)
         case "padded":
             numbers = tensor.numpy()
             return from_numpy(np.concatenate([numbers, np.zeros_like(numbers)]))

@@ -265,11 +265,43 @@ def complete_spec(
                 defaults[key] = (
                     generation.integer(name, least=-1) if whole else generation.number(name)
                 )
-    return replace(
+    spec = replace(
         spec,
         eos_token_ids=tuple(dict.fromkeys(eos_token_ids)),
         generation_config=defaults,
         dtype=spec.dtype or checkpoint.dtype,
+    )
+    return _with_decoder_start(spec, config, generation) if spec.is_encoder_decoder else spec
+
+
+def _with_decoder_start(spec: _Spec, config: ConfigJson, generation: ConfigJson | None) -> _Spec:
+    """Return an encoder-decoder with the tokens that begin answers, and those that it never writes.
+
+    A field of generation_config.json replaces that of config.json, as in transformers.
+    """
+    sources = [config] if generation is None else [generation, config]
+
+    def read(name: str) -> tuple[int, ...]:
+        return next((source.token_ids(name) for source in sources if source.has(name)), ())
+
+    start = (read("decoder_start_token_id") or read("bos_token_id"))[:1]
+    if not start:
+        raise config.error("decoder_start_token_id", "an encoder-decoder needs it")
+    words = {(token,) for token in read("suppress_tokens")}
+    for source in sources:
+        if source.has("bad_words_ids"):
+            found = source.get("bad_words_ids")
+            if not isinstance(found, list) or not all(
+                isinstance(word, list) and word and all(type(i) is int for i in word)
+                for word in found
+            ):
+                raise source.error("bad_words_ids", "it must be a list of lists of token ids")
+            words |= {tuple(word) for word in found}
+            break
+    return replace(
+        spec,
+        decoder_start_ids=start + read("forced_bos_token_id")[:1],
+        bad_words_ids=tuple(sorted(words)),
     )
 
 

@@ -15,10 +15,11 @@ from octavo.models.blocks.altup import StreamsSpec
 from octavo.models.blocks.attention import Alibi, AttentionSpec
 from octavo.models.blocks.base import Table
 from octavo.models.blocks.embedding import EmbedSpec
+from octavo.models.blocks.encoder_input import TextInputSpec
 from octavo.models.blocks.head import HeadSpec
 from octavo.models.blocks.layer import LayerSpec
 from octavo.models.blocks.pooler import NO_SENTENCES, PoolerSpec, SentencesSpec
-from octavo.models.cache import CacheSpec, EncoderCache
+from octavo.models.cache import CacheSpec, CrossCache, EncoderCache
 from octavo.models.encoder import EncoderSpec
 from octavo.models.weights import Names, Weight
 from octavo.quantization.plain import PLAIN
@@ -70,6 +71,10 @@ class ModelSpec:
     (ALBERT); empty: each layer has its own."""
     encoders: tuple[EncoderSpec, ...] = ()
     """Encoders whose rows the model reads: of pictures, sound, or texts."""
+    decoder_start_ids: tuple[int, ...] = ()
+    """Tokens with which the decoder of an encoder-decoder begins every answer."""
+    bad_words_ids: tuple[tuple[int, ...], ...] = ()
+    """Sequences of tokens that an encoder-decoder never generates (Marian: its padding token)."""
     first_layer: int = 0
     """Index of the first of `layers` in the checkpoint; other stages compute the others."""
     has_embed: bool = True
@@ -78,6 +83,32 @@ class ModelSpec:
     """True if it has the final norm and the LM head; otherwise its output is for the next stage."""
     elsewhere: frozenset[str] = frozenset()
     """Names in the checkpoint that only other stages read."""
+
+    @property
+    def cross_caches(self) -> tuple[CrossCache, ...]:
+        """Caches of the layers that attend to the rows of an encoder."""
+        return tuple(cache for cache in self.caches if isinstance(cache, CrossCache))
+
+    @property
+    def is_encoder_decoder(self) -> bool:
+        """True if the tokens attend to the rows of an encoder; each request has an input of it."""
+        return bool(self.cross_caches)
+
+    @property
+    def encoder_modality(self) -> Modality:
+        """Kind of the inputs of an encoder-decoder's encoder."""
+        return self.encoders[0].modality
+
+    @property
+    def encoder_vocab_size(self) -> int:
+        """Number of tokens that an encoder of texts knows; 0: it reads no text."""
+        inputs = self.encoders[0].inputs
+        return inputs.embed.vocab_size if isinstance(inputs, TextInputSpec) else 0
+
+    @property
+    def max_encoder_len(self) -> int:
+        """Number of tokens of the longest input of an encoder-decoder's encoder; 0: it has none."""
+        return self.encoders[0].max_num_tokens if self.is_encoder_decoder else 0
 
     @property
     def generates(self) -> bool:
@@ -140,6 +171,15 @@ class ModelSpec:
                 f"{self.architecture} has none; leave it out."
             )
         return part._without_others(self)
+
+    def for_adapters(self) -> ModelSpec:
+        """Return the model with the experts whose changes by adapters the rank computes."""
+        layers = {
+            id(layer): layer.with_blocks([block.for_adapters() for block in layer.blocks])
+            for layer in self.distinct_layers
+        }
+        part = replace(self, layers=tuple(layers[id(layer)] for layer in self.layers))
+        return self if part.layers == self.layers else part._without_others(self)
 
     def _without_others(self, whole: ModelSpec) -> ModelSpec:
         """Return this part of a model; it does not read the names that only other parts need."""
@@ -278,6 +318,7 @@ class ModelSpec:
         norms = [norm for sublayer in sublayers for norm in sublayer.norms.values()]
         norms += [self.embed.norm, self.head.norm]
         tables = {table for layer in layers for block in layer.blocks for table in block.tables()}
+        tables |= set(self.embed.tables())
         return tables | {table for norm in norms if norm is not None for table in norm.tables()}
 
     def weights(self) -> list[Weight]:

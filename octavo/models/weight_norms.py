@@ -9,12 +9,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo import _native
 from octavo.checkpoints.base import Source, Tensors
 from octavo.models.loader import read_turned, with_module
 from octavo.models.weights import Weight
 from octavo.quantization.base import IntArray, PackedShape, TensorError
-from octavo.quantization.dequantized import COLUMNS, Dequantized, as_numbers
+from octavo.quantization.dequantized import Dequantized, as_numbers
 from octavo.quantization.plain import floats
 from octavo.system.tensor import from_numpy
 
@@ -90,13 +89,16 @@ class WeightNorms:
         return norms
 
 
-def norms_nbytes(weights: Iterable[Weight], layers: Collection[str], rank: int) -> int:
+def norms_nbytes(
+    weights: Iterable[Weight], layers: Collection[str], rank: int, *, copies: bool = False
+) -> int:
     """Return an upper bound of the bytes that `WeightNorms.compute` uses.
 
     Args:
         weights: weights of the whole model, with their forms.
         layers: linear layers that adapters may change, as prefixes of the names of their weights.
         rank: largest rank of an adapter.
+        copies: True if reading a tensor of the checkpoint makes a copy of it.
     """
     most = 0
     for weight in weights:
@@ -107,10 +109,11 @@ def norms_nbytes(weights: Iterable[Weight], layers: Collection[str], rank: int) 
             # A, B and their float32 copies, norms and gains; rows as float64, and copied.
             needed = 2 * 4 * rank * (n + k) + 8 * 4 * n + 2 * 8 * _ROWS * k
             if isinstance(as_numbers([weight.form]), Dequantized):
-                # As integers of 32 bits and of 8 bits; scales; columns of products.
-                needed += (4 + 2) * n * k + 4 * COLUMNS * (k + _ROWS)
-                needed += _native.linear_scratch(COLUMNS, k, 1)
-            elif sources[0].transform in ("taps", "padded") or sources[0].order is not None:
+                # As integers of 32 bits and of 8 bits; scales; rows of numbers, zeros and scales.
+                needed += (4 + 2) * n * k + 5 * 4 * _ROWS * k
+            elif (
+                copies or sources[0].transform in ("taps", "padded") or sources[0].order is not None
+            ):
                 needed += 8 * n * k
             most = max(most, needed)
     return most

@@ -48,14 +48,6 @@ class SchedulerStats(msgspec.Struct, array_like=True):
     """Number of recurrent states that the prefix cache keeps."""
     num_snapshot_evictions: int = 0
     """Number of these given up for other states."""
-    num_encoder_cache_rows: int = 0
-    """Number of rows that the encoder cache holds; 0: the model has no encoder."""
-    num_used_encoder_cache_rows: int = 0
-    """Number of these that requests use."""
-    mm_cache_queries: int = 0
-    """Number of items, such as pictures, that steps needed."""
-    mm_cache_hits: int = 0
-    """Number of these with rows in the encoder cache."""
     drafting_paused: int = 0
     """1 while drafts do not pay at the current load; for several engines, the number of these."""
     num_experts: int = 0
@@ -82,6 +74,14 @@ class SchedulerStats(msgspec.Struct, array_like=True):
     """Experts that were read, or partly read, before a layer asked for them."""
     expert_cache_fetched_ahead_used: int = 0
     """Those of them that the layer used then."""
+    num_encoder_cache_rows: int = 0
+    """Number of rows that the encoder cache holds; 0: the model has no encoder."""
+    num_used_encoder_cache_rows: int = 0
+    """Number of these that requests use."""
+    mm_cache_queries: int = 0
+    """Number of items, such as pictures, that steps needed."""
+    mm_cache_hits: int = 0
+    """Number of these with rows in the encoder cache."""
 
     @property
     def num_ready_reqs(self) -> int:

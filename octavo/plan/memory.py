@@ -18,7 +18,7 @@ class Scratch:
         shared: bytes of the buffers that all ranks share.
         exchanged: bytes of the rows that engines with divided experts exchange, and of experts that
             move among them.
-        adapter: bytes of an adapter of the largest rank that changes all layers.
+        adapter: bytes of an adapter of the largest rank that changes all modules it may.
         norms: bytes that the norms of changed weights need while an adapter is read.
         encoder_arena: exact bytes of the arena for the largest run of an encoder.
         encoders: other bytes of the runs of encoders: keys and values, and an upper bound of the

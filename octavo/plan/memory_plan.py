@@ -166,7 +166,7 @@ def resolve_max_model_len(config: EngineConfig, spec: ModelSpec) -> int:
 def resolve_max_num_batched_tokens(config: EngineConfig, default: int, spec: ModelSpec) -> int:
     """Return the configured token budget of a step, or `default` raised to the settings' needs.
 
-    A text of a model that sees all of it is computed whole.
+    A text of a model that sees all of it is computed whole, and so is an encoder's input.
     """
     sched = config.scheduler
     if sched.max_num_batched_tokens is not None:
@@ -174,6 +174,8 @@ def resolve_max_num_batched_tokens(config: EngineConfig, default: int, spec: Mod
     budget = max(default, sched.max_num_seqs)
     if spec.sees_all:
         return max(budget, resolve_max_model_len(config, spec))
+    if spec.is_encoder_decoder:  # the encoder's input is computed whole, beside running requests
+        budget = max(budget, spec.max_encoder_len + sched.max_num_seqs)
     return budget if sched.enable_chunked_prefill else max(budget, spec.max_model_len)
 
 
@@ -230,8 +232,12 @@ def make_memory_plan(
     if draft is not None:
         block_nbytes += sum(c.block_nbytes(cache.block_size, cache_dtype) for c in draft.caches)
 
+    num_rows = min(spec.max_encoder_len, max_num_batched_tokens - 1)
+
     def blocks_for(length: int) -> int:
-        return max_blocks_per_request(groups, cache.block_size, length, max_num_batched_tokens)
+        return max_blocks_per_request(
+            groups, cache.block_size, length, max_num_batched_tokens, num_rows
+        )
 
     engines = config.parallel.num_local_engines
     if limit is None:

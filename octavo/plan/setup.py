@@ -134,12 +134,15 @@ class WorkerSetup:
     @property
     def has_embeds(self) -> bool:
         """True if rows may replace the embeddings of tokens: those of prompts, or of encoders."""
-        return self.config.model.enable_prompt_embeds or bool(self.part.encoders)
+        encoders = bool(self.part.encoders) and not self.spec.is_encoder_decoder
+        return self.config.model.enable_prompt_embeds or encoders
 
     @property
     def encoder_cache_size(self) -> int:
         """Number of rows that the encoder cache holds: those of a step's tokens, or of the longest
-        item if that is more; 0 without encoders."""
+        item if that is more; 0 without encoders, and if cross attention reads the rows."""
+        if self.spec.is_encoder_decoder:
+            return 0
         longest = max((encoder.max_num_tokens for encoder in self.spec.encoders), default=0)
         rows = max(self.max_num_batched_tokens, min(longest, self.max_model_len))
         return rows if longest else 0
@@ -153,8 +156,12 @@ class WorkerSetup:
     @property
     def step_arrays(self) -> tuple[StepArray, ...]:
         """Arrays of a step that the model's blocks and its adapters need."""
-        arrays = tuple(self.part.step_arrays)
-        return (*arrays, ADAPTER_SLOTS) if self.config.lora.enable_lora else arrays
+        return (*self.part.step_arrays, *self.adapter_arrays)
+
+    @property
+    def adapter_arrays(self) -> tuple[StepArray, ...]:
+        """Arrays of a step that the model's adapters need."""
+        return (ADAPTER_SLOTS,) if self.config.lora.enable_lora else ()
 
     @property
     def whole_layers(self) -> ModelSpec:
@@ -328,6 +335,14 @@ class WorkerSetup:
         """
         drafts = self.num_speculative_tokens
         return 1 + (max(drafts, MAX_FORCED) if drafts else 0)
+
+    @property
+    def max_encoder_len(self) -> int:
+        """Most tokens of an encoder-decoder's encoder for a request; 0: it has none.
+
+        A step computes them beside at least one token of the decoder.
+        """
+        return min(self.spec.max_encoder_len, self.max_num_batched_tokens - 1)
 
     @property
     def largest_step(self) -> StepSize:

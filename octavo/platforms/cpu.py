@@ -224,6 +224,7 @@ def memory_budget(
         config.cache.block_size,
         len(setup.kv_cache_groups),
         setup.step_arrays,
+        setup.max_encoder_len,
     )
     rows *= setup.rank.world_size
     rows += state_nbytes(max_num_seqs, vocab_size)
@@ -265,6 +266,11 @@ def memory_budget(
     if setup.rank.world_size > 1:
         activations += dataclasses.replace(setup, scratches=scratches).group_nbytes
     lora, adapter = config.lora, ranks * sum(scratch.adapter for scratch in scratches)
+    norms, beside = ranks * sum(scratch.norms for scratch in scratches), _beside_adapters(setup)
+    if setup.draft is not None and draft_scratch is not None:
+        adapter += draft_scratch.adapter
+        norms += draft_scratch.norms
+        beside += _beside_adapters(setup.draft)
     encoders = ranks * sum(scratch.encoder_arena + scratch.encoders for scratch in scratches)
     exchanged = sum(scratch.exchanged for scratch in scratches)
     activations += exchanged // config.parallel.num_local_engines
@@ -280,9 +286,7 @@ def memory_budget(
             MemoryItem("experts", experts, note=note),
             MemoryItem(
                 "adapters",
-                lora.num_in_memory * adapter
-                + _beside_adapters(setup)
-                + ranks * sum(scratch.norms for scratch in scratches),
+                lora.num_in_memory * adapter + beside + norms,
                 note=f" for {lora.num_in_memory} of rank {lora.max_lora_rank}, and to read them",
             ),
             MemoryItem("activations", activations, "step"),
@@ -309,10 +313,16 @@ def _beside_adapters(setup: WorkerSetup) -> int:
     lora = setup.config.lora
     if not lora.enable_lora:
         return 0
+    from octavo.models.adaptable_model import targeted_layers
     from octavo.models.adapters import PIECE_NBYTES
     from octavo.models.blocks.base import is_adaptable
 
-    weights = [it for it in without_forms(setup.spec).weights() if is_adaptable(it.name)]
+    layers = targeted_layers(setup.spec, lora)
+    weights = [
+        it
+        for it in without_forms(setup.spec).weights()
+        if is_adaptable(it.name) and (layers is None or it.name.removesuffix("weight") in layers)
+    ]
     largest = max(
         (sum(it.shape) * (1 if it.expert is None else it.expert.count) for it in weights), default=0
     )
@@ -363,7 +373,7 @@ def _draft_nbytes(setup: WorkerSetup, draft: WorkerSetup, scratch: Scratch) -> i
     if lm_head is not None:
         total += lm_head.weight_nbytes(draft.dtype)
     blocks = -(-setup.max_model_len // config.cache.block_size)
-    total += StepLayout(draft.largest_step, blocks, 1).nbytes
+    total += StepLayout(draft.largest_step, blocks, 1, draft.adapter_arrays).nbytes
     if isinstance(spec, HeadsSpec):
         requests = config.scheduler.max_num_seqs
         total += spec.buffers_nbytes(draft.max_num_batched_tokens, requests, draft.dtype)

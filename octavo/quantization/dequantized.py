@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-import numpy as np
+from typing import TYPE_CHECKING, cast
 
 from octavo.checkpoints.base import Source
 from octavo.quantization.base import IntArray, PackedShape, Part, WeightForm
@@ -15,9 +13,6 @@ from octavo.quantization.plain import PLAIN, FromFloats, Plain
 if TYPE_CHECKING:
     from octavo.kernels.base import Ops, PackedWeight
     from octavo.system.tensor import HostTensor
-
-COLUMNS = 256
-"""Number of inputs that are dequantized at once."""
 
 
 @dataclass(frozen=True)
@@ -75,22 +70,11 @@ class Dequantized(StoredOtherwise):
         return ops.pack_weight([self.numbers(parts, shape)], shape.dtype, out)
 
     def numbers(self, parts: Sequence[Part], shape: PackedShape) -> HostTensor:
-        """Return the weight [n, k] in the model's type.
+        """Return the weight [n, k] in the model's type."""
+        from octavo.quantization.numbers import NumberOps
 
-        The CPU's kernels multiply the stored weight by the unit matrix, whose rows 8 bits represent
-        exactly. Rounding changes a float32 number by a factor of at most 1 + 2**-22.
-        """
-        from octavo.kernels.native import NativeOps
-        from octavo.system.tensor import empty, from_numpy, numpy_dtype
-
-        native = NativeOps()
-        packed = self.stored.pack(native, parts, shape)
-        weight = empty(shape.n, shape.k, dtype=shape.dtype)
-        for begin in range(0, shape.k, COLUMNS):
-            count = min(COLUMNS, shape.k - begin)
-            unit = from_numpy(np.eye(count, shape.k, begin, numpy_dtype(shape.dtype)))
-            weight.numpy()[:, begin : begin + count] = native.to_host(native.linear(unit, packed)).T
-        return weight
+        packed = self.stored.pack(NumberOps(shape.dtype), parts, shape)
+        return cast("HostTensor", packed.data)
 
 
 def as_numbers(forms: Sequence[WeightForm]) -> Plain | Dequantized:

@@ -121,6 +121,20 @@ async def batches(request: Request) -> Response:
     )
 
 
+async def adapters(request: Request) -> Response:
+    """Reject: an operator changes the adapters of each server."""
+    raise RouteError(
+        404,
+        "A router does not change adapters: send the request to each of its servers, or start them "
+        "with --lora-modules or --lora-resolvers.",
+    )
+
+
+async def sounds(request: Request) -> Response:
+    """Reject: the router reads JSON only."""
+    raise RouteError(404, "A router does not pass on sound files; send them to one of its servers.")
+
+
 async def view(request: Request) -> Response:
     """Stream the engine views of all servers as one."""
     state, context = proxy_state_of(request), context_of(request)
@@ -195,6 +209,9 @@ _ROUTES = (
         for rest in ("", "/{rest:path}")
         for method in ("GET", "POST", "DELETE")
     ),
+    ("/v1/load_lora_adapter", adapters, "POST"),
+    ("/v1/unload_lora_adapter", adapters, "POST"),
+    ("/v1/audio/{rest:path}", sounds, "POST"),
     ("/v1/{rest:path}", proxy, "GET"),
     ("/v1/{rest:path}", proxy, "POST"),
     ("/v1/{rest:path}", proxy, "DELETE"),

@@ -72,6 +72,8 @@ class Job:
     pieces: list[bytes] = field(default_factory=list, repr=False)
     """Chained hashes of the prompt's first pieces."""
     weight: int = 1
+    model: str | None = None
+    """Model or adapter that the request names."""
     api_key: str | None = field(default=None, repr=False)
     """Key of the client, if the router has keys."""
     objects: list[tuple[str, ...]] = field(default_factory=list)
@@ -139,8 +141,11 @@ def read_job(
         job.objects = named_objects(path, {})
         if path in POOLING:
             job.weight = 1 + len(body) // _WEIGHT_NBYTES
+            job.model = _model_of(body)
         return job
     fields = job.fields = parse_json(body)
+    if isinstance(fields.get("model"), str):
+        job.model = fields["model"]
     if path not in GENERATING:
         job.objects = named_objects(path, fields)
         job.creates = job.creates and fields.get("store") is not False
@@ -168,6 +173,18 @@ def read_job(
     job.splits = alone and not asks_prompt
     _place(job, changes)
     return job
+
+
+class _OfModel(msgspec.Struct):
+    model: str | None = None
+
+
+def _model_of(body: bytes) -> str | None:
+    """Return the model that a body names; the server rejects a wrong body."""
+    try:
+        return msgspec.json.decode(body, type=_OfModel).model
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return None
 
 
 class _Named(msgspec.Struct):

@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -92,13 +92,20 @@ class LocalServer(subprocess.Popen[bytes]):
         return is_stopped(self.pid)
 
 
-def start_local(flags: list[str], upstream: Upstream, kind: type[P], **more: Any) -> P:
+def start_local(
+    flags: list[str],
+    upstream: Upstream,
+    kind: type[P],
+    environment: Mapping[str, str] | None = None,
+    **more: Any,
+) -> P:
     """Start a server on this machine, at its Unix socket.
 
     Args:
         flags: words for `octavo serve`.
         upstream: the server.
         kind: class of its process.
+        environment: further environment variables.
         more: further arguments of the class.
 
     Raises:
@@ -112,7 +119,7 @@ def start_local(flags: list[str], upstream: Upstream, kind: type[P], **more: Any
             *("--max-connections-per-client", "0", "--disable-fastapi-docs"),
         ],
         stdin=subprocess.DEVNULL,
-        env=environment_without_keys(),
+        env={**environment_without_keys(), **(environment or {})},
         process_group=0,  # a Ctrl-C in the terminal is for the router
         **more,
     )

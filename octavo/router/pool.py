@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from types import MappingProxyType
 
 import aiohttp
+import msgspec
 from yarl import URL
 
 from octavo.errors import reason_of
-from octavo.fleet.routing import PrefixMap, load_of, score
+from octavo.fleet.routing import ADAPTER_ALLOWANCE, PrefixMap, load_of, score
+from octavo.lora_request import MAX_ADAPTER_NAME
 
 logger = logging.getLogger(__name__)
 
@@ -21,12 +24,31 @@ logger = logging.getLogger(__name__)
 _MOST_REMEMBERED = 2**17
 KEY_HEADERS = ("authorization", "x-api-key")
 """Headers with the key of a client."""
+# Number of adapters that a server likely has in memory: those of the last requests.
+_MOST_ADAPTERS = 16
+# Maximum number of names that a server is known to lack.
+_MOST_LACKING = 1024
+# Maximum bytes of a server's list of models.
+_MOST_LISTED = 16 * 2**20
+# Minimum seconds between two lists, for each second that one takes.
+_LIST_REST = 100
 # Timeout of connecting to a server in seconds.
 _CONNECT_TIMEOUT = 5.0
 # Seconds for which an idle connection can be reused: fewer than servers keep one.
 _KEEP_ALIVE = 3.0
 # Number of consecutive timeouts of probes after which waiting for a server's answers ends.
 _SILENT_PROBES = 2
+
+
+class _Card(msgspec.Struct):
+    """Entry of a server's list of models."""
+
+    id: str
+    parent: str | None = None
+
+
+class _Cards(msgspec.Struct):
+    data: list[_Card]
 
 
 class Upstream:
@@ -73,6 +95,12 @@ class Upstream:
         """Number of requests in flight."""
         self.silent = 0
         """Number of consecutive probes that timed out."""
+        self.adapters: frozenset[str] | None = None
+        """Names of its LoRA adapters; None: unknown."""
+        self.lacking: set[str] = set()
+        """Names of models that it did not have since the last list."""
+        self.list_at = 0.0
+        """Second of `time.monotonic` from which it is asked for its adapters again."""
         self.suspected = asyncio.Event()
         """Event that is set after a failed connection, to probe the server at once."""
         self._guards: set[asyncio.Timeout] = set()
@@ -100,6 +128,12 @@ class Upstream:
             data=body or None,
             allow_redirects=False,
         )
+
+    def may_have(self, model: str) -> bool:
+        """Return True if it may have a model of a name that another server does not have."""
+        if model in self.lacking:
+            return False
+        return self.adapters is None or model in self.adapters
 
     @asynccontextmanager
     async def guard(self) -> AsyncIterator[None]:
@@ -157,18 +191,22 @@ class Pool:
     Args:
         interval: seconds between two probes of a server.
         timeout: timeout of a probe in seconds.
+        lists_adapters: True to ask the servers for their LoRA adapters.
     """
 
-    def __init__(self, interval: float, timeout: float) -> None:
+    def __init__(self, interval: float, timeout: float, *, lists_adapters: bool = False) -> None:
         self.upstreams: list[Upstream] = []
         self.num_pieces = self.num_known = 0
         """Numbers of pieces of placed prompts, and of those that the server likely had cached."""
         self._interval = interval
         self._timeout = timeout
+        self._lists_adapters = lists_adapters
         self._numbers: dict[Upstream, int] = {}
         self._next_number = 0
         self._last = -1
         self._prefixes = PrefixMap(_MOST_REMEMBERED)
+        self._placed = PrefixMap(_MOST_ADAPTERS)
+        """Adapters that are likely in memory, each as a chain of one piece."""
         self._changed = asyncio.Event()
         self._probing: dict[Upstream, asyncio.Task[None]] = {}
 
@@ -183,7 +221,8 @@ class Pool:
     async def remove(self, upstream: Upstream) -> None:
         """Remove a server."""
         self.upstreams.remove(upstream)
-        self._prefixes.forget(self._numbers.pop(upstream))
+        self._forget(upstream)
+        del self._numbers[upstream]
         task = self._probing.pop(upstream)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
@@ -204,38 +243,67 @@ class Pool:
     # Choice
 
     def choose(
-        self, pieces: Sequence[bytes], tried: Mapping[Upstream, int], only: Upstream | None = None
+        self,
+        pieces: Sequence[bytes],
+        tried: Mapping[Upstream, int],
+        only: Upstream | None = None,
+        model: str | None = None,
     ) -> Upstream | None:
-        """Choose the server for a request: the least busy one, or one with its prefix.
+        """Choose the server for a request: the least busy one, or one with its prefix or adapter.
 
-        Equal servers take turns.
+        A server that lists the adapter, and one that probably has it in memory, may each be busier
+        than others by two waiting requests. Equal servers take turns.
 
         Args:
             pieces: chained hashes of the prompt's pieces.
             tried: servers that failed the request, with their epochs at that time; they are
                 omitted.
             only: the only server that can answer; None: each can.
+            model: name of the model, or of an adapter; None: the request names none.
 
         Returns:
             None if no server can be tried.
         """
         usable = self.choosable(tried, only)
+        usable = [u for u in usable if model not in u.lacking] or usable
         if not usable:
             return None
         least = min(u.load for u in usable)
         known = {u: self._prefixes.num_cached(self._numbers[u], pieces) for u in usable}
+        adapter = []
+        if model is not None and any(model in (u.adapters or ()) for u in usable):
+            adapter.append(model.encode(errors="replace"))
 
         def key(upstream: Upstream) -> tuple[float, bool, int]:
             number = self._numbers[upstream]
             against = score(upstream.load, least, known[upstream], len(pieces))
+            if adapter:
+                against -= ADAPTER_ALLOWANCE * (model in (upstream.adapters or ()))
+                against -= ADAPTER_ALLOWANCE * self._placed.num_cached(number, adapter)
             return against, number <= self._last, number
 
         chosen = min(usable, key=key)
         self._last = self._numbers[chosen]
         self._prefixes.add(self._last, pieces)
+        self._placed.add(self._last, adapter)
         self.num_pieces += len(pieces)
         self.num_known += known[chosen]
         return chosen
+
+    def note_lack(self, upstream: Upstream, model: str, only: Upstream | None = None) -> bool:
+        """Record that a server does not have a model; return True if another one may have it.
+
+        Args:
+            upstream: the server.
+            model: name of the model.
+            only: see `choose`.
+        """
+        if not self._lists_adapters or len(model) > MAX_ADAPTER_NAME:
+            return False
+        if len(upstream.lacking) < _MOST_LACKING:
+            upstream.lacking.add(model)
+        others = (u for u in self.choosable(only=only) if u is not upstream)
+        return any(u.may_have(model) for u in others)
 
     @contextmanager
     def hold(self, upstream: Upstream, weight: int) -> Iterator[Hold]:
@@ -274,11 +342,18 @@ class Pool:
 
     def restarted(self, upstream: Upstream) -> None:
         """Record that another process replaces a server, with an empty cache."""
-        self._prefixes.forget(self._numbers[upstream])
+        self._forget(upstream)
         upstream.silent = 0
         self._note(upstream, False, "its process has ended")
         upstream.give_up()
         upstream.suspected.set()
+
+    def _forget(self, upstream: Upstream) -> None:
+        """Record that a server has nothing cached, and no adapters in memory."""
+        self._prefixes.forget(self._numbers[upstream])
+        self._placed.forget(self._numbers[upstream])
+        upstream.adapters, upstream.list_at = None, 0.0
+        upstream.lacking.clear()
 
     def _note(self, upstream: Upstream, ready: bool, reason: str) -> None:
         if ready and not upstream.ready:
@@ -304,11 +379,37 @@ class Pool:
             except Exception as error:  # after any error, the server is probed again
                 reason = reason_of(error)
                 upstream.silent = 0
+            begin = time.monotonic()
+            if self._lists_adapters and reason is None and begin >= upstream.list_at:
+                upstream.adapters = await self._list_adapters(upstream)
+                upstream.lacking.clear()
+                end = time.monotonic()
+                upstream.list_at = end + _LIST_REST * (end - begin)
             self._note(upstream, reason is None, reason or "")
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._interval):
                     await upstream.suspected.wait()
                     await asyncio.sleep(min(0.05, self._interval))
+
+    async def _list_adapters(self, upstream: Upstream) -> frozenset[str] | None:
+        """Return the names of a server's adapters; None: it does not tell them."""
+        try:
+            async with asyncio.timeout(self._timeout):
+                response = await upstream.ask("GET", "/v1/models", [], b"")
+                try:
+                    if response.status != 200:
+                        return None
+                    page = bytearray()
+                    while chunk := await response.content.readany():
+                        page += chunk
+                        if len(page) > _MOST_LISTED:
+                            return None
+                finally:
+                    response.close()
+            cards = msgspec.json.decode(page, type=_Cards).data
+        except (aiohttp.ClientError, OSError, msgspec.MsgspecError, ValueError):  # also the timeout
+            return None
+        return frozenset(card.id for card in cards if card.parent is not None)
 
     async def _probe(self, upstream: Upstream) -> str | None:
         """Probe a server; return why it accepts no requests, or None if it does."""

@@ -157,7 +157,7 @@ class ProxyResponse(Response):
         deaths = 0
         self._find_home()
         while True:
-            upstream = pool.choose(job.pieces, tried, self._home)
+            upstream = pool.choose(job.pieces, tried, self._home, job.model)
             if upstream is None:
                 if refusal is not None and not self._started:
                     self._check_asked(refusal)
@@ -230,6 +230,12 @@ class ProxyResponse(Response):
             return answer
         if self._seeks and _lacks_object(answer):
             self._lacking.add(upstream)
+            return answer
+        if (
+            job.model is not None
+            and _lacks_model(answer)
+            and self._answering.note_lack(upstream, job.model, self._home)
+        ):
             return answer
         if self._started:
             raise UnavailableError(
@@ -385,7 +391,10 @@ class ProxyResponse(Response):
             return job.body
         tried: dict[Upstream, int] = {}
         deaths = 0
-        while deaths < _MOST_DEATHS and (upstream := pool.choose(job.pieces, tried)) is not None:
+        while (
+            deaths < _MOST_DEATHS
+            and (upstream := pool.choose(job.pieces, tried, model=job.model)) is not None
+        ):
             epoch = upstream.epoch
             try:
                 with pool.hold(upstream, job.weight):
@@ -487,12 +496,20 @@ def _check_error(data: bytes) -> None:
 
 def _lacks_object(answer: Answer) -> bool:
     """Return True if a server answered that it does not have what the request names."""
-    if answer.status not in (400, 404):
-        return False
+    return answer.status in (400, 404) and _code_of(answer) in NOT_FOUND_CODES
+
+
+def _lacks_model(answer: Answer) -> bool:
+    """Return True if a server answered that it does not have the model."""
+    return answer.status == 404 and _code_of(answer) in ("model_not_found", 404)
+
+
+def _code_of(answer: Answer) -> object:
+    """Return the code of an error; None: it has none."""
     try:
-        return msgspec.json.decode(answer.body)["error"]["code"] in NOT_FOUND_CODES
+        return msgspec.json.decode(answer.body)["error"]["code"]
     except (msgspec.MsgspecError, ValueError, KeyError, TypeError):
-        return False
+        return None
 
 
 def _transfer_params(answer: bytes) -> Any:

@@ -48,6 +48,8 @@ def run_router(config: ServerConfig, router: RouterConfig, flags: Mapping[str, l
     Raises:
         OctavoError: the address is unusable, or no server can be started.
     """
+    # It has no endpoints that need the permission.
+    config = msgspec.structs.replace(config, enable_admin=False)
     return run_proxy(config, lambda config: RouterState(config, router, flags), build_app)
 
 
@@ -64,8 +66,7 @@ def run_proxy(
     Raises:
         OctavoError: the address is unusable, or the state has failed.
     """
-    # It has neither documentation nor endpoints that need the permission of enable_admin.
-    config = msgspec.structs.replace(config, disable_fastapi_docs=True, enable_admin=False)
+    config = msgspec.structs.replace(config, disable_fastapi_docs=True)  # it has none
     setup_logging(config.log_level, config.log_format)
     prepare_process()
     tls_context(config)  # reject a bad certificate at once

@@ -32,9 +32,9 @@ class RouterState(ProxyState):
         flags: Mapping[str, list[str]],
     ) -> None:
         health = router.health_check_interval, router.health_check_timeout
-        self.answering = Pool(*health)
+        self.answering = Pool(*health, lists_adapters=True)
         splits = bool(router.prefill_servers or router.prefill)
-        self.prefilling = Pool(*health) if splits else None
+        self.prefilling = Pool(*health, lists_adapters=True) if splits else None
         pools = [self.answering, *([] if self.prefilling is None else [self.prefilling])]
         super().__init__(config, router, pools)
         self._flags = flags

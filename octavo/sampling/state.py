@@ -21,6 +21,7 @@ from octavo.sampling.logits_processors.builtin import (
 )
 from octavo.sampling.logits_processors.penalties import Penalties
 from octavo.sampling.logits_processors.reasoning_end import ReasoningEnd
+from octavo.sampling.logits_processors.whisper import WhisperAnswers
 from octavo.sampling.metadata import NO_LOGPROBS, SamplingMetadata
 
 
@@ -46,7 +47,7 @@ class SamplingState:
         self._num_logprobs = np.full(max_num_rows, NO_LOGPROBS, np.int64)
         self._logprob_token_ids: dict[int, NDArray[np.int32]] = {}
         """Token ids of the rows that request certain tokens."""
-        small = (ReasoningEnd, AllowedTokenIds, BadWords, MinTokens, LogitBias)
+        small = (ReasoningEnd, AllowedTokenIds, BadWords, MinTokens, LogitBias, WhisperAnswers)
         self.processors: list[LogitsProcessor] = [
             *(processor(max_num_rows, vocab_size) for processor in small),
             *plugins,
@@ -63,7 +64,7 @@ class SamplingState:
         self._processed = np.zeros(max_num_rows, np.bool_)
         """True for rows in which any processor has work."""
         self._needs_tokens = np.zeros(max_num_rows, np.bool_)
-        self._extra_args = frozenset[str]().union(*(p.extra_args for p in plugins))
+        self._extra_args = frozenset[str]().union(*(p.extra_args for p in self.processors))
         self._takes_any_args = any(p.takes_all for p in plugins)
 
     def add_row(

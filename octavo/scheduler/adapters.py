@@ -35,9 +35,9 @@ class _Place:
 
 
 def key_of(request: Request) -> str | None:
-    """Return the content hash of a request's adapter; None: it has no adapter."""
+    """Return the key of a request's adapter; None: it has no adapter."""
     adapter = request.options.adapter
-    return None if adapter is None else adapter.content_hash
+    return None if adapter is None else adapter.key
 
 
 class AdapterSlots:
@@ -150,7 +150,7 @@ class AdapterSlots:
     def _join(self, place: _Place, requests: Iterable[str]) -> None:
         """Let requests use a place, which is the most recently used one now."""
         place.users.update(dict.fromkeys(requests))
-        key = place.adapter.content_hash
+        key = place.adapter.key
         self._places[key] = self._places.pop(key)
 
     def _fill(self) -> None:
@@ -177,7 +177,7 @@ class AdapterSlots:
         return next(idle, None)
 
     def _vacate(self, place: _Place) -> None:
-        del self._places[place.adapter.content_hash]
+        del self._places[place.adapter.key]
         self._free.append(place.slot)
         self._changes.append(AdapterChange(place.slot, None))
 

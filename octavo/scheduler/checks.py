@@ -58,14 +58,27 @@ def check_fits(
             "prompt",
         )
     most = min(prompt + request.max_tokens, max_model_len)
+    encoded = rows = 0
+    if any(group.is_cross for group in kv_cache_config.groups):
+        encoded = sum(item.num_encoder_tokens for item in request.mm_features)
+        rows = sum(item.num_rows for item in request.mm_features)
+        if not rows:
+            raise RequestError("The encoder's prompt is empty.", "prompt")
+    if encoded >= budget:
+        raise ContextLengthError(
+            f"The encoder's input has {encoded} tokens, but a step computes {budget}, one of them "
+            f"the decoder's. Shorten it, or raise max_num_batched_tokens to {encoded + 1}.",
+            "prompt",
+        )
     needed = max_blocks_per_request(
-        kv_cache_config.groups, kv_cache_config.block_size, most, budget
+        kv_cache_config.groups, kv_cache_config.block_size, most, budget, rows
     )
     if needed > num_usable_blocks:
+        beside = f" and {rows} of the encoder" if rows else ""
         raise ContextLengthError(
-            f"The prompt of {prompt} tokens and up to {request.max_tokens} more need {needed} "
-            f"KV-cache blocks, but there are {num_usable_blocks}. Shorten the prompt or lower "
-            "max_tokens.",
+            f"The prompt of {prompt} tokens{beside} and up to {request.max_tokens} more need "
+            f"{needed} KV-cache blocks, but there are {num_usable_blocks}. Shorten the prompt or "
+            "lower max_tokens.",
             "max_tokens",
         )
 

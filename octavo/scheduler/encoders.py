@@ -63,7 +63,7 @@ class EncoderInputs:
         begun: set[str] = set()
         for index, feature in enumerate(request.mm_features):
             place = feature.mm_position
-            if place.offset >= end and place.length:
+            if place.offset >= end:
                 break
             if not _reads(feature, start, end) or cache.is_held(request, index):
                 continue
@@ -107,7 +107,8 @@ class EncoderInputs:
             requests: requests that wait for encoders.
             rank: order of service.
         """
-        found, budget = [], self._max_num_tokens
+        found: list[Request] = []
+        budget = self._max_num_tokens
         for request in sorted(requests, key=rank):
             missing = (f for f in request.mm_features if f.identifier not in self.cache)
             first = next(missing, None)
@@ -132,6 +133,4 @@ def uncomputed(features: list[MultiModalFeatureSpec], start: int) -> list[MultiM
 def _reads(feature: MultiModalFeatureSpec, start: int, end: int) -> bool:
     """Return True if the tokens from `start` up to `end` need an item's rows."""
     place = feature.mm_position
-    if not place.length:  # cross attention reads the rows once, when the request starts
-        return True
     return place.num_embeds_before(start) < place.num_embeds_before(end)

@@ -18,6 +18,8 @@ import bisect
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
+import msgspec
+
 from octavo.config import LoRAConfig, SchedulerConfig
 from octavo.errors import RequestError
 from octavo.kv_cache.events import KVEventLog
@@ -171,7 +173,8 @@ class Scheduler:
         )
         self._check_transfer(request)
         self._check_adapter(request)
-        self._encoders.check(request)
+        if request.mm_end:
+            self._encoders.check(request)
         # The context also limits the output. Later code needs only `max_tokens`.
         left = self.max_model_len - request.num_prompt_tokens
         if request.pooling is not None:
@@ -727,6 +730,9 @@ class Scheduler:
             self.hold(request.request_id, RequestStatus.WAITING_FOR_ADAPTER_TURN)
             return False
         whole = request.whole or not self.config.enable_chunked_prefill
+        num_encoded = 0 if manager.cross is None else manager.cross.num_encoder_tokens(request)
+        if num_encoded >= step.budget:
+            return self._note_wait(request, WaitReason.BUDGET)
         while True:
             hit, start = manager.get_computed_blocks(request)
             if self._loads is not None and self._loads.must_wait(
@@ -740,8 +746,8 @@ class Scheduler:
             # Only a preempted request can be longer than a whole budget; it is split anyway.
             if whole and step.budget < num_new <= self.max_num_batched_tokens:
                 return self._note_wait(request, WaitReason.BUDGET)
-            num_new = min(num_new, step.budget)
-            if request.mm_features and not (num_new := self._encoders.fit(request, start, num_new)):
+            num_new = min(num_new, step.budget - num_encoded)
+            if request.mm_end and not (num_new := self._encoders.fit(request, start, num_new)):
                 self.hold(request.request_id, RequestStatus.WAITING_FOR_ENCODER)
                 self._awaiting_encoder.add(request)
                 return self._note_wait(request, WaitReason.ENCODER)
@@ -784,6 +790,15 @@ class Scheduler:
         )
         if request.mm_features:
             data.mm_features = uncomputed(request.mm_features, start)
+        if manager.cross is not None:
+            if manager.cross.is_new(request):
+                inputs = [*range(len(request.mm_features))]
+                step.output.scheduled_encoder_inputs[request.request_id] = inputs
+                step.budget -= num_encoded
+            else:
+                data.mm_features = [
+                    msgspec.structs.replace(item, data={}) for item in request.mm_features
+                ]
         if manager.states is not None:
             data.state_slots, data.state_source = manager.states.live_slots(request)
         scheduled = ScheduledRequest(
@@ -824,7 +839,7 @@ class Scheduler:
         total: int,
     ) -> None:
         """Add a request's tokens from `start`; `total` tokens are known or in flight."""
-        if start < request.mm_end or (request.mm_features and scheduled.new is not None):
+        if start < request.mm_end:
             self._encoders.add(request, step.output)
         if self.kv_cache_manager.states is not None:
             scheduled.snapshots = self.kv_cache_manager.states.take_scheduled(request)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from octavo.errors import RequestError
+from octavo.speech.model import hears
 
 if TYPE_CHECKING:
     from octavo.models.blocks.pooler import PoolerSpec
@@ -22,6 +23,8 @@ _ROUTES = {
 def abilities(spec: ModelSpec) -> str:
     """Return the tasks of a model, each with a route."""
     can = ["generate (POST /v1/completions)"] if spec.generates else []
+    if hears(spec):
+        can = ["transcribe (POST /v1/audio/transcriptions)"]
     can += [f"{pooler.task} ({_ROUTES[pooler.task]})" for pooler in spec.poolers]
     if any(pooler.sparse for pooler in spec.poolers):
         can.append("sparse vectors (POST /embed_sparse)")
@@ -36,6 +39,18 @@ def check_generates(spec: ModelSpec) -> None:
     """
     if not spec.generates:
         raise cannot(spec, "generates no text")
+    if hears(spec):
+        raise cannot(spec, "generates no text without a sound")
+
+
+def check_hears(spec: ModelSpec) -> None:
+    """Reject a request for a transcript if the model writes none.
+
+    Raises:
+        RequestError: the model does not hear; the message has what it can do.
+    """
+    if not hears(spec):
+        raise cannot(spec, "does not transcribe sounds")
 
 
 def find_pooler(spec: ModelSpec, task: str) -> PoolerSpec:

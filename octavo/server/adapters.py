@@ -13,14 +13,25 @@ from octavo.server.model_list import adapter_card
 from octavo.server.schema import LoadAdapterBody, UnloadAdapterBody
 from octavo.server.state import ServerState, state_of
 
+NO_CHANGES = (
+    "Adapters cannot be loaded; start the server with --enable-lora and --lora-root DIR, "
+    "--lora-hub-repos or --lora-resolvers."
+)
+"""Message of the error for a server whose adapters do not change."""
+
 
 async def load_lora_adapter(request: Request) -> Response:
-    """Check an adapter and offer it as a model; 404 without --enable-lora and --lora-root."""
+    """Check an adapter and offer it as a model; 404 if the settings allow no changes."""
     state = _check(request)
     body = await read_model(request, LoadAdapterBody, state.config.max_request_bytes)
-    engine = await state.get_engine()
+    body.check()
+    await state.get_engine()
     adapter = await state.adapters.load(
-        engine, body.lora_name, body.lora_path, load_inplace=body.load_inplace
+        body.lora_name,
+        body.lora_path,
+        draft_path=body.draft_path,
+        model_name=body.base_model_name,
+        load_inplace=body.load_inplace,
     )
     return answers.respond(adapter_card(state, adapter))
 
@@ -29,7 +40,7 @@ async def unload_lora_adapter(request: Request) -> Response:
     """Stop offering an adapter; its unfinished requests continue."""
     state = _check(request)
     body = await read_model(request, UnloadAdapterBody, state.config.max_request_bytes)
-    await state.adapters.unload(body.lora_name)
+    state.adapters.unload(body.lora_name)
     return answers.respond(answers.AdapterUnloaded(id=body.lora_name, object="model", deleted=True))
 
 
@@ -43,16 +54,6 @@ def _check(request: Request) -> ServerState:
     check_admin(request)
     state = state_of(request)
     lora = state.engine_config.lora
-    if not lora.enable_lora or (lora.lora_root is None and not lora.lora_hub_repos):
-        raise RouteError(
-            404,
-            "Adapters cannot be loaded; start the server with --enable-lora and --lora-root DIR "
-            "or --lora-hub-repos.",
-        )
-    if state.config.api_server_count > 1:
-        raise RouteError(
-            404,
-            f"Adapters cannot be loaded with --api-server-count {state.config.api_server_count}: "
-            "the front ends share none; leave it out, or give all adapters with --lora-modules.",
-        )
+    if not lora.can_change:
+        raise RouteError(404, NO_CHANGES)
     return state

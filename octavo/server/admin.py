@@ -17,6 +17,7 @@ from octavo.messages import PauseMode
 from octavo.server import answers
 from octavo.server.body import check_media_type, read_model
 from octavo.server.errors import AdminError, RouteError, show
+from octavo.server.http_state import http_state_of
 from octavo.server.middleware import context_of
 from octavo.server.schema import ScaleBody
 from octavo.server.state import state_of
@@ -202,7 +203,7 @@ def _check_operator(request: Request) -> None:
     Raises:
         AdminError: the key is missing.
     """
-    state = state_of(request)
+    state = http_state_of(request)
     if not (context_of(request).is_admin or state.config.enable_admin):
         raise AdminError(request.url.path, has_key=state.api_keys.has_admin)
 

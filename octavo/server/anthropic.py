@@ -53,9 +53,10 @@ async def count_tokens(request: Request) -> Response:
     given = await read_model(request, CountTokensBody, state.config.max_request_bytes)
     context = context_of(request)
 
+    await state.find_model(request, given.model)
+
     async def count() -> int:
         body = await _to_chat(request, given)
-        await state.find_model(body.model)
         with state.admit(1, "messages", state.tenant(context.api_key)):
             engine = await state.get_engine()
             tokenizer = state.tokenizer(engine, "messages")

@@ -19,6 +19,7 @@ import uvloop
 from octavo.errors import EngineDeadError, OctavoError
 from octavo.fleet.coordinator_client import CoordinatorClient, CoordinatorProcess
 from octavo.frontend.async_llm import AsyncLLM
+from octavo.server.adapter_table import AdapterTable
 from octavo.server.api_servers import REPLACED, APIServerSetup
 from octavo.server.child_process import Parent, read_message
 from octavo.server.listen import allow_files
@@ -61,7 +62,8 @@ def main() -> int:
         beats.append(asyncio.create_task(parent.beat()))  # keeps a reference to the task
         return engine
 
-    state = ServerState(config, setup.engine_config, start)
+    adapters = AdapterTable(Path(setup.adapters))
+    state = ServerState(config, setup.engine_config, start, adapters)
     state.created = setup.created
     exempt_present_objects()
     try:

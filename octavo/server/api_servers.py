@@ -24,6 +24,7 @@ from octavo.errors import ConfigError, OctavoError, reason_of
 from octavo.fleet.coordinator_client import addresses_of
 from octavo.models.hub import resolve_folders
 from octavo.models.open_model import with_local_adapter
+from octavo.server.adapter_table import AdapterTable, given_file, make_table
 from octavo.server.child_process import Child
 from octavo.system import clock
 from octavo.system.socket_folder import SocketFolder
@@ -48,6 +49,8 @@ class APIServerSetup(msgspec.Struct):
     tokenizer_path: str
     folder: str
     """Folder of the sockets."""
+    adapters: str
+    """File of the table of adapters that the front ends share."""
     listener: int
     """Descriptor of the listening socket."""
     created: int
@@ -125,12 +128,20 @@ async def serve_by_api_servers(
     path, tokenizer_path = await asyncio.to_thread(resolve_folders, engine_config)
     engine_config = await asyncio.to_thread(with_local_adapter, engine_config)
     folder = SocketFolder("octavo-engine-")
+    file = given_file()
+    names = engine_config.model.served_model_name or [engine_config.model.model]
+    if file is None:
+        file = folder.path / "adapters"
+        adapters = make_table(engine_config.lora, names[0], file)
+    else:
+        adapters = AdapterTable(file)
     setup = APIServerSetup(
         config,
         engine_config,
         str(path),
         str(tokenizer_path),
         str(folder.path),
+        str(file),
         listener=listener.fileno(),
         created=int(time.time()),
         clock_epoch=clock.epoch(),
@@ -142,6 +153,7 @@ async def serve_by_api_servers(
     try:
         return await processes.run()
     finally:
+        adapters.close()
         folder.close()
 
 

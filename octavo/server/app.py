@@ -32,6 +32,7 @@ from octavo.server import (
     tei,
 )
 from octavo.server.anthropic import count_tokens, create_message
+from octavo.server.audio import create_transcription, create_translation
 from octavo.server.batch_runner import BatchRunner
 from octavo.server.chat import create_batch_chat_completion, create_chat_completion
 from octavo.server.classify import create_classification
@@ -110,6 +111,8 @@ ROUTES: tuple[tuple[str, Endpoint, str], ...] = (
     ("/v1/chat/completions/batch", create_batch_chat_completion, "POST"),
     ("/v1/completions/render", render_completion, "POST"),
     ("/v1/chat/completions/render", render_chat, "POST"),
+    ("/v1/audio/transcriptions", create_transcription, "POST"),
+    ("/v1/audio/translations", create_translation, "POST"),
     ("/v1/embeddings", create_embeddings, "POST"),
     ("/pooling", create_pooling, "POST"),
     ("/classify", create_classification, "POST"),

@@ -40,6 +40,9 @@ class Call:
         body: its body.
         id_prefix: begin of the id of the answer.
         max_ttft_ms: limit of the first token in milliseconds; None: that of the header.
+
+    Raises:
+        NotFoundError: the body names an unknown model; see `ServerState.find_model`.
     """
 
     def __init__(
@@ -51,7 +54,7 @@ class Call:
             self.context.request_id = body.request_id
         self.id = f"{id_prefix}-{self.context.request_id}"
         self.model_name = body.model or self.state.model_names[0]
-        self._adapter = self.state.adapters.find(body.model)
+        self._adapter = self.state.find_adapter(body.model)
         self.explains = bool(body.explain)
         self._path = request.scope["path"]
         self._parsed = time.monotonic()
@@ -70,7 +73,7 @@ class Call:
     def adapter_hash(self) -> str | None:
         """Content hash of the request's adapter; None: it has none."""
         ref = None if self._adapter is None else self._adapter.ref
-        return None if ref is None else ref.content_hash
+        return None if ref is None else ref.key
 
     def admit(self, count: int, param: str) -> AbstractContextManager[None]:
         """Hold places for `count` answers; see `ServerState.admit`."""

@@ -184,9 +184,13 @@ async def read_chat(
         if pictures is None or (not rendered.items and len(rendered.pieces) == 1):
             prompts.append(rendered.text)
             continue
-        prompts.append(
-            await pictures.read_prompt(rendered.pieces, rendered.items, body.mm_processor_kwargs)
-        )
+        # Until the engine counts the request's own memory.
+        with engine.request_memory.collect("pictures") as add:
+            prompts.append(
+                await pictures.read_prompt(
+                    rendered.pieces, rendered.items, body.mm_processor_kwargs, add
+                )
+            )
     # The template writes the special tokens itself.
     return Reading(prompts, params, bool(body.add_special_tokens))
 

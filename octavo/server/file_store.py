@@ -60,10 +60,9 @@ class FileTooLargeError(RequestError):
 
     status = 413
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, fix: str = "see --max-file-bytes") -> None:
         super().__init__(
-            f"The file is larger than {limit} bytes, the most this server accepts "
-            "(--max-file-bytes).",
+            f"The file is larger than {limit} bytes, the most this server accepts; {fix}.",
             "file",
             "file_too_large",
         )
@@ -282,6 +281,15 @@ class FileWriter:
         except OSError as error:
             raise StorageError(error) from None
 
+    @property
+    def max_file_bytes(self) -> int:
+        """Most bytes of a file."""
+        return self._store.max_file_bytes
+
+    def too_large(self) -> RequestError:
+        """Return the error of a larger file."""
+        return FileTooLargeError(self.max_file_bytes)
+
     def take(self, nbytes: int) -> None:
         """Count bytes that may be written next.
 
@@ -300,8 +308,8 @@ class FileWriter:
             StorageError: the bytes cannot be written.
         """
         self.nbytes += len(data)
-        if self.nbytes > self._store.max_file_bytes:
-            raise FileTooLargeError(self._store.max_file_bytes)
+        if self.nbytes > self.max_file_bytes:
+            raise self.too_large()
         try:
             self._stream.write(data)
             self._stream.flush()

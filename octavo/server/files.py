@@ -35,7 +35,7 @@ async def create_file(request: Request) -> Response:
     writer = store.begin(owner)
     done = False
     try:
-        filename, fields = await receive_form(request, store, writer)
+        filename, fields = await receive_form(request, writer)
         purpose = _purpose(fields)
         stored = await writer.finish(filename, purpose, _expiry(fields))
         done = True

@@ -139,7 +139,7 @@ class Generation(Call, ABC, Generic[B]):
         """Answer a body, as a stream or at once."""
         state = state_of(request)
         body.check()
-        await state.find_model(body.model)
+        await state.find_model(request, body.model, body.deadline_ms, body.max_ttft_ms)
         generation = cls(request, body)
         if body.stream:
             return generation.stream()
@@ -628,6 +628,7 @@ class Usage:
         """Count the new tokens of an output, and its prompt at the first output."""
         if index not in self._cached_tokens:
             self.prompt_tokens += len(output.prompt_token_ids)
+            self.prompt_tokens += len(output.encoder_prompt_token_ids or ())
         self._cached_tokens[index] = output.num_cached_tokens
         if self._count_completions:
             self.completion_tokens += sum(len(c.token_ids) for c in output.outputs)

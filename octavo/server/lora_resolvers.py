@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 from octavo.checkpoints.adapter import CONFIG
 from octavo.config import LoRAConfig
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, OctavoError
 from octavo.lora_request import LoRARequest
 from octavo.lora_resolver import LoRAResolver, LoRAResolverRegistry
+from octavo.server.errors import UnavailableError, show
+
+logger = logging.getLogger(__name__)
 
 ENTRY_POINTS = "octavo.lora_resolvers"
 """Group of the entry points of other packages: the object is a `LoRAResolver`, or makes one."""
@@ -56,8 +61,39 @@ class HubResolver(LoRAResolver):
 
     async def resolve_lora(self, base_model_name: str, lora_name: str) -> LoRARequest | None:
         """Return the adapter with this hub id; the hub is not asked yet."""
-        allowed = self._config.allows_from_hub(lora_name)
+        allowed = await asyncio.to_thread(self._config.allows_from_hub, lora_name)
         return LoRARequest(lora_name, 1, lora_name) if allowed else None
+
+
+async def ask_resolvers(
+    resolvers: Mapping[str, LoRAResolver], model_name: str, name: str
+) -> tuple[str, LoRARequest] | None:
+    """Return the adapter with a name, and the name of the first resolver that knows it.
+
+    Args:
+        resolvers: the resolvers in the order of precedence.
+        model_name: name of the served model.
+        name: name of the adapter.
+
+    Raises:
+        UnavailableError: a resolver failed.
+    """
+    for resolver_name, resolver in resolvers.items():
+        try:
+            request = await resolver.resolve_lora(model_name, name)
+            if request is not None and not isinstance(request, LoRARequest):
+                raise TypeError(f"it returned a {type(request).__name__}, no LoRARequest")
+        except OctavoError:
+            raise
+        except Exception as error:  # another package's code may raise anything
+            logger.exception("the resolver %s failed for %s", resolver_name, show(name))
+            raise UnavailableError(
+                f"The adapter {show(name)} cannot be found: the resolver {resolver_name} "
+                f"failed ({type(error).__name__}); the log of the server has the reason."
+            ) from error
+        if request is not None:
+            return resolver_name, request
+    return None
 
 
 def make_resolvers(config: LoRAConfig) -> dict[str, LoRAResolver]:

@@ -8,8 +8,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.server import answers
+from octavo.server.adapter_table import ServedAdapter
 from octavo.server.errors import RouteError
-from octavo.server.served_adapters import ServedAdapter
 from octavo.server.state import ServerState, state_of
 
 
@@ -25,8 +25,7 @@ async def get_model(request: Request) -> Response:
     """Return one of the served names, or an adapter."""
     state = state_of(request)
     name = request.path_params["model"]
-    state.check_model(name)
-    adapter = state.adapters.find(name)
+    adapter = state.find_adapter(name)
     card = _model_card(state, name) if adapter is None else adapter_card(state, adapter)
     return answers.respond(card)
 

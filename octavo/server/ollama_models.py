@@ -123,7 +123,7 @@ def served_name(state: ServerState, asked: str) -> str:
         NotFoundError: the server does not have the model.
     """
     for name in (asked, asked.removesuffix(LATEST)):
-        if name in state.all_names:
+        if name in state.model_names or state.adapters.find(name) is not None:
             return name
     raise NotFoundError(
         f"model {show(asked)} not found; this server has {', '.join(state.model_names)}.", "model"

@@ -19,6 +19,7 @@ from starlette.responses import Response
 from octavo import __version__
 from octavo.server import answers, ollama_answers
 from octavo.server.anthropic_schema import CountTokensBody, MessagesBody
+from octavo.server.audio_schema import AudioBody
 from octavo.server.batches import CreateBatchBody
 from octavo.server.field_docs import describe
 from octavo.server.file_store import Purpose
@@ -95,6 +96,14 @@ class RerankOutput(RootModel[answers.RerankAnswer | list[answers.TEIRank]]):
     """POST /rerank."""
 
 
+class TranscriptionOutput(RootModel[answers.Transcription | answers.VerboseTranscription]):
+    """POST /v1/audio/transcriptions; text, srt and vtt are plain text."""
+
+
+class TranscriptionEvent(RootModel[answers.TranscriptionDelta | answers.TranscriptionDone]):
+    """Event of a stream of /v1/audio/transcriptions."""
+
+
 class CohereOutput(RootModel[answers.CohereVectors | answers.CohereVectorsByType]):
     """POST /v1/embed."""
 
@@ -136,8 +145,8 @@ class Operation:
     query: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Query parameters and their values, the default first; one value: any integer >= 0; none: any
     text."""
-    form: bool = False
-    """True for the form of an upload."""
+    form: Mapping[str, Any] | None = None
+    """Schema of a form."""
 
     def responses(self) -> dict[int | str, dict[str, Any]]:
         """Return the `responses` of FastAPI's route."""
@@ -173,9 +182,9 @@ class Operation:
         if self.body is not None:
             content = {"application/json": {"schema": _ref(self.body)}}
             extra["requestBody"] = {"required": True, "content": content}
-        if self.form:
-            content = {"multipart/form-data": {"schema": UPLOAD}}
-            extra["requestBody"] = {"required": True, "content": content}
+        if self.form is not None:
+            form = {"multipart/form-data": {"schema": self.form}}
+            extra["requestBody"] = {"required": True, "content": form}
         for name in re.findall(r"{(\w+)", path):
             parameter = {"name": name, "in": "path", "required": True}
             extra.setdefault("parameters", []).append({**parameter, "schema": {"type": "string"}})
@@ -207,6 +216,18 @@ UPLOAD: dict[str, Any] = {
 }
 
 
+def _sound_form() -> dict[str, Any]:
+    """Return the schema of the form of a sound file."""
+    schema = AudioBody.model_json_schema()
+    properties = {"file": {"type": "string", "format": "binary"}, **schema["properties"]}
+    granularities = properties.pop("timestamp_granularities")
+    del properties["explain"]
+    properties["timestamp_granularities[]"] = granularities
+    return {"type": "object", "required": ["file"], "properties": properties}
+
+
+SOUND = _sound_form()
+
 OPERATIONS: dict[str, Operation] = {
     "/": Operation(answers.Index, _GUARDED),
     "/health": Operation(answers.Health, _ALWAYS, states=(200, 503)),
@@ -224,6 +245,12 @@ OPERATIONS: dict[str, Operation] = {
     "/v1/chat/completions/batch": Operation(answers.ChatAnswer, _WITH_BODY, BatchChatBody),
     "/v1/completions/render": Operation(RenderedPrompts, _WITH_BODY, CompletionBody),
     "/v1/chat/completions/render": Operation(answers.RenderedPrompt, _WITH_BODY, ChatBody),
+    "/v1/audio/transcriptions": Operation(
+        TranscriptionOutput, (*_WITH_BODY, 403), chunk=TranscriptionEvent, form=SOUND
+    ),
+    "/v1/audio/translations": Operation(
+        TranscriptionOutput, (*_WITH_BODY, 403), chunk=TranscriptionEvent, form=SOUND
+    ),
     "/v1/embeddings": Operation(answers.EmbeddingsAnswer, _WITH_BODY, EmbeddingsBody),
     "/pooling": Operation(answers.PoolingAnswer, _WITH_BODY, PoolingBody),
     "/classify": Operation(answers.ClassifyAnswer, _WITH_BODY, ClassifyBody),
@@ -320,7 +347,7 @@ OPERATIONS: dict[str, Operation] = {
         answers.TokensAnswer, _WITH_BODY, GenerateBody, answers.TokensChunk
     ),
     "/invocations": Operation(InvocationAnswer, _WITH_BODY, InvocationBody, InvocationChunk),
-    "/v1/files": Operation(answers.FileObject, (*_WITH_BODY, 403, 507), form=True),
+    "/v1/files": Operation(answers.FileObject, (*_WITH_BODY, 403, 507), form=UPLOAD),
     "/v1/files/{file_id}": Operation(answers.FileObject, (*_GUARDED, 404)),
     "/v1/files/{file_id}/content": Operation(None, (*_GUARDED, 404)),
     "/v1/batches": Operation(answers.Batch, (*_WITH_BODY, 507), CreateBatchBody),

@@ -119,7 +119,7 @@ class PoolingCall(Call, ABC, Generic[B]):
     async def serve(cls, request: Request, body: B) -> Response:
         """Check a body and answer it."""
         body.check()
-        await state_of(request).find_model(body.model)
+        await state_of(request).find_model(request, body.model, body.deadline_ms)
         return await cls(request, body).respond()
 
     async def respond(self) -> Response:
@@ -234,7 +234,7 @@ class PoolingCall(Call, ABC, Generic[B]):
                         stages=stages if index == 0 else None,
                     )
                 except RequestError as error:
-                    raise _blamed(error, text.where, self.body.names) from None
+                    raise _blamed(error, text.where, self.body.own_names()) from None
                 x = output.outputs.data
                 add(_RESULT + x.nbytes)
                 if not np.isfinite(x).all():

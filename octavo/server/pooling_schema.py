@@ -84,7 +84,7 @@ class PooledBody(Body):
     unsupported = known_fields.POOLING
     instead = known_fields.POOLING_INSTEAD
     names: ClassVar[Mapping[str, str]] = {}
-    """Names that fields of `PoolingParams` have in this body, where they differ."""
+    """See `own_names`."""
     answers_list: ClassVar[bool] = False
     """True if the answer is a list."""
 
@@ -110,6 +110,10 @@ class PooledBody(Body):
                 "it out, and use /v1/requests/ID/explain with the X-Request-Id of the answer.",
                 "explain",
             )
+
+    def own_names(self) -> Mapping[str, str]:
+        """Return the names that fields of `PoolingParams` have in this body, where they differ."""
+        return self.names
 
     def pooling_params(self, task: str | None) -> PoolingParams:
         """Return the parameters of each text.
@@ -215,6 +219,10 @@ class EmbeddingsBody(VectorsBody):
 
     task: str | None = None
     """Jina's name of prompt_name, such as retrieval.query."""
+
+    def own_names(self) -> Mapping[str, str]:
+        """Return the names of fields; see `PooledBody.own_names`."""
+        return self.names if self.task is None else {"prompt_name": "task"}
 
     def pooling_params(self, task: str | None) -> PoolingParams:
         """Return the parameters of each text; see `PooledBody.pooling_params`."""

@@ -39,25 +39,30 @@ _DEFAULTS = SamplingParams()
 async def render_chat(request: Request) -> Response:
     """Return the prompt of a chat and its token ids, without an answer to it."""
     body = await read_model(request, ChatBody, state_of(request).config.max_request_bytes)
+    await _check(request, body)
     return await _respond(request, ChatCompletion(request, body), single=True)
 
 
 async def render_completion(request: Request) -> Response:
     """Return each prompt of a completion and its token ids, without answers to them."""
     body = await read_model(request, CompletionBody, state_of(request).config.max_request_bytes)
+    await _check(request, body)
     return await _respond(request, Completion(request, body), single=False)
 
 
-async def _respond(request: Request, generation: Generation[Any], *, single: bool) -> Response:
-    state, body = generation.state, generation.body
+async def _check(request: Request, body: GenerationBody) -> None:
     body.check()
-    await state.find_model(body.model)
+    await state_of(request).find_model(request, body.model, body.deadline_ms)
     if body.use_beam_search:
         raise RequestError(
             "use_beam_search is not available here: POST /inference/v1/generate continues a prompt "
             "without it; leave it out.",
             "use_beam_search",
         )
+
+
+async def _respond(request: Request, generation: Generation[Any], *, single: bool) -> Response:
+    state, body = generation.state, generation.body
     work = generation.render()
     rendered = await state.run(request.receive, work, generation.deadline)
 

@@ -85,7 +85,7 @@ async def create_response(request: Request) -> Response:
     state = state_of(request)
     given = await read_model(request, ResponseBody, state.config.max_request_bytes)
     given.check()
-    await state.find_model(given.model)
+    await state.find_model(request, given.model)
     if given.store or given.background:
         param = "store" if given.store else "background"
         store_of(state, f"{param}=true", param)
@@ -151,7 +151,7 @@ async def respond_in_batch(request: Request, given: ResponseBody) -> Response:
                 f"input[{i}].type",
             )
     state = state_of(request)
-    await state.find_model(given.model)
+    await state.find_model(request, given.model)
     given = given.model_copy(update={"store": False})
     digest = hashlib.blake2b(context_of(request).request_id.encode(), digest_size=16)
     name = f"resp_{digest.hexdigest()}"
@@ -166,7 +166,7 @@ async def count_input_tokens(request: Request) -> Response:
     state = state_of(request)
     given = await read_model(request, InputTokensBody, state.config.max_request_bytes)
     given.check()
-    await state.find_model(given.model)
+    await state.find_model(request, given.model)
     engine = await state.get_engine()
     tokenizer = state.tokenizer(engine, "input")
     before, new = await _all_items(request, given, new_id("resp"))

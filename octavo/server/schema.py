@@ -809,10 +809,23 @@ class LoadAdapterBody(Body):
 
     lora_name: Annotated[str, Field(min_length=1, max_length=MAX_ADAPTER_NAME)]
     """Name by which requests choose the adapter."""
-    lora_path: Annotated[str, Field(min_length=1, max_length=4096)]
-    """Folder of the adapter, in --lora-root; or a hub id that --lora-hub-repos allows."""
+    lora_path: Annotated[str, Field(min_length=1, max_length=4096)] | None = None
+    """Folder of the adapter, in --lora-root; or a hub id that --lora-hub-repos allows. With
+    load_inplace it may be missing: the files of the adapter are read again."""
+    draft_path: Annotated[str, Field(min_length=1, max_length=4096)] | None = None
+    """Folder of the draft model's adapter, as lora_path; null: it drafts without one."""
     load_inplace: bool = False
     """True to replace an adapter with the same name."""
+    base_model_name: str | None = None
+    """Served name of the adapter's model; default: the first one. A server of several models needs
+    it unless only one of them has adapters."""
+
+    def check(self) -> None:
+        """Raise RequestError if a field is missing."""
+        if self.lora_path is None and not self.load_inplace:
+            raise RequestError("lora_path is missing; it is required.", "lora_path")
+        if self.draft_path is not None and self.lora_path is None:
+            raise RequestError("draft_path needs lora_path; add it.", "draft_path")
 
 
 class UnloadAdapterBody(Body):

@@ -16,6 +16,7 @@ from octavo.config import EngineConfig, ServerConfig
 from octavo.fleet.start import EngineProcesses
 from octavo.frontend.async_llm import AsyncLLM
 from octavo.frontend.past import WhatIf
+from octavo.server.adapter_table import AdapterTable, given_file
 from octavo.server.app import App, build_app
 from octavo.server.http_state import HttpState
 from octavo.server.listen import address_of, client_address, tls_context
@@ -47,8 +48,12 @@ def serve_engine(
         OctavoError: the engine failed; the message has the root cause.
     """
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        file = given_file()
         state = ServerState(
-            config, engine_config, lambda: start_engine(config, engine_config, processes)
+            config,
+            engine_config,
+            lambda: start_engine(config, engine_config, processes),
+            None if file is None else AdapterTable(file),
         )
         state.what_if = what_if
         exempt_present_objects()  # modules stay

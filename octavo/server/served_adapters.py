@@ -3,236 +3,272 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import itertools
-import logging
-import os
 import time
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from octavo.config import LoRAConfig
-from octavo.errors import (
-    NotFoundError,
-    OctavoError,
-    QueueFullError,
-    RequestError,
-)
-from octavo.lora_request import MAX_ADAPTER_NAME, LoRARequest
+from octavo.errors import NotFoundError, QueueFullError, RequestError, UnknownAdapterError
+from octavo.lora_request import LoRARequest
 from octavo.lora_resolver import LoRAResolver
 from octavo.messages import AdapterRef
-from octavo.server.errors import UnavailableError, show
-from octavo.server.lora_resolvers import FOLDER, make_resolvers
+from octavo.server import adapter_table
+from octavo.server.adapter_searches import AdapterSearches
+from octavo.server.adapter_table import AdapterTable, ServedAdapter, make_table
+from octavo.server.errors import show
+from octavo.server.lora_resolvers import FOLDER, ask_resolvers, make_resolvers
 
 if TYPE_CHECKING:
     from octavo.frontend.async_llm import AsyncLLM
 
-logger = logging.getLogger(__name__)
-
-MAX_ADAPTERS = 10_000
-"""Most adapters of a server."""
-_MOST_SEARCHES = 64
-"""Most unknown names that resolvers search for at the same time."""
-_SEARCH_SECONDS = 60.0
-"""Most seconds of a search, in which the adapter may be downloaded."""
-
-
-@dataclass(slots=True, eq=False)
-class ServedAdapter:
-    """Adapter that requests may name as their model."""
-
-    name: str
-    path: str
-    parent: str
-    """Name of its model."""
-    ref: AdapterRef | None = None
-    """The checked adapter; None: the model's files are not known yet."""
-    created: int = field(default_factory=lambda: int(time.time()))
+_NUMBER_NBYTES = 6
 
 
 class ServedAdapters:
-    """Adapters of a server, by name.
+    """Adapters of a server, as one of its front ends sees them.
 
     Args:
         config: settings of adapters.
         model_names: names of the served model.
+        table: the table that all front ends share; None: this is the only one.
     """
 
-    def __init__(self, config: LoRAConfig, model_names: list[str]) -> None:
+    def __init__(
+        self, config: LoRAConfig, model_names: list[str], table: AdapterTable | None = None
+    ) -> None:
         self._config = config
         self._root = None if config.lora_root is None else Path(config.lora_root)
-        self._resolvers: dict[str, LoRAResolver] = {}
-        self._resolving: dict[str, asyncio.Task[ServedAdapter | None]] = {}
-        """Searches for unknown names, by name."""
         self._model_names = model_names
+        self._table = make_table(config, model_names[0]) if table is None else table
         self._numbers = itertools.count(1)
-        self._changing = asyncio.Lock()
-        self._served = {
-            it.name: ServedAdapter(it.name, it.path, it.base_model_name or model_names[0])
-            for it in config.modules
-        }
+        self._resolvers: dict[str, LoRAResolver] = {}
+        self._engine: AsyncLLM | None = None
+        self._searches = AdapterSearches(self._search)
 
-    def __iter__(self) -> itertools.chain[ServedAdapter]:
+    def __iter__(self) -> Iterator[ServedAdapter]:
         """Iterate over the adapters, in the order in which they were loaded."""
-        return itertools.chain(self._served.values())
+        return iter(self._table)
+
+    def names(self, most: int = -1) -> list[str]:
+        """Return the names of the adapters that were loaded first: all, or at most `most`."""
+        return self._table.names(most)
 
     @property
     def resolves(self) -> bool:
         """True if resolvers may find unknown names."""
         return bool(self._config.lora_resolvers)
 
-    def find(self, name: str | None) -> ServedAdapter | None:
+    def find(self, name: str) -> ServedAdapter | None:
         """Return the adapter with a name; None: no adapter has it."""
-        return None if name is None else self._served.get(name)
+        return self._table.find(name) if self._config.enable_lora else None
 
     async def open(self, engine: AsyncLLM) -> None:
-        """Check the adapters of the settings.
+        """Check the adapters of the settings that no front end has checked.
 
         Raises:
             AdapterError: an adapter cannot be used.
             ConfigError: a resolver does not exist.
         """
+        self._engine = engine
         self._resolvers = make_resolvers(self._config)
-        for adapter in self._served.values():
-            adapter.ref = await engine.resolve_adapter(self._request(adapter.name, adapter.path))
+        for adapter in self._table:
+            if adapter.ref is None:
+                self._table.exchange(adapter, await self._checked(adapter))
+
+    def close(self) -> None:
+        """Close the table. It may be called twice."""
+        self._table.close()
 
     async def load(
-        self, engine: AsyncLLM, name: str, path: str, *, load_inplace: bool = False
+        self,
+        name: str,
+        path: str | None,
+        *,
+        draft_path: str | None = None,
+        model_name: str | None,
+        load_inplace: bool,
     ) -> ServedAdapter:
-        """Check an adapter in `lora_root`, and offer it.
+        """Check an adapter, and offer it.
 
         Args:
-            engine: the engine.
             name: its name.
-            path: its folder, absolute or in `lora_root`.
+            path: its folder, absolute or in `lora_root`, or a hub id; None: that of the adapter
+                with this name.
+            draft_path: the draft model's adapter, in the same way.
+            model_name: name of its model; None: the served model's.
             load_inplace: True to replace an adapter with this name, whose requests end as they are.
 
         Raises:
             AdapterError: the files cannot be used.
-            RequestError: the name is in use, or there are too many adapters.
+            NotFoundError: `model_name` is unknown, or there is no adapter to be loaded again.
+            RequestError: the name is in use or not allowed, or there are too many adapters.
         """
+        if model_name is not None and model_name not in self._model_names:
+            raise NotFoundError(
+                f"base_model_name={show(model_name)} does not exist here; this server has "
+                f"{', '.join(self._model_names)}.",
+                "base_model_name",
+            )
         if name in self._model_names:
             raise RequestError(
                 f"lora_name={show(name)} is the name of the model; give another one.", "lora_name"
             )
-        async with self._changing:  # one at a time: each reads files
-            if name in self._served and not load_inplace:
-                raise RequestError(
-                    f"lora_name={show(name)} is loaded already; unload it first, or set "
-                    "load_inplace.",
-                    "lora_name",
-                )
-            if name not in self._served and len(self._served) >= MAX_ADAPTERS:
-                raise RequestError(
-                    f"There are {MAX_ADAPTERS} adapters already; unload one first.", "lora_name"
-                )
-            adapter = await self._check(engine, *self._place(name, path))
-            self._served[name] = adapter
-            return adapter
+        if not name.isprintable():
+            raise RequestError(
+                f"lora_name={show(name)} has a control character, or half a surrogate pair; leave "
+                "it out.",
+                "lora_name",
+            )
+        parent = model_name or self._model_names[0]
+        if path is None:
+            return await self._load_again(name)
+        self._check_free(name, load_inplace)  # before the files are read
+        adapter = await asyncio.to_thread(self._place, name, path, draft_path, parent)
+        adapter = await self._checked(adapter)
+        if not self._table.add(adapter, replace=load_inplace):
+            self._check_free(name, load_inplace)
+            raise _changed(name)
+        return adapter
 
-    def _place(self, name: str, path: str) -> tuple[LoRARequest, Path | None]:
-        """Return the adapter at a path that a client names, and the folder that must contain it."""
-        is_here = self._root is not None and os.path.exists(self._root / path)
+    async def _load_again(self, name: str) -> ServedAdapter:
+        before = self.find(name)
+        if before is None:
+            raise not_loaded(name)
+        adapter = await self._checked(msgspec.structs.replace(before, created=int(time.time())))
+        if not self._table.exchange(before, adapter):
+            raise _changed(name)
+        return adapter
+
+    def _check_free(self, name: str, load_inplace: bool) -> None:
+        """Raise RequestError if an adapter cannot be added."""
+        exists = self.find(name) is not None
+        if exists and not load_inplace:
+            raise RequestError(
+                f"lora_name={show(name)} is loaded already; unload it first, or set load_inplace.",
+                "lora_name",
+            )
+        if not exists and len(self._table) >= adapter_table.MAX_ADAPTERS:
+            raise RequestError(
+                f"There are {adapter_table.MAX_ADAPTERS} adapters already; unload one first.",
+                "lora_name",
+            )
+
+    def _place(self, name: str, path: str, draft_path: str | None, parent: str) -> ServedAdapter:
+        """Return the adapter at paths that a client names, which is not checked yet."""
+        placed, root = self._find_place(path, "lora_path")
+        draft = None
+        if draft_path is not None:
+            draft, draft_root = self._find_place(draft_path, "draft_path")
+            if draft_root != root:
+                raise RequestError(
+                    f"draft_path={show(draft_path)} and lora_path={show(path)} must both be in "
+                    "the folder of adapters (--lora-root), or both be hub ids.",
+                    "draft_path",
+                )
+        return ServedAdapter(name=name, path=placed, draft_path=draft, root=root, parent=parent)
+
+    def _find_place(self, path: str, param: str) -> tuple[str, str | None]:
+        """Return the path or hub id that a client names, and the folder that must contain it."""
+        try:
+            is_here = self._root is not None and (self._root / path).exists()
+        except (OSError, ValueError):  # too long, or not valid as a file name
+            is_here = False
         if not is_here and self._config.allows_from_hub(path):
-            return self._request(name, path), None
+            return path, None
         if self._root is None:
             raise RequestError(
-                f"lora_path={show(path)} is not one of the hub ids that may be loaded "
+                f"{param}={show(path)} is not one of the hub ids that may be loaded "
                 "(--lora-hub-repos), and no folder is set (--lora-root).",
-                "lora_path",
+                param,
             )
-        return self._request(name, str(self._root / path)), self._root
+        return str(self._root / path), str(self._root)
 
-    async def resolve(self, engine: AsyncLLM, name: str) -> ServedAdapter | None:
+    async def resolve(self, name: str, tenant: str | None) -> ServedAdapter | None:
         """Let the resolvers find an unknown name; None: none of them knows it.
 
-        All requests that name it wait for one search, and no others do.
+        Args:
+            name: the name.
+            tenant: tenant of the request.
 
         Raises:
             AdapterError: the adapter was found, and cannot be used.
             QueueFullError: too many names are searched for, or there are too many adapters.
             UnavailableError: a resolver failed, or the search takes too long.
         """
-        if not (0 < len(name) <= MAX_ADAPTER_NAME and name.isprintable()):
+        return await self._searches.find(name, tenant)
+
+    async def _search(self, name: str) -> ServedAdapter | None:
+        found = await ask_resolvers(self._resolvers, self._model_names[0], name)
+        if found is None:
             return None
-        task = self._resolving.get(name)
-        if task is None:
-            if len(self._resolving) >= _MOST_SEARCHES:
-                raise QueueFullError(
-                    f"The server already looks for {_MOST_SEARCHES} adapters; try again later.", 1
-                )
-            task = asyncio.create_task(self._search(engine, name))
-            self._resolving[name] = task
-            task.add_done_callback(partial(self._end_search, name))
+        resolver, request = found
+        root = self._config.lora_root if resolver == FOLDER else None
+        adapter = ServedAdapter(
+            name=name,
+            path=request.lora_path,
+            draft_path=request.draft_path,
+            root=root,
+            parent=self._model_names[0],
+        )
         try:
-            return await asyncio.shield(task)
-        except asyncio.CancelledError:
-            if task.cancelled():  # by a resolver, not by this request
-                raise UnavailableError(f"The search for the adapter {show(name)} ended.") from None
-            raise
+            adapter = await self._checked(adapter)
+        except UnknownAdapterError:
+            return None
+        if not self._table.add(adapter):
+            # One that an operator, or another front end, has added meanwhile has precedence.
+            if (other := self.find(name)) is not None:
+                return other
+            raise QueueFullError(
+                f"The server has {adapter_table.MAX_ADAPTERS} adapters already; its operator must "
+                "unload one first.",
+                60,
+            )
+        return adapter
 
-    def _end_search(self, name: str, task: asyncio.Task[ServedAdapter | None]) -> None:
-        del self._resolving[name]
-        if not task.cancelled():
-            task.exception()  # all requests may have given up
+    async def _checked(self, adapter: ServedAdapter) -> ServedAdapter:
+        """Return an adapter whose files have just been read."""
+        assert self._engine is not None
+        request = LoRARequest(
+            adapter.name, next(self._numbers), adapter.path, draft_path=adapter.draft_path
+        )
+        root = None if adapter.root is None else Path(adapter.root)
+        ref = await self._engine.resolve_adapter(request, root)
+        assert ref is not None
+        return msgspec.structs.replace(adapter, ref=_numbered(ref))
 
-    async def _search(self, engine: AsyncLLM, name: str) -> ServedAdapter | None:
-        try:
-            async with asyncio.timeout(_SEARCH_SECONDS):
-                return await self._ask_resolvers(engine, name)
-        except TimeoutError:
-            raise UnavailableError(
-                f"The adapter {show(name)} was not found within {_SEARCH_SECONDS:.0f} s; try again "
-                "later."
-            ) from None
-
-    async def _ask_resolvers(self, engine: AsyncLLM, name: str) -> ServedAdapter | None:
-        for resolver_name, resolver in self._resolvers.items():
-            try:
-                request = await resolver.resolve_lora(self._model_names[0], name)
-                if request is not None and not isinstance(request, LoRARequest):
-                    raise TypeError(f"it returned a {type(request).__name__}, no LoRARequest")
-            except OctavoError:
-                raise
-            except Exception as error:  # another package's code may raise anything
-                logger.exception("the resolver %s failed for %s", resolver_name, show(name))
-                raise UnavailableError(
-                    f"The adapter {show(name)} cannot be found: the resolver {resolver_name} "
-                    f"failed ({type(error).__name__}); the log of the server has the reason."
-                ) from error
-            if request is not None:
-                if len(self._served) >= MAX_ADAPTERS:
-                    raise QueueFullError(
-                        f"The server has {MAX_ADAPTERS} adapters already; its operator must unload "
-                        "one first.",
-                        60,
-                    )
-                own = self._request(name, request.lora_path)
-                root = self._root if resolver_name == FOLDER else None
-                found = await self._check(engine, own, root)
-                # An adapter that an operator has loaded meanwhile has precedence.
-                return self._served.setdefault(name, found)
-        return None
-
-    async def _check(
-        self, engine: AsyncLLM, request: LoRARequest, root: Path | None
-    ) -> ServedAdapter:
-        ref = await engine.resolve_adapter(request, root)
-        return ServedAdapter(request.lora_name, request.lora_path, self._model_names[0], ref)
-
-    async def unload(self, name: str) -> None:
+    def unload(self, name: str) -> None:
         """Stop offering an adapter; its unfinished requests continue.
 
         Raises:
             NotFoundError: there is no such adapter.
         """
-        async with self._changing:
-            if self._served.pop(name, None) is None:
-                raise NotFoundError(
-                    f"The adapter {show(name)} is not loaded; GET /v1/models lists the adapters.",
-                    "lora_name",
-                )
+        if not self._table.remove(name):
+            raise not_loaded(name)
 
-    def _request(self, name: str, path: str) -> LoRARequest:
-        return LoRARequest(name, next(self._numbers), path)
+
+def not_loaded(name: str) -> NotFoundError:
+    """Return the error for the name of an adapter that does not exist."""
+    return NotFoundError(
+        f"The adapter {show(name)} is not loaded; GET /v1/models lists the adapters.", "lora_name"
+    )
+
+
+def _changed(name: str) -> RequestError:
+    return RequestError(
+        f"lora_name={show(name)} was loaded or unloaded meanwhile; send the request again.",
+        "lora_name",
+    )
+
+
+def _numbered(ref: AdapterRef) -> AdapterRef:
+    """Return an adapter with the number of its content, which is the same at all front ends."""
+    digest = hashlib.blake2b(ref.key.encode(), digest_size=_NUMBER_NBYTES).digest()
+    number = 1 + int.from_bytes(digest)
+    draft_path = None if ref.draft is None else ref.draft.path
+    request = LoRARequest(ref.name, number, ref.path, draft_path=draft_path)
+    return msgspec.structs.replace(ref, request=request)

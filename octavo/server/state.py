@@ -20,7 +20,9 @@ from starlette.types import Receive
 from octavo import __version__
 from octavo.config import EngineConfig, ServerConfig
 from octavo.errors import (
+    DeadlineError,
     EngineDeadError,
+    FirstTokenError,
     NotFoundError,
     OctavoError,
     QueueFullError,
@@ -30,10 +32,13 @@ from octavo.frontend.past import WhatIf
 from octavo.frontend.request_memory import leaves_room
 from octavo.parsers.answer import Format
 from octavo.parsers.detect import find_format
+from octavo.server.adapter_table import AdapterTable, ServedAdapter
 from octavo.server.auth import tenant_of
 from octavo.server.background import Background
 from octavo.server.errors import show
+from octavo.server.hearing import Hearing
 from octavo.server.http_state import HttpState
+from octavo.server.middleware import context_of
 from octavo.server.object_store import ObjectStore
 from octavo.server.recent_prompts import RecentPrompts
 from octavo.server.resumable_streams import StreamRegistry
@@ -72,6 +77,7 @@ class ServerState(HttpState):
         config: settings of the server.
         engine_config: settings of the engine; only names are read from it.
         start_engine: creates the engine; may return while the model still loads.
+        adapters: table of adapters that this front end shares with others; None: it has its own.
     """
 
     def __init__(
@@ -79,11 +85,12 @@ class ServerState(HttpState):
         config: ServerConfig,
         engine_config: EngineConfig,
         start_engine: Callable[[], Awaitable[AsyncLLM]],
+        adapters: AdapterTable | None = None,
     ) -> None:
         super().__init__(config)
         self.engine_config = engine_config
         self.model_names = engine_config.model.served_model_name or [engine_config.model.model]
-        self.adapters = ServedAdapters(engine_config.lora, self.model_names)
+        self.adapters = ServedAdapters(engine_config.lora, self.model_names, adapters)
         self.created = int(time.time())
         self.system_fingerprint = _fingerprint(engine_config)
         self.engine: AsyncLLM | None = None
@@ -103,6 +110,7 @@ class ServerState(HttpState):
         """Lock of the one line of a batch that writes a long answer."""
         self.streams = StreamRegistry(config.resume_grace, self.run)
         self.view = ViewHub(config, self.model_names)
+        self.hearing = Hearing()
         self._start_engine = start_engine
         self._started: asyncio.Task[AsyncLLM] | None = None
         self._loading: asyncio.Task[None] | None = None
@@ -216,9 +224,11 @@ class ServerState(HttpState):
         if self.at_close is not None:
             await self.at_close()
         await self.streams.close()
+        await self.hearing.close()
         if self.engine is not None:
             await self.engine.shutdown()
         self.objects.close()
+        self.adapters.close()
         if self.state_dir is not None:
             self.state_dir.close()
             self.state_dir = None
@@ -241,37 +251,81 @@ class ServerState(HttpState):
 
     # Requests
 
-    async def find_model(self, name: str | None) -> None:
+    async def find_model(
+        self,
+        request: Request,
+        name: str | None,
+        deadline_ms: int | None = None,
+        max_ttft_ms: int | None = None,
+    ) -> None:
         """Check the model of a request; resolvers may find an unknown adapter.
+
+        Args:
+            request: the request, whose body has been read.
+            name: the model that it names.
+            deadline_ms: limit of the request in milliseconds; None: that of its header.
+            max_ttft_ms: limit of its first token in milliseconds; None: that of its header.
 
         Raises:
             AdapterError: the adapter cannot be used.
-            NotFoundError: see `check_model`.
+            ClientDisconnectError, DeadlineError: see `run`.
+            FirstTokenError: the limit of the first token passed.
+            NotFoundError: see `find_adapter`.
+            QueueFullError, UnavailableError: see `ServedAdapters.resolve`.
         """
-        if name is not None and self.adapters.resolves and not self._has_model(name):
-            await self.adapters.resolve(await self.get_engine(), name)
-        self.check_model(name)
+        if name is None or name in self.model_names:
+            return
+        adapter = self.adapters.find(name)
+        if adapter is None and not self.adapters.resolves:
+            raise self._unknown(name)
+        if adapter is None or adapter.ref is None:
+            context = context_of(request)
+            work = self._wait_for_adapter(name, self.tenant(context.api_key))
+            if context.background:
+                await work
+                return
+            deadline = self.deadline(context.arrival, deadline_ms or context.deadline_ms)
+            first = max_ttft_ms or context.max_ttft_ms
+            first_token = None if first is None else context.arrival + first / 1000
+            if first_token is None or (deadline is not None and deadline <= first_token):
+                await self.run(request.receive, work, deadline)
+                return
+            try:
+                await self.run(request.receive, work, first_token)
+            except DeadlineError:
+                raise FirstTokenError("The adapter was not found in time.") from None
 
-    def check_model(self, name: str | None) -> None:
-        """Reject a model that this server does not have.
+    async def _wait_for_adapter(self, name: str, tenant: str | None) -> None:
+        await self.get_engine()  # which has checked the adapters of the settings
+        if self.adapters.find(name) is None and not (
+            self.adapters.resolves and await self.adapters.resolve(name, tenant)
+        ):
+            raise self._unknown(name)
+
+    def find_adapter(self, name: str | None) -> ServedAdapter | None:
+        """Return the adapter that a request names as its model; None: it names the model, or none.
 
         Raises:
-            NotFoundError: the model is unknown; the message has the known ones.
+            NotFoundError: the model is unknown; the message has known ones.
         """
-        if name is not None and not self._has_model(name):
-            raise NotFoundError(
-                f"The model {show(name)} does not exist here; this server has "
-                f"{', '.join(self.all_names[:_MOST_NAMED])}.",
-                "model",
-            )
+        if name is None or name in self.model_names:
+            return None
+        adapter = self.adapters.find(name)
+        if adapter is None:
+            raise self._unknown(name)
+        return adapter
 
-    def _has_model(self, name: str) -> bool:
-        return name in self.model_names or self.adapters.find(name) is not None
+    def _unknown(self, name: str) -> NotFoundError:
+        known = [*self.model_names, *self.adapters.names(_MOST_NAMED)][:_MOST_NAMED]
+        return NotFoundError(
+            f"The model {show(name)} does not exist here; this server has {', '.join(known)}.",
+            "model",
+        )
 
     @property
     def all_names(self) -> list[str]:
         """Names of the model and of its adapters."""
-        return [*self.model_names, *(adapter.name for adapter in self.adapters)]
+        return [*self.model_names, *self.adapters.names()]
 
     def tenant(self, api_key: str | None) -> str | None:
         """Return the tenant of a request; None if the server has fewer than two keys."""

@@ -21,7 +21,7 @@ async def tokenize(request: Request) -> Response:
     state = state_of(request)
     body = await read_model(request, TokenizeBody, state.config.max_request_bytes)
     body.check()
-    await state.find_model(body.model)
+    await state.find_model(request, body.model)
     engine = await state.get_engine()
     tokenizer = state.tokenizer(engine, "prompt" if body.messages is None else "messages")
     special = body.add_special_tokens
@@ -50,7 +50,7 @@ async def detokenize(request: Request) -> Response:
     """Return the text of token ids."""
     state = state_of(request)
     body = await read_model(request, DetokenizeBody, state.config.max_request_bytes)
-    await state.find_model(body.model)
+    await state.find_model(request, body.model)
     engine = await state.get_engine()
     tokenizer = state.tokenizer(engine, "tokens")
     # A model may have more rows than its tokenizer has tokens, or fewer.

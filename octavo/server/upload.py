@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Protocol
 from urllib.parse import urlsplit
 
 from python_multipart.exceptions import MultipartParseError
@@ -11,7 +12,6 @@ from starlette.requests import Request
 
 from octavo.errors import DeadlineError, RequestError
 from octavo.server.errors import ClientDisconnectError, MediaTypeError, show
-from octavo.server.file_store import FileStore, FileTooLargeError, FileWriter
 from octavo.server.http_state import http_state_of
 
 # An upload may take `_PATIENCE` seconds, and a second more for each `_LEAST_SPEED` bytes that have
@@ -23,6 +23,32 @@ _MAX_FIELD_BYTES = 4096
 _MAX_NAME = 255
 # Bytes of a form besides its file.
 _FORM_BYTES = 2**18
+
+
+class FileSink(Protocol):
+    """Receiver of an uploaded file."""
+
+    @property
+    def max_file_bytes(self) -> int:
+        """Most bytes of the file."""
+
+    def too_large(self) -> RequestError:
+        """Return the error of a larger file."""
+
+    def take(self, nbytes: int) -> None:
+        """Count bytes that may be written next.
+
+        Raises:
+            RequestError: there is no room for them.
+        """
+
+    def write(self, data: bytes) -> None:
+        """Write the next bytes, on any thread.
+
+        Raises:
+            RequestError: the file becomes too large.
+            StorageError: the bytes cannot be written.
+        """
 
 
 class OriginError(RequestError):
@@ -67,7 +93,7 @@ class _Form:
         writer: receives the bytes of the file.
     """
 
-    def __init__(self, boundary: bytes, writer: FileWriter) -> None:
+    def __init__(self, boundary: bytes, writer: FileSink) -> None:
         self.fields: dict[str, bytes] = {}
         self.filename: str | None = None
         """Name of the file; None: there is no file yet."""
@@ -160,7 +186,9 @@ class _Form:
 
     def _end_part(self) -> None:
         if self._text is not None:
-            if self._name in self.fields:
+            if self._name.endswith("[]") and self._name in self.fields:  # a list
+                self._text = bytearray(self.fields[self._name] + b"," + self._text)
+            elif self._name in self.fields:
                 raise _bad_form(f"it has several values of {show(self._name)}")
             self.fields[self._name] = bytes(self._text)
 
@@ -170,19 +198,18 @@ class _Form:
 
 def _bad_form(reason: str) -> RequestError:
     return RequestError(
-        f"The body is no valid form: {reason}. Send multipart/form-data with file and purpose.",
+        f"The body is no valid form: {reason}. Send multipart/form-data with a file.",
         None,
         "invalid_form",
     )
 
 
-async def receive_form(
-    request: Request, store: FileStore, writer: FileWriter
-) -> tuple[str, dict[str, bytes]]:
+async def receive_form(request: Request, writer: FileSink) -> tuple[str, dict[str, bytes]]:
     """Read a form; write its file.
 
     Returns:
-        The name of the file, and the other fields.
+        The name of the file, and the other fields. Values of one whose name ends with [] are joined
+        by commas.
 
     Raises:
         RequestError: the form is wrong, or there is no room for its file.
@@ -198,10 +225,10 @@ async def receive_form(
         )
     if request.headers.get("content-encoding", "identity").strip().lower() not in ("", "identity"):
         raise MediaTypeError("Content-Encoding is not supported; send the form uncompressed.")
-    limit = store.max_file_bytes + _FORM_BYTES
+    limit = writer.max_file_bytes + _FORM_BYTES
     announced = request.headers.get("content-length", "0")
     if announced.isdecimal() and int(announced[:20]) > limit:
-        raise FileTooLargeError(store.max_file_bytes)
+        raise writer.too_large()
     form, nbytes = _Form(boundary, writer), 0
     loop = asyncio.get_running_loop()
     begin = loop.time()
@@ -218,7 +245,7 @@ async def receive_form(
         chunk = message.get("body", b"")
         nbytes += len(chunk)
         if nbytes > limit:
-            raise FileTooLargeError(store.max_file_bytes)
+            raise writer.too_large()
         writer.take(len(chunk))
         await asyncio.to_thread(form.feed, chunk)
         if not message.get("more_body", False):

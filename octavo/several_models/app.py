@@ -14,7 +14,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo import __version__
-from octavo.config.lora import LoRAModule
 from octavo.errors import RequestError
 from octavo.observability.metrics import CONTENT_TYPE
 from octavo.router.app import (
@@ -28,11 +27,17 @@ from octavo.router.app import (
 )
 from octavo.router.job import POOLING
 from octavo.router.proxy import ProxyResponse
+from octavo.server import answers
+from octavo.server.adapter_table import ServedAdapter
+from octavo.server.admin import check_admin
 from octavo.server.app import OLLAMA_PROBE, PAGE_FILES, App, add_layers
-from octavo.server.body import parse_json, read_body
+from octavo.server.auth import tenant_of
+from octavo.server.body import check_body, parse_json, read_body
 from octavo.server.errors import AdminError, RouteError, show
 from octavo.server.middleware import context_of
 from octavo.server.ollama_models import ollama_version
+from octavo.server.schema import LoadAdapterBody, UnloadAdapterBody
+from octavo.server.served_adapters import not_loaded
 from octavo.server.ui import or_page
 from octavo.several_models.metrics import join_metrics
 from octavo.several_models.ollama import is_unload, list_running, list_tags, unloaded_answer
@@ -120,7 +125,7 @@ async def list_models(request: Request) -> Response:
     data = []
     for model in state.models:
         data += [_card(state, model, name) for name in model.names]
-        data += [_card(state, model, it.name, it) for it in model.share.served.adapters]
+        data += [_card(state, model, it.name, it) for it in model.adapters or ()]
     return _json({"object": "list", "data": data})
 
 
@@ -128,8 +133,8 @@ async def get_model(request: Request) -> Response:
     """Return one of the names."""
     state, name = models_of(request), request.path_params["model"]
     model = state.find(name)
-    adapters = (it for it in model.share.served.adapters if it.name == name)
-    return _json(_card(state, model, name, next(adapters, None)))
+    adapter = None if name in model.names else model.find_adapter(name)
+    return _json(_card(state, model, name, adapter))
 
 
 async def load_model(request: Request) -> Response:
@@ -160,7 +165,7 @@ async def _named_model(request: Request) -> tuple[ModelsState, OneModel]:
 
 
 def _card(
-    state: ModelsState, model: OneModel, name: str, adapter: LoRAModule | None = None
+    state: ModelsState, model: OneModel, name: str, adapter: ServedAdapter | None = None
 ) -> dict[str, Any]:
     planned, shown = model.share.planned, model.shown_state
     status: dict[str, Any] = {"value": "unloaded" if shown == "failed" else shown}
@@ -169,16 +174,41 @@ def _card(
     return {
         "id": name,
         "object": "model",
-        "created": state.created,
+        "created": state.created if adapter is None else adapter.created,
         "owned_by": "octavo",
         "root": model.share.served.path if adapter is None else adapter.path,
-        "parent": None if adapter is None else adapter.base_model_name or model.names[0],
+        "parent": None if adapter is None else adapter.parent,
         "max_model_len": None if planned is None else planned.max_model_len,
         "permission": [],
         "state": shown,
         "error": None if model.error is None else str(model.error),
         "status": status,  # as llama.cpp shows it
     }
+
+
+# Adapters
+
+
+async def load_lora_adapter(request: Request) -> Response:
+    """Let the server of a model check an adapter; it is offered as a model afterwards."""
+    check_admin(request)
+    state, job = models_of(request), await job_of(request)
+    body, _ = check_body(job.body, LoadAdapterBody, strict=False)
+    body.check()
+    model = state.model_for_adapter(body.lora_name, body.base_model_name)
+    turn = state.loading(body.lora_name, model)
+    return ProxyResponse(state, job, model.pool, turn=turn)
+
+
+async def unload_lora_adapter(request: Request) -> Response:
+    """Stop offering an adapter; its unfinished requests continue."""
+    check_admin(request)
+    state, job = models_of(request), await job_of(request)
+    body, _ = check_body(job.body, UnloadAdapterBody, strict=False)
+    owner = state.look_up(body.lora_name)
+    if owner is None or owner.adapters is None or not owner.adapters.remove(body.lora_name):
+        raise not_loaded(body.lora_name)
+    return answers.respond(answers.AdapterUnloaded(id=body.lora_name, object="model", deleted=True))
 
 
 # Requests for models
@@ -192,7 +222,18 @@ async def proxy(request: Request) -> Response:
     keep_alive = None
     if job.path.startswith("/api/"):
         keep_alive = read_keep_alive(asked.keep_alive)
-    model = await choose_model(state, job, asked)
+
+    async def resolve(name: str) -> OneModel:
+        context = context_of(request)
+        tenant = tenant_of(context.api_key) if len(state.api_keys) > 1 else None
+        deadline_ms = asked.deadline_ms or context.deadline_ms
+        deadline = None
+        if isinstance(deadline_ms, int) and deadline_ms > 0:
+            deadline = context.arrival + deadline_ms / 1000
+        work = state.find_or_resolve(name, tenant)
+        return await state.run(request.receive, work, deadline)
+
+    model = await choose_model(state, job, asked, resolve)
     check_background(state, job)
     if keep_alive == 0 and is_unload(job):
         state.set.unload(model)
@@ -243,8 +284,11 @@ _ROUTES = (
     ("/models", list_models, "GET"),
     ("/models/load", load_model, "POST"),
     ("/models/unload", unload_model, "POST"),
+    ("/v1/load_lora_adapter", load_lora_adapter, "POST"),
+    ("/v1/unload_lora_adapter", unload_lora_adapter, "POST"),
     ("/v1/models", list_models, "GET"),
     ("/v1/models/{model:path}", get_model, "GET"),
+    ("/v1/audio/{rest:path}", not_here, "POST"),
     ("/v1/{rest:path}", proxy, "GET"),
     ("/v1/{rest:path}", proxy, "POST"),
     ("/v1/{rest:path}", proxy, "DELETE"),

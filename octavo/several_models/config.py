@@ -35,11 +35,7 @@ _REFUSED = {
     "record": "each server would write the same file; record at a server of one model",
     "record_prompts": "it belongs to record",
     "record_max_bytes": "it belongs to record",
-    "enable_admin": "the routes that need it are not available with several models",
     "headless": "a node serves one model",
-    "lora_hub_repos": "the routes that need it are not available with several models",
-    "lora_resolvers": "an unknown name tells no model; give the adapters with lora_modules",
-    "lora_root": "the routes that need it are not available with several models",
     "state_dir": "only one server uses a folder",
     "resume_grace": "a stream cannot be resumed at a server of several models",
     "data_parallel_rank": "each model has a server of its own",
@@ -108,7 +104,9 @@ class ServedModel:
         if cache_nbytes is not None:
             values["kv_cache_memory_bytes"] = cache_nbytes
         fields = [*config_fields(EngineConfig), *section_fields(ServerConfig)]
-        return setting_flags(values | {"warm_spare": warm_spare}, fields)
+        # Only the front reaches it, which checks the permission.
+        values |= {"warm_spare": warm_spare, "enable_admin": self.config.lora.can_change}
+        return setting_flags(values, fields)
 
 
 def read_models(given: Sequence[str]) -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
@@ -28,6 +29,7 @@ class Asked(msgspec.Struct, frozen=True):
     model: Any = None
     name: Any = None
     """Older name of `model` in POST /api/show."""
+    deadline_ms: Any = None
     keep_alive: Any = None
     """Ollama's: time for which an idle model stays loaded."""
 
@@ -47,11 +49,19 @@ def read_asked(body: bytes) -> Asked:
         raise RequestError("The body must be a JSON object.", None, "invalid_json") from None
 
 
-async def choose_model(state: ModelsState, job: Job, asked: Asked) -> OneModel:
+async def choose_model(
+    state: ModelsState, job: Job, asked: Asked, resolve: Callable[[str], Awaitable[OneModel]]
+) -> OneModel:
     """Return the model of a request.
 
     It is the one that the request names; otherwise the one whose server stores what the request
     names; otherwise the first one that has what the route needs.
+
+    Args:
+        state: the server.
+        job: the request.
+        asked: fields of its body.
+        resolve: looks for the model of an unknown name; see `ModelsState.find_or_resolve`.
 
     Raises:
         NotFoundError: there is no such model, or no such object.
@@ -65,9 +75,10 @@ async def choose_model(state: ModelsState, job: Job, asked: Asked) -> OneModel:
     if name is not None and name != "":
         if not isinstance(name, str):
             raise RequestError(f"model={show(name)} is not allowed; give a name.", "model")
-        if path.startswith("/api/") and name not in state.names:
-            name = name.removesuffix(LATEST)
-        return state.find(name)
+        model = state.look_up(name)
+        if model is None and path.startswith("/api/"):  # resolvers are not asked
+            return state.find(name.removesuffix(LATEST))
+        return model or await resolve(name)
     if job.objects:
         if (owner := state.owner_of(job)) is not None:
             return owner

@@ -15,6 +15,7 @@ import msgspec
 from octavo.errors import OctavoError
 from octavo.router.managed_servers import LocalServer, ManagedServers, start_local
 from octavo.router.pool import Pool, Upstream
+from octavo.server.adapter_table import FILE_VARIABLE
 
 # Interval of probes of a server that is loading its model, in seconds.
 _LOOK_SECONDS = 0.1
@@ -70,10 +71,13 @@ class ModelStarter:
     Args:
         name: name of the model.
         socket: Unix socket of the server.
+        adapters: file of the table of its adapters, which outlives its processes; None: it has no
+            adapters.
     """
 
-    def __init__(self, name: str, socket: Path) -> None:
+    def __init__(self, name: str, socket: Path, adapters: Path | None = None) -> None:
         self._name, self._socket = name, socket
+        self._environment = {} if adapters is None else {FILE_VARIABLE: str(adapters)}
         self.flags: list[str] = []
         """Words for `octavo serve`."""
 
@@ -83,7 +87,13 @@ class ModelStarter:
 
     def start(self, upstream: Upstream) -> LocalServer:
         """Implement `Starter`."""
-        return start_local(self.flags, upstream, _LabelledServer, label=self._name)
+        return start_local(
+            self.flags,
+            upstream,
+            _LabelledServer,
+            environment=self._environment,
+            label=self._name,
+        )
 
 
 class ModelServer:

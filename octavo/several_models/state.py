@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 
 from starlette.requests import Request
 
-from octavo.config import EngineConfig, ServerConfig
-from octavo.errors import NotFoundError, OctavoError
+from octavo.config import EngineConfig, LoRAConfig, ServerConfig
+from octavo.errors import NotFoundError, OctavoError, RequestError
 from octavo.router.config import RouterConfig
 from octavo.router.job import Job
 from octavo.router.pool import Pool
 from octavo.router.proxy_state import ProxyState
-from octavo.server.errors import UnavailableError, show
+from octavo.server.adapter_searches import AdapterSearches
+from octavo.server.adapter_table import AdapterTable, ServedAdapter, make_table
+from octavo.server.adapters import NO_CHANGES
+from octavo.server.errors import RouteError, UnavailableError, show
+from octavo.server.lora_resolvers import ask_resolvers, make_resolvers
 from octavo.several_models.config import ServedModel, SeveralModelsConfig
 from octavo.several_models.memory import ModelMemory, Share
 from octavo.several_models.model_set import Model, ModelSet, State
@@ -26,6 +31,8 @@ from octavo.system.socket_folder import SocketFolder
 logger = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 0.05
+# Most names that an error lists.
+_MOST_NAMED = 20
 
 
 class OneModel(Model):
@@ -34,14 +41,18 @@ class OneModel(Model):
     Args:
         share: its settings, and its part of the memory plan.
         backend: its server.
+        adapters: the table of adapters that it shares with its server; None: it has no adapters.
     """
 
     backend: ModelServer
 
-    def __init__(self, share: Share, backend: ModelServer) -> None:
+    def __init__(
+        self, share: Share, backend: ModelServer, adapters: AdapterTable | None = None
+    ) -> None:
         super().__init__(share.served.names, backend)
         self.share = share
         self.pool = backend.pool
+        self.adapters = adapters
 
     @property
     def shown_state(self) -> State:
@@ -49,6 +60,15 @@ class OneModel(Model):
         if self.state == "loaded" and not any(upstream.ready for upstream in self.pool.upstreams):
             return "loading"
         return self.state
+
+    @property
+    def lora(self) -> LoRAConfig:
+        """Settings of its adapters."""
+        return self.share.served.config.lora
+
+    def find_adapter(self, name: str) -> ServedAdapter | None:
+        """Return one of its adapters; None: it has none with this name."""
+        return None if self.adapters is None else self.adapters.find(name)
 
     def can(self, ability: str) -> bool:
         """Return True if the model has an ability; see `PlannedModel.abilities`."""
@@ -83,13 +103,18 @@ class ModelsState(ProxyState):
         self.models = [self._make_model(number, *share) for number, share in shares]
         self.set = ModelSet(self.models, most, several.model_load_timeout)
         self._by_name = {name: model for model in self.models for name in model.names}
-        for model in self.models:
-            self._by_name |= {it.name: model for it in model.share.served.adapters}
+        self._resolvers = {model: make_resolvers(model.lora) for model in self.models}
+        self._searches = AdapterSearches(self._search)
+        self._being_loaded: list[tuple[str, OneModel]] = []
+        """Names of the adapters that are being loaded, with their models."""
         self._planned = asyncio.Event()
         self._starting: asyncio.Task[None] | None = None
 
     def _make_model(self, number: int, share: Share, pool: Pool) -> OneModel:
-        starter = ModelStarter(share.served.names[0], self._folder.path / f"model-{number}")
+        name, lora = share.served.names[0], share.served.config.lora
+        file = self._folder.path / f"adapters-{number}" if lora.enable_lora else None
+        adapters = None if file is None else make_table(lora, name, file)
+        starter = ModelStarter(name, self._folder.path / f"model-{number}", file)
 
         async def prepare() -> None:
             if share.planned is None:
@@ -100,7 +125,8 @@ class ModelsState(ProxyState):
             self.set.note_failure(model, error)
 
         timeout = self.config.shutdown_timeout
-        model = OneModel(share, ModelServer(starter, pool, timeout, prepare, note_failure))
+        backend = ModelServer(starter, pool, timeout, prepare, note_failure)
+        model = OneModel(share, backend, adapters)
         return model
 
     def start(self) -> None:
@@ -138,6 +164,9 @@ class ModelsState(ProxyState):
         await self.set.close()
         for pool in self.pools:
             await pool.close()
+        for model in self.models:
+            if model.adapters is not None:
+                model.adapters.close()
         self._folder.close()
 
     @property
@@ -158,25 +187,129 @@ class ModelsState(ProxyState):
 
     # Choice of a model
 
-    @property
-    def names(self) -> list[str]:
-        """Names of all models and of their adapters."""
-        return list(self._by_name)
+    def look_up(self, name: str) -> OneModel | None:
+        """Return the model with a name, or with an adapter of this name; None: there is none."""
+        model = self._by_name.get(name)
+        if model is None:
+            found = (model for model in self.models if model.find_adapter(name) is not None)
+            model = next(found, None)
+        return model
 
     def find(self, name: str) -> OneModel:
-        """Return the model with a name.
+        """Return the model with a name, or with an adapter of this name.
 
         Raises:
-            NotFoundError: no model has it.
+            NotFoundError: there is none.
         """
-        model = self._by_name.get(name)
+        model = self.look_up(name)
         if model is None:
             raise NotFoundError(
                 f"The model {show(name)} does not exist here; this server has "
-                f"{', '.join(self.names)}.",
+                f"{', '.join(self._some_names())}.",
                 "model",
             )
         return model
+
+    def _some_names(self) -> list[str]:
+        names = list(self._by_name)
+        for model in self.models:
+            if model.adapters is not None and len(names) < _MOST_NAMED:
+                names += model.adapters.names(_MOST_NAMED - len(names))
+        return names
+
+    async def find_or_resolve(self, name: str, tenant: str | None) -> OneModel:
+        """Return the model with a name; for an unknown one, that whose resolvers know it.
+
+        The resolvers of the models are asked in the order of the models.
+
+        Args:
+            name: the name.
+            tenant: tenant of the request.
+
+        Raises:
+            NotFoundError: no model and no resolver knows it.
+            QueueFullError, UnavailableError: see `AdapterSearches.find`.
+        """
+        if self.look_up(name) is None and any(self._resolvers.values()):
+            model = await self._searches.find(name, tenant)
+            if model is not None:
+                return model
+        return self.find(name)
+
+    async def _search(self, name: str) -> OneModel | None:
+        for model, resolvers in self._resolvers.items():
+            if await ask_resolvers(resolvers, model.names[0], name) is not None:
+                return model
+        return None
+
+    # Adapters
+
+    def model_for_adapter(self, name: str, model_name: str | None) -> OneModel:
+        """Return the model for which an adapter is to be loaded.
+
+        Args:
+            name: name of the adapter.
+            model_name: name of the model; None: the one that has the adapter, or the only one
+                whose adapters may change.
+
+        Raises:
+            NotFoundError: there is no such model.
+            RequestError: the name is in use, or the model must be named.
+            RouteError: its adapters cannot change.
+        """
+        if name in self._by_name:
+            raise RequestError(
+                f"lora_name={show(name)} is the name of a model; give another one.", "lora_name"
+            )
+        changeable = [model for model in self.models if model.lora.can_change]
+        loading = (model for it, model in self._being_loaded if it == name)
+        owner = self.look_up(name) or next(loading, None)
+        if model_name is not None:
+            model = self._by_name.get(model_name)
+            if model is None:
+                raise NotFoundError(
+                    f"base_model_name={show(model_name)} does not exist here; this server has "
+                    f"{', '.join(self._by_name)}.",
+                    "base_model_name",
+                )
+            if owner is not None and owner is not model:
+                raise RequestError(
+                    f"lora_name={show(name)} is an adapter of {owner.names[0]}; give another name.",
+                    "lora_name",
+                )
+        elif owner is not None:
+            model = owner
+        elif len(changeable) > 1:
+            raise RequestError(
+                "base_model_name is missing: adapters of several models may be loaded, "
+                f"{', '.join(model.names[0] for model in changeable)}; name one of them.",
+                "base_model_name",
+            )
+        elif changeable:
+            (model,) = changeable
+        else:
+            raise RouteError(404, NO_CHANGES)
+        if model not in changeable:
+            raise RouteError(404, f"{model.names[0]}: {NO_CHANGES}")
+        return model
+
+    @asynccontextmanager
+    async def loading(self, name: str, model: OneModel) -> AsyncIterator[None]:
+        """Return a context in which a model's server loads an adapter.
+
+        No other model can load one of this name meanwhile.
+
+        Raises:
+            RequestError: see `model_for_adapter`.
+        """
+        self.model_for_adapter(name, model.names[0])  # another request may have been quicker
+        place = name, model
+        self._being_loaded.append(place)
+        try:
+            async with self.set.use(model, None):
+                yield
+        finally:
+            self._being_loaded.remove(place)
 
     async def default(self, abilities: Sequence[str]) -> OneModel:
         """Return the model for a request that names none: the first one with an ability.

@@ -218,6 +218,11 @@ class _Simulation:
                 f"{self.spec.architecture} has layers with recurrent states, which `octavo "
                 "simulate` does not support; name another model."
             )
+        if self.spec.is_encoder_decoder:
+            raise ConfigError(
+                f"{self.spec.architecture} is an encoder-decoder, which `octavo simulate` does not "
+                "support; name another model."
+            )
         num_blocks = step_times.num_blocks
         if cache.num_gpu_blocks_override is not None:
             num_blocks = cache.num_gpu_blocks_override

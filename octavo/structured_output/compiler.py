@@ -61,7 +61,9 @@ logger = logging.getLogger(__name__)
 COMPILE_SECONDS = 5.0
 """Maximum processor time for compiling one grammar."""
 WAIT_SECONDS = 9.0
-"""Maximum wait for a grammar, however busy the machine is."""
+"""Maximum wait for a grammar, however busy the machine is, once its helper has started."""
+START_SECONDS = 60.0
+"""Maximum wait for the start of a helper; a busy machine may take long to load a library."""
 COMPILE_NBYTES = 128 * 2**20
 """Maximum address space for compiling and matching one grammar."""
 TENANT_NBYTES = 128 * 2**20
@@ -119,6 +121,7 @@ class _Compile:
     backends: deque[str]
     """Backends that have not been tried."""
     arrived: float
+    """Time from which it waits, in seconds of `time.monotonic`; without the start of a helper."""
     errors: list[RequestError] = field(default_factory=list)
     process: GrammarProcess | None = None
 
@@ -416,7 +419,9 @@ class GrammarCompiler:
         if answer.error is not None:
             helper.process.close()
             helper.failure, helper.failed = _loading_error(answer), time.monotonic()
-        waiting, helper.waiting = helper.waiting, []
+        now, (waiting, helper.waiting) = time.monotonic(), (helper.waiting, [])
+        for job in (*waiting, *itertools.chain(*self._queues.values())):
+            job.arrived = now
         for job in waiting:
             error = helper.failure or self._fork(job, helper)
             if error is not None:
@@ -580,20 +585,22 @@ class GrammarCompiler:
 
     def _watch(self, now: float) -> None:
         """Enforce the limits."""
+        starts = any(not helper.loaded for helper in self._helpers.values())
+        limit = START_SECONDS if starts else WAIT_SECONDS
         for job in list(self._running):
             seconds = None if job.process is None else job.process.seconds
             if not job.is_wanted():
                 self._give_up(job, None)
             elif seconds is not None and seconds > COMPILE_SECONDS:
                 self._give_up(job, _TOO_SLOW)
-            elif now - job.arrived > WAIT_SECONDS:
+            elif now - job.arrived > limit:
                 self._give_up(job, _BUSY)
             elif seconds is not None and seconds > _QUICK_SECONDS:
                 assert job.process is not None
                 with contextlib.suppress(OSError):
                     os.setpriority(os.PRIO_PROCESS, job.process.pid, _SLOW_NICENESS)
         for waiting in self._queues.values():
-            while waiting and now - waiting[0].arrived > WAIT_SECONDS:
+            while waiting and now - waiting[0].arrived > limit:
                 self._finish(waiting.popleft(), _BUSY)
         for process, (_, limit) in self._feeds.items():
             if (process.seconds or 0.0) > limit:

@@ -10,6 +10,7 @@ point, in native code, too.
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import resource
 import signal
@@ -24,6 +25,7 @@ from typing import TypeAlias
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
 _LENGTH_BYTES = 8
+_LARGE = 2**20
 # Environment of the process: the pools of threads of BLAS libraries would reserve address space.
 _ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
@@ -63,7 +65,7 @@ class LimitedProcess:
         arguments: Sequence[object],
         max_wait: float,
         max_answer: int = 2**63,
-    ) -> bytearray:
+    ) -> memoryview:
         """Send a message and wait for its answer.
 
         A process that SIGKILL ends (which the kernel sends when the machine has no memory) is
@@ -138,7 +140,7 @@ def limit_memory(max_nbytes: int) -> None:
 
 
 def serve(
-    answer: Callable[[bytearray], Sequence[Buffer]],
+    answer: Callable[[memoryview], Sequence[Buffer]],
     on_memory_error: Callable[[], Sequence[Buffer]],
     max_seconds: float,
 ) -> None:
@@ -170,7 +172,7 @@ def send(connection: socket.socket, *parts: Buffer) -> None:
         connection.sendall(view)
 
 
-def receive(connection: socket.socket, max_nbytes: int = 2**63) -> bytearray | None:
+def receive(connection: socket.socket, max_nbytes: int = 2**63) -> memoryview | None:
     """Return the next message; None at the end.
 
     Raises:
@@ -186,11 +188,11 @@ def receive(connection: socket.socket, max_nbytes: int = 2**63) -> bytearray | N
     return _receive_exactly(connection, nbytes)
 
 
-def _receive_exactly(connection: socket.socket, size: int) -> bytearray | None:
+def _receive_exactly(connection: socket.socket, size: int) -> memoryview | None:
     timeout = connection.gettimeout()
     deadline = None if timeout is None else time.monotonic() + timeout
-    data = bytearray(size)
-    view, got = memoryview(data), 0
+    # A large bytearray would be filled with zeros while other threads cannot run.
+    view, got = memoryview(bytearray(size) if size < _LARGE else mmap.mmap(-1, size)), 0
     while got < size:
         if deadline is not None:
             connection.settimeout(max(1e-3, deadline - time.monotonic()))
@@ -198,4 +200,4 @@ def _receive_exactly(connection: socket.socket, size: int) -> bytearray | None:
         if not count:
             return None
         got += count
-    return data
+    return view

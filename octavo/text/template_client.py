@@ -97,7 +97,7 @@ class TemplateClient:
             failure.param = result.param
         raise failure
 
-    def _exchange(self, data: bytes) -> bytearray:
+    def _exchange(self, data: bytes) -> memoryview:
         """Send a request and wait for its answer."""
         with self._lock:
             try:

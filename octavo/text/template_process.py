@@ -64,7 +64,7 @@ def main() -> None:
     serve(lambda data: [_answer(data)], too_large, max_seconds)
 
 
-def _answer(data: bytearray) -> bytes:
+def _answer(data: memoryview) -> bytes:
     """Return the encoded result of an encoded request."""
     try:
         request = msgspec.msgpack.decode(data, type=RenderRequest)

@@ -6,6 +6,7 @@ import logging
 import queue
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,12 @@ from octavo import _native
 from octavo.checkpoints.base import Tensors
 from octavo.errors import AdapterError, OctavoError
 from octavo.kernels.base import Ops
-from octavo.kernels.lora import ExpertPart, LoraTable, LoraWeight
+from octavo.kernels.lora import LoraWeight
 from octavo.kernels.replaced import ReplacedWeight
 from octavo.kernels.sizes import lora_nbytes
 from octavo.layers.adapter import Adapters
 from octavo.messages import AdapterChange, AdapterLoaded, AdapterRef
-from octavo.models.adaptable_model import AdaptableModel
+from octavo.models.adaptable_model import AdaptableModel, targeted_layers
 from octavo.models.adapters import Replacement, Slice, open_adapter
 from octavo.models.weight_norms import WeightNorms
 from octavo.plan.setup import WorkerSetup
@@ -30,16 +31,43 @@ _Weights = dict[str, list[LoraWeight | None]]
 _Replaced = dict[str, ReplacedWeight]
 
 
-class AdapterStore:
-    """Reader of a worker's adapters.
+def make_adapters(setup: WorkerSetup, platform: Platform, ops: Ops) -> Adapters | None:
+    """Return the live adapters of a model that is loaded next; None: adapters are off."""
+    config, lora = setup.config, setup.config.lora
+    if not lora.enable_lora:
+        return None
+    return Adapters(
+        ops,
+        lora.num_in_memory,
+        lora.max_lora_rank,
+        lora.lora_modules_to_save,
+        layers_only=not platform.is_native(config.device),
+        adapts_experts=config.adapts_experts and ops.name == "native",
+        targets=targeted_layers(setup.part, lora),
+        moves_experts=config.device.enable_eplb,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class PackedAdapter:
+    """Adapter that has been read."""
+
+    weights: _Weights
+    """Packed weights by layer."""
+    replaced: _Replaced
+    """Its own layers."""
+    needs_weights: bool
+    """True if they depend on the model's weights."""
+
+
+class ModelAdapters:
+    """Adapters of one model of a worker, and their memory.
 
     Args:
-        setup: the worker's setup.
+        setup: setup of the model.
         platform: platform of the device.
-        device: the model's device.
         ops: operations that pack weights.
         adapters: the live adapters of the model.
-        report: callback for the result of each read, on any thread.
         open_checkpoint: opens the checkpoint that the model's weights come from.
     """
 
@@ -47,80 +75,35 @@ class AdapterStore:
         self,
         setup: WorkerSetup,
         platform: Platform,
-        device: Any,
         ops: Ops,
         adapters: Adapters,
-        report: Callable[[AdapterLoaded], object],
         open_checkpoint: Callable[[], Tensors],
     ) -> None:
-        self._setup, self._ops, self._adapters, self._report = setup, ops, adapters, report
-        self._platform, self._device = platform, device
-        num_slots, nbytes = setup.config.lora.num_in_memory, adapters.slot_nbytes(setup.dtype)
+        self._setup, self._ops, self._adapters = setup, ops, adapters
+        lora = setup.config.lora
+        self._model = AdaptableModel(
+            setup.part, adapters.layers, lora.lora_modules_to_save, lora.lora_target_modules
+        )
+        num_slots, nbytes = lora.num_in_memory, self._model.slot_nbytes(adapters, setup.dtype)
         self._memory = platform.allocate_cache(num_slots, nbytes, ops)
         """Memory of each slot: uint8 [slots, slot_nbytes]."""
         self.nbytes = num_slots * nbytes
         """Size of this memory."""
         adapters.put_tables()
         self._open_checkpoint = open_checkpoint
-        self._model = AdaptableModel(
-            setup.part, adapters.layers, setup.config.lora.lora_modules_to_save
-        )
         self._weights = setup.part.weights()
-        self._thread = ThreadPoolExecutor(1, "octavo-adapters", _native.work_alone)
-        self._read: queue.SimpleQueue[tuple[int, _Weights, _Replaced]] = queue.SimpleQueue()
-        self._of_weights: dict[int, AdapterRef] = {}
-        """Adapters by slot that depend on the model's weights."""
 
-    def begin_step(self, changes: Sequence[AdapterChange]) -> None:
-        """Put the adapters that were read into their slots, then begin the changes.
-
-        No step may run meanwhile.
-        """
-        while not self._read.empty():
-            self._adapters.set(*self._read.get())
-        for change in changes:
-            self._of_weights.pop(change.slot, None)
-            if change.adapter is None:
-                self._adapters.clear(change.slot)
-            else:
-                self._thread.submit(self._load, change.slot, change.adapter)
-
-    def wait(self) -> None:
-        """Wait until all adapters have been read whose change has begun."""
-        self._thread.submit(lambda: None).result()
-
-    def reload(self) -> None:
-        """Read the adapters again that depend on the model's weights, which have changed.
-
-        No step may run meanwhile. Results are reported, as for other reads.
-        """
-        again, self._of_weights = self._of_weights, {}
-        for slot, adapter in again.items():
-            self._thread.submit(self._load, slot, adapter)
-        self.wait()
-
-    def _load(self, slot: int, adapter: AdapterRef) -> None:
-        try:
-            with self._platform.beside_steps(self._device):
-                weights, replaced, needs_weights = self._pack(slot, adapter)
-            if needs_weights:
-                self._of_weights[slot] = adapter
-            self._read.put((slot, weights, replaced))
-        except OctavoError as error:
-            self._report(AdapterLoaded(slot, str(error), type(error).__name__))
-        except Exception as error:  # such as a MemoryError; other adapters are not affected
-            logger.exception("the adapter %s could not be read", adapter.path)
-            message = f"The adapter {adapter.name!r} could not be read: {error!r}"
-            self._report(AdapterLoaded(slot, message))
+    def set(self, slot: int, packed: PackedAdapter | None) -> None:
+        """Put an adapter into its slot, or none. No step may run meanwhile."""
+        if packed is None:
+            self._adapters.clear(slot)
         else:
-            self._report(AdapterLoaded(slot))
+            self._adapters.set(slot, packed.weights, packed.replaced)
 
-    def _pack(self, slot: int, adapter: AdapterRef) -> tuple[_Weights, _Replaced, bool]:
-        """Read an adapter into a slot's memory; return its packed weights, and its own layers.
+    def pack(self, slot: int, adapter: AdapterRef) -> PackedAdapter:
+        """Read an adapter into a slot's memory.
 
         No step uses the slot from now on.
-
-        The last value is True if they depend on the model's weights.
 
         Raises:
             AdapterError: the files cannot be used, or have changed since they were checked.
@@ -151,7 +134,7 @@ class AdapterStore:
             has_affine = affine is not None
             end = begin + lora_nbytes(rank, outputs, inputs, setup.dtype, affine=has_affine)
             out = memory[begin:end]
-            module = _module_of(layers[layer], one)
+            module = layers[layer].module_of(one.begin, one.end)
             packed = self._ops.pack_lora(one.a, one.b, one.scale, setup.dtype, out, affine)
             weights[layer][module] = packed
             begin += layers[layer].weight_nbytes(module, rank, setup.dtype, affine=has_affine)
@@ -173,15 +156,89 @@ class AdapterStore:
                 f"The files of the adapter {adapter.name!r} in {adapter.path} have changed since "
                 "it was loaded; load it again."
             )
-        return weights, replaced, needs_weights
+        return PackedAdapter(weights, replaced, needs_weights)
+
+
+class AdapterStore:
+    """Reader of a worker's adapters.
+
+    Args:
+        platform: platform of the device.
+        device: the model's device.
+        model: the adapters of the model.
+        report: callback for the result of each read, on any thread.
+    """
+
+    def __init__(
+        self,
+        platform: Platform,
+        device: Any,
+        model: ModelAdapters,
+        report: Callable[[AdapterLoaded], object],
+    ) -> None:
+        self._platform, self._device, self._report = platform, device, report
+        self.model = model
+        self.drafter: ModelAdapters | None = None
+        """Adapters of the draft model; None: this rank does not draft, or drafts without them."""
+        self._thread = ThreadPoolExecutor(1, "octavo-adapters", _native.work_alone)
+        self._read: queue.SimpleQueue[tuple[int, PackedAdapter, PackedAdapter | None]] = (
+            queue.SimpleQueue()
+        )
+        self._of_weights: dict[int, AdapterRef] = {}
+        """Adapters by slot that depend on the weights of their models."""
+
+    def begin_step(self, changes: Sequence[AdapterChange]) -> None:
+        """Put the adapters that were read into their slots, then begin the changes.
+
+        No step may run meanwhile.
+        """
+        while not self._read.empty():
+            slot, adapter, draft = self._read.get()
+            self._set(slot, adapter, draft)
+        for change in changes:
+            self._of_weights.pop(change.slot, None)
+            if change.adapter is None:
+                self._set(change.slot, None, None)
+            else:
+                self._thread.submit(self._load, change.slot, change.adapter)
+
+    def _set(self, slot: int, adapter: PackedAdapter | None, draft: PackedAdapter | None) -> None:
+        self.model.set(slot, adapter)
+        if self.drafter is not None:
+            self.drafter.set(slot, draft)
+
+    def wait(self) -> None:
+        """Wait until all adapters have been read whose change has begun."""
+        self._thread.submit(lambda: None).result()
+
+    def reload(self) -> None:
+        """Read the adapters again that depend on the models' weights, which have changed.
+
+        No step may run meanwhile. Results are reported, as for other reads.
+        """
+        again, self._of_weights = self._of_weights, {}
+        for slot, adapter in again.items():
+            self._thread.submit(self._load, slot, adapter)
+        self.wait()
+
+    def _load(self, slot: int, adapter: AdapterRef) -> None:
+        try:
+            with self._platform.beside_steps(self._device):
+                packed, draft = self.model.pack(slot, adapter), None
+                if self.drafter is not None and adapter.draft is not None:
+                    draft = self.drafter.pack(slot, adapter.draft)
+            if packed.needs_weights or (draft is not None and draft.needs_weights):
+                self._of_weights[slot] = adapter
+            self._read.put((slot, packed, draft))
+        except OctavoError as error:
+            self._report(AdapterLoaded(slot, str(error), type(error).__name__))
+        except Exception as error:  # such as a MemoryError; other adapters are not affected
+            logger.exception("the adapter %s could not be read", adapter.path)
+            message = f"The adapter {adapter.name!r} could not be read: {error!r}"
+            self._report(AdapterLoaded(slot, message))
+        else:
+            self._report(AdapterLoaded(slot))
 
     def shutdown(self) -> None:
         """End the thread, after the adapter that it reads."""
         self._thread.shutdown(cancel_futures=True)
-
-
-def _module_of(table: LoraTable | ExpertPart, one: Slice) -> int:
-    """Return the index of the module whose outputs a slice changes."""
-    module: int = table.bounds.tolist().index(one.begin)
-    assert table.bounds[module + 1] == one.end
-    return module

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+import msgspec
+
 from octavo.messages import Modality, MultiModalFeatureSpec, SchedulerOutput
 from octavo.observability.profiler import span
 from octavo.system.tensor import Tensor
@@ -30,13 +32,14 @@ class EncoderCache:
         """Rows of each item, [rows, size], by identifier."""
 
     def update(
-        self, work: SchedulerOutput, features: Mapping[str, Sequence[MultiModalFeatureSpec]]
+        self, work: SchedulerOutput, features: Mapping[str, list[MultiModalFeatureSpec]]
     ) -> None:
         """Forget and compute the items that a step names.
 
         Args:
             work: the step.
-            features: items of the requests by id.
+            features: items of the requests by id. Computed ones lose their data here, since a
+                request that starts again brings it again.
         """
         for identifier in work.free_encoder_mm_hashes:
             self.rows.pop(identifier, None)  # absent if its step failed
@@ -44,6 +47,7 @@ class EncoderCache:
         for req_id, indices in work.scheduled_encoder_inputs.items():
             for index in indices:
                 feature = features[req_id][index]
+                features[req_id][index] = msgspec.structs.replace(feature, data={})
                 items.setdefault(feature.modality, []).append(feature)
         for modality, group in items.items():
             with span("encode") as note:

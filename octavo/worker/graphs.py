@@ -152,7 +152,10 @@ class EagerSteps:
     def serve(self) -> None:
         """Implement `ExpertSteps`."""
         assert isinstance(self.model, DecoderModel)
-        self.model.serve_experts()
+        none: StepTable[Tensor] = self._buffers.table.map(self._ops.to_device)
+        in_group = self.adapters is not None and self.adapters.in_group
+        with self.use_adapters(none) if in_group else nullcontext():
+            self.model.serve_experts()
 
     def context(
         self,
@@ -197,11 +200,15 @@ class EagerSteps:
         assert self.adapters is not None
         return self.adapters.use(table.extra[ADAPTER_SLOTS.name])
 
+    def needs_adapters(self, inputs: StepInputs) -> bool:
+        """Return True if a token of a step has an adapter, in any engine that divides experts."""
+        return has_adapters(inputs) or (self.adapters is not None and self.adapters.in_group)
+
     def run(self, inputs: StepInputs, params: NDArray[np.void] | None) -> StepResult:
         """Implement `StepRunner`."""
         table = inputs.table.first(inputs.size)
         tensors: StepTable[Tensor] = table.map(self._ops.to_device)
-        with self.use_adapters(tensors) if has_adapters(inputs) else nullcontext():
+        with self.use_adapters(tensors) if self.needs_adapters(inputs) else nullcontext():
             return self._run(inputs, tensors, int(table.seq_lens.max()))
 
     def _run(self, inputs: StepInputs, tensors: StepTable[Tensor], max_seq_len: int) -> StepResult:
@@ -259,7 +266,8 @@ class CapturedSteps:
     ) -> None:
         self._buffers = buffers = eager.buffers(0, 0)
         self._write_embeds = eager.embeds.write
-        self._owners = eager, activations, logits  # keeps the memory that the plans refer to
+        self._eager = eager
+        self._owners = activations, logits  # keeps the memory that the plans refer to
         table: StepTable[Tensor] = buffers.table.map(ops.to_device)
 
         def record() -> _Recorded:
@@ -285,10 +293,13 @@ class CapturedSteps:
         if eager.adapters is not None:
             with eager.use_adapters(table):
                 self._adapted = record()
-        self._service = _native.Plan()
+        self._service, self._adapted_service = _native.Plan(), _native.Plan()
         if isinstance(eager.model, DecoderModel) and eager.model.exchanges:
             with ops.record(self._service, activations):
                 eager.model.serve_experts()
+            if eager.adapters is not None:
+                with eager.use_adapters(table), ops.record(self._adapted_service, activations):
+                    eager.model.serve_experts()
 
     def buffers(self, num_tokens: int, num_reqs: int) -> StepBuffers:
         """Implement `StepRunner`."""
@@ -299,15 +310,16 @@ class CapturedSteps:
 
     def serve(self) -> None:
         """Implement `ExpertSteps`."""
-        self._service.run(
-            1, 0, 0
-        )  # no call reads the number of rows; calls without rows are left out
+        adapters = self._eager.adapters
+        in_group = adapters is not None and adapters.in_group
+        service = self._adapted_service if in_group else self._service
+        service.run(1, 0, 0)  # no call reads the number of rows; calls without rows are left out
 
     def run(self, inputs: StepInputs, params: NDArray[np.void] | None) -> StepResult:
         """Implement `StepRunner`."""
         size = inputs.size
         step = self._plain
-        if self._adapted is not None and has_adapters(inputs):
+        if self._adapted is not None and self._eager.needs_adapters(inputs):
             step = self._adapted
         if step.embeds is not None:
             step.look_up.run(size.tokens, size.requests, size.samples)

@@ -113,6 +113,7 @@ class InputBatch:
         kv_cache: shape of the KV cache.
         arrays: arrays of a step that the model's blocks declare.
         encoded: rows of each item in the encoder cache, by identifier.
+        max_encoder_len: most rows of an encoder that the tokens of a request attend to.
     """
 
     def __init__(
@@ -122,12 +123,14 @@ class InputBatch:
         kv_cache: KVCacheConfig,
         arrays: Sequence[StepArray] = (),
         encoded: Mapping[str, Tensor] | None = None,
+        max_encoder_len: int = 0,
     ) -> None:
         self._encoded = {} if encoded is None else encoded
         self._step_arrays = arrays
         self._fillers = {array.name: array.make_filler(max_num_seqs) for array in arrays}
-        self.blocks = -(-max_model_len // kv_cache.block_size)
+        self.blocks = -(-max(max_model_len, max_encoder_len) // kv_cache.block_size)
         """Number of KV blocks of the longest request, in each group."""
+        self._cross = [i for i, group in enumerate(kv_cache.paged_groups) if group.is_cross]
         num_groups = len(kv_cache.paged_groups)
         self.token_ids: IntArray = np.zeros((max_num_seqs, max_model_len), np.int32)
         self.num_tokens: LongArray = np.zeros(max_num_seqs, np.int64)
@@ -271,6 +274,11 @@ class InputBatch:
                     self._num_drafts[i] = len(tokens)
             self._counts[:num_reqs] += self._num_drafts[:num_reqs]
         num_samples = self._gatherer.run(num_reqs, buffers.native)
+        for group in self._cross:  # the native code copies the blocks of the tokens
+            rows = self._rows[:num_reqs]
+            used = int(self.num_blocks[group, rows].max(initial=0))
+            blocks = self.block_tables[group, rows, :used]
+            buffers.table.block_tables[group, :num_reqs, :used] = blocks
         size = StepSize(int(buffers.table.query_start_loc[num_reqs]), num_reqs, num_samples)
         if self._fillers:
             rows, counts = self._rows[:num_reqs], self._counts[:num_reqs]
@@ -278,7 +286,7 @@ class InputBatch:
                 for filler in self._fillers.values():
                     filler.schedule(row, request)
             for name, out in buffers.table.first(size).extra.items():
-                self._fillers[name].fill(out, rows, self.num_computed_tokens[rows], counts)
+                self.fill(name, out, rows, self.num_computed_tokens[rows], counts)
         return StepInputs(
             req_ids=[request.req_id for request in scheduled],
             rows=self._rows[:num_reqs],
@@ -291,6 +299,17 @@ class InputBatch:
             if self._embeds
             else [],
         )
+
+    def fill(
+        self,
+        name: str,
+        out: npt.NDArray[Any],
+        rows: LongArray,
+        starts: LongArray,
+        counts: LongArray,
+    ) -> None:
+        """Fill an array of a step, given by its name; see `StepFiller.fill`."""
+        self._fillers[name].fill(out, rows, starts, counts)
 
     def _gather_embeds(self, num_reqs: int, starts: IntArray) -> list[tuple[int, Tensor]]:
         found: list[tuple[int, Tensor]] = []

@@ -7,8 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +17,6 @@ from octavo.checkpoints.base import Checkpoint, Tensors
 from octavo.kernels.base import HostCopy
 from octavo.kernels.memory import release_memory
 from octavo.kv_cache.groups import KVCacheConfig
-from octavo.layers.adapter import Adapters
 from octavo.layers.adapter_table import ADAPTER_SLOTS
 from octavo.messages import (
     CoreSamplingParams,
@@ -49,6 +47,7 @@ from octavo.sampling.vllm_config import VllmConfig
 from octavo.sampling.vllm_logits_processors import make_processor
 from octavo.system.device import cpu_memory
 from octavo.system.tensor import Tensor
+from octavo.worker.adapters import make_adapters
 from octavo.worker.encoder_cache import EncoderCache
 from octavo.worker.expert_balancer import BalancedSteps, ExpertBalancer
 from octavo.worker.expert_group import ExpertGroup, make_exchange, reason_of_end
@@ -68,6 +67,9 @@ from octavo.worker.loading_bar import loading_bar
 from octavo.worker.platform import Platform
 from octavo.worker.pooling import PoolingRows
 from octavo.worker.spec_decode.base import Proposer, Target
+
+if TYPE_CHECKING:
+    from octavo.worker.cross_attention import CrossAttentionRows
 
 logger = logging.getLogger(__name__)
 
@@ -104,6 +106,8 @@ class RunnerState:
     num_paged: int
     """Number of tensors of blocks."""
     batch: InputBatch
+    cross: CrossAttentionRows | None
+    """Writer of the rows of encoders; None: the model is no encoder-decoder."""
     sampling: SamplingState
     steps: StepRunner
     serve: Callable[[], object] | None
@@ -185,19 +189,10 @@ class ModelRunner:
                 lambda kind: make_processor(kind, vllm_config, device),
             ),
         ]
-        self.adapters: Adapters | None = None
+        self.adapters = make_adapters(setup, platform, self.ops)
         """Adapters in the model's linear layers; None: they are off."""
-        if config.lora.enable_lora:
-            lora = config.lora
-            self.adapters = Adapters(
-                self.ops,
-                lora.num_in_memory,
-                lora.max_lora_rank,
-                lora.lora_modules_to_save,
-                layers_only=not platform.is_native(config.device),
-                adapts_experts=config.adapts_experts and self.ops.name == "native",
-            )
         buffers, exchange = make_buffers(setup), make_exchange(setup)
+        self._exchange = exchange
         with loading_bar(config.model.model, shown=setup.rank.number == 0) as progress:
             checkpoint = open_model(config, setup.model_path, setup.dtype)
             self.model = load_model(
@@ -276,9 +271,12 @@ class ModelRunner:
         return self._state
 
     def _make_encoders(self) -> EncoderCache:
-        """Return the runners of the model's encoders, with an empty cache."""
+        """Return the runners of the model's encoders, with an empty cache.
+
+        Those whose rows cross attention reads have no cache; see `_make_cross`.
+        """
         setup = self.setup
-        if not setup.part.encoders:
+        if not setup.part.encoders or setup.spec.is_encoder_decoder:
             return EncoderCache({})
         from octavo.worker.encoder_runner import EncoderRunner, encoder_arena
 
@@ -365,7 +363,12 @@ class ModelRunner:
         kv_tensors, kv_caches = self._make_caches(kv)
         max_num_seqs = setup.largest_step.requests
         batch = InputBatch(
-            max_num_seqs, setup.max_model_len, kv, setup.step_arrays, self._encoders.rows
+            max_num_seqs,
+            setup.max_model_len,
+            kv,
+            setup.step_arrays,
+            self._encoders.rows,
+            setup.max_encoder_len,
         )
         received = make_received(setup, self.model.dtype)
         eager = EagerSteps(
@@ -392,6 +395,7 @@ class ModelRunner:
             kv_tensors,
             kv.num_paged_tensors,
             batch,
+            self._make_cross(kv, kv_caches),
             sampling,
             steps,
             serve,
@@ -403,6 +407,20 @@ class ModelRunner:
                 )
             ),
         )
+
+    def _make_cross(self, kv: KVCacheConfig, kv_caches: list[Any]) -> CrossAttentionRows | None:
+        if not self.spec.is_encoder_decoder:
+            return None
+        from octavo.worker.cross_attention import CrossAttentionRows  # few models have it
+        from octavo.worker.encoder_runner import EncoderRunner, encoder_arena
+
+        assert isinstance(self.model, DecoderModel)
+        (encoder,) = self.model.encoders
+        scratch = self.setup.scratch
+        arena = None if scratch is None else encoder_arena(scratch.encoder_arena)
+        runner = EncoderRunner(encoder, self.ops, self.backend, arena)
+        layers = self.model.cross_attention
+        return CrossAttentionRows(runner, layers, kv_caches, kv, self.ops, self.backend)
 
     def run_largest_step(self) -> int:
         """Run a step of the largest size on a temporary KV cache.
@@ -493,17 +511,32 @@ class ModelRunner:
 
     def _run(self, inputs: StepInputs, params: NDArray[np.void] | None) -> StepResult:
         """Run a step, together with the engines that divide the experts, if any."""
-        step = partial(self.state.steps.run, inputs, params)
         if self.expert_group is None:
-            return step()
+            return self.state.steps.run(inputs, params)
+
+        def step() -> StepResult:
+            self._agree(has_adapters(inputs))
+            return self.state.steps.run(inputs, params)
+
         return self.expert_group.run(step, repeats=not self.setup.has_states)
 
     def _serve(self, scheduler_output: SchedulerOutput) -> None:
         """Take part in a step of other engines without tokens, if a step without requests does."""
         if scheduler_output.serves:
             assert self.expert_group is not None
-            assert self.state.serve is not None
-            self.expert_group.serve(self.state.serve)
+            serve = self.state.serve
+            assert serve is not None
+
+            def step() -> None:
+                self._agree(False)
+                serve()
+
+            self.expert_group.serve(step)
+
+    def _agree(self, has_adapters: bool) -> None:
+        """Agree with the other engines whether tokens of the step have adapters."""
+        if self.adapters is not None and self._exchange is not None and self._exchange.adapts:
+            self.adapters.in_group = self._exchange.agree(has_adapters)
 
     def sample_tokens(self, grammar: GrammarOutput | None = None) -> PendingOutput:
         """Sample the next token of each request with all known tokens computed.
@@ -803,7 +836,10 @@ class ModelRunner:
                 self._add_row(request.req_id, request.new)
             if request.new_block_ids is not None:
                 batch.append_blocks(batch.row_of[request.req_id], request.new_block_ids)
-        self._encoders.update(scheduler_output, batch.features)
+        if state.cross is not None:
+            state.cross.compute(scheduler_output, batch)
+        else:
+            self._encoders.update(scheduler_output, batch.features)
 
     def _add_row(self, req_id: str, data: NewRequestData) -> None:
         row = self.state.batch.add(req_id, data)

@@ -18,10 +18,12 @@ from octavo.kv_cache.groups import KVCacheConfig
 from octavo.layers.adapter import Adapters
 from octavo.layers.step import Handed
 from octavo.layers.step_table import StepLayout
+from octavo.models.adaptable_model import AdaptableModel, targeted_layers
 from octavo.models.blocks.base import LargestStep, Parts
 from octavo.models.cache import CacheSpec
 from octavo.models.decoder import DecoderModel
 from octavo.models.loader import build_model
+from octavo.models.open_model import find_merged
 from octavo.models.spec import ModelSpec
 from octavo.models.weight_norms import norms_nbytes
 from octavo.models.weights import Weight
@@ -89,6 +91,8 @@ def measure_scratch(setup: WorkerSetup, asked: AttentionBackend, expert_slots: i
             lora.max_lora_rank,
             lora.lora_modules_to_save,
             adapts_experts=config.adapts_experts,
+            targets=targeted_layers(spec, lora),
+            moves_experts=config.device.enable_eplb,
         )
     parts = Parts(
         {weight.name: _weight(weight, dtype) for weight in weights},
@@ -139,6 +143,10 @@ def measure_scratch(setup: WorkerSetup, asked: AttentionBackend, expert_slots: i
             arena, encoders = max(arena, own[0]), encoders + own[1]
             kernels = max(kernels, encoder.spec.scratch_nbytes(asked, threads))
         encoders += spec.deepstack * tokens * spec.hidden_size * DTYPE_NBYTES[dtype]
+        if spec.is_encoder_decoder:
+            from octavo.worker.cross_attention import rows_nbytes
+
+            encoders += rows_nbytes(spec, dtype, tokens)
         tokens = max(tokens, *(encoder.max_num_tokens for encoder in spec.encoders))
     inputs = max(weight.shape[1] for weight in weights if weight.kind == "linear")
     rows = max(tokens, setup.largest_step.samples)
@@ -146,8 +154,16 @@ def measure_scratch(setup: WorkerSetup, asked: AttentionBackend, expert_slots: i
     adapter = norms = 0
     if adapters is not None:
         kernels += adapters.scratch_nbytes(threads)
-        adapter = adapters.slot_nbytes(dtype)
-        norms = norms_nbytes(setup.spec.weights(), adapters.layers, lora.max_lora_rank)
+        modules, targets = lora.lora_modules_to_save, lora.lora_target_modules
+        adaptable = AdaptableModel(spec, adapters.layers, modules, targets)
+        adapter = adaptable.slot_nbytes(adapters, dtype)
+        copies = config.load.load_format == "sharded_state"
+        weights = setup.spec.weights()
+        norms = norms_nbytes(weights, adapters.layers, lora.max_lora_rank, copies=copies)
+        if (merged := find_merged(config)) is not None:
+            from octavo.models.merge import merge_nbytes
+
+            norms += merge_nbytes(merged, dtype)
     shared = 0 if buffers is None else buffers.nbytes
     exchanged = 0 if exchange is None else exchange.nbytes
     if exchange is not None and setup.balance_layout is not None:

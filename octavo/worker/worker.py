@@ -13,7 +13,7 @@ from octavo.plan.memory import MemoryBudget
 from octavo.plan.setup import WorkerSetup
 from octavo.system.device import trim_memory
 from octavo.system.distributed import group_failure
-from octavo.worker.adapters import AdapterStore
+from octavo.worker.adapters import AdapterStore, ModelAdapters
 from octavo.worker.following import FollowingRunner
 from octavo.worker.kv_transfer import KVTransfers, make_transfers
 from octavo.worker.model_runner import Drafts, ModelRunner, PendingOutput
@@ -46,14 +46,15 @@ class Worker:
         self._adapters: AdapterStore | None = None
         if self._runner.adapters is not None:
             with self._platform.computing("allocating the memory of adapters"):
-                self._adapters = AdapterStore(
+                model = ModelAdapters(
                     setup,
                     platform,
-                    self.device,
                     self._runner.ops,
                     self._runner.adapters,
-                    lambda loaded: self._on_adapter(loaded),
                     self._runner.open_checkpoint,
+                )
+                self._adapters = AdapterStore(
+                    platform, self.device, model, lambda loaded: self._on_adapter(loaded)
                 )
         self._step = 0  # number of the current one; the engine core counts in the same way
 
@@ -71,13 +72,16 @@ class Worker:
                 self.device,
                 self.runner.run_largest_step,
                 self._allocated_before,
-                0 if self._adapters is None else self._adapters.nbytes,
+                0 if self._adapters is None else self._adapters.model.nbytes,
             )
 
     def initialize_kv_cache(self, kv_cache: KVCacheConfig) -> None:
         """Implement `Executor.initialize_kv_cache`."""
         with self._platform.computing("allocating the KV cache and capturing steps"):
             self.runner.initialize_kv_cache(kv_cache)
+        proposer = self.runner.state.proposer
+        if self._adapters is not None and proposer is not None:
+            self._adapters.drafter = proposer.adapters
         self._transfers = make_transfers(
             self.runner, kv_cache.num_blocks, lambda output: self._on_transfer(output)
         )

@@ -20,6 +20,11 @@ from benchmarks.conformance.examples import Line
         (1, "usage: x\nx: something is missing\n", "x: something is missing"),
         (1, "Traceback (most recent call last):\n  x\nKeyError: 5\n", "TRACEBACK: KeyError: 5"),
         (0, "Traceback (most recent call last):\n  x\nKeyError: 5\n", "TRACEBACK: KeyError: 5"),
+        (
+            1,
+            f"Traceback (most recent call last):\nRuntimeError: {examples._NO_GPU}\n",
+            f"works until the script asks torch for a GPU: RuntimeError: {examples._NO_GPU}",
+        ),
         (None, "step 1\n", "TRACEBACK: it did not end: step 1"),
     ],
 )

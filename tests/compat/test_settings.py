@@ -74,7 +74,6 @@ def test_older_names_of_the_method_mtp(name):
         ("cpu_offload_gb", "4", "quantization"),
         ("enable_tower_connector_lora", True, "text only"),
         ("lora_dtype", "float32", "set dtype"),
-        ("lora_target_modules", ["q_proj"], "all modules"),
         ("tool_parser_plugin", "x.py", "Octavo's own"),
         ("hf_config_path", "x", "config.json"),
         ("max_num_active_seqs", 3, "max_num_seqs"),

@@ -79,11 +79,16 @@ def test_adapters_of_a_server():
     lora = EngineConfig.from_kwargs(
         enable_lora=True,
         max_loras=2,
-        lora_modules=["a=/x=y", '{"name": "b", "path": "c", "base_model_name": "d"}'],
+        lora_modules=[
+            "a=/x=y",
+            '{"name": "b", "path": "c", "base_model_name": "d"}',
+            '{"name": "e", "path": "f", "draft_path": "g"}',
+        ],
     ).lora
     assert lora.modules == [
         LoRAModule(name="a", path="/x=y"),
         LoRAModule(name="b", path="c", base_model_name="d"),
+        LoRAModule(name="e", path="f", draft_path="g"),
     ]
     assert lora.num_in_memory == 2
     assert LoRAConfig().num_in_memory == 0
@@ -105,6 +110,10 @@ def test_adapters_of_a_server():
         (
             {"lora_modules_to_save": ["lm_head"], "enable_lora": False},
             "lora_modules_to_save=['lm_head'] needs adapters",
+        ),
+        (
+            {"lora_target_modules": ["q_proj"], "enable_lora": False},
+            "lora_target_modules=['q_proj'] needs adapters",
         ),
     ],
 )
@@ -147,7 +156,7 @@ BAD = {
     "enable_sleep_mode": [1, "yes", None],
     "enforce_eager": ["no", 1],
     "enable_prompt_embeds": ["no", 1],
-    "allowed_media_domains": ["a.example", [5], None],
+    "allowed_media_domains": [5, [5], None],
     "allowed_local_media_path": [5, None, ["/"]],
     "language_model_only": ["no", 1, None],
     "limit_mm_per_prompt": [5, "x", {"image": -1}, {"image": "1"}, {"image": {"count": 1}}, None],
@@ -156,8 +165,20 @@ BAD = {
     "max_loras": [0, -1, 1.5, None, "1"],
     "max_lora_rank": [0, 513, 1.5, None],
     "max_cpu_loras": [0, -1, 1.5],
-    "lora_modules": [5, [5], [None], None, ["a"], ["=a"], ["a="], ['{"name": "a"}'], ["{"]],
+    "lora_modules": [
+        5,
+        [5],
+        [None],
+        None,
+        ["a"],
+        ["=a"],
+        ["a="],
+        ['{"name": "a"}'],
+        ["{"],
+        ['{"name": "a", "path": "b", "draft_path": ""}'],
+    ],
     "lora_modules_to_save": [5, [5], ["norm"], "lm_head"],
+    "lora_target_modules": [5, [5], [None], "q_proj"],
     "lora_root": [5, ["a"]],
     "lora_merge": [5, "", ["a"]],
     "lora_hub_repos": [5, [5], ["a"], ["a/b/c"], ["*/a"], ["a/b*"]],
@@ -812,14 +833,16 @@ def test_other_addresses_are_refused():
         assert EngineConfig.from_kwargs(model=name).model.model == name
 
 
-def test_adapters_change_experts_that_stay_on_a_cpu():
+def test_adapters_change_experts_on_the_cpus_of_one_machine():
     def adapts(**settings):
         return EngineConfig.from_kwargs(**settings).adapts_experts
 
     together = {"enable_expert_parallel": True, "tensor_parallel_size": 2}
     assert adapts()
     assert adapts(**together)
-    assert not adapts(**together, enable_eplb=True)
-    assert not adapts(enable_expert_parallel=True, data_parallel_size=2)
+    assert adapts(**together, enable_eplb=True)
+    divided = {"enable_expert_parallel": True, "data_parallel_size": 2}
+    assert adapts(**divided)
+    assert not adapts(**divided, data_parallel_size_local=1)
     assert not adapts(device="cuda")
     assert not adapts(attention_backend="triton")

@@ -17,6 +17,8 @@ from octavo.errors import AdapterError, RequestError
 from octavo.sampling_params import StructuredOutputsParams
 from tests.adapters import builtin_model, make_factors, write_adapter
 from tests.e2e.harness import serve
+from tests.e2e.test_data_parallel import engines
+from tests.e2e.test_front_ends import front_ends, wait_for_front_ends
 
 NAMES = "abcdefgh"
 PROMPT = list(range(300, 437))
@@ -323,3 +325,84 @@ def test_adapters_of_a_pooling_model(folder, tmp_path):
     assert found == single
     assert found[0] == plain[0]
     assert not np.allclose(found[1], plain[1])
+
+
+def test_front_ends_and_engines_share_adapters(tmp_path, folder, alone):
+    """Loads, searches, and the deaths of a front end and of an engine."""
+    flags = ["--dtype", "float32", "--max-model-len", "512", "--enable-lora", "--max-loras", "2"]
+    flags += ["--lora-root", str(folder), "--lora-resolvers", "folder", "--enable-admin"]
+    flags += ["--lora-modules", f"a={folder / 'a'}", "--num-threads", "1", "-dp", "2", "-asc", "2"]
+    load, unload = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+    expected = {name: alone[name, 0.0][0][0] for name in NAMES}
+    with (
+        serve(tmp_path, *flags, spare=True) as server,
+        concurrent.futures.ThreadPoolExecutor(16) as pool,
+    ):
+
+        def answered():
+            """Return True if both front ends have answered POSTs since the last call."""
+            lines = server.log.read_text().splitlines()[answered.seen :]
+            answered.seen += len(lines)
+            posts = [line for line in lines if "POST /v1/completions" in line]
+            return all(any(f"api_server={i}" in line for line in posts) for i in range(2))
+
+        def everywhere(work):
+            """Return the results of work that both front ends have done."""
+            found = []
+            for _ in range(20):
+                found += pool.map(lambda _: work(), range(8))
+                if answered():
+                    return found
+            raise AssertionError(server.log.read_text())
+
+        answered.seen = 0
+        assert post(server, load, {"lora_name": "x", "lora_path": "b"})[0] == 200
+        for found in everywhere(lambda: complete(server, "x")):
+            assert found == expected["b"]
+
+        # Ten loads of one name at the same time.
+        bodies = [{"lora_name": "y", "lora_path": NAMES[i % 4]} for i in range(10)]
+        found = list(pool.map(lambda body: post(server, load, body), bodies))
+        ((won, body),) = (it for it in zip(found, bodies, strict=True) if it[0][0] == 200)
+        assert won[1]["root"] == str(folder / body["lora_path"])
+        for found in everywhere(lambda: complete(server, "y")):
+            assert found == expected[body["lora_path"]]
+
+        # A resolver finds an adapter, a module gets other files, and an adapter is unloaded.
+        assert complete(server, "h") == expected["h"]
+        body = {"lora_name": "a", "lora_path": "d", "load_inplace": True}
+        assert post(server, load, body)[0] == 200
+        assert post(server, unload, {"lora_name": "x"})[0] == 200
+
+        def names():
+            return [it["id"] for it in server.get("/v1/models").json()["data"]]
+
+        def look():
+            assert post(server, "/v1/completions", {"model": "x", "prompt": "x"})[0] == 404
+            return names()
+
+        known = ["octavo/stories", "a", "y", "h"]
+        assert all(found == known for found in everywhere(look))
+
+        # A front end dies, and another one takes its place.
+        begun = server.log.read_text().count("INFO ready")
+        victim = front_ends(server)[0]
+        victim.kill()
+        wait_for_front_ends(server, begun + 1, {victim.pid})
+        assert all(found == known for found in everywhere(look))
+        assert set(map(tuple, everywhere(lambda: complete(server, "a")))) == {tuple(expected["d"])}
+
+        # An engine dies while adapters are loaded and answers are written.
+        jobs = [pool.submit(complete, server, name, max_tokens=300) for name in "ahy"]
+        while server.metric("octavo:num_requests_running") < 2:
+            time.sleep(0.01)
+        loading = [
+            pool.submit(post, server, load, {"lora_name": f"z{i}", "lora_path": "b"})
+            for i in range(4)
+        ]
+        engines(server)[1].kill()
+        assert [it.result()[0] for it in loading] == [200] * 4
+        for name, job in zip(("d", "h"), jobs[:2], strict=True):
+            assert job.result()[:16] == expected[name]
+        for found in everywhere(lambda: complete(server, "z3")):
+            assert found == expected["b"]

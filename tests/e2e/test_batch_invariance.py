@@ -15,6 +15,7 @@ from octavo.kernels import native
 from tests.drafts import SETTINGS, Drafter
 from tests.e2e.harness import embed
 from tests.models.harness import make_hf
+from tests.models.test_encoder_decoders import make_model
 from tests.models.test_encoders import ENCODERS
 from tests.models.test_parity import CASES, VOCAB
 from tests.plugins import NO_REPEAT, install
@@ -470,6 +471,43 @@ def test_other_families(architecture, tmp_path):
         assert answers(llm, requests[::-1]) == alone[::-1]
         assert answers(llm, requests) == alone
         assert llm.stats().prefix_cache_hits > 0
+
+
+def encoder_decoder_requests():
+    """Return requests with encoder inputs, of which some are equal, and longer decoder prompts."""
+    requests = []
+    for i, count in enumerate((1, 16, 33, 61, 33, 7)):
+        of_decoder = tokens(30 + i, (0, 0, 20, 3, 20, 35)[i])
+        prompt = {
+            "encoder_prompt": {"prompt_token_ids": [7 + t % 80 for t in tokens(20 + i % 4, count)]},
+            "decoder_prompt": {"prompt_token_ids": [7 + t % 80 for t in of_decoder]},
+        }
+        requests.append((prompt, replace(params(0.9 if i % 2 else 0.0), max_tokens=20)))
+    return requests
+
+
+@pytest.mark.parametrize("case", ["t5", "bart-odd"])
+def test_encoder_decoders(case, dtype, tmp_path):
+    """Among others, in small steps and chunks, preempted, with known rows, and on two processes."""
+    make_model(tmp_path, case)
+    settings = {"model": str(tmp_path), "skip_tokenizer_init": True, "dtype": dtype}
+    requests = encoder_decoder_requests()
+    with LLM(enable_prefix_caching=False, **settings) as llm:
+        alone = [answers(llm, [request])[0] for request in requests]
+        assert len({answer.token_ids for answer in alone}) > 3
+        assert answers(llm, requests) == alone
+    with LLM(
+        max_num_batched_tokens=62, max_num_seqs=8, long_prefill_token_threshold=7, **settings
+    ) as llm:
+        assert answers(llm, requests[::-1]) == alone[::-1]
+        assert answers(llm, requests) == alone
+        assert llm.stats().prefix_cache_hits > 0
+    few = {"num_gpu_blocks_override": 16, "max_num_seqs": 4, "num_threads": 1}
+    with LLM(enable_prefix_caching=False, **few, **settings) as llm:
+        assert answers(llm, requests) == alone
+        assert llm.stats().num_preemptions > 0
+    with LLM(tensor_parallel_size=2, **settings) as llm:
+        assert answers(llm, requests * 2) == alone * 2
 
 
 @pytest.mark.parametrize("case", ["bert-odd", "modernbert-tokens", "mpnet-model", "deberta"])

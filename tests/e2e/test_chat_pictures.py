@@ -92,11 +92,12 @@ def test_placeholders_of_users_are_text(llm):
 @pytest.mark.parametrize(
     ("content", "match"),
     [
-        ([part(FIRST), {"type": "video_url", "video_url": {"url": "x"}}], "it reads text and pict"),
+        ([part(FIRST), {"type": "video_url", "video_url": {"url": "x"}}], "send text and pict"),
         ([{"type": "image_url", "image_url": "http://a.example/"}], "--allowed-media-domains a.ex"),
         ([{"type": "image_url", "image_url": "file:///etc/passwd"}], "--allowed-local-media-path"),
         ([{"type": "image_url", "image_url": "data:;base64,AAAA"}], "picture 1: the file is no"),
         ([part(FIRST)] * 1000, "more than 999 pictures"),
+        ([part(FIRST)] * 40, "pictures have .* tokens; the model's context has 400"),
     ],
 )
 def test_errors_offline(llm, content, match):
@@ -171,6 +172,14 @@ def test_ollama(server, llm):
     assert response.json()["message"]["content"] == answer, response.text
     response = server.post("/api/generate", {"prompt": "?", "images": images, **options})
     assert response.json()["response"] == answer, response.text
+
+
+def test_placeholders_of_users_are_text_over_http(server, llm):
+    messages = [{"role": "user", "content": "<image>"}]
+    (output,) = llm.chat(messages, PARAMS, use_tqdm=False)
+    body = server.post("/v1/chat/completions", {"model": "m", "messages": messages, **PLAIN}).json()
+    assert body["usage"]["prompt_tokens"] == len(output.prompt_token_ids) == len("user:<image>;")
+    assert body["choices"][0]["message"]["content"] == output.outputs[0].text
 
 
 @pytest.mark.parametrize("stream", [False, True])

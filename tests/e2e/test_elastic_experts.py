@@ -8,14 +8,18 @@ import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import httpx
 import psutil
 import pytest
 
-from octavo import LLM, SamplingParams
+from octavo import LLM, LoRARequest, SamplingParams
+from octavo.models.adaptable_model import AdaptableModel
+from tests.adapters import make_factors, write_adapter
 from tests.e2e import harness
 from tests.mixture import save_mixture
+from tests.models.harness import spec_of
 
 NUM_TOKENS = 120
 PROMPTS = [f"Once upon a time there were {i} dogs" for i in range(8)]
@@ -23,10 +27,13 @@ PARAMS = [
     {"max_tokens": NUM_TOKENS, "seed": i, "temperature": 0.9 * (i % 3), "n": 1 + (i == 5)}
     for i in range(len(PROMPTS))
 ]
+ADAPTED = (1, 4)
+"""Numbers of the prompts for the adapter."""
 # Experts move all the time. They are divided evenly: 12 and 0 copies by 1, 2 and 3.
 FLAGS = ["--enable-expert-parallel", "--enable-elastic-ep", "--enable-admin", "--enable-eplb"]
 FLAGS += ["--eplb-config", json.dumps({"window_size": 1, "step_interval": 2})]
 FLAGS += ["--max-model-len", "256", "--kv-cache-memory-bytes", "4M", "--num-threads", "1"]
+FLAGS += ["--enable-lora"]
 
 
 @pytest.fixture(scope="module")
@@ -35,17 +42,26 @@ def model(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def expected(model):
-    llm = LLM(model, max_model_len=256, kv_cache_memory_bytes="4M", num_threads=1)
+def adapter(model, tmp_path_factory):
+    """An adapter of all layers, experts included."""
+    tensors = make_factors(AdaptableModel(spec_of(Path(model))))
+    return str(write_adapter(tmp_path_factory.mktemp("adapter"), tensors))
+
+
+@pytest.fixture(scope="module")
+def expected(model, adapter):
+    settings = {"max_model_len": 256, "kv_cache_memory_bytes": "4M", "enable_lora": True}
+    llm = LLM(model, **settings, num_threads=1)
     params = [SamplingParams(**p, ignore_eos=True) for p in PARAMS]
-    answers = llm.generate(PROMPTS, params, use_tqdm=False)
+    adapters = [LoRARequest("a", 1, adapter) if it in ADAPTED else None for it in range(8)]
+    answers = llm.generate(PROMPTS, params, lora_request=adapters, use_tqdm=False)
     return [[list(output.token_ids) for output in answer.outputs] for answer in answers]
 
 
 @pytest.fixture(scope="module")
-def server(model, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("server")
-    with harness.serve(folder, "-dp", "2", *FLAGS, model=model) as made:
+def server(model, adapter, tmp_path_factory):
+    folder, flags = tmp_path_factory.mktemp("server"), [*FLAGS, "--lora-modules", f"a={adapter}"]
+    with harness.serve(folder, "-dp", "2", *flags, model=model) as made:
         yield made
 
 
@@ -61,6 +77,8 @@ def ask(server, number):
     tokens = [[] for _ in range(PARAMS[number]["n"])]
     body = {"prompt": PROMPTS[number], "stream": True, "ignore_eos": True, **PARAMS[number]}
     body["return_token_ids"] = True
+    if number in ADAPTED:
+        body["model"] = "a"
     with httpx.stream("POST", server.url + "/v1/completions", json=body, timeout=120) as response:
         for line in response.iter_lines():
             if line.startswith("data: {"):

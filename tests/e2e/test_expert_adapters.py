@@ -1,16 +1,18 @@
 """Adapters of experts: equal to PEFT's models in float32, and the same bits in every layout."""
 
 import importlib.util
+import os
+import signal
+import threading
 import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from octavo import LLM, LoRARequest, SamplingParams
-from octavo.errors import AdapterError
+from octavo.errors import AdapterError, ConfigError
 from tests.adapters import write_adapter
 from tests.models.harness import make_hf
 from tests.models.test_parity import CASES, VOCAB
@@ -166,11 +168,37 @@ def alone(request: pytest.FixtureRequest, mixture: Path) -> tuple[str, list[Any]
     return request.param, found
 
 
+# Decisions from the tokens of one step, so that experts move all the time.
+EPLB = {"num_redundant_experts": 1, "window_size": 1, "step_interval": 2}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "eager": {"enforce_eager": True, "max_num_batched_tokens": 37, "max_num_seqs": 3},
     "columns": {"tensor_parallel_size": 2, "num_threads": 1},
     "experts": {"tensor_parallel_size": 2, "num_threads": 1, "enable_expert_parallel": True},
+    "engines": {"data_parallel_size": 2, "num_threads": 1, "enable_expert_parallel": True},
+    "engines and processes": {
+        "data_parallel_size": 2,
+        "tensor_parallel_size": 2,
+        "num_threads": 1,
+        "enable_expert_parallel": True,
+        "enforce_eager": True,
+    },
+    "balanced": {
+        "tensor_parallel_size": 2,
+        "num_threads": 1,
+        "enable_expert_parallel": True,
+        "enable_eplb": True,
+        "eplb_config": EPLB,
+        "weight_cache": "off",
+    },
+    "balanced engines": {
+        "data_parallel_size": 2,
+        "num_threads": 1,
+        "enable_expert_parallel": True,
+        "enable_eplb": True,
+        "eplb_config": EPLB,
+        "weight_cache": "off",
+    },
     "stages": {"pipeline_parallel_size": 2, "num_threads": 1},
     "cache": {"expert_cache": 2**18},
 }
@@ -186,6 +214,24 @@ def test_same_bits_in_every_layout(
         assert ask(llm, requests(mixture)) == expected
         if layout == "cache":
             assert llm.stats().expert_cache_misses > 0
+        if "balanced" in layout:
+            for _ in range(3):
+                assert ask(llm, requests(mixture)) == expected
+            assert llm.stats().num_expert_rearrangements > 2
+
+
+def test_death_of_an_engine(alone: tuple[str, list[Any]], mixture: Path) -> None:
+    """Its successor reads its adapters again, and takes over the experts that have moved."""
+    dtype, expected = alone
+    settings = {"dtype": dtype, "max_loras": 3}
+    with engine(mixture / "base", **settings | LAYOUTS["balanced engines"]) as llm:
+        assert ask(llm, requests(mixture)) == expected
+        client: Any = llm._client
+        timer = threading.Timer(0.05, os.kill, (client.pids[1], signal.SIGKILL))
+        timer.start()
+        assert ask(llm, requests(mixture) * 3) == expected * 3
+        timer.join()
+        assert ask(llm, requests(mixture)) == expected
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
@@ -197,34 +243,26 @@ def test_quantized_experts(quantization: str, mixture: Path) -> None:
         assert found[0] != found[1]
 
 
-@pytest.fixture(scope="module")
-def outer(mixture: Path) -> Path:
-    """An adapter of other layers than experts."""
-    tensors = load_file(mixture / "a" / "adapter_model.safetensors")
-    some = {name: it for name, it in tensors.items() if ".experts" not in name}
-    return write_adapter(mixture / "outer", some, r=3, lora_alpha=4)
-
-
-MOVING = {
-    "engines": {"data_parallel_size": 2},
-    "balanced": {
-        "tensor_parallel_size": 2,
-        "enable_eplb": True,
-        "eplb_config": {"num_redundant_experts": 1},
-    },
-}
-
-
-@pytest.mark.parametrize("layout", MOVING)
-def test_processes_that_divide_experts(layout: str, mixture: Path, outer: Path) -> None:
-    """Adapters of other layers have the same bits, and those of experts are refused."""
-    adapter = LoRARequest("outer", 9, str(outer))
+def test_target_modules(mixture: Path) -> None:
+    """Memory is planned for the modules of the setting only, and adapters of others are refused."""
+    adapter = LoRARequest("a", 1, str(mixture / "a"))
+    planned = {}
     with engine(mixture / "base") as llm:
-        expected = [ask(llm, [it])[0] for it in (adapter, None)]
-    settings = {"enable_expert_parallel": True, "num_threads": 1} | MOVING[layout]
-    with engine(mixture / "base", **settings) as llm:
-        assert ask(llm, [adapter, None] * 2) == expected * 2
-        for name in ("a", "single"):
-            with pytest.raises(AdapterError, match="experts on a GPU, or that several engines"):
-                ask(llm, [LoRARequest(name, 5, str(mixture / name))])
-        assert ask(llm, [None]) == expected[1:]
+        (expected,) = ask(llm, [adapter])
+        planned["all"] = llm.memory_plan.nbytes("adapters")
+    named = ["o_proj", "gate", "experts"]
+    with engine(mixture / "base", lora_target_modules=named) as llm:
+        assert ask(llm, [adapter, adapter]) == [expected] * 2
+        planned["named"] = llm.memory_plan.nbytes("adapters")
+    with engine(mixture / "base", lora_target_modules=["qkv_proj", "gate", "down_proj"]) as llm:
+        with pytest.raises(AdapterError, match="leaves out o_proj; add it to the setting"):
+            ask(llm, [adapter])
+        planned["some"] = llm.memory_plan.nbytes("adapters")
+    with engine(mixture / "base", lora_target_modules=["o_proj", "gate"]) as llm:
+        for name, ends in (("a", "gate_proj, up_proj"), ("single", "down_proj, gate_proj")):
+            with pytest.raises(AdapterError, match=f"lora_target_modules leaves out {ends}"):
+                ask(llm, [LoRARequest(name, 2, str(mixture / name))])
+        planned["few"] = llm.memory_plan.nbytes("adapters")
+    assert planned["few"] < planned["some"] < planned["named"] < planned["all"]
+    with pytest.raises(ConfigError, match="has no q, norm that adapters can change; choose from"):
+        engine(mixture / "base", lora_target_modules=["o_proj", "q", "norm"])

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from octavo.system import device
+from tests.adapters import builtin_model, make_factors, write_adapter
 from tests.plugins import NO_REPEAT
 
 SCRIPT = """
@@ -62,3 +63,34 @@ def test_the_plan_counts_plug_ins(tmp_path):
     assert start <= planned - kv_cache
     assert full <= planned
     assert start > planned - kv_cache - plugins
+
+
+@pytest.mark.skipif(device.resident_memory() is None, reason="the system does not tell the size")
+def test_the_plan_counts_adapters_of_the_draft_model(tmp_path):
+    """The model drafts for itself, so each adapter is in memory twice."""
+    model = builtin_model()
+    linear = [name for name in model.modules if ".layers." in name]
+    for i in range(4):
+        write_adapter(tmp_path / str(i), make_factors(model, linear, rank=256, seed=i), r=256)
+    script = f"""
+import json
+from octavo import LLM, LoRARequest, SamplingParams
+from octavo.system.device import resident_memory
+
+lora = {{"enable_lora": True, "max_loras": 4, "max_lora_rank": 256}}
+lora["speculative_config"] = {{"model": "octavo/stories", "num_speculative_tokens": 2}}
+with LLM(kv_cache_memory_bytes="48M", max_num_seqs=8, **lora) as llm:
+    start = resident_memory()
+    paths = [f"{tmp_path}/{{i}}" for i in range(4)]
+    adapters = [LoRARequest(it, i, it, draft_path=it) for i, it in enumerate(paths, 1)]
+    params = SamplingParams(max_tokens=8, ignore_eos=True)
+    llm.generate(["x"] * 4, params, lora_request=adapters, use_tqdm=False)
+    plan = llm.memory_plan
+    print(json.dumps([start, resident_memory(), plan.steady, plan.nbytes("adapters")]))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    start, full, planned, adapters = json.loads(done.stdout)
+    size = (tmp_path / "0" / "adapter_model.safetensors").stat().st_size / 2  # in bfloat16
+    assert 8 * size < full - start < adapters < 20 * size
+    assert full <= planned

@@ -10,6 +10,8 @@ import openai
 import psutil
 import pytest
 
+from octavo.config import BUILTIN_ADAPTERS
+from tests.adapters import builtin_model, make_factors, write_adapter
 from tests.e2e import harness
 from tests.e2e.watching import until, watching
 
@@ -209,3 +211,36 @@ def test_servers_end_when_the_router_is_killed(split):
     split.process.kill()
     _, alive = psutil.wait_procs(family, timeout=20)
     assert not alive
+
+
+def test_requests_reach_the_server_that_has_their_adapter(tmp_path):
+    """Also if the adapter was loaded while the router ran."""
+    folders = [tmp_path / name for name in ("a", "b", "router")]
+    for folder in folders:
+        folder.mkdir()
+    names = {"letters": BUILTIN_ADAPTERS[0], "calls": BUILTIN_ADAPTERS[1]}
+    flags = [*SIZE, "--enable-lora", "--enable-admin", "--lora-root", str(tmp_path)]
+    modules = [["--lora-modules", f"{name}={path}"] for name, path in names.items()]
+    write_adapter(tmp_path / "new", make_factors(builtin_model(), rank=2), r=2, lora_alpha=2)
+    with contextlib.ExitStack() as stack:
+        a, b = (
+            stack.enter_context(harness.serve(folder, *flags, *own))
+            for folder, own in zip(folders[:2], modules, strict=True)
+        )
+        router = stack.enter_context(
+            harness.serve(folders[2], "--servers", a.url, b.url, what="router")
+        )
+
+        def status(model):
+            body = {"model": model, "prompt": TEXT, "max_tokens": 2}
+            return router.post("/v1/completions", body).status_code
+
+        with concurrent.futures.ThreadPoolExecutor(8) as pool:
+            assert set(pool.map(status, [*names] * 8)) == {200}
+        assert status("new") == 404
+        assert b.post("/v1/load_lora_adapter", {"lora_name": "new", "lora_path": "new"}).is_success
+        end = time.monotonic() + 30
+        while status("new") != 200:
+            assert time.monotonic() < end, router.log.read_text()
+            time.sleep(0.05)
+        assert [status("new") for _ in range(5)] == [200] * 5

@@ -4,6 +4,7 @@ import asyncio
 import concurrent.futures
 import json
 import re
+import shutil
 import signal
 import threading
 import time
@@ -14,6 +15,7 @@ import psutil
 import pytest
 
 from octavo.system.device import cpu_memory
+from tests.adapters import builtin_model, make_factors, write_adapter
 from tests.e2e import harness
 from tests.e2e.watching import until, watching
 from tests.encoders import write_encoder
@@ -254,3 +256,44 @@ def test_no_process_outlives_a_killed_front(server):
     server.process.kill()
     _, alive = psutil.wait_procs(family, timeout=20)
     assert not alive
+
+
+def test_adapters_of_two_models_in_turns(tmp_path):
+    """They outlive the processes of their models, which are loaded in turns, and which die."""
+    factors = make_factors(builtin_model(), rank=2)
+    write_adapter(tmp_path / "one" / "a", factors, r=2, lora_alpha=2)
+    for name in ("b", "found"):
+        shutil.copytree(tmp_path / "one" / "a", tmp_path / "two" / name)
+    flags = [*FLAGS, "--dtype", "float32", "--max-loaded-models", "1", "--enable-admin"]
+    for name in ("one", "two"):
+        own = {"path": MODEL, "name": name, "enable_lora": True, "lora_resolvers": ["folder"]}
+        flags += ["--model", json.dumps({**own, "lora_root": str(tmp_path / name)})]
+    load = "/v1/load_lora_adapter"
+    with harness.serve(tmp_path, *flags) as server:
+
+        def ask(model):
+            body = {"model": model, "prompt": TEXT, "max_tokens": 16, "temperature": 0}
+            answer = server.post("/v1/completions", body).json()
+            return answer["choices"][0]["text"] if "choices" in answer else answer["error"]
+
+        def names():
+            return list(states(server))
+
+        bare = server.post(load, {"lora_name": "x", "lora_path": "a"})
+        assert bare.json()["error"]["param"] == "base_model_name"
+        body = {"lora_name": "x", "lora_path": "a", "base_model_name": "one"}
+        assert server.post(load, body).json()["parent"] == "one"
+        wrong = server.post(load, {**body, "lora_name": "y", "lora_path": "b"})
+        assert (wrong.status_code, wrong.json()["error"]["code"]) == (400, "invalid_adapter")
+        body = {"lora_name": "y", "lora_path": "b", "base_model_name": "two"}
+        assert server.post(load, body).status_code == 200
+        assert names() == ["one", "x", "two", "y"]
+        plain, changed = ask("two"), ask("y")
+        assert plain != changed
+        assert [ask("one"), ask("x")] == [plain, changed]  # after the unloading of two
+        child(server, 0).kill()
+        assert [ask("x"), ask("found"), ask("y")] == [changed] * 3
+        assert names() == ["one", "x", "two", "y", "found"]
+        assert server.post("/v1/unload_lora_adapter", {"lora_name": "x"}).status_code == 200
+        assert ask("x")["code"] == "model_not_found"
+        assert names() == ["one", "two", "y", "found"]

@@ -122,6 +122,8 @@ def test_a_task_is_an_adapter_by_its_path(written):
             output.outputs.embedding, wanted["separation", TEXTS[0]], atol=2e-6
         )
         params = PoolingParams(prompt_name="separation")
+        llm.embed(TEXTS[0], pooling_params=params, use_tqdm=False)
+        assert llm.llm_engine.list_loras() == {7}
         with pytest.raises(RequestError, match="has an adapter of its own"):
             llm.embed("a", pooling_params=params, lora_request=request)
         with pytest.raises(RequestError, match=r"prompt_name='other'.*retrieval\.query"):
@@ -143,8 +145,17 @@ def test_without_enable_lora(written):
         np.testing.assert_allclose(
             embed(llm, [(None, "a cat")])[0], wanted[None, "a cat"], atol=2e-6
         )
-        with pytest.raises(RequestError, match="cannot be used: adapters are off"):
+        with pytest.raises(RequestError, match="adapters are off") as caught:
             embed(llm, [("retrieval.query", "a cat")])
+        assert caught.value.param == "prompt_name"
+
+
+def test_task_in_a_request_without_enable_lora(written, tmp_path):
+    with serve(tmp_path, "--model", str(written[0]), "--dtype", "float32") as server:
+        answer = server.post("/v1/embeddings", {"input": "a", "task": "separation"})
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, "task")
+        assert error["message"].startswith("task='separation' has an adapter")
 
 
 def test_task_in_a_request(written, tmp_path):

@@ -14,6 +14,7 @@ from octavo.config import BUILTIN_ADAPTERS, EngineConfig
 from octavo.errors import AdapterError, UnsupportedError
 from octavo.frontend import adapters
 from octavo.frontend.adapters import AdapterFiles, no_pins
+from octavo.messages import AdapterRef
 from octavo.models.hub import resolve_adapter, resolve_folders
 from octavo.models.registry import read_spec
 from tests.adapters import builtin_model, make_factors, write_adapter
@@ -26,6 +27,11 @@ def files() -> AdapterFiles:
     config = EngineConfig.from_kwargs(enable_lora=True)
     spec = read_spec(open_checkpoint(resolve_folders(config)[0]), config.model)
     return AdapterFiles(config, spec)
+
+
+def content(found: AdapterRef | None) -> str:
+    assert found is not None
+    return found.content_hash
 
 
 class Slow:
@@ -84,11 +90,11 @@ def test_an_adapter_that_could_not_be_read_is_tried_again(
     second = files.resolve(again)
     assert second is not None
     assert second.content_hash != first.content_hash
-    assert files.resolve(request) == second
+    assert content(files.resolve(request)) == second.content_hash
     (tmp_path / "a" / "adapter_config.json").unlink()
     with pytest.raises(AdapterError, match=r"has no adapter_config.json"):
         files.resolve(again)
-    assert files.resolve(request) == second
+    assert content(files.resolve(request)) == second.content_hash
 
 
 def test_adapters_that_are_added_and_removed(files: AdapterFiles) -> None:
@@ -123,3 +129,36 @@ def test_hub_ids(files: AdapterFiles, monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert downloads == ["org/poems"]
     with pytest.raises(AdapterError, match="There is no adapter"):
         files.resolve(request, tmp_path)
+
+
+def test_a_slow_hub_delays_no_adapter_on_the_disk(
+    files: AdapterFiles, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """More downloads than threads, and a caller who gives up."""
+    go, begun = threading.Event(), list[str]()
+
+    def download(name: str, **kwargs: Any) -> Path:
+        begun.append(name)
+        assert go.wait(20)
+        raise AdapterError(f"{name} cannot be downloaded.")
+
+    monkeypatch.setattr(adapters, "resolve_adapter", download)
+
+    async def scenario() -> None:
+        waiting = [
+            asyncio.create_task(files.resolve_async(LoRARequest("a", 1, f"org/a{i}")))
+            for i in range(100)
+        ]
+        while len(begun) < adapters._THREADS:
+            await asyncio.sleep(0.001)
+        found = await files.resolve_async(LETTERS)
+        assert found is not None
+        assert found.request is LETTERS
+        waiting[0].cancel()
+        go.set()
+        errors = await asyncio.gather(*waiting, return_exceptions=True)
+        assert {type(it) for it in errors[1:]} == {AdapterError}
+        assert isinstance(errors[0], asyncio.CancelledError)
+
+    asyncio.run(scenario())
+    assert files.numbers == {1}

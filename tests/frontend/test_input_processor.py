@@ -27,6 +27,7 @@ NOT_FINITE = "prompt_embeds", "not finite"
 
 @dataclass(frozen=True)
 class Spec:
+    is_encoder_decoder = False
     architecture: str = "Small"
     generates: bool = True
     poolers: tuple[()] = ()

@@ -35,6 +35,7 @@ def one_clock(monkeypatch):
 
 @dataclass(frozen=True)
 class Spec:
+    is_encoder_decoder = False
     generates: bool = True
     vocab_size: int = 270
     eos_token_ids: tuple[int, ...] = (EOS,)

@@ -14,6 +14,7 @@ from tests.small_tokenizers import byte_level
 
 @dataclass(frozen=True)
 class Spec:
+    is_encoder_decoder = False
     architecture: str = "Small"
     generates: bool = False
     sentences: SentencesSpec = NO_SENTENCES

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from octavo.kernels import native
 from octavo.kernels.lora import ExpertPart, LoraTable
 from octavo.kernels.native import NativeOps
 from octavo.kernels.reference import ReferenceOps
@@ -103,3 +104,71 @@ def test_like_the_reference(activation: ExpertActivation | None, dtype: torch.dt
             unchanged = places[slots < 0].flatten().long()
             assert torch.equal(found[unchanged], base[unchanged])
             assert tokens == 1 or not torch.equal(found, base)
+
+
+@pytest.mark.parametrize("activation", [SILU, None], ids=str)
+def test_any_number_of_threads_and_no_byte_beside_the_rows(
+    activation: ExpertActivation | None, one_and_two_threads: list[int]
+) -> None:
+    ops, tokens, results = NativeOps(), 90, []
+    table = table_of(ops, [32, 32], HIDDEN, "bfloat16")
+    x, ids, places, slots = inputs(tokens, torch.bfloat16)
+    pairs = tokens * TOP_K
+    if activation is None:
+        x = random(pairs, HIDDEN, dtype=torch.bfloat16, seed=7)
+    for threads in one_and_two_threads:
+        native.set_num_threads(threads)
+        memory = random(pairs + 2, 64, dtype=torch.bfloat16, seed=8)
+        inner = random(pairs + 2, 34, dtype=torch.bfloat16, seed=9)
+        before = memory.clone(), inner.clone()
+        ops.add_expert_lora(
+            from_torch(memory[1:-1]),
+            *map(from_torch, (x, ids, places, slots)),
+            table,
+            activation,
+            inner=None if activation is None else from_torch(inner[1:-1, 1:-1]),
+        )
+        changed = memory[1:-1] if activation is None else inner[1:-1, 1:-1]
+        results.append(changed.clone())
+        assert not torch.equal(memory, before[0])
+        assert torch.equal(inner, before[1]) == (activation is None)
+        memory[1:-1], inner[1:-1, 1:-1] = before[0][1:-1], before[1][1:-1, 1:-1]
+        assert torch.equal(memory, before[0])
+        assert torch.equal(inner, before[1])
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("share", [None, [1, 0, 1, 1, 0]], ids=str)
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_rows_of_several_processes(
+    tokens: int, share: list[int] | None, one_and_two_threads: list[int]
+) -> None:
+    """This process has some tokens in the middle of all."""
+    own, some = slice(tokens, 2 * tokens), None
+    if share is not None:
+        some = torch.tensor(share, dtype=torch.int32)
+    _, all_ids, all_places, _ = inputs(3 * tokens, torch.float32)
+    ids, places = all_ids[own].clone(), all_places[own].clone()
+    rows = random(3 * tokens * TOP_K, 9, seed=1)
+    wanted = torch.ones_like(ids, dtype=torch.bool) if some is None else some[ids.long()] != 0
+    for operations, wrap in ((ReferenceOps(), lambda it: it), (NativeOps(), from_torch)):
+        for threads in one_and_two_threads:
+            native.set_num_threads(threads)
+            given: list[Any] = [wrap(it) for it in (ids, places)]
+            of_experts = None if some is None else wrap(some)
+            memory = random(len(rows), 12, seed=2)
+            memory[:, 1:10] = rows
+            args: list[Any] = [*given, EXPERTS, of_experts]
+            taken, order = (
+                it if isinstance(it, Tensor) else as_torch(it)
+                for it in operations.take_expert_rows(wrap(memory[:, 1:10]), *args)
+            )
+            assert sorted(order.flatten().tolist()) == list(range(tokens * TOP_K))
+            assert (ids.flatten()[order.flatten().argsort()].diff() >= 0).all()
+            assert torch.equal(taken[order[wanted].long()], rows[places[wanted].long()])
+            before, changed = memory.clone(), random(tokens * TOP_K, 9, seed=3)
+            operations.put_expert_rows(
+                wrap(memory[:, 1:10]), wrap(changed), *given, wrap(order), of_experts
+            )
+            before[places[wanted].long(), 1:10] = changed[order[wanted].long()]
+            assert torch.equal(memory, before)

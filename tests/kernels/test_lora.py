@@ -185,7 +185,9 @@ def test_adapters_change_between_two_calls() -> None:
 
 
 @dtypes
-@pytest.mark.parametrize(("size", "ranks"), [(5, [1]), (200, [4, 33, 16]), (64, [8, 64])])
+@pytest.mark.parametrize(
+    ("size", "ranks"), [(5, [1]), (200, [4, 33, 16]), (64, [8, 64]), (70, [65, 200, 512])]
+)
 def test_add_lora_embedding(size: int, ranks: list[int], dtype: torch.dtype) -> None:
     vocab = 37
     adapters = [adapter([size], vocab, rank, 10 * i) for i, rank in enumerate(ranks)]
@@ -200,12 +202,12 @@ def test_add_lora_embedding(size: int, ranks: list[int], dtype: torch.dtype) -> 
             a, b = (matrix.to(dtype).double() for matrix in module[:2])
             expected[row] += module[2] * a[:, token] @ b.T
     for operations in (ops, reference):
-        table = table_of(operations, adapters, vocab, dtype, 64)
+        table = table_of(operations, adapters, vocab, dtype, max(ranks))
         out = strided(base.clone())
         operations.add_lora_embedding(out, ids, slots, table)
         assert (out.double() - expected).abs().max() < TOLERANCE[dtype] * expected.abs().max()
         assert torch.equal(out[slots < 0], base[slots < 0])
-    table = table_of(ops, adapters, vocab, dtype, 64)
+    table = table_of(ops, adapters, vocab, dtype, max(ranks))
     for row in range(len(ids)):  # as alone
         alone, one = base[row : row + 1].clone(), slice(row, row + 1)
         ops.add_lora_embedding(alone, ids[one].clone(), slots[one].clone(), table)
@@ -215,12 +217,19 @@ def test_add_lora_embedding(size: int, ranks: list[int], dtype: torch.dtype) -> 
 
 
 def replaced_by(
-    table: Any, shape: tuple[int, int], owners: list[int], dtype: torch.dtype, embedding: bool
+    table: Any,
+    shape: tuple[int, int],
+    owners: list[int],
+    dtype: torch.dtype,
+    *,
+    embedding: bool = False,
+    has_bias: bool = True,
 ) -> ReplacedTable:
-    """Return the layers of some of four slots, with a bias if they are linear."""
-    result = ReplacedTable(4, shape, has_bias=not embedding, is_embedding=embedding)
+    """Return the layers of some of four slots."""
+    has_bias = has_bias and not embedding
+    result = ReplacedTable(4, shape, has_bias=has_bias, is_embedding=embedding)
     for slot in owners:
-        bias = None if embedding else random(shape[0], seed=slot + 50)
+        bias = random(shape[0], seed=slot + 50) if has_bias else None
         weight = random(*shape, seed=slot)
         if isinstance(table, Named):
             own = None if bias is None else from_torch(bias)
@@ -234,7 +243,10 @@ def replaced_by(
 @dtypes
 @pytest.mark.parametrize(("rows", "n", "k"), [(1, 5, 3), (9, 130, 100), (70, 64, 513)])
 @pytest.mark.parametrize("wide", [False, True], ids=["same", "float32"])
-def test_replace_linear(rows: int, n: int, k: int, dtype: torch.dtype, wide: bool) -> None:
+@pytest.mark.parametrize("has_bias", [True, False], ids=["bias", "plain"])
+def test_replace_linear(
+    rows: int, n: int, k: int, dtype: torch.dtype, wide: bool, has_bias: bool
+) -> None:
     x = strided(random(rows, k, dtype=dtype, seed=7))
     slots = (torch.arange(rows) // 3 % 5 - 1).int()
     out_dtype = torch.float32 if wide else dtype
@@ -243,11 +255,11 @@ def test_replace_linear(rows: int, n: int, k: int, dtype: torch.dtype, wide: boo
     for slot in (0, 2):
         weight, bias = random(n, k, seed=slot), random(n, seed=slot + 50)
         own = slots == slot
-        y = x[own].double() @ weight.to(dtype).double().T + bias.to(dtype).double()
-        expected[own] = y
+        y = x[own].double() @ weight.to(dtype).double().T
+        expected[own] = y + bias.to(dtype).double() if has_bias else y
     results = []
     for operations in (ops, reference):
-        table = replaced_by(operations, (n, k), [0, 2], dtype, embedding=False)
+        table = replaced_by(operations, (n, k), [0, 2], dtype, has_bias=has_bias)
         out = strided(base.clone())
         operations.replace_linear(out, x, slots, table)
         error = (out.double() - expected).abs().max() / expected.abs().max()
@@ -255,7 +267,7 @@ def test_replace_linear(rows: int, n: int, k: int, dtype: torch.dtype, wide: boo
         results.append(out)
     others = (slots != 0) & (slots != 2)
     assert torch.equal(results[0][others], base[others])
-    table = replaced_by(ops, (n, k), [0, 2], dtype, embedding=False)
+    table = replaced_by(ops, (n, k), [0, 2], dtype, has_bias=has_bias)
     for row in range(rows):  # as alone
         alone, one = base[row : row + 1].clone(), slice(row, row + 1)
         ops.replace_linear(alone, x[one], slots[one].clone(), table)
@@ -280,6 +292,37 @@ def test_replace_embedding(dtype: torch.dtype) -> None:
         out = base.clone()
         operations.replace_embedding(out, ids, slots, table)
         assert torch.equal(out[:1], base[:1])
+
+
+@pytest.mark.parametrize("rows", [8, 200])
+def test_any_number_of_threads_and_no_byte_beside_the_rows(
+    rows: int, one_and_two_threads: list[int]
+) -> None:
+    """For the operations with embeddings and whole layers."""
+    dtype, n, k = torch.bfloat16, 130, 300
+    x, ids = random(rows, k, dtype=dtype), torch.arange(rows) * 7 % 37
+    slots = (torch.arange(rows) * 7 // 3 % 5 - 1).int()
+    adapters = [adapter([n], 37, rank, 10 * i) for i, rank in enumerate((4, 33, 16, 65))]
+    of_tokens = table_of(ops, adapters, 37, dtype, 65)
+    layers = replaced_by(ops, (n, k), [0, 2], dtype)
+    tables = replaced_by(ops, (37, n), [1, 3], dtype, embedding=True)
+    calls: list[Any] = [
+        lambda out: ops.add_lora_embedding(out, ids, slots, of_tokens),
+        lambda out: ops.replace_linear(out, x, slots, layers),
+        lambda out: ops.replace_embedding(out, ids, slots, tables),
+    ]
+    for call in calls:
+        results = []
+        for threads in one_and_two_threads:
+            native.set_num_threads(threads)
+            memory = random(rows + 2, n + 2, dtype=dtype, seed=3)
+            before = memory.clone()
+            call(memory[1:-1, 1:-1])
+            assert not torch.equal(memory, before)
+            results.append(memory[1:-1, 1:-1].clone())
+            memory[1:-1, 1:-1] = before[1:-1, 1:-1]
+            assert torch.equal(memory, before)
+        assert torch.equal(*results)
 
 
 def test_sizes() -> None:

@@ -192,6 +192,20 @@ def adapted_experts(x: Tensor) -> Tensor:
     return inner.view(len(x), DIM)
 
 
+share = torch.tensor([1, 0, 1], dtype=torch.int32)
+
+
+def rows_of_processes(x: Tensor) -> tuple[Tensor, ...]:
+    """Two processes, of which the second one leaves out an expert."""
+    (rows, places), chosen = expert_rows(x), routed(x)[0]
+    rows = rows.view(-1, DIM)
+    own, order = ops.take_expert_rows(rows, chosen, places, 3)
+    changed = ops.scale(rows.view(len(x), 2 * DIM), 1.0).view(-1, DIM)
+    other = ops.scale(own.view(len(x), 2 * DIM), 3.0).view(-1, DIM)
+    ops.put_expert_rows(changed, other, chosen, places, order, share)
+    return own.view(len(x), 2 * DIM), changed.view(len(x), 2 * DIM)
+
+
 NOT_IN_STEPS = {
     "stack",
     "pack_lora",
@@ -213,6 +227,8 @@ CASES: dict[str, Callable[[Tensor], Tensor | tuple[Tensor, ...]]] = {
     "replace_linear": replaced,
     "replace_embedding": looked_up,
     "add_expert_lora": adapted_experts,
+    "take_expert_rows": rows_of_processes,
+    "put_expert_rows": rows_of_processes,
     "head_linear": lambda x: ops.head_linear(x.view(-1, 4, 16), heads, 4).flatten(1),
     "linear_act": lambda x: (
         ops.linear_act(x, packed, bias, "gelu"),

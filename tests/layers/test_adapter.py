@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from octavo.kernels.native import NativeOps
-from octavo.kernels.sizes import lora_nbytes
 from octavo.layers.adapter import Adapters
 from octavo.layers.linear import Linear, StackedLinear
 from octavo.system.tensor import HostTensor, from_numpy
@@ -65,10 +64,3 @@ def test_every_call_adds_the_changes(name: str, stacked: bool) -> None:
     assert (found[~rows] == base[~rows]).all()
     np.testing.assert_allclose(found[rows], expected[rows], rtol=2e-4, atol=2e-4)
     assert abs(expected - base)[rows].max() > 0.1
-
-
-def test_any_kind_of_adapter_fits_a_slot() -> None:
-    adapters = Adapters(ops, 1, 4)
-    adapters.layer("layers.0.up.", [64, 65], INPUTS)
-    sizes = [lora_nbytes(4, n, INPUTS, "float32", affine=True) for n in (64, 65)]
-    assert adapters.slot_nbytes("float32") == sum(sizes)

@@ -84,12 +84,12 @@ def test_malformed_parts(part, match):
     [url("a"), *({"type": f"{kind}_url"} for kind in ("image", "audio", "video"))],
 )
 def test_text_models_refuse_media_by_name(part):
-    with pytest.raises(UnsupportedError, match=f"'{part['type']}', .* it reads text only"):
+    with pytest.raises(UnsupportedError, match=f"'{part['type']}', .* send text only"):
         read_media(user(text("a"), part), {})
 
 
 def test_other_modalities_are_refused():
-    with pytest.raises(UnsupportedError, match="it reads text and pictures only"):
+    with pytest.raises(UnsupportedError, match="send text and pictures only"):
         read_media(user({"type": "video_url", "video_url": {"url": "a"}}), IMAGE)
 
 

@@ -83,6 +83,22 @@ def test_fused_experts(tmp_path: Path) -> None:
     print_adapter(described)
 
 
+def test_experts_in_gguf(tmp_path: Path) -> None:
+    head = {"general.architecture": "qwen3moe", "general.type": "adapter", "adapter.type": "lora"}
+    tensors = {
+        f"blk.{layer}.ffn_up_exps.weight.lora_{part}": (0, shape, bytes(4 * 6 * 2 * 8))
+        for layer in (0, 1)
+        for part, shape in (("a", (6, 2, 8)), ("b", (6, 8, 2)))
+    }
+    write_gguf(tmp_path / "a.gguf", head, tensors)
+    assert describe_adapter(tmp_path / "a.gguf")["modules"]["ffn_up_exps"] == {
+        "number": 12,
+        "ranks": [2],
+        "scales": [1.0],
+        "parameters": 384,
+    }
+
+
 def test_command(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["inspect", str(folder)]) == 0
     text = capsys.readouterr().out

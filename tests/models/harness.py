@@ -309,7 +309,7 @@ def _fuse_by_group(config: Any, state: dict[str, Tensor]) -> None:
 
 
 _KINDS = "CausalLM|ConditionalGeneration|MaskedLM|SequenceClassification|TokenClassification"
-_ENDS = f"(For({_KINDS})|Model)$"
+_ENDS = f"(For({_KINDS})|(MT)?Model)$"
 
 
 def _config_class(architecture: str) -> Any:

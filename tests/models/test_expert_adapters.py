@@ -9,6 +9,9 @@ import pytest
 import torch
 
 from octavo.errors import AdapterError
+from octavo.kernels.native import NativeOps
+from octavo.kernels.sizes import lora_nbytes
+from octavo.layers.adapter import Adapters
 from octavo.models.adaptable_model import AdaptableModel
 from octavo.models.spec import ModelSpec
 from octavo.system.distributed import Rank
@@ -148,5 +151,32 @@ def test_refusals(spec: ModelSpec, model: AdaptableModel, tmp_path: Path) -> Non
             load(write_adapter(tmp_path / "a", tensors, r=rank), model)
     layers = {it.layer for it in model.slices if ".experts." not in it.layer}
     for tensors in (fused(), single):
-        with pytest.raises(AdapterError, match="LoRA of experts on a GPU, or that several engines"):
+        with pytest.raises(AdapterError, match="LoRA of experts on a GPU, or that engines on"):
             load(write_adapter(tmp_path / "a", tensors, r=2), AdaptableModel(spec, layers))
+
+
+def test_slots_have_room_for_the_modules_that_adapters_may_change(spec: ModelSpec) -> None:
+    outputs: dict[tuple[str, int], list[int]] = {}
+    for it in AdaptableModel(spec).slices:
+        outputs.setdefault((it.layer, it.inputs), []).append(it.end - it.begin)
+    adapters = Adapters(NativeOps(), 1, 3)
+    for (layer, inputs), each in outputs.items():
+        if ".experts." in layer:
+            adapters.experts({0: layer}, 1, each, inputs)
+        else:
+            adapters.layer(layer, each, inputs)
+
+    def nbytes(n: int, k: int, *, affine: bool = True) -> int:
+        return -(-lora_nbytes(3, n, k, "float32", affine=affine) // 64) * 64
+
+    def planned(*targets: str) -> int:
+        return AdaptableModel(spec, None, (), targets).slot_nbytes(adapters, "float32")
+
+    assert planned("o_proj") == 3 * nbytes(48, 48)
+    of_experts = 6 * (2 * nbytes(40, 48, affine=False) + nbytes(48, 40, affine=False))
+    assert planned("experts", "o_proj") == planned("o_proj") + of_experts
+    assert planned("gate_up_proj") == planned("gate_proj", "up_proj")
+    name = "model.layers.1.self_attn.o_proj"
+    assert planned(name) == nbytes(48, 48)
+    assert planned() > planned("gate_up_proj", "down_proj", "o_proj")
+    assert planned("norm") == 0

@@ -21,7 +21,7 @@ from octavo.config import (
     BUILTIN_MODEL,
     BUILTIN_RERANKER,
 )
-from octavo.errors import AdapterError, HubError, ModelError
+from octavo.errors import AdapterError, HubError, ModelError, UnknownAdapterError
 from octavo.models import hub
 from octavo.models.hub import resolve_adapter, resolve_model
 
@@ -161,11 +161,25 @@ def test_adapters_of_the_hub(stored: str, tmp_path: Path, monkeypatch: pytest.Mo
     assert set(wanted) == {"adapter_config.json", "adapter_model.safetensors", stored}
 
 
-def test_adapters_that_the_hub_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = FakeHub(http_error(errors.RepositoryNotFoundError, 404))
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", fake)
-    with pytest.raises(AdapterError, match="org/lora is neither a folder here nor a model on"):
+@pytest.mark.parametrize(
+    ("error", "offline", "kind"),
+    [
+        (http_error(errors.RepositoryNotFoundError, 404), "0", UnknownAdapterError),
+        (errors.HFValidationError("bad"), "0", UnknownAdapterError),
+        (errors.LocalEntryNotFoundError("?"), "1", UnknownAdapterError),
+        (errors.LocalEntryNotFoundError("?"), "0", AdapterError),
+        (http_error(errors.GatedRepoError, 403), "0", AdapterError),
+    ],
+)
+def test_adapters_that_the_hub_does_not_have(
+    error: Exception, offline: str, kind: type[AdapterError], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hub that cannot be reached, or does not show the files, may have them."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", offline)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", FakeHub(error))
+    with pytest.raises(AdapterError, match="org/lora") as caught:
         resolve_adapter("org/lora")
+    assert type(caught.value) is kind
 
 
 @pytest.mark.parametrize(

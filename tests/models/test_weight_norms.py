@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import safetensors.numpy
+import safetensors.torch
 from numpy.typing import NDArray
 
 from octavo.checkpoints.registry import open_checkpoint
@@ -14,11 +15,14 @@ from octavo.errors import ModelError
 from octavo.kernels.native import NativeOps
 from octavo.models.adaptable_model import AdaptableModel
 from octavo.models.loader import LoadedWeights
+from octavo.models.merge import MergedCheckpoint, merge_nbytes
 from octavo.models.registry import read_spec
 from octavo.models.spec import ModelSpec
 from octavo.models.weight_norms import WeightNorms, norms_nbytes
 from octavo.system.distributed import Rank
+from tests.adapters import make_factors, write_adapter
 from tests.checkpoints.gguf.test_file import make
+from tests.checkpoints.test_sharded_state import save
 from tests.models.harness import make_hf, spec_of
 from tests.quantization.formats import FORMATS
 from tests.quantization.harness import SIZES
@@ -95,18 +99,31 @@ def test_gguf(kind: str, types: dict[str, str], rtol: float, tmp_path: Path) -> 
     check(file, spec, {name: tensor.numpy() for name, tensor in state.items()}, rtol)
 
 
-@pytest.mark.parametrize("form", ["plain", "gptq act-order", "W8A8", "compressed FP8", "NVFP4"])
+STORED = ("plain", "sharded", "merged", "gptq act-order", "W8A8", "compressed FP8", "NVFP4")
+
+
+@pytest.mark.parametrize("form", STORED)
 def test_memory_is_within_the_plan(form: str, tmp_path: Path) -> None:
     sizes = SIZES | {"intermediate_size": 2048, "hidden_size": 512, "num_hidden_layers": 1}
-    if form == "plain":
+    if form in ("plain", "sharded", "merged"):
         make_hf("LlamaForCausalLM", **sizes).save_pretrained(tmp_path)
         folder = tmp_path
     else:
         folder = FORMATS[form].make(tmp_path, **sizes).quantized
     spec = spec_of(folder)
     layers = {slice.layer for slice in AdaptableModel(spec).slices}
-    planned = norms_nbytes(spec.weights(), layers, RANK)
-    norms = WeightNorms(spec.weights(), lambda: open_checkpoint(folder).open(spec.expected))
+    planned = norms_nbytes(spec.weights(), layers, RANK, copies=form == "sharded")
+    checkpoint: Any = open_checkpoint(folder)
+    if form == "sharded":
+        tensors = safetensors.torch.load_file(folder / "model.safetensors")
+        save(folder, tensors, 2)
+        checkpoint = open_checkpoint(folder, "sharded_state")
+    elif form == "merged":
+        own = make_factors(AdaptableModel(spec), ["model.layers.0.mlp.up_proj"])
+        adapter = write_adapter(tmp_path / "a", own)
+        checkpoint = MergedCheckpoint(checkpoint, adapter, "float32")
+        planned += merge_nbytes(adapter, "float32")
+    norms = WeightNorms(spec.weights(), lambda: checkpoint.open(spec.expected))
     a, b = factors("", 2048, 512)
     rows = [slice(None)]
     norms.compute("model.layers.0.mlp.gate_proj", rows, a, b, SCALE)  # imports

@@ -50,6 +50,8 @@ class FakeServer:
     def __init__(self, answer):
         self.answer = answer
         self.ready = 200
+        self.adapters = []
+        """Names of its adapters; None: it does not tell them."""
         self.asked = []
 
     async def request(self, method, url, headers, data, allow_redirects):
@@ -60,6 +62,8 @@ class FakeServer:
             if isinstance(self.ready, Exception):
                 raise self.ready
             return SimpleNamespace(status=self.ready, close=lambda: None)
+        if url.path == "/v1/models" and "x-request-id" not in dict(headers):
+            return self._models()
         request = SimpleNamespace(
             method=method, url=str(url), headers=CIMultiDict(headers), content=data
         )
@@ -75,6 +79,14 @@ class FakeServer:
             read=content.read,
             close=lambda: None,
         )
+
+    def _models(self):
+        cards = [{"id": "m", "parent": None}]
+        cards += [{"id": name, "parent": "m"} for name in self.adapters or ()]
+        content = json.dumps({"data": cards}).encode()
+        status = 401 if self.adapters is None else 200
+
+        return SimpleNamespace(status=status, content=Content([content]), close=lambda: None)
 
     async def close(self):
         await self.real.close()

@@ -96,6 +96,8 @@ KINDS = {
 }
 OF_THE_OPERATOR = {
     "/server_info",
+    "/v1/load_lora_adapter",
+    "/v1/unload_lora_adapter",
     "/reset_prefix_cache",
     "/sleep",
     "/wake_up",
@@ -110,8 +112,9 @@ OF_THE_OPERATOR = {
     "/tokenizer_info",
 }
 """Routes for a server's operator, who calls the server itself."""
-OF_ONE_SERVER = ("/v1/files", "/v1/batches", "/v1/streams")
-"""Beginnings of routes for what one server stores, and the router does not know which."""
+OF_ONE_SERVER = ("/v1/files", "/v1/batches", "/v1/streams", "/v1/audio")
+"""Beginnings of routes for what one server stores, and the router does not know which, or for
+forms."""
 
 
 class AppServer:

@@ -1,7 +1,9 @@
 """Choice of the server for a request, and readiness."""
 
 import asyncio
+import contextlib
 from collections import Counter
+from functools import partial
 
 import aiohttp
 import pytest
@@ -12,12 +14,14 @@ from tests.router.servers import FakeServer, upstream, whole
 PIECES = [bytes([i]) * 16 for i in range(8)]
 
 
-def pooled(test):
-    """Run a test with a pool of three ready servers."""
+def pooled(test, adapters=((), (), ())):
+    """Run a test with a pool of three ready servers, which have the named adapters."""
 
     async def run():
-        pool = Pool(0.01, 0.03)
+        pool = Pool(0.01, 0.03, lists_adapters=True)
         servers = [FakeServer(whole()) for _ in range(3)]
+        for server, names in zip(servers, adapters, strict=True):
+            server.adapters = names
         for number, server in enumerate(servers):
             pool.add(upstream(f"s{number}", server))
         try:
@@ -129,3 +133,59 @@ async def test_what_is_awaited_of_a_silent_server_ends(pool, servers):
     assert pool.upstreams[0].silent >= 2
     async with pool.upstreams[1].guard():
         await asyncio.sleep(0.05)
+
+
+def busy(pool, upstream, count):
+    """Return a context in which a server has begun `count` answers."""
+    stack = contextlib.ExitStack()
+    for _ in range(count):
+        stack.enter_context(pool.hold(upstream, 1)).begin()
+    return stack
+
+
+@partial(pooled, adapters=("ab", "b", None))
+async def test_a_server_that_lists_the_adapter_is_preferred(pool, servers):
+    """Unless it is much busier. The name of the model itself prefers none."""
+    first, second, third = pool.upstreams
+    assert [first.adapters, second.adapters, third.adapters] == [{"a", "b"}, {"b"}, None]
+    assert {pool.choose([], {}, model="a") for _ in range(6)} == {first}
+    for model in ("m", "x"):
+        assert len({pool.choose([], {}, model=model) for _ in range(3)}) == 3
+    with busy(pool, first, 15):
+        assert pool.choose([], {}, model="a") is first
+    with busy(pool, first, 17):
+        assert pool.choose([], {}, model="a") is not first
+    assert pool.choose([], {first: first.epoch}, model="a") is not first
+
+
+@partial(pooled, adapters=("abc", "abc", "abc"))
+async def test_a_server_that_has_the_adapter_in_memory_is_preferred(pool, servers):
+    """Adapters that all servers list are divided among them; a restart forgets it."""
+    homes = {name: pool.choose([], {}, model=name) for name in "abc"}
+    assert len(set(homes.values())) == 3
+    assert all(pool.choose([], {}, model=name) is home for name, home in homes.items())
+    with busy(pool, homes["a"], 9):
+        assert pool.choose([], {}, model="a") is not homes["a"]
+    pool.restarted(homes["b"])
+    await until(lambda: homes["b"].ready)
+    assert homes["b"].adapters == {"a", "b", "c"}
+    with busy(pool, homes["b"], 1):
+        assert pool.choose([], {}, model="b") is not homes["b"]
+
+
+@partial(pooled, adapters=("a", "", "a"))
+async def test_lists_are_renewed_and_servers_that_lack_a_model_are_left_out(pool, servers):
+    first, second, third = pool.upstreams
+    with busy(pool, first, 30), busy(pool, third, 30):
+        assert pool.choose([], {}, model="a") is second
+        assert pool.note_lack(second, "a")
+        assert pool.choose([], {}, model="a") is not second
+        servers[1].adapters = ["a"]
+        second.list_at = 0.0
+        await until(lambda: second.adapters)
+        assert pool.choose([], {}, model="a") is second
+    assert not pool.note_lack(first, "x")
+    assert not pool.note_lack(first, "a" * 10_000)
+    for i in range(3000):
+        pool.note_lack(first, str(i))
+    assert len(first.lacking) < 2000

@@ -328,3 +328,62 @@ async def test_a_decode_server_is_lost_and_the_prompt_handed_over_again():
         for _ in range(2):
             assert text_of(await router.ask(stream=True)) == "one two three"
         assert len(router.prefill[0].asked) == sum(len(s.asked) for s in router.servers)
+
+
+def has(*names):
+    """Return a server that answers requests for some models, and 404 for others."""
+
+    def answer(request):
+        model = json.loads(request.content)["model"]
+        if model in names:
+            return whole(model=model)(request)
+        error = {"message": "unknown", "code": "model_not_found"}
+        return whole(404, error=error)(request)
+
+    return answer
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/embeddings"])
+@pytest.mark.parametrize("lists", [True, False])
+def test_requests_reach_a_server_that_has_the_adapter(path, lists):
+    """Also if the router does not know which one has it."""
+
+    async def main():
+        async with Routed([has("m"), has("m", "a"), has("m")]) as router:
+            router.servers[1].adapters = ["a"] if lists else None
+            for upstream, server in zip(
+                router.state.answering.upstreams, router.servers, strict=True
+            ):
+                server.adapters = server.adapters if lists else None
+                upstream.list_at = 0.0
+            known = {"a"} if lists else None
+            while router.state.answering.upstreams[1].adapters != known:
+                await asyncio.sleep(0.002)
+            for _ in range(10):
+                answer = await router.ask(path, model="a", input="x")
+                assert (answer.status_code, answer.json()["model"]) == (200, "a")
+            asked = [len(server.asked) for server in router.servers]
+            assert asked == [0, 10, 0] if lists else asked[1] == 10
+            for server in router.servers:
+                server.asked.clear()
+            unknown = await router.ask(path, model="x", input="x")
+            assert unknown.json()["error"]["code"] == "model_not_found"
+            assert sum(len(server.asked) for server in router.servers) == (1 if lists else 3)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/%6Coad_lora_adapter"]
+)
+def test_adapters_are_not_changed_through_a_router(path):
+    """Its key of the servers may be an operator's."""
+
+    async def main():
+        async with Routed([whole()], server_api_key="admin") as router:
+            answer = await router.ask(path, lora_name="a", lora_path="a")
+            assert answer.status_code == 404
+            assert "each of its servers" in answer.json()["error"]["message"]
+            assert router.servers[0].asked == []
+
+    asyncio.run(main())

@@ -83,15 +83,29 @@ def test_equal_pictures_start_together():
 
 def test_a_large_picture_is_not_overtaken_for_ever():
     """Others take no more rows while the first picture in order waits for room."""
-    engine = make_engine(rows=30, num_blocks=200, max_num_seqs=20)
-    engine.add("small", range(40), features=[picture("s", 0, 20)])
+    engine = make_engine(rows=30, max_num_seqs=20, long_prefill_token_threshold=10)
+    engine.add("small", range(30), features=[picture("s", 0, 20)])
     engine.add("large", range(40), features=[picture("l", 0, 30)])
-    for i in range(6):
-        engine.add(f"p{i}", range(40), features=[picture(f"p{i}", 0, 10)])
-    first = [next(iter(engine.schedule().scheduled_encoder_inputs), None) for _ in range(4)]
-    assert first[0] == "small"
-    assert "large" in first
-    assert first.index("large") < first.index("p0") if "p0" in first else True
+    engine.add("other", range(20), features=[picture("o", 0, 10)])
+    engine.add("same", range(20), features=[picture("s", 0, 20)])
+    first = engine.schedule()
+    assert first.scheduled_encoder_inputs == {"small": [0]}
+    assert "other" not in scheduled_tokens(first)
+    assert "same" in scheduled_tokens(first)  # it needs no more rows
+    engine.schedule()
+    assert list(engine.schedule().scheduled_encoder_inputs) == ["large"]
+    engine.run()
+
+
+def test_rows_in_the_cache_are_not_given_up_for_others_of_the_same_tokens():
+    engine = make_engine(rows=30)
+    for name in "abc":
+        engine.add(name, range(20), features=[picture(name, 0, 10)])
+        engine.run()
+    engine.add("r", range(1, 31), features=[picture("d", 0, 10), picture("a", 10, 10)])
+    step = engine.schedule()
+    assert step.scheduled_encoder_inputs == {"r": [0]}
+    assert step.free_encoder_mm_hashes == ["b"]
     engine.run()
 
 

@@ -5,8 +5,8 @@ end-of-sequence token.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -37,6 +37,7 @@ from octavo.observability.metrics import EngineMetrics
 from octavo.observability.scheduler_stats import SchedulerStats
 from octavo.quantization.plain import PLAIN
 from octavo.sampling_params import BeamSearchParams, SamplingParams
+from octavo.server.adapter_table import AdapterTable
 from octavo.server.app import build_app
 from octavo.server.state import ServerState
 from octavo.system import clock
@@ -73,6 +74,7 @@ class FakeSpec(SimpleNamespace):
     """Description of the fake model; it generates text if it has no poolers."""
 
     sees_all = False
+    is_encoder_decoder = False
     sentences = NO_SENTENCES
 
     @property
@@ -105,6 +107,7 @@ class FakeAsyncLLM:
             generation_config=generation_config or {},
             architecture="FakeForCausalLM",
             generates=True,
+            is_encoder_decoder=False,
             dtype="float32",
             hidden_size=4,
             layers=(),
@@ -293,7 +296,10 @@ class FakeAsyncLLM:
         if "bad" in lora_request.lora_path:
             raise AdapterError(f"{lora_request.lora_path} is damaged.")
         path = lora_request.lora_path
-        return AdapterRef(lora_request.lora_name, path, f"content of {path}")
+        name, draft = lora_request.lora_name, lora_request.draft_path
+        return AdapterRef(
+            name, path, f"content of {path}", draft=draft and AdapterRef("", draft, f"of {draft}")
+        )
 
     async def scale(self, size):
         if size > 8:
@@ -441,25 +447,37 @@ def with_server(
     """Run a scenario against a server in this process, without sockets."""
 
     async def run() -> None:
-        fake = engine()
-
-        async def start() -> FakeAsyncLLM:
-            return fake
-
-        state = ServerState(ServerConfig(**settings), fake.config, start)
-        state.start()
-        await asyncio.sleep(0)
-        transport = httpx.ASGITransport(build_app(state), raise_app_exceptions=False)
-        async with httpx.AsyncClient(
-            transport=transport, base_url="http://test", headers=headers, timeout=20
-        ) as http:
-            await scenario(Served(fake, state, http))
-        assert state.num_active == 0
-        assert fake.num_unfinished_requests == 0
-        await state.close()
-        assert fake.was_shut_down
+        async with serving(engine, headers, **settings) as served:
+            await scenario(served)
 
     asyncio.run(asyncio.wait_for(run(), 30))
+
+
+@asynccontextmanager
+async def serving(
+    engine: Callable[[], FakeAsyncLLM] = FakeAsyncLLM,
+    headers: dict[str, str] | None = None,
+    adapters: AdapterTable | None = None,
+    **settings: Any,
+) -> AsyncIterator[Served]:
+    """Serve in this process, without sockets; `adapters` is a table that front ends share."""
+    fake = engine()
+
+    async def start() -> FakeAsyncLLM:
+        return fake
+
+    state = ServerState(ServerConfig(**settings), fake.config, start, adapters)
+    state.start()
+    await asyncio.sleep(0)
+    transport = httpx.ASGITransport(build_app(state), raise_app_exceptions=False)
+    async with httpx.AsyncClient(
+        transport=transport, base_url="http://test", headers=headers, timeout=20
+    ) as http:
+        yield Served(fake, state, http)
+    assert state.num_active == 0
+    assert fake.num_unfinished_requests == 0
+    await state.close()
+    assert fake.was_shut_down
 
 
 class Call:

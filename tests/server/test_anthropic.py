@@ -234,7 +234,7 @@ def test_count_tokens():
             {"messages": [{"role": "user", "content": [{"type": "image", "source": PNG}]}]},
             400,
             "invalid_request_error",
-            "not supported by this model: it reads text only",
+            "not supported here; send text only",
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "tool_result", "content": "x"}]}]},

@@ -53,6 +53,7 @@ def test_a_process_is_told_all_settings():
         ),
         *("path", "tokenizer"),
         "folder",
+        "adapters",
         slot=1,
         number=2,
         life=5,

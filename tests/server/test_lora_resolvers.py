@@ -9,9 +9,9 @@ import pytest
 
 from octavo import LoRARequest
 from octavo.config import EngineConfig, LoRAConfig
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, UnknownAdapterError
 from octavo.lora_resolver import LoRAResolver, LoRAResolverRegistry
-from octavo.server import served_adapters
+from octavo.server import adapter_searches
 from octavo.server.lora_resolvers import ENTRY_POINTS, make_resolvers
 from tests.server.fake_engine import FakeAsyncLLM, with_server
 
@@ -132,7 +132,7 @@ def store():
 
 
 def test_a_slow_or_failing_search_makes_no_others_wait(store, monkeypatch):
-    monkeypatch.setattr(served_adapters, "_MOST_SEARCHES", 2)
+    monkeypatch.setattr(adapter_searches, "_MOST_SEARCHES", 2)
 
     async def scenario(served):
         waiting = [asyncio.create_task(served.complete(model="slow")) for _ in range(5)]
@@ -160,7 +160,7 @@ def test_a_slow_or_failing_search_makes_no_others_wait(store, monkeypatch):
 
 
 def test_a_search_ends(store, monkeypatch):
-    monkeypatch.setattr(served_adapters, "_SEARCH_SECONDS", 0.01)
+    monkeypatch.setattr(adapter_searches, "_SEARCH_SECONDS", 0.01)
 
     async def scenario(served):
         late = await served.complete(model="slow")
@@ -169,6 +169,78 @@ def test_a_search_ends(store, monkeypatch):
         assert (await served.complete(model="a")).status_code == 200
 
     with_server(scenario, engine(lora_resolvers=["store"]))
+
+
+def test_a_search_ends_for_a_request_at_its_deadline(store):
+    """It continues for others."""
+
+    async def scenario(served):
+        waiting = asyncio.create_task(served.complete(model="slow"))
+        late = [
+            await served.complete(model="slow", deadline_ms=10),
+            await served.http.post(
+                "/v1/embeddings",
+                json={"model": "slow", "input": "a"},
+                headers={"X-Deadline-Ms": "10"},
+            ),
+        ]
+        late.append(await served.complete(model="slow", deadline_ms=60_000, max_ttft_ms=10))
+        errors = [answer.json()["error"] for answer in late]
+        assert {answer.status_code for answer in late} == {408}
+        assert {error["code"] for error in errors} == {"deadline_exceeded"}
+        assert [error["param"] for error in errors] == ["deadline_ms", "deadline_ms", "max_ttft_ms"]
+        store.go.set()
+        assert (await waiting).status_code == 200
+        assert len(store.seen) == 1
+
+    with_server(scenario, engine(lora_resolvers=["store"]))
+
+
+def test_a_key_leaves_searches_to_others(store, monkeypatch):
+    monkeypatch.setattr(adapter_searches, "_MOST_SEARCHES", 10)
+
+    async def scenario(served):
+        async def ask(model, key):
+            return await served.http.post(
+                "/v1/completions",
+                json={"model": model, "prompt": "a", "max_tokens": 1},
+                headers={"Authorization": f"Bearer {key}"},
+            )
+
+        waiting = [asyncio.create_task(ask(f"slow {i}", "one")) for i in range(20)]
+        while sum(it.done() for it in waiting) < 12:
+            await asyncio.sleep(0.001)
+        assert len(store.seen) == 8
+        (full,) = {it.result().json()["error"]["message"] for it in waiting if it.done()}
+        assert "8 adapters for this API key" in full
+        assert (await ask("a", "two")).status_code == 200
+        store.go.set()
+        assert [it.status_code for it in await asyncio.gather(*waiting)].count(200) == 8
+        assert (await ask("slow 19", "one")).status_code == 200
+
+    with_server(scenario, engine(lora_resolvers=["store"]), api_key=["one", "two"])
+
+
+def test_an_unknown_hub_id_is_an_unknown_model():
+    """An operator who loads it learns what the hub says."""
+
+    class Engine(FakeAsyncLLM):
+        async def resolve_adapter(self, lora_request, root=None):
+            raise UnknownAdapterError(f"{lora_request.lora_path} is not on the hub.")
+
+    async def scenario(served):
+        load = {"lora_name": "a", "lora_path": "org/a"}
+        for answer, says in (
+            (await served.complete(model="org/a"), "'org/a' does not exist here"),
+            (await served.post(LOAD, **load), "org/a is not on the hub"),
+        ):
+            error = answer.json()["error"]
+            assert (answer.status_code, error["code"]) == (404, "model_not_found")
+            assert says in error["message"]
+
+    settings = {"lora_hub_repos": ["org/*"], "lora_resolvers": ["hub"], "enable_lora": True}
+    config = EngineConfig.from_kwargs(served_model_name=["m"], **settings)
+    with_server(scenario, lambda: Engine(config=config), enable_admin=True)
 
 
 def test_an_operator_s_adapter_has_precedence(root, store):

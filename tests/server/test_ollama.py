@@ -374,7 +374,7 @@ def test_names():
         ("/api/chat", {"messages": ["x"]}, "messages[0]='x' is not a message"),
         ("/api/chat", {"messages": [{"role": "x"}]}, "messages[0].role='x'"),
         ("/api/chat", {"messages": [{**USER, "content": []}]}, "messages[0].content=[]"),
-        ("/api/chat", {"messages": [{**USER, "images": ["eA=="]}]}, "not supported by this model"),
+        ("/api/chat", {"messages": [{**USER, "images": ["eA=="]}]}, "not supported here"),
         ("/api/chat", {"messages": [{**USER, "images": [5]}]}, "messages[0].images=[5]"),
         (
             "/api/chat",
@@ -403,7 +403,7 @@ def test_names():
         ("/api/generate", {"suffix": "x"}, "suffix='x' is not supported"),
         ("/api/generate", {"template": "x"}, "template='x' is not supported"),
         ("/api/generate", {"context": [1]}, "context=[1] is not supported"),
-        ("/api/generate", {"images": ["eA=="]}, "not supported by this model"),
+        ("/api/generate", {"images": ["eA=="]}, "not supported here"),
         ("/api/generate", {"images": "eA=="}, "images='eA=='"),
         ("/api/generate", {"images": ["eA=="], "raw": True}, "images=['eA=='] needs the chat"),
         ("/api/generate", {"raw": True, "system": "s"}, "system='s' needs the chat template"),

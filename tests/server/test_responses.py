@@ -815,7 +815,7 @@ def item(**fields):
         (
             item(role="user", content=[{"type": "input_image", "image_url": "x"}]),
             "input",
-            "is of type 'input_image', which is not supported by this model",
+            "is of type 'input_image', which is not supported here",
         ),
         (
             item(role="user", content=[{"type": "input_image", "file_id": "x"}]),

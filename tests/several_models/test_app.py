@@ -8,8 +8,11 @@ from urllib.parse import quote
 import httpx
 import pytest
 
+from octavo import LoRARequest
 from octavo.config import EngineConfig, ServerConfig
 from octavo.errors import OctavoError, RequestError
+from octavo.lora_resolver import LoRAResolver, LoRAResolverRegistry
+from octavo.server.adapter_table import ServedAdapter
 from octavo.several_models import memory
 from octavo.several_models.app import build_app
 from octavo.several_models.config import SeveralModelsConfig, read_models, served_models
@@ -81,17 +84,28 @@ class Served:
         unread: names of models that cannot be read.
         config: settings of the HTTP server.
         adapters: names of the adapters of each model.
+        lora: settings of the adapters of each model.
         **several: settings of the loading.
     """
 
     def __init__(
-        self, abilities, answers=None, broken=(), unread=(), config=None, adapters=None, **several
+        self,
+        abilities,
+        answers=None,
+        broken=(),
+        unread=(),
+        config=None,
+        adapters=None,
+        lora=None,
+        **several,
     ):
         given = [{"path": f"/m/{n}", "name": n} for n in abilities]
         for one in given:
             if names := (adapters or {}).get(one["name"]):
                 modules = [f"{name}=/a/{name}" for name in names]
                 one |= {"enable_lora": True, "lora_modules": modules}
+            if settings := (lora or {}).get(one["name"]):
+                one |= {"enable_lora": True, **settings}
         models = read_models([json.dumps(one) for one in given])
         settings = SeveralModelsConfig(**several)
         most = min(settings.max_loaded_models or len(models), len(models))
@@ -190,6 +204,7 @@ def test_a_request_reaches_its_model(path, fields, model):
         ("/models/load", {"model": 1}, 400, "model is 1"),
         ("/models/unload", {"model": "x"}, 404, "does not exist"),
         ("/v1/files", {}, 404, "is not available with several models"),
+        ("/v1/audio/transcriptions", {}, 404, "is not available with several models"),
         ("/v1/responses/resp_1/cancel", {}, 404, "'resp_1' not found"),
         ("/api/chat", {"model": "gen", "keep_alive": "x"}, 400, "keep_alive='x' is not allowed"),
     ],
@@ -278,6 +293,143 @@ def test_adapters_choose_their_models():
             assert (card["parent"], card["root"]) == ("emb", "/a/long")
             assert list(await served.states()) == ["gen", "poems", "emb", "short", "long"]
             assert (await served.ask("/models/unload", model="short")).status_code == 200
+
+    run(main())
+
+
+LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+
+
+class Adapting(Served):
+    """Server whose fake servers of models load adapters, and count their loads."""
+
+    def __init__(self, **settings):
+        self.loads = []
+        answers = {name: self._answer_of(name) for name in BOTH}
+        settings = {"config": ServerConfig(enable_admin=True), **settings}
+        super().__init__(BOTH, answers, **settings)
+
+    def _answer_of(self, name):
+        def answer(request):
+            if not str(request.url).endswith(LOAD):
+                return answer_of(name)(request)
+            body = json.loads(request.content)
+            self.loads.append((name, body["lora_name"]))
+            adapter = ServedAdapter(name=body["lora_name"], path="/x", parent=name)
+            self.model(name).adapters.add(adapter, replace=True)
+            return whole(id=body["lora_name"])(request)
+
+        return answer
+
+
+def test_adapters_are_loaded_to_a_model():
+    """A model that is not loaded is loaded for them; they stay when it is unloaded."""
+
+    async def main():
+        lora = {name: {"lora_root": "/adapters"} for name in BOTH}
+        async with Adapting(lora=lora, max_loaded_models=1) as served:
+
+            async def load(status, said="", **body):
+                answer = await served.ask(LOAD, **{"lora_path": "x", **body})
+                assert answer.status_code == status, answer.text
+                assert said in answer.text
+
+            await load(400, "base_model_name is missing", lora_name="a")
+            await load(
+                404, "base_model_name='x' does not exist", lora_name="a", base_model_name="x"
+            )
+            await load(400, "is the name of a model", lora_name="gen", base_model_name="emb")
+            await load(400, "lora_name", lora_name="", base_model_name="emb")
+            assert served.loads == []
+            await load(200, lora_name="a", base_model_name="emb")
+            await load(200, lora_name="b", base_model_name="gen")
+            await load(400, "is an adapter of emb", lora_name="a", base_model_name="gen")
+            await load(200, lora_name="a", load_inplace=True)
+            assert served.loads == [("emb", "a"), ("gen", "b"), ("emb", "a")]
+            wanted = {"gen": "unloaded", "b": "unloaded", "emb": "loaded", "a": "loaded"}
+            assert await served.states() == wanted
+            card = (await served.client.get("/v1/models/b")).json()
+            assert (card["parent"], card["root"]) == ("gen", "/x")
+            assert (await served.ask(model="b", prompt="x")).json()["model"] == "gen"
+            assert (await served.states())["a"] == "unloaded"
+
+            for status in (200, 404):
+                assert (await served.ask(UNLOAD, lora_name="a")).status_code == status
+            assert (await served.ask(UNLOAD, lora_name="gen")).status_code == 404
+            assert (await served.ask(model="a", prompt="x")).status_code == 404
+            assert (await served.states())["gen"] == "loaded"
+
+    run(main())
+
+
+def test_one_name_is_loaded_to_two_models_at_the_same_moment():
+    async def main():
+        lora = {name: {"lora_root": "/adapters"} for name in BOTH}
+        async with Adapting(lora=lora) as served:
+            asked = [
+                served.ask(LOAD, lora_name="a", lora_path="x", base_model_name=name)
+                for name in BOTH
+            ]
+            answers = await asyncio.gather(*asked)
+            assert sorted(answer.status_code for answer in answers) == [200, 400]
+            assert len(served.loads) == 1
+
+    run(main())
+
+
+@pytest.mark.parametrize("path", [LOAD, UNLOAD, "/v1/%6Coad_lora_adapter", f"{LOAD}?x=1"])
+def test_only_operators_load_adapters(path):
+    async def main():
+        config = ServerConfig(api_key=["one", "two"])
+        async with Adapting(lora={"gen": {"lora_root": "/x"}}, config=config) as served:
+            headers = {"authorization": "Bearer one"}
+            answer = await served.ask(path, headers, lora_name="a", lora_path="x")
+            assert (answer.status_code, served.loads) == (403, [])
+
+    run(main())
+
+
+def test_adapters_that_cannot_change():
+    async def main():
+        async with Adapting(adapters={"gen": ["a"]}) as served:
+            for body in ({}, {"base_model_name": "gen"}):
+                answer = await served.ask(LOAD, lora_name="b", lora_path="x", **body)
+                assert (answer.status_code, served.loads) == (404, [])
+                assert "Adapters cannot be loaded" in answer.text
+
+    run(main())
+
+
+class Waiting(LoRAResolver):
+    """Resolver that never ends for the name "slow", and knows "poems" of the model emb."""
+
+    async def resolve_lora(self, base_model_name, lora_name):
+        if lora_name == "slow":
+            await asyncio.Event().wait()
+        known = (base_model_name, lora_name) == ("emb", "poems")
+        return LoRARequest("poems", 1, "/x") if known else None
+
+
+def test_resolvers_choose_the_model(tmp_path, monkeypatch):
+    monkeypatch.setitem(LoRAResolverRegistry.resolvers, "mine", Waiting())
+    for model in BOTH:
+        (tmp_path / model / f"of {model}").mkdir(parents=True)
+        (tmp_path / model / f"of {model}" / "adapter_config.json").touch()
+
+    async def main():
+        lora = {
+            model: {"lora_root": str(tmp_path / model), "lora_resolvers": ["folder", "mine"]}
+            for model in BOTH
+        }
+        async with Adapting(lora=lora) as served:
+            for name, model in (("of gen", "gen"), ("of emb", "emb"), ("poems", "emb")):
+                answer = await served.ask(model=name, prompt="a")
+                assert (answer.status_code, answer.json()["model"]) == (200, model)
+            assert (await served.ask(model="none", prompt="a")).status_code == 404
+            assert (await served.ask("/api/chat", model="of gen")).status_code == 404
+            for body, headers in (({"deadline_ms": 10}, {}), ({}, {"X-Deadline-Ms": "10"})):
+                late = await served.ask(model="slow", prompt="a", headers=headers, **body)
+                assert late.status_code == 408
 
     run(main())
 

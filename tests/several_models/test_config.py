@@ -81,7 +81,13 @@ def test_settings_of_one_model_override_those_for_all():
         assert words in [flags[i : i + 2] for i in range(len(flags))], words
     assert "--no-warm-spare" in flags
     assert "--port" not in flags
+    assert "--no-enable-admin" in flags
     assert "--kv-cache-memory-bytes" not in a.flags(None, warm_spare=True)
+
+
+def test_a_server_lets_the_front_load_adapters():
+    (model,) = made({"path": "a", "enable_lora": True, "lora_root": "/adapters"})
+    assert "--enable-admin" in model.flags(None, warm_spare=False)
 
 
 def test_the_memory_of_requests_is_divided_among_loaded_models():
@@ -109,7 +115,6 @@ def test_variables_of_the_environment_count():
         ([{"path": "a", "numa_node": 0}], {}, "numa_node cannot be a setting of one model"),
         ([{"path": "a", "record": "f"}], {}, "record cannot be given with several models"),
         (["a"], {"server": {"state_dir": "d"}}, "state_dir cannot be given with several models"),
-        (["a"], {"engine": {"lora_resolvers": ["folder"]}}, "an unknown name tells no model"),
         (["a", "b"], {"engine": {"enable_lora": True, "lora_modules": ["x=y"]}}, "the name 'x'"),
         (["a"], {"server": {"headless": True}}, "a node serves one model"),
         (["a"], {"engine": {"served_model_name": ["x"]}}, "would name all models alike"),

@@ -22,7 +22,7 @@ def run_code(monkeypatch, tmp_path):
     """Return a function that loads a model whose server runs the given code."""
 
     def run(code, on_loss=lambda error: None):
-        def start(flags, upstream, kind, **more):
+        def start(flags, upstream, kind, environment, **more):
             return kind([sys.executable, "-c", code], **more)
 
         monkeypatch.setattr(server_module, "start_local", start)

@@ -104,6 +104,41 @@ def test_what_never_gets_its_turn_is_told_to_come_again(grammars, monkeypatch):
     assert (errors[0].status, errors[0].retry_after) == (503, 5)
 
 
+def test_the_start_of_a_helper_is_no_wait_for_a_turn(grammars, monkeypatch):
+    watched, watch = [], GrammarCompiler._watch
+
+    def noted(self, now):
+        watch(self, now)
+        watched.append(now)
+
+    def wait_for_a_watch():
+        count = len(watched)
+        while len(watched) < count + 2:
+            assert grammars.results.empty(), "a grammar was given up"
+            time.sleep(0.001)
+
+    monkeypatch.setattr(GrammarCompiler, "_watch", noted)
+    monkeypatch.setattr(module, "START_SECONDS", 1e6)
+    message = grammars.helper.socket.recv(2**16)  # it has not started yet
+    grammars.begin("slow 2", "slow 3", "4")
+    wait_for_a_watch()
+    for job in (*grammars.compiler._running, *grammars.compiler._queues[None]):
+        job.arrived -= 2 * module.WAIT_SECONDS
+    wait_for_a_watch()
+    grammars.helper._theirs.send(message)
+    running(grammars, 2)
+    wait_for_a_watch()
+    grammars.backend.go.set()
+    assert all(isinstance(grammars.next().result, Placed) for _ in range(3))
+
+
+def test_a_helper_that_does_not_start(grammars, monkeypatch):
+    monkeypatch.setattr(module, "START_SECONDS", 0.1)
+    grammars.helper.socket.recv(2**16)
+    grammars.begin("2", "3", "4")
+    assert [type(grammars.next().result) for _ in range(3)] == [GrammarBusyError] * 3
+
+
 def test_what_no_request_waits_for_is_ended_or_never_begun(grammars):
     wanted = threading.Event()
     wanted.set()

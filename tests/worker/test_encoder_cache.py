@@ -22,6 +22,7 @@ def test_items_of_all_requests_are_computed_together_and_forgotten():
     work = SchedulerOutput(scheduled_encoder_inputs={"1": [1], "2": [0]})
     cache.update(work, features)
     assert encoder.runs == [["bb", "ccc"]]
+    assert [bool(item.data) for item in features["1"]] == [True, False]
     assert {name: rows.numpy().tolist() for name, rows in cache.rows.items()} == {
         "bb": [[2, 2]] * 3,
         "ccc": [[3, 3]],

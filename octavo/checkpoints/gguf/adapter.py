@@ -5,8 +5,10 @@ Format: https://github.com/ggml-org/llama.cpp/blob/master/src/llama-adapter.cpp
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -16,15 +18,19 @@ from numpy.typing import NDArray
 from octavo.checkpoints.adapter import MERGE, Factors, finite_scale, identity_of, pair_factors
 from octavo.checkpoints.base import FLOATS, Expected, Source
 from octavo.checkpoints.config_json import ConfigJson
-from octavo.checkpoints.gguf.architectures import ARCHITECTURES, stored_name
+from octavo.checkpoints.gguf.architectures import ARCHITECTURES, EXPERT, stored_name
 from octavo.checkpoints.gguf.file import GROUPED
 from octavo.checkpoints.gguf.header import GGUFHeader
 from octavo.checkpoints.mapped_file import StoredTensor
 from octavo.checkpoints.model_files import printable
 from octavo.errors import AdapterError
+from octavo.system.tensor import itemsize
 
 _FACTOR = re.compile(r"(.+)\.weight\.lora_([ab])")
 _EMBEDDING = "token_embd"
+_EXPERTS = re.compile(r"blk\.\d+\.ffn_(gate|up|down)_exps")
+"""Modules whose factors are those of all experts of a layer."""
+_MOST_EXPERTS = 4096
 _TOKENS = "adapter.alora.invocation_tokens"
 
 
@@ -72,6 +78,8 @@ class GGUFAdapter:
         self.kind = "activated LoRA" if self.invocation_tokens else "LoRA"
         architecture = metadata.get("general.architecture")
         known = ARCHITECTURES.get(architecture) if isinstance(architecture, str) else None
+        if any("_exps." in name or "ffn_gate_inp." in name for name in header.tensors):
+            known = ARCHITECTURES.get(f"{architecture} with experts", known)
         if known is None or known.tiled:
             raise AdapterError(
                 f"{path}: general.architecture={printable(str(architecture))} is not supported for "
@@ -105,18 +113,38 @@ class GGUFAdapter:
                     f"{self.path}: {printable(name)} has type {tensor.type.upper()}, and factors "
                     "must be floats; convert the adapter with --outtype f16."
                 )
-            if len(tensor.shape) != 2:
-                raise AdapterError(
-                    f"{self.path}: {printable(name)} changes fused experts, which is not supported "
-                    "in GGUF; use the adapter's folder in PEFT's form."
-                )
             stored = StoredTensor(self.path, tensor.shape, tensor.type, tensor.begin)
-            if match[1] == _EMBEDDING and match[2] == "a":
+            if match[1] == _EMBEDDING and match[2] == "a" and len(tensor.shape) == 2:
                 stored = stored.transposed  # [tokens, rank], as llama.cpp gathers rows
-            found.setdefault(match[1], {})[match[2].upper()] = stored
+            for module, part in self._parts(match[1], stored):
+                found.setdefault(module, {})[match[2].upper()] = part
         if not found:
             raise AdapterError(f"{self.path} has no tensors; convert the adapter again.")
         return pair_factors(self.path, found, {_EMBEDDING})
+
+    def _parts(self, module: str, stored: StoredTensor) -> Iterator[tuple[str, StoredTensor]]:
+        """Yield a module with its factor, or each expert of a module with its own.
+
+        A of all experts is [experts, rank, inputs], and B is [experts, outputs, rank].
+
+        Raises:
+            AdapterError: the factor does not have as many dimensions as such a module.
+        """
+        experts = _EXPERTS.fullmatch(module) is not None
+        if len(stored.shape) != 2 + experts or (experts and stored.shape[0] > _MOST_EXPERTS):
+            wanted = f"3 dimensions, at most {_MOST_EXPERTS} experts" if experts else "2 dimensions"
+            raise AdapterError(
+                f"{self.path}: a factor of {printable(module)} is {list(stored.shape)}, and it "
+                f"must have {wanted}; use the adapter's folder in PEFT's form."
+            )
+        if not experts:
+            yield module, stored
+            return
+        shape = stored.shape[1:]
+        nbytes = math.prod(shape) * itemsize(stored.dtype)
+        for expert in range(stored.shape[0]):
+            begin = stored.begin + expert * nbytes
+            yield f"{module}.{expert}", replace(stored, shape=shape, begin=begin)
 
     def scale(self, module: str, parameter: str | None = None, experts: int = 1) -> float:
         """Implement `AdapterFile`, as llama.cpp computes it: without alpha, the factor is 1."""
@@ -127,7 +155,10 @@ class GGUFAdapter:
         """Implement `AdapterFile`."""
         known = self._architecture
         name = stored_name(f"{module}.weight", known.names, known.layers)
-        return [] if name is None else [name.removesuffix(".weight")]
+        if name is None:
+            return []
+        stored, expert = name.removesuffix(".weight"), EXPERT.search(module)
+        return [stored if expert is None else f"{stored}.{expert[1]}"]
 
     def row_order(self, source: Source, rows: int, head_size: int) -> NDArray[np.int64] | None:
         """Implement `AdapterFile`: undo the converter's changes, as `GGUFTensors.read` does."""

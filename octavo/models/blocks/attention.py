@@ -69,7 +69,8 @@ class RelativeBias:
     """Learned bias of the attention scores for each distance (T5, arXiv:1910.10683; MPNet).
 
     The checkpoint has one table for all layers. Half of its rows, the buckets, are for positions
-    before the query, and half for those after it. Long distances share buckets.
+    before the query, and half for those after it; with causal attention all are for those before
+    it. Long distances share buckets.
     """
 
     module: str
@@ -79,11 +80,13 @@ class RelativeBias:
     """Number of query heads in the checkpoint."""
     longest: int = 128
     """Distance from which on all distances have the same bucket."""
+    causal: bool = False
+    """True if no position after the query is seen (T5's decoder)."""
 
     @property
     def rows(self) -> tuple[int, ...]:
         """Bucket of each distance from -`longest` to `longest`."""
-        half = self.buckets // 2
+        half = self.buckets if self.causal else self.buckets // 2
         exact = half // 2
         distances = np.arange(-self.longest, self.longest + 1)
         size = np.maximum(np.abs(distances), 1).astype(np.float32)
@@ -91,6 +94,8 @@ class RelativeBias:
         steps = np.log(size / np.float32(exact)) / np.float32(math.log(self.longest / exact))
         large = exact + (steps * np.float32(half - exact)).astype(np.int64)
         bucket = np.where(size < exact, np.abs(distances), np.minimum(large, half - 1))
+        if self.causal:
+            return tuple(np.where(distances > 0, 0, bucket).tolist())
         return tuple((bucket + half * (distances > 0)).tolist())
 
 

@@ -19,12 +19,17 @@ if TYPE_CHECKING:
     from octavo.attention.base import AttentionBackend
     from octavo.kernels.base import Ops, PackedWeight, QuantizedWeight
     from octavo.layers.adapter import AdaptedEmbedding, AdaptedLinear, Adapters
+    from octavo.layers.cross_attention import CrossAttention
     from octavo.layers.expert_adapter import AdaptedExperts
     from octavo.layers.expert_exchange import ExpertExchange
     from octavo.layers.experts import Experts
     from octavo.layers.layer import Block
     from octavo.layers.shared import BufferRows, Columns, SharedBuffers
     from octavo.system.tensor import HostTensor, Tensor
+
+
+_PRODUCTS = ("up", "down")
+"""The two products of an expert."""
 
 
 class Table(Protocol):
@@ -87,6 +92,10 @@ class BlockSpec(ABC):
         Raises:
             ConfigError: there are fewer experts than ranks.
         """
+        return self
+
+    def for_adapters(self) -> BlockSpec:
+        """Return the block with the experts whose changes by adapters the rank computes."""
         return self
 
     def in_stage(self, begin: int) -> BlockSpec:
@@ -171,6 +180,8 @@ class Parts:
         self.expert_slots = expert_slots
         self.mixtures: list[Experts] = []
         """All mixtures of experts that were built, in the order of the forward pass."""
+        self.cross_attention: list[CrossAttention] = []
+        """The same of cross attention."""
         self._shared = shared
         self._weights = weights
         self.adapters = adapters
@@ -205,6 +216,12 @@ class Parts:
         return self._own + name in self._weights
 
     @property
+    def token_table(self) -> Tensor | PackedWeight | QuantizedWeight:
+        """The decoder's table of tokens: its own weight, or that of the LM head."""
+        own = self._weights.get("embed.weight")
+        return self._weights["lm_head.weight"] if own is None else own
+
+    @property
     def cached_experts(self) -> ExpertLayer | None:
         """The block's layer of the expert cache; None: all of its experts are in memory."""
         return self._cached.get(self._own)
@@ -219,7 +236,7 @@ class Parts:
             inputs: number of inputs that the rank uses.
             bias: bias that the results contain before they are changed.
         """
-        if self.adapters is None or not is_adaptable(self._own, self.adapters.layers_only):
+        if self.adapters is None or not self._adapts(self._own):
             return None
         return self.adapters.layer(self._own, outputs, inputs, bias, has_bias=self.has("bias"))
 
@@ -231,7 +248,7 @@ class Parts:
             size: numbers of an embedding.
             vocab_size: number of tokens.
         """
-        if self.adapters is None or self.adapters.layers_only:
+        if self.adapters is None or not self._adapts(self._own + name):
             return None
         return self.adapters.embedding(self._own + name, size, vocab_size)
 
@@ -251,15 +268,22 @@ class Parts:
             down: the same of the second product.
         """
         adapters = self.adapters
-        if adapters is None or not adapters.adapts_experts or not is_adaptable(self._own):
+        if adapters is None or not adapters.adapts_experts:
+            return None
+        names = {part: {i: f"{self._own}experts.{i}.{part}." for i in have} for part in _PRODUCTS}
+        if not any(self._adapts(layer) for part in _PRODUCTS for layer in names[part].values()):
             return None
         from octavo.layers.expert_adapter import AdaptedExperts
 
-        first, second = (
-            adapters.experts({i: f"{self._own}experts.{i}.{name}." for i in have}, experts, *sizes)
-            for name, sizes in (("up", up), ("down", down))
-        )
-        return AdaptedExperts(adapters, first, second)
+        first = adapters.experts(names["up"], experts, *up)
+        return AdaptedExperts(adapters, first, adapters.experts(names["down"], experts, *down))
+
+    def _adapts(self, layer: str) -> bool:
+        """Return True if adapters may change a layer, by its name; they must be on."""
+        adapters = self.adapters
+        assert adapters is not None
+        targets = adapters.targets
+        return is_adaptable(layer, adapters.layers_only) and (targets is None or layer in targets)
 
     def linear(self, name: str) -> PackedWeight | QuantizedWeight:
         """Return a packed weight."""

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
+import numpy as np
+
 from octavo.checkpoints.base import Source
 from octavo.layers.step_table import StepArray
 from octavo.layers.token_types import TokenTypesArray
@@ -18,7 +20,8 @@ from octavo.quantization.plain import PLAIN
 if TYPE_CHECKING:
     from octavo.kernels.base import PackedWeight, QuantizedWeight
     from octavo.layers.embedding import Embedding, LayerInputs
-    from octavo.models.blocks.base import Parts
+    from octavo.models.blocks.base import Parts, Table
+    from octavo.system.tensor import HostTensor, Tensor
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,30 @@ class PositionsSpec:
     rows: int
     skipped: int = 0
     """Number of rows in the checkpoint's table before the row of position 0 (OPT)."""
+
+
+@dataclass(frozen=True)
+class Sinusoids:
+    """Computed vectors for positions (arXiv:1706.03762, section 3.5): all sines, then all cosines.
+
+    A `Table`.
+    """
+
+    rows: int
+    size: int
+
+    def nbytes(self, max_model_len: int) -> int:
+        """Implement `Table`; upper bound for all types."""
+        return 4 * self.rows * self.size
+
+    def compute(self, dtype: str) -> HostTensor:
+        """Return the vectors: [rows, size]."""
+        from octavo.system.tensor import dense, from_numpy
+
+        dims = np.arange(self.size)
+        angles = np.arange(self.rows)[:, None] / np.power(10000, 2 * (dims // 2) / self.size)
+        parts = [np.sin(angles[:, 0::2]), np.cos(angles[:, 1::2])]
+        return dense(from_numpy(np.concatenate(parts, 1)), dtype)
 
 
 @dataclass(frozen=True)
@@ -112,7 +139,7 @@ class EmbedSpec:
     projects_sum: bool = False
     """True if the normed sum with the vectors of positions and types is projected (ELECTRA); False:
     the vectors of tokens alone."""
-    positions: PositionsSpec | None = None
+    positions: PositionsSpec | Sinusoids | None = None
     token_types: TokenTypesSpec | None = None
     norm: NormSpec | None = None
     """Norm that is applied last (BLOOM)."""
@@ -128,7 +155,7 @@ class EmbedSpec:
         if not shared:
             yield _table(names, self.module, (self.vocab_size, self.size), self.form)
         size = self.size if self.projects_sum else self.hidden_size
-        if self.positions is not None:
+        if isinstance(self.positions, PositionsSpec):
             rows, skipped = self.positions.rows, self.positions.skipped
             source = Source(
                 f"{names.checkpoint}{self.positions.module}.weight",
@@ -148,14 +175,20 @@ class EmbedSpec:
         if self.layer_inputs is not None:
             yield from self.layer_inputs.weights(names.of("layer_inputs"))
 
+    def tables(self) -> tuple[Table, ...]:
+        """Return the table of computed positions."""
+        return (self.positions,) if isinstance(self.positions, Sinusoids) else ()
+
     def arrays(self) -> tuple[StepArray, ...]:
         """Return the arrays of a step that the embedding needs."""
         if self.token_types is None:
             return ()
         return (TokenTypesArray(min(1, self.token_types.rows - 1)),)
 
-    def build(self, parts: Parts, shared: PackedWeight | QuantizedWeight | None) -> Embedding:
-        """Return the live block; `shared` is the LM head's weight if it is also the table."""
+    def build(
+        self, parts: Parts, shared: Tensor | PackedWeight | QuantizedWeight | None
+    ) -> Embedding:
+        """Return the live block; `shared` is another block's weight if it is also the table."""
         from octavo.layers.embedding import Embedding
         from octavo.system.tensor import round_to
 
@@ -166,7 +199,7 @@ class EmbedSpec:
             scale_given=self.scale_given,
             project=None if self.project is None else self.project.build(parts.of("project")),
             projects_sum=self.projects_sum,
-            positions=None if self.positions is None else parts.tensor("positions"),
+            positions=self._build_positions(parts),
             token_types=None if self.token_types is None else parts.tensor("token_types"),
             norm=None if self.norm is None else self.norm.build(parts.of("norm")),
             dtype=parts.dtype,
@@ -180,6 +213,12 @@ class EmbedSpec:
                 self.token_types.rows,
             ),
         )
+
+    def _build_positions(self, parts: Parts) -> Tensor | None:
+        positions = self.positions
+        if isinstance(positions, Sinusoids):
+            return parts.table(positions, lambda: positions.compute(parts.dtype))
+        return None if positions is None else parts.tensor("positions")
 
 
 def _table(names: Names, module: str, shape: tuple[int, int], form: WeightForm) -> Weight:

@@ -112,6 +112,8 @@ class TextInputSpec:
     """
 
     embed: EmbedSpec
+    shares_table: bool = False
+    """True if the table of tokens is the decoder's (T5)."""
 
     def read(self, data: Arrays) -> EncoderItem:
         """Implement `InputSpec`."""
@@ -129,13 +131,13 @@ class TextInputSpec:
 
     def weights(self, names: Names) -> Iterator[Weight]:
         """Yield the weights of the embedding."""
-        yield from self.embed.weights(names, shared=False)
+        yield from self.embed.weights(names, shared=self.shares_table)
 
     def build(self, parts: Parts) -> EncoderInput:
         """Implement `InputSpec`."""
         from octavo.layers.encoder_input import TextInput
 
-        return TextInput(self.embed.build(parts, None))
+        return TextInput(self.embed.build(parts, parts.token_table if self.shares_table else None))
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from octavo.checkpoints.base import Source
 from octavo.errors import ConfigError, ModelError
 from octavo.kernels.routing import ExpertActivation, Routing
@@ -21,6 +23,7 @@ from octavo.models.weights import ExpertOf, Names, Weight
 from octavo.quantization.base import WeightForm
 from octavo.quantization.plain import PLAIN
 from octavo.system.distributed import Rank
+from octavo.system.tensor import from_numpy
 
 if TYPE_CHECKING:
     from octavo.attention.base import AttentionBackend
@@ -96,6 +99,9 @@ class ExpertsSpec(BlockSpec):
     """Tensor of the checkpoint that is added to the sum of the results: [hidden size] (Nomic)."""
     own: tuple[int, ...] | None = None
     """Experts that a rank has, in ascending order, if ranks divide the experts; None: all."""
+    changed: tuple[int, ...] | None = None
+    """Experts whose changes by adapters the rank computes, if ranks divide the experts; they never
+    move. None: all."""
     exchanged: bool = False
     """True if the other experts are those of other engines; see `ExpertExchange`."""
 
@@ -187,7 +193,8 @@ class ExpertsSpec(BlockSpec):
         """
         shared = None if self.shared is None else self.shared.split(replace(rank, reduces=False))
         if rank.splits_experts:
-            return replace(self, own=rank.experts(len(self.up)), shared=shared)
+            changed = replace(rank, redundant_experts=0).experts(len(self.up))
+            return replace(self, own=rank.experts(len(self.up)), changed=changed, shared=shared)
         part = begin, end = rank.share(self.inner)
         both = (part, (self.inner + begin, self.inner + end)) if self.activation.gated else (part,)
         outputs = rank.share(self.hidden)
@@ -212,8 +219,13 @@ class ExpertsSpec(BlockSpec):
             )
         return replace(self, own=rank.experts(len(self.up)), exchanged=True)
 
+    def for_adapters(self) -> ExpertsSpec:
+        """Implement `BlockSpec`."""
+        return replace(self, own=self.changed)
+
     def build(self, parts: Parts, caches: tuple[int, ...]) -> Experts:
         """Implement `BlockSpec`."""
+        from octavo.layers.expert_adapter import ApartRows
         from octavo.layers.experts import Divided, Experts, Router
 
         ops, router, own = parts.ops, self.router, parts.of("router")
@@ -246,9 +258,27 @@ class ExpertsSpec(BlockSpec):
                 inner=(inner, self.up[0].parts[0]),
                 result=parts.columns("expert_result", self.hidden, self.down[0].parts[0]),
             )
+        up, down = self.up[0], self.down[0]
+        changed = range(len(self.up)) if self.changed is None else self.changed
+        adapted = parts.adapted_experts(
+            changed, len(self.up), (up.each_outputs, up.inputs), (down.each_outputs, down.inputs)
+        )
         exchange = parts.exchange if self.exchanged else None
         if exchange is not None:
-            exchange.reserve(self.hidden, top_k, len(self.up))
+            more = () if adapted is None else (up.outputs, self.inner)
+            exchange.reserve(self.hidden, top_k, len(self.up), *more)
+        if adapted is not None and (exchange is not None or adapted.adapters.moves_experts):
+            if self.changed is not None:
+                share = np.zeros(len(self.up), np.int32)
+                share[list(self.changed)] = 1
+                adapted.share = from_numpy(share)
+            if exchange is None:
+                adapted.apart = ApartRows(
+                    *(
+                        parts.columns(name, top_k * size, (0, top_k * size))
+                        for name, size in (("expert_up", up.outputs), ("expert_in", self.inner))
+                    )
+                )
         live = Experts(
             ops,
             Router(
@@ -270,12 +300,7 @@ class ExpertsSpec(BlockSpec):
             latent,
             exchange,
             bias=None if self.bias is None else parts.tensor("bias"),
-            adapted=parts.adapted_experts(
-                have,
-                len(self.up),
-                (self.up[0].each_outputs, self.up[0].inputs),
-                (self.down[0].each_outputs, self.down[0].inputs),
-            ),
+            adapted=adapted,
         )
         parts.mixtures.append(live)
         return live

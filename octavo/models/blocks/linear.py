@@ -62,6 +62,11 @@ class LinearSpec:
     biases: tuple[str, str] | None = None
     """Tensors with the biases of queries and of values, if keys have none (DeBERTa V1). None: each
     module has its own."""
+    whole_bias: str | None = None
+    """Tensor [1, outputs] with the bias, without a prefix; zeros if the checkpoint lacks it (BART).
+    None: each module has its own."""
+    unbiased: tuple[str, ...] = ()
+    """With `bias`: modules that lack it in the checkpoint; theirs is 0 (Whisper's keys)."""
     forms: tuple[WeightForm, ...] = ()
     """Form of each module in the checkpoint and in memory; empty: all are plain. Successive modules
     of one form are one weight."""
@@ -159,6 +164,10 @@ class LinearSpec:
 
     def _bias_sources(self, names: Names) -> tuple[Source, ...]:
         """Return the tensors of the bias."""
+        if self.whole_bias is not None:
+            shape, parts = (1, self.whole_outputs), self._parts_of(0, self.whole_outputs)
+            name = self.whole_bias
+            return (Source(name, shape, "flat_or_zeros", parts=parts, dummy=0.0, optional=True),)
         if self.biases is None:
             return self._sources(names, "bias", 0, len(self.modules))
         rows, (queries, values) = self.whole_outputs // 3, self.biases
@@ -182,6 +191,9 @@ class LinearSpec:
             begin += rows
             if kind == "bias":
                 stored: tuple[Source, ...] = (Source(f"{name}.bias", (rows,)),)
+                if module in self.unbiased:
+                    absent = replace(stored[0], transform="flat_or_zeros", optional=True)
+                    stored = (replace(absent, dummy=0.0),)
             else:
                 form = self.forms[index] if self.forms else PLAIN
                 stored = form.sources(name, rows, inputs)

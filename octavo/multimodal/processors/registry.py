@@ -67,7 +67,7 @@ def read_processor(checkpoint: Checkpoint) -> tuple[str, dict[str, Any]] | None:
     if not preprocessor.fields:
         raise ModelError(
             f"{checkpoint.path} has no preprocessor_config.json, which describes the pictures of "
-            "the model; download it."
+            "the model; download it, or start with --language-model-only."
         )
     if kind == "llava":
         of_class = preprocessor.get("image_processor_type", "feature_extractor_type")

@@ -18,6 +18,7 @@ from octavo.models.loader import LoadedWeights
 from octavo.plan.setup import WorkerSetup
 from octavo.sampling.state import SamplingState
 from octavo.system.tensor import Tensor
+from octavo.worker.adapters import ModelAdapters
 from octavo.worker.graphs import StepResult
 from octavo.worker.input_batch import InputBatch, StepInputs
 from octavo.worker.platform import Platform
@@ -69,6 +70,8 @@ class Proposer(ABC):
 
     def __init__(self, target: Target) -> None:
         self.target = target
+        self.adapters: ModelAdapters | None = None
+        """Adapters of the draft model; None: there is none, or adapters are off."""
 
     def add_row(self, row: int, data: NewRequestData) -> None:
         """Add a request, new or resumed; its tokens are in its row."""

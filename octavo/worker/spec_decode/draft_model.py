@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.messages import NewRequestData
+from octavo.worker.adapters import ModelAdapters, make_adapters
 from octavo.worker.graphs import StepResult
 from octavo.worker.input_batch import StepInputs
 from octavo.worker.spec_decode.base import LongArray, Proposal, Proposer, Target
@@ -26,8 +27,15 @@ class DraftModelProposer(Proposer):
 
     def __init__(self, target: Target) -> None:
         super().__init__(target)
-        self._steps = DraftSteps(target, load_draft(target))
-        setup = self._steps.setup
+        setup = target.setup.draft
+        assert setup is not None
+        live = make_adapters(setup, target.platform, target.ops)
+        model = load_draft(target, live)
+        if live is not None:
+            self.adapters = ModelAdapters(
+                setup, target.platform, target.ops, live, target.weights[-1].open
+            )
+        self._steps = DraftSteps(target, model, adapters=live)
         self._max_model_len = setup.max_model_len
         self._budget = setup.max_num_batched_tokens
         self._block_size = target.kv.block_size

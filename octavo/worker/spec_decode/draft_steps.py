@@ -12,6 +12,8 @@ from octavo import _native
 from octavo.checkpoints.registry import open_checkpoint
 from octavo.kernels.sampling_weights import sampling_probs
 from octavo.kv_cache.groups import find_full_attention
+from octavo.layers.adapter import Adapters
+from octavo.layers.adapter_table import ADAPTER_SLOTS
 from octavo.layers.step_table import StepLayout, StepSize
 from octavo.models.base import Model
 from octavo.models.eagle import LMHead
@@ -28,15 +30,19 @@ from octavo.worker.input_batch import StepBuffers, StepInputs
 from octavo.worker.spec_decode.base import LongArray, Proposal, Target
 
 
-def load_draft(target: Target) -> Model:
+def load_draft(target: Target, adapters: Adapters | None = None) -> Model:
     """Load the draft model in the same way as the target.
+
+    Args:
+        target: the model that needs drafts.
+        adapters: changes of adapters to the draft model's layers; None: adapters are off.
 
     Raises:
         ModelError: see `load_model`.
     """
     setup = target.setup.draft
     assert setup is not None
-    return _load(target, setup, setup.spec)
+    return _load(target, setup, setup.spec, adapters)
 
 
 def load_lm_head(target: Target, spec: LMHeadSpec) -> LMHead:
@@ -50,7 +56,9 @@ def load_lm_head(target: Target, spec: LMHeadSpec) -> LMHead:
     return model
 
 
-def _load(target: Target, setup: WorkerSetup, spec: ModelSpec) -> Model:
+def _load(
+    target: Target, setup: WorkerSetup, spec: ModelSpec, adapters: Adapters | None = None
+) -> Model:
     config = setup.config
     return load_model(
         spec,
@@ -60,6 +68,7 @@ def _load(target: Target, setup: WorkerSetup, spec: ModelSpec) -> Model:
         ops=target.ops,
         cache=WeightCache.from_config(config),
         keep=target.weights,
+        adapters=adapters,
     )
 
 
@@ -73,9 +82,12 @@ class DraftSteps:
         target: provides the rows, and the block tables of its first group with full attention.
         model: the model.
         shift: the model reads at position p the token of position p + `shift`.
+        adapters: the model's adapters; None: it has none.
     """
 
-    def __init__(self, target: Target, model: Model, shift: int = 0) -> None:
+    def __init__(
+        self, target: Target, model: Model, shift: int = 0, adapters: Adapters | None = None
+    ) -> None:
         setup, batch, kv = target.setup.draft, target.batch, target.kv
         group = find_full_attention(kv.groups)
         assert setup is not None
@@ -83,7 +95,7 @@ class DraftSteps:
         self.setup: WorkerSetup = setup
         self.group = group
         """Group with the block tables that it uses."""
-        self._target = target
+        self._target, self._adapters = target, adapters
         dtype, caches = setup.kv_cache_dtype, setup.spec.caches
         memory = [
             target.platform.allocate_cache(
@@ -97,11 +109,12 @@ class DraftSteps:
             cache.view(tensor, kv.block_size, dtype, target.backend)
             for cache, tensor in zip(caches, memory, strict=True)
         ]
-        layout = StepLayout(setup.largest_step, batch.blocks, 1)
+        layout = StepLayout(setup.largest_step, batch.blocks, 1, setup.adapter_arrays)
         eager = EagerSteps(
             *(model, target.ops, target.backend, self._caches, caches[:1], [0] * len(caches)),
             StepBuffers(layout),
             setup.kept_layers,
+            adapters=adapters,
         )
         self._steps = target.platform.make_steps(setup, target.ops, eager, batch, capture=True)
         max_num_seqs, max_model_len = batch.token_ids.shape
@@ -143,13 +156,18 @@ class DraftSteps:
         self._ends[rows] = np.where(wanted, starts + counts, -1)
         buffers = self._steps.buffers(int(counts.sum()), num_reqs)
         num_samples = self._gatherer.run(num_reqs, buffers.native)
+        size = StepSize(int(buffers.table.query_start_loc[num_reqs]), num_reqs, num_samples)
+        if self._adapters is not None:
+            slots = buffers.table.first(size).extra[ADAPTER_SLOTS.name]
+            self._target.batch.fill(ADAPTER_SLOTS.name, slots, rows, starts, counts)
+            slots[~np.isin(slots, self._adapters.used)] = -1
         return StepInputs(
             req_ids=[],
             rows=self._rows[:num_reqs],
             counts=self._counts[:num_reqs],
             num_samples=self._num_samples[:num_reqs],
             sampling=np.flatnonzero(wanted),
-            size=StepSize(int(buffers.table.query_start_loc[num_reqs]), num_reqs, num_samples),
+            size=size,
             table=buffers.table,
         )
 

@@ -16,8 +16,8 @@ def test_adapters(events: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(lora, "ROWS", 20)
     put_card(tmp_path)
     rows = run_part("lora", tmp_path)
-    assert [row.good for row in rows] == [True] * 3 + [None] * 6 + [True] * 2, rows
-    assert all("of the product's time" in row.figure for row in rows[3:9])
+    assert [row.good for row in rows] == [True] * 3 + [None] * 8 + [True] * 2, rows
+    assert all("of the product's time" in row.figure for row in rows[3:11])
 
 
 def test_it_finds_what_is_wrong(
@@ -36,3 +36,18 @@ def test_it_finds_what_is_wrong(
     assert not any(row.good for row in checks[:3])
     assert "other bits" in checks[0].figure
     assert checks[-1].good is False
+
+
+def test_it_finds_missing_gains_and_offsets(
+    events: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = TritonOps.pack_lora
+
+    def wrong(self, a, b, scale, dtype, out=None, affine=None):
+        return right(self, a, b, scale, dtype, out)
+
+    monkeypatch.setattr(lora, "ROWS", 20)
+    put_card(tmp_path)
+    monkeypatch.setattr(TritonOps, "pack_lora", wrong)
+    checks = [row for row in run_part("lora", tmp_path) if row.good is not None]
+    assert [row.good for row in checks] == [False] * 4 + [True]

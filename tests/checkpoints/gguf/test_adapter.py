@@ -1,5 +1,6 @@
 """Adapters in GGUF: the same changes as those of the adapters that were converted."""
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,10 @@ NAMES = {
     "mlp.dense_h_to_4h": "ffn_up",
 }
 """Names of modules in llama.cpp's files."""
+NAMES |= {"mlp.gate": "ffn_gate_inp", "block_sparse_moe.gate": "ffn_gate_inp"}
+EXPERTS = {"gate_proj": "ffn_gate_exps", "up_proj": "ffn_up_exps", "down_proj": "ffn_down_exps"}
+EXPERTS |= {"w1": "ffn_gate_exps", "w3": "ffn_up_exps", "w2": "ffn_down_exps"}
+"""Names of modules of experts, whose factors are one tensor."""
 
 
 def converted(name: str, b: NDArray[np.float32], config: Mapping[str, Any]) -> NDArray[np.float32]:
@@ -57,7 +62,7 @@ def write(
     **more: Any,
 ) -> Path:
     """Write PEFT's tensors as llama.cpp's converter does."""
-    stored = {}
+    stored, experts = {}, {}
     for name, tensor in tensors.items():
         module, _, factor = name.removeprefix(PREFIX).removesuffix(".weight").rpartition(".lora_")
         of_embedding = factor.startswith("embedding_")
@@ -74,10 +79,17 @@ def write(
         else:
             layer = module.split("layers.")[-1].split("h.", 1)[-1]
             index, _, inner = layer.partition(".")
+            if (expert := re.search(r"experts\.(\d+)\.", inner)) is not None:
+                own = f"blk.{index}.{EXPERTS[inner.rpartition('.')[2]]}"
+                experts.setdefault((own, factor), {})[int(expert[1])] = numbers
+                continue
             own = f"blk.{index}.{NAMES[inner]}"
         code = {"f32": 0, "f16": 1}[kind]
         contents = quantize(np.ascontiguousarray(numbers), kind)
         stored[f"{own}.weight.lora_{factor.lower()}"] = code, numbers.shape, contents
+    for (own, factor), each in experts.items():
+        numbers = np.stack([each[i] for i in range(len(each))])
+        stored[f"{own}.weight.lora_{factor.lower()}"] = 0, numbers.shape, numbers.tobytes()
     write_gguf(path, METADATA | more, stored)
     return path
 
@@ -93,17 +105,20 @@ def open_spec(case: str, folder: Path) -> tuple[ModelSpec, dict[str, Any]]:
         ("llama", "llama", ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "down_proj"]),
         ("llama-mqa-tied-bias", "llama", ["q_proj", "k_proj", "lm_head", "embed_tokens"]),
         ("bloom", "bloom", ["query_key_value", "dense_h_to_4h"]),
+        ("mixtral", "llama", ["q_proj", "block_sparse_moe.gate", "w1", "w2", "w3"]),
+        ("qwen3-moe", "qwen3moe", ["mlp.gate", "experts.0.gate_proj", "experts.0.down_proj"]),
     ],
 )
-@pytest.mark.parametrize("rank", [Rank(), Rank(1, 2)])
+@pytest.mark.parametrize("rank", [Rank(), Rank(1, 2), Rank(1, 2, splits_experts=True)])
 def test_the_slices_are_those_of_the_converted_adapter(
     rank: Rank, case: str, kind: str, modules: list[str], tmp_path: Path
 ) -> None:
     spec, config = open_spec(case, tmp_path / "base")
-    model = AdaptableModel(spec.split(rank))
-    names = [name for name in model.modules if name.endswith(tuple(modules))]
+    model, whole = AdaptableModel(spec.split(rank)), AdaptableModel(spec)
+    ends = [re.sub(r"experts\.0", r"experts.\\d+", module) for module in modules]
+    names = [name for name in whole.modules if any(re.search(rf"{end}$", name) for end in ends)]
     assert len({name.rpartition(".")[2] for name in names}) == len(modules)
-    tensors = make_factors(model, names)
+    tensors = make_factors(whole, names)
     file = write(tmp_path / "a.gguf", tensors, config, **{"general.architecture": kind})
     folder = write_adapter(tmp_path / "a", tensors)
     found, expected = (
@@ -191,6 +206,16 @@ def test_tensors_that_are_refused(
     ):
         write_gguf(file, METADATA, stored)
         with pytest.raises(AdapterError, match=message):
+            open_adapter_file(file)
+    for name, shape in (
+        ("attn_q", (2, 4, 2)),
+        ("ffn_up_exps", (4, 4)),
+        ("ffn_up_exps", (9999, 1, 1)),
+    ):
+        contents = np.ones(shape, np.float32).tobytes()
+        stored = {f"blk.0.{name}.weight.lora_{x}": (0, shape, contents) for x in "ab"}
+        write_gguf(file, METADATA, stored)
+        with pytest.raises(AdapterError, match=r"it must have [23] dimensions"):
             open_adapter_file(file)
     pair = {f"blk.99.attn_q.weight.lora_{x}": (0, (4, 4), numbers) for x in "ab"}
     write_gguf(file, METADATA, pair)

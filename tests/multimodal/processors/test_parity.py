@@ -94,6 +94,7 @@ CASES = {
         "model": "qwen2_5_vl",
         "config": {},
         "preprocessor": {"min_pixels": 3136, "max_pixels": 200_000, "patch_size": 14},
+        "sizes": [*SIZES, (70, 126)],  # 2.5 and 4.5 times the factor
     },
     "qwen3_vl": {
         "model": "qwen3_vl",

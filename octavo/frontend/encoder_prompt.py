@@ -1,0 +1,136 @@
+"""Prompts of encoder-decoders: an input of the encoder, and the decoder's first tokens."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.errors import RequestError
+from octavo.messages import Modality, MultiModalFeatureSpec, PlaceholderRange, TensorData
+
+PARTS = ("encoder_prompt", "decoder_prompt")
+"""Keys of a prompt with both parts."""
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderDecoderPrompt:
+    """Parts of a prompt, each a text, token ids or a dict with one of them."""
+
+    encoder: Any
+    decoder: Any
+    """None: only the tokens with which every answer begins."""
+
+
+def read_parts(prompt: Any) -> EncoderDecoderPrompt:
+    """Return the parts of a prompt; a prompt without parts is the encoder's.
+
+    Raises:
+        RequestError: a part is missing, or keys are unknown.
+    """
+    if not isinstance(prompt, Mapping) or not any(key in prompt for key in PARTS):
+        return EncoderDecoderPrompt(prompt, None)
+    others = [key for key in prompt if key not in (*PARTS, "cache_salt")]
+    if others:
+        raise RequestError(
+            f"A prompt with 'encoder_prompt' has no {others[0]!r}; put it into one of its parts.",
+            "prompt",
+        )
+    if prompt.get("encoder_prompt") is None:
+        raise RequestError(
+            "'encoder_prompt' is missing: the encoder needs an input.", "encoder_prompt"
+        )
+    return EncoderDecoderPrompt(prompt["encoder_prompt"], prompt.get("decoder_prompt"))
+
+
+def text_feature(token_ids: list[int], cache_salt: str | None) -> MultiModalFeatureSpec:
+    """Return the item of an encoder of texts.
+
+    Args:
+        token_ids: tokens of the text; at least one.
+        cache_salt: scope of the prefix cache.
+    """
+    ids = np.array(token_ids, np.int64)
+    return _feature("text", {"input_ids": ids}, len(ids), cache_salt)
+
+
+def audio_feature(
+    features: Any, max_num_tokens: int, cache_salt: str | None
+) -> MultiModalFeatureSpec:
+    """Return the item of an encoder of sound.
+
+    Args:
+        features: numbers [frames, size of a frame]; two frames are a token of the encoder.
+        max_num_tokens: most tokens of an input.
+        cache_salt: scope of the prefix cache.
+
+    Raises:
+        RequestError: they are no finite numbers of this shape, or too many.
+    """
+    try:
+        array = np.ascontiguousarray(np.asarray(features), np.float32)
+    except (TypeError, ValueError):
+        raise RequestError("'input_features' are no array of numbers.", "encoder_prompt") from None
+    if array.ndim != 2 or not len(array) or not np.isfinite(array).all():
+        raise RequestError(
+            f"'input_features' has the shape {array.shape}; give finite numbers [frames, size of a "
+            "frame].",
+            "encoder_prompt",
+        )
+    tokens = -(-len(array) // 2)
+    if tokens > max_num_tokens:
+        raise RequestError(
+            f"'input_features' has {len(array)} frames; the encoder reads {2 * max_num_tokens} at "
+            "most. Send the sound in parts.",
+            "encoder_prompt",
+        )
+    return _feature("audio", {"input_features": array}, tokens, cache_salt)
+
+
+def read_features(feature: MultiModalFeatureSpec) -> NDArray[np.float32]:
+    """Return the numbers of a sound: float32 [frames, size of a frame]."""
+    tensor = feature.data["input_features"]
+    return np.frombuffer(tensor.data, np.float32).reshape(tensor.shape)
+
+
+def encoder_token_ids(features: list[MultiModalFeatureSpec]) -> list[int] | None:
+    """Return the tokens of the text that the encoder reads; None: it reads no text."""
+    for feature in features:
+        if not feature.mm_position.length and "input_ids" in feature.data:
+            ids: list[int] = np.frombuffer(feature.data["input_ids"].data, np.int64).tolist()
+            return ids
+    return None
+
+
+def scoped(feature: MultiModalFeatureSpec, cache_salt: str | None) -> MultiModalFeatureSpec:
+    """Return an item in another scope of the prefix cache."""
+    return msgspec.structs.replace(feature, identifier=_identify(feature.data, cache_salt))
+
+
+def _feature(
+    modality: Modality, arrays: dict[str, NDArray[Any]], num_tokens: int, cache_salt: str | None
+) -> MultiModalFeatureSpec:
+    data = {
+        name: TensorData(str(array.dtype), array.shape, array.tobytes())
+        for name, array in arrays.items()
+    }
+    return MultiModalFeatureSpec(
+        modality=modality,
+        identifier=_identify(data, cache_salt),
+        mm_position=PlaceholderRange(0, 0),
+        data=data,
+        num_encoder_tokens=num_tokens,
+    )
+
+
+def _identify(data: dict[str, TensorData], cache_salt: str | None) -> str:
+    salt = (cache_salt or "").encode()
+    digest = hashlib.sha256(b"octavo-encoder:%d:%b" % (len(salt), salt))
+    for name, tensor in data.items():
+        digest.update(f"{name}:{tensor.dtype}:{tensor.shape}:".encode() + tensor.data)
+    return digest.hexdigest()

@@ -1,0 +1,67 @@
+"""Sounds: read from files of strangers, as float32 samples with one channel at 16 kHz.
+
+FFmpeg's libraries, which PyAV brings, decode, mix and resample in a helper process
+(`media/audio_jobs.py`).
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.errors import RequestError
+from octavo.media.process import Limits, MediaProcesses
+from octavo.system.limited_process import Buffer
+
+SAMPLE_RATE = 16_000
+"""Samples a second of every sound that was read."""
+MAX_SECONDS = 7200
+"""Longest sound in seconds."""
+_LIMITS = Limits(seconds=60.0, nbytes=2 * 2**30, output_nbytes=4 * SAMPLE_RATE * MAX_SECONDS)
+
+Samples = NDArray[np.float32]
+
+
+class AudioReader:
+    """Helper processes that read sounds; they start at the first one."""
+
+    def __init__(self) -> None:
+        self._processes = MediaProcesses("octavo.media.audio_jobs", "audio", _LIMITS)
+
+    def submit(self, data: Buffer, param: str = "file") -> Future[Samples]:
+        """Start to read a sound; the future's result is float32 [samples], finite.
+
+        Args:
+            data: WAV, FLAC, MP3, Ogg (Vorbis, Opus, FLAC), M4A or MP4, WebM, or AAC (ADTS). Of a
+                video, the sound is read.
+            param: field of the request that has the sound, for errors.
+
+        The future's errors:
+            RequestError: it is no sound of these formats, damaged, too long, or breaks a limit.
+            UnsupportedError: PyAV is not installed.
+        """
+        if not len(data):
+            failed: Future[Samples] = Future()
+            failed.set_exception(RequestError(f"{param} is empty; send a sound.", param))
+            return failed
+        read = self._processes.submit("decode", [data], MAX_SECONDS, param=param)
+        result: Future[Samples] = Future()
+
+        def finish(done: Future[tuple[object, list[NDArray[np.float32]]]]) -> None:
+            if not result.set_running_or_notify_cancel():
+                return
+            if done.cancelled():
+                result.set_exception(RequestError(f"{param} was not read: Octavo stops.", param))
+            elif (error := done.exception()) is not None:
+                result.set_exception(error)
+            else:
+                result.set_result(done.result()[1][0])
+
+        read.add_done_callback(finish)
+        return result
+
+    def close(self) -> None:
+        """End the processes."""
+        self._processes.close()

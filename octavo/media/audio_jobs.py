@@ -1,0 +1,263 @@
+"""Jobs of the helper process that reads sounds with PyAV, that is with FFmpeg's libraries.
+
+The first bytes of a file choose the one demuxer that FFmpeg may use, so no playlist and no other
+format that names files or addresses is ever parsed. FFmpeg may use no protocol, and only decoders
+of common sounds; the process can open no file anyway (`media/process.py`). FFmpeg's libswresample
+resamples each channel, with its default filter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import struct
+from collections.abc import Iterator, Mapping
+
+import av
+import av.audio
+import av.error
+import av.logging
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.errors import RequestError
+from octavo.media.audio import SAMPLE_RATE
+from octavo.media.process import Job
+
+_FORMATS = "WAV, FLAC, MP3, Ogg, M4A, MP4, WebM or AAC"
+_DECODERS = {
+    "aac", "adpcm_ima_wav", "adpcm_ms", "alac", "flac", "mp1float", "mp2float", "mp3", "mp3float",
+    "opus", "pcm_alaw", "pcm_f32be", "pcm_f32le", "pcm_f64le", "pcm_mulaw", "pcm_s16be",
+    "pcm_s16le", "pcm_s24be", "pcm_s24le", "pcm_s32le", "pcm_u8", "vorbis",
+}  # fmt: skip
+_ID3_HEAD = 10
+# Samples are in [-1, 1]; integers that were stored as float are at most 2^31.
+_MAX_SAMPLE = 2.0**31
+# A file may lack this part of the sound that its head announces, and this many seconds.
+_LACKING, _LACKING_SECONDS = 0.02, 1.0
+# Of the packets, at most one in so many may be damaged.
+_PACKETS_PER_DAMAGED = 10
+_ENDLESS = 0x7FFF0000
+# Samples a second. Resampling from others would take long.
+_MIN_RATE, _MAX_RATE = 1000, 768_000
+
+av.logging.set_level(None)
+
+
+def demuxer_of(data: memoryview) -> str:
+    """Return FFmpeg's name of the format that the first bytes of a file show.
+
+    Raises:
+        RequestError: it is none that is supported.
+    """
+    head = bytes(data[:16])
+    if head[:3] == b"ID3" and len(head) >= _ID3_HEAD:
+        size = 0
+        for byte in head[6:_ID3_HEAD]:
+            size = size << 7 | byte & 0x7F
+        begin = _ID3_HEAD + size
+        return "flac" if bytes(data[begin : begin + 4]) == b"fLaC" else "mp3"
+    if head[:4] in (b"RIFF", b"RF64", b"BW64") and head[8:12] == b"WAVE":
+        return "wav"
+    if head[4:8] == b"ftyp":
+        return "mov"
+    for magic, name in (
+        (b"fLaC", "flac"),
+        (b"OggS", "ogg"),
+        (b"\x1a\x45\xdf\xa3", "matroska"),
+    ):
+        if head.startswith(magic):
+            return name
+    if len(head) > 2 and head[0] == 0xFF and head[1] & 0xE0 == 0xE0:
+        return "mp3" if head[1] & 0x06 else "aac"
+    raise RequestError(
+        f"The file is no sound of a supported format (it begins with {head[:12]!r}); send "
+        f"{_FORMATS}."
+    )
+
+
+def decode(max_seconds: int, files: list[memoryview]) -> tuple[None, list[NDArray[np.float32]]]:
+    """Decode a sound; see `AudioReader.submit`.
+
+    Args:
+        max_seconds: longest sound.
+        files: the file.
+
+    Returns:
+        None, and the samples, float32 [samples].
+
+    Raises:
+        RequestError: it is no sound, is damaged or too long.
+    """
+    (data,) = files
+    name = demuxer_of(data)
+    try:
+        with av.open(
+            io.BytesIO(data),
+            "r",
+            format=name,
+            options={
+                "protocol_whitelist": "none",
+                "format_whitelist": name,
+                "codec_whitelist": ",".join(sorted(_DECODERS)),
+            },
+            metadata_errors="ignore",
+        ) as container:
+            announced = _wav_seconds(data) if name == "wav" else None
+            return None, [_Decoder(container, name, max_seconds, announced).run()]
+    except av.error.FFmpegError as error:
+        raise RequestError(
+            f"The file is damaged or cut off: it begins as {name}, and then: {error.strerror}."
+        ) from None
+
+
+def _wav_seconds(data: memoryview) -> float:
+    """Return the seconds that the head of a WAV file announces; 0: unknown."""
+    begin, byte_rate = 12, 0
+    while begin + 8 <= len(data):
+        kind, size = struct.unpack_from("<4sI", data, begin)
+        if kind == b"fmt " and begin + 20 <= len(data):
+            (byte_rate,) = struct.unpack_from("<I", data, begin + 16)
+        if kind == b"data":
+            # A program that cannot seek writes the largest number, or nearly.
+            return size / byte_rate if byte_rate and size < _ENDLESS else 0.0
+        begin += 8 + size + size % 2
+    return 0.0
+
+
+class _Decoder:
+    """Reader of the first sound of a file.
+
+    Args:
+        container: the file.
+        name: its format.
+        max_seconds: longest sound.
+        announced: seconds that its head announces, 0 if unknown; None: FFmpeg reads them.
+    """
+
+    def __init__(
+        self,
+        container: av.container.InputContainer,
+        name: str,
+        max_seconds: int,
+        announced: float | None,
+    ) -> None:
+        if not container.streams.audio:
+            raise RequestError("The file contains no sound; send a file with one.")
+        self._container, self._name = container, name
+        self._stream = stream = container.streams.audio[0]
+        codec = None if stream.codec_context is None else stream.codec_context.name
+        if codec not in _DECODERS:
+            raise RequestError(
+                f"The file's sound is encoded as {codec or 'an unknown codec'}, which is not "
+                f"supported; send {_FORMATS}."
+            )
+        self._max_samples = max_seconds * SAMPLE_RATE
+        # One file must not use more cores than the process' limit of processor time expects.
+        stream.codec_context.thread_count = 1
+        if announced is None:
+            announced = 0.0
+            # An MP3's length is an estimate, an Ogg's is read from its end, and a WebM's may be
+            # that of a picture.
+            if name in ("flac", "mov") and stream.duration and stream.time_base:
+                announced = float(stream.duration * stream.time_base)
+        self._announced = announced
+        if self._announced > max_seconds:
+            raise self._too_long(f"{self._announced:.0f} s, more than")
+        self._damaged = self._packets = 0
+
+    def run(self) -> NDArray[np.float32]:
+        """Return the samples, float32 [samples]."""
+        # The system provides memory of this array only where samples are written.
+        samples = np.empty(self._max_samples, np.float32)
+        count = 0
+        for block in self._blocks():
+            if count + len(block) > self._max_samples:
+                raise self._too_long("more than")
+            samples[count : count + len(block)] = block
+            count += len(block)
+        if not count:
+            raise RequestError("The file contains no samples; send a sound that is not empty.")
+        if self._damaged * _PACKETS_PER_DAMAGED > self._packets:
+            raise RequestError(
+                f"The file is damaged: {self._damaged} of its {self._packets} packets cannot be "
+                "decoded."
+            )
+        samples = samples[:count]
+        # Comparisons with NaN are false.
+        if not (samples.max() <= _MAX_SAMPLE and samples.min() >= -_MAX_SAMPLE):
+            raise RequestError(
+                "The file contains samples that are not finite numbers, or are huge; samples are "
+                "in [-1, 1]."
+            )
+        seconds = count / SAMPLE_RATE
+        if self._announced - seconds > max(_LACKING_SECONDS, _LACKING * self._announced):
+            raise RequestError(
+                f"The file is cut off: its head announces {self._announced:.1f} s of sound, and "
+                f"{seconds:.1f} s are there; send the whole file."
+            )
+        return samples
+
+    def _too_long(self, has: str) -> RequestError:
+        limit = self._max_samples // SAMPLE_RATE
+        return RequestError(
+            f"The sound is too long: it has {has} the limit of {limit} s; send parts."
+        )
+
+    def _blocks(self) -> Iterator[NDArray[np.float32]]:
+        """Yield the samples in blocks."""
+        resampler, resampled_from = None, None
+        for frame in self._frames():
+            kind = (frame.format.name, frame.layout.name, frame.sample_rate)
+            if resampler is None or kind != resampled_from:  # joined files may change in the middle
+                if not _MIN_RATE <= frame.sample_rate <= _MAX_RATE:
+                    raise RequestError(
+                        f"The sound has {frame.sample_rate} samples a second; send one with "
+                        f"{_MIN_RATE} to {_MAX_RATE}."
+                    )
+                if resampler is not None:
+                    yield from _arrays(resampler.resample(None))
+                resampler = av.AudioResampler(format="fltp", rate=SAMPLE_RATE)
+                resampled_from = kind
+            frame.pts = None
+            yield from _arrays(resampler.resample(frame))
+        if resampler is not None:
+            yield from _arrays(resampler.resample(None))
+
+    def _frames(self) -> Iterator[av.audio.AudioFrame]:
+        """Yield decoded frames; a damaged packet is counted and left out, as FFmpeg does."""
+        for packet in self._container.demux(self._stream):
+            self._packets += 1
+            try:
+                frames = packet.decode()
+            except av.error.InvalidDataError:
+                self._damaged += 1
+                continue
+            for frame in frames:
+                assert isinstance(frame, av.audio.AudioFrame)
+                yield frame
+
+
+def _arrays(frames: list[av.audio.AudioFrame]) -> Iterator[NDArray[np.float32]]:
+    """Yield the mean of the channels of each frame, as Whisper's own reader computes it.
+
+    FFmpeg's mix of float samples would be louder.
+    """
+    for frame in frames:
+        samples = frame.to_ndarray()
+        yield samples[0] if len(samples) == 1 else samples.mean(axis=0)
+
+
+JOBS: Mapping[str, Job] = {"decode": decode}
+
+
+def _import_all() -> None:
+    """Decode a sound and a wrong file, so that the library imports now all that it needs later."""
+    head = struct.pack("<IHHIIHH", 16, 1, 1, 8000, 16_000, 2, 16)
+    body = b"WAVEfmt " + head + b"data" + struct.pack("<I", 8000) + bytes(8000)
+    decode(1, [memoryview(b"RIFF" + struct.pack("<I", len(body)) + body)])
+    with contextlib.suppress(RequestError):
+        decode(1, [memoryview(b"fLaC" + bytes(8000))])
+
+
+_import_all()

@@ -1,0 +1,188 @@
+"""POST /v1/audio/transcriptions and /v1/audio/translations, as in OpenAI's API."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import TYPE_CHECKING
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from octavo.errors import RequestError
+from octavo.outputs import RequestOutput
+from octavo.server.abilities import check_hears
+from octavo.server.audio_schema import AudioBody, read_fields
+from octavo.server.call import Call
+from octavo.server.file_store import FileTooLargeError
+from octavo.server.generation import EventStream
+from octavo.server.load_report import add_load_report
+from octavo.server.middleware import context_of
+from octavo.server.state import state_of
+from octavo.server.upload import check_origin, receive_form
+from octavo.speech.formats import MEDIA_TYPES, plain, write
+from octavo.speech.tokens import Task
+from octavo.speech.transcription import (
+    TIMED_FORMATS,
+    WINDOWS_AT_ONCE,
+    Ask,
+    Transcription,
+    TranscriptionOptions,
+    run,
+)
+from octavo.system.offload import offload
+
+if TYPE_CHECKING:
+    from octavo.frontend.async_llm import AsyncLLM
+
+MAX_FILE_BYTES = 25 * 2**20
+"""Most bytes of a sound file, as in OpenAI's API."""
+# Of the features of a window: here, in the request for the engine, and in transit.
+_FEATURE_COPIES = 3
+
+
+async def create_transcription(request: Request) -> Response:
+    """Return what is said in a sound file of a form (multipart/form-data)."""
+    return await _respond(request, "transcribe")
+
+
+async def create_translation(request: Request) -> Response:
+    """Return what is said in a sound file, in English."""
+    return await _respond(request, "translate")
+
+
+class _Sound:
+    """Sound file that is being uploaded; its bytes count as those of a body.
+
+    Args:
+        request: the request.
+    """
+
+    max_file_bytes = MAX_FILE_BYTES
+
+    def __init__(self, request: Request) -> None:
+        self._state, self._context = state_of(request), context_of(request)
+        self.data = bytearray()
+
+    def too_large(self) -> RequestError:
+        """Return the error of a larger file."""
+        return FileTooLargeError(MAX_FILE_BYTES, "compress it, or send it in parts")
+
+    def take(self, nbytes: int) -> None:
+        """Count bytes that have arrived."""
+        self._context.body_bytes += nbytes
+        self._state.body_bytes += nbytes
+        self._state.check_bodies(len(self.data) + nbytes)
+
+    def write(self, data: bytes) -> None:
+        """Add the next bytes."""
+        self.data += data
+        if len(self.data) > MAX_FILE_BYTES:
+            raise self.too_large()
+
+
+async def _respond(request: Request, task: Task) -> Response:
+    check_origin(request)
+    state = state_of(request)
+    engine = await state.get_engine()
+    check_hears(engine.spec)
+    sound = _Sound(request)
+    _, fields = await receive_form(request, sound)
+    body, unknown = read_fields(fields)
+    if unknown and state.config.strict_fields:
+        raise RequestError(
+            f"Unknown fields: {', '.join(unknown)}; leave them out (this server runs with "
+            "--strict-fields).",
+            unknown[0],
+            "unknown_parameter",
+        )
+    context_of(request).ignored_fields = unknown
+    await state.find_model(body.model)
+    answer = _Answer(request, body, task, sound)
+    if body.stream:
+        return EventStream(state, answer.events(engine), answer.deadline)
+    response = await state.run(request.receive, answer.whole(engine), answer.deadline)
+    add_load_report(request, response, engine.metrics)
+    return response
+
+
+class _Answer(Call):
+    """Transcription or translation that is being made."""
+
+    def __init__(self, request: Request, body: AudioBody, task: Task, sound: _Sound) -> None:
+        super().__init__(request, body, "trsc")
+        self._body, self._sound = body, sound
+        self._options = TranscriptionOptions(
+            task,
+            body.language,
+            body.prompt,
+            body.temperature,
+            body.response_format in TIMED_FORMATS,
+            body.seed,
+        )
+        self._transcription: Transcription | None = None
+
+    async def whole(self, engine: AsyncLLM) -> Response:
+        """Return the answer in the form that the request asks for."""
+        async with aclosing(self._texts(engine)) as texts:
+            async for _ in texts:
+                pass
+        assert self._transcription is not None
+        form = self._body.response_format
+        text = write(self._transcription.transcript(), form)
+        return Response(text.encode("utf-8", "replace"), media_type=MEDIA_TYPES[form])
+
+    async def events(self, engine: AsyncLLM) -> AsyncGenerator[list[bytes], None]:
+        """Yield OpenAI's events: the text of each part of the sound, and the whole text."""
+        async with aclosing(self._texts(engine)) as texts:
+            async for text in texts:
+                if text:
+                    yield [_event({"type": "transcript.text.delta", "delta": text})]
+        assert self._transcription is not None
+        yield [_event({"type": "transcript.text.done", **plain(self._transcription.transcript())})]
+
+    async def _texts(self, engine: AsyncLLM) -> AsyncGenerator[str, None]:
+        """Yield the text of each part of the sound."""
+        hearing = self.state.hearing
+        with self.admit(1, "file"):
+            model = await hearing.model(engine)
+            samples = await asyncio.wrap_future(hearing.reader.submit(self._sound.data))
+            self._sound.data = bytearray()
+            headers, number, usage = self.trace_headers(engine), 0, [0, 0]
+
+            async def generate(ask: Ask) -> RequestOutput:
+                nonlocal number
+                number += 1
+                result: RequestOutput | None = None
+                stream = engine.serve(
+                    ask.prompt,
+                    ask.params,
+                    f"{self.id}-{self.state.next_id()}",
+                    self.options(number - 1, headers),
+                    add_special_tokens=False,
+                )
+                async with aclosing(stream) as outputs:
+                    async for output in outputs:
+                        result = output
+                assert result is not None
+                usage[0] += len(result.prompt_token_ids)
+                usage[1] += len(result.outputs[0].token_ids)
+                self.context.prompt_tokens, self.context.completion_tokens = usage
+                return result
+
+            nbytes = samples.nbytes + _FEATURE_COPIES * WINDOWS_AT_ONCE * model.features.nbytes
+            with engine.request_memory.reserve(
+                nbytes, self.tenant, background=self.context.background
+            ):
+                self._transcription = transcription = await offload(
+                    len(samples) // 500, Transcription, model, samples, self._options
+                )
+                async with aclosing(run(transcription, generate)) as texts:
+                    async for text in texts:
+                        yield text
+
+
+def _event(data: dict[str, object]) -> bytes:
+    return b"data: " + msgspec.json.encode(data) + b"\n\n"

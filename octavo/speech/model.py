@@ -1,0 +1,140 @@
+"""Facts of a speech model besides its layers: features, special tokens, forbidden tokens."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.checkpoints.base import Checkpoint
+from octavo.errors import ModelError, RequestError
+from octavo.media.log_mel import LogMel
+from octavo.models.spec import ModelSpec
+from octavo.speech.tokens import WhisperTokens
+from octavo.text.tokenizer import Tokenizer
+
+
+def hears(spec: ModelSpec) -> bool:
+    """Return True if a model writes what is said in a sound."""
+    return spec.is_encoder_decoder and spec.encoder_modality == "audio"
+
+
+@dataclass(frozen=True)
+class SpeechModel:
+    """Whisper, or a model that is used in the same way."""
+
+    features: LogMel
+    tokens: WhisperTokens
+    max_tokens: int
+    """Most tokens of a prompt and its answer."""
+    suppress: tuple[int, ...]
+    """Tokens that no answer contains."""
+    begin_suppress: tuple[int, ...]
+    """Tokens with which no answer begins."""
+    max_initial: int | None
+    """Largest first timestamp, in units of 0.02 s."""
+    encode: Callable[[str], list[int]]
+    """Returns the tokens of a text, without special tokens."""
+    decode: Callable[[list[int]], str]
+    """Returns the text of tokens."""
+
+    @classmethod
+    def open(
+        cls,
+        checkpoint: Checkpoint,
+        spec: ModelSpec,
+        tokenizer: Tokenizer | None,
+        max_tokens: int,
+    ) -> SpeechModel:
+        """Read the files of a model, if it writes what is said.
+
+        Raises:
+            RequestError: the model does not hear, or its tokenizer is not loaded.
+            ModelError: as for `read`.
+        """
+        if not hears(spec):
+            raise RequestError(
+                f"This model ({spec.architecture}) does not transcribe sounds.",
+                "model",
+                "unsupported_task",
+            )
+        if tokenizer is None:
+            raise RequestError(
+                "No tokenizer is loaded (skip_tokenizer_init), which transcripts need.", "model"
+            )
+        return cls.read(checkpoint, tokenizer, max_tokens)
+
+    @classmethod
+    def read(cls, checkpoint: Checkpoint, tokenizer: Tokenizer, max_tokens: int) -> SpeechModel:
+        """Read the files of a model folder.
+
+        Args:
+            checkpoint: the folder.
+            tokenizer: its tokenizer.
+            max_tokens: most tokens of a prompt and its answer.
+
+        Raises:
+            ModelError: a file is missing, or has a wrong value.
+        """
+        name = "preprocessor_config.json"
+        text = checkpoint.read_text(name)
+        if text is None:
+            raise ModelError(
+                f"{checkpoint.path / name} is missing: it has the settings of the model's features."
+            )
+        features = LogMel.from_config(_parse(text, str(checkpoint.path / name)), name)
+        name = "generation_config.json"
+        text = checkpoint.read_text(name)
+        generation = {} if text is None else _parse(text, str(checkpoint.path / name))
+        is_multilingual = generation.get("is_multilingual")
+        if is_multilingual is None:  # English only: the end is the last token of the text
+            is_multilingual = tokenizer.token_to_id("<|endoftext|>") != _ENGLISH_END
+        tokens = WhisperTokens.read(tokenizer.token_to_id, bool(is_multilingual))
+        return cls(
+            features,
+            tokens,
+            max_tokens,
+            _ids(generation, "suppress_tokens", tokens),
+            _ids(generation, "begin_suppress_tokens", tokens),
+            _max_initial(generation),
+            lambda text: tokenizer.encode(text, add_special_tokens=False),
+            tokenizer.decode,
+        )
+
+    def compute(self, samples: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Return the features of a window, float32 [frames, mel bands]."""
+        return np.ascontiguousarray(self.features.compute(samples).T)
+
+
+_ENGLISH_END = 50256
+
+
+def _parse(text: str, where: str) -> dict[str, Any]:
+    try:
+        data = json.loads(text)
+    except ValueError as error:
+        raise ModelError(f"{where} is not valid JSON: {error}.") from None
+    if not isinstance(data, dict):
+        raise ModelError(f"{where} is not a JSON object.")
+    return data
+
+
+def _ids(generation: dict[str, Any], name: str, tokens: WhisperTokens) -> tuple[int, ...]:
+    """Return a list of tokens; those that the model does not have are left out."""
+    found = generation.get(name) or []
+    if not isinstance(found, list) or not all(isinstance(token, int) for token in found):
+        raise ModelError(f"generation_config.json: {name}={found!r} is not a list of token ids.")
+    return tuple(token for token in found if 0 <= token < tokens.first_timestamp)
+
+
+def _max_initial(generation: dict[str, Any]) -> int | None:
+    found = generation.get("max_initial_timestamp_index")
+    if found is not None and (not isinstance(found, int) or found < 0):
+        raise ModelError(
+            f"generation_config.json: max_initial_timestamp_index={found!r} is not a whole number."
+        )
+    return found

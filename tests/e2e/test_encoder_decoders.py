@@ -1,0 +1,119 @@
+"""A server of an encoder-decoder: texts, errors, and an engine that dies."""
+
+import os
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from octavo import LLM, BeamSearchParams, SamplingParams
+from octavo.errors import ConfigError
+from tests.e2e.harness import serve
+from tests.models.harness import make_hf
+from tests.models.test_encoder_decoders import T5, make_llm, make_model
+from tests.small_tokenizers import byte_level, save
+
+OFFLOAD = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
+OFFLOAD |= {"kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 24}}
+TEXTS = ["Translate this.", "x", "Another text that is a bit longer than the others.", "x"]
+SETTINGS = {"dtype": "bfloat16", "max_model_len": 400}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("t5")
+    sizes = {"vocab_size": 270, "n_positions": 400, "eos_token_id": 269}
+    make_hf("T5ForConditionalGeneration", **T5 | sizes).save_pretrained(folder)
+    return save(byte_level(), folder)
+
+
+def params(max_tokens):
+    return SamplingParams(temperature=0.8, seed=3, max_tokens=max_tokens, ignore_eos=True)
+
+
+def test_texts_errors_and_a_death(folder, tmp_path):
+    with LLM(str(folder), **SETTINGS) as llm:
+        outputs = llm.generate(TEXTS, params(300), use_tqdm=False)
+    assert [output.encoder_prompt for output in outputs] == TEXTS
+    assert outputs[0].prompt is None
+    expected = [output.outputs[0].text for output in outputs]
+    flags = ["--dtype", "bfloat16", "--max-model-len", "400"]
+    with (
+        serve(tmp_path, *flags, model=str(folder), spare=True) as server,
+        ThreadPoolExecutor(8) as pool,
+    ):
+
+        def complete(text, **fields):
+            body = {"model": str(folder), "prompt": text, "max_tokens": 300, "temperature": 0.8}
+            body |= {"seed": 3, "ignore_eos": True}
+            return server.post("/v1/completions", body | fields)
+
+        answers = complete(TEXTS).json()
+        assert [choice["text"] for choice in answers["choices"]] == expected
+        assert answers["usage"]["prompt_tokens"] == sum(
+            len(output.prompt_token_ids) + len(output.encoder_prompt_token_ids)
+            for output in outputs
+        )
+
+        for path, body, said in (
+            ("/v1/completions", {"prompt": "a" * 401}, "reads at most 400 tokens"),
+            ("/v1/completions", {"prompt": ""}, "encoder's prompt is empty"),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}, "template"),
+        ):
+            answer = server.post(path, {"model": str(folder), **body})
+            assert answer.status_code == 400, answer.text
+            assert said in answer.json()["error"]["message"]
+
+        jobs = [pool.submit(complete, text) for text in TEXTS]
+        while server.metric("octavo:num_requests_running") < 2:
+            time.sleep(0.01)
+        os.kill(server.engine_process().pid, signal.SIGKILL)
+        assert [job.result().json()["choices"][0]["text"] for job in jobs] == expected
+
+
+def test_answers_and_beams_share_one_run(tmp_path):
+    make_model(tmp_path, "bart")
+    runs = []
+    with make_llm(tmp_path, distributed_executor_backend="uni") as llm:
+        scheduler = llm._client.core.scheduler
+        schedule = scheduler.schedule
+
+        def watched():
+            output = schedule()
+            runs.extend(output.scheduled_encoder_inputs)
+            return output
+
+        scheduler.schedule = watched
+        several = SamplingParams(n=5, seed=1, max_tokens=9, ignore_eos=True)
+        (output,) = llm.generate([[5, 6, 7]], several, use_tqdm=False)
+        assert len(runs) == 1
+        for index, answer in enumerate(output.outputs):
+            single = SamplingParams(seed=1 + index, max_tokens=9, ignore_eos=True)
+            (alone,) = llm.generate([[5, 6, 7]], single, use_tqdm=False)
+            assert alone.outputs[0].token_ids == answer.token_ids
+        beams = BeamSearchParams(beam_width=3, max_tokens=6, ignore_eos=True)
+        (search,) = llm.beam_search([{"prompt_token_ids": [5, 6, 7]}], beams)
+        assert len(search.sequences) == 3
+        assert len(runs) == 1
+        llm.beam_search([{"prompt_token_ids": [5, 6, 8]}], beams)
+        assert len(runs) == 2
+        assert scheduler.kv_cache_manager.num_used_blocks == 0
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"pipeline_parallel_size": 2},
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
+        {"enable_lora": True},
+        {"enable_prompt_embeds": True},
+        {"kv_transfer_config": OFFLOAD},
+        {"attention_backend": "triton"},
+    ],
+)
+def test_settings_that_are_not_supported(settings, folder):
+    (name,) = settings
+    name = "device=cpu" if name == "attention_backend" else name
+    with pytest.raises(ConfigError, match=f"T5ForCond.* is not supported with .*{name}"):
+        LLM(str(folder), **SETTINGS, **settings)

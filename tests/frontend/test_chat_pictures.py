@@ -1,0 +1,136 @@
+"""Pictures of chats in prompts: order, bounds, and errors that name the picture."""
+
+import asyncio
+import base64
+import io
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from octavo.config import ModelConfig
+from octavo.errors import ContextLengthError, RequestError
+from octavo.frontend.chat_pictures import ChatPictures
+from octavo.media.content import MediaItem
+from octavo.multimodal.processors.registry import make_processor
+
+SETTINGS = {
+    "size": {"shortest_edge": 3136, "longest_edge": 100_000},
+    "resample": 3,
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
+    "patch_size": 14,
+    "temporal_patch_size": 2,
+    "merge_size": 2,
+    "placeholder": "<pad>",
+    "embed_token": "<pad>",
+}
+
+
+def url(height, width):
+    pixels = np.zeros((height, width, 3), np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+
+
+class Letters:
+    """Tokenizer of letters."""
+
+    def encode(self, text, add_special_tokens=True, max_tokens=None):
+        assert not add_special_tokens
+        return [ord(letter) for letter in text]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pictures")
+    (folder / "a.png").write_bytes(base64.b64decode(url(28, 84).partition(",")[2]))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def chat_pictures(folder):
+    pictures = SimpleNamespace(
+        kind="qwen2_vl", processor=make_processor("qwen2_vl", SETTINGS), limit=3
+    )
+    settings = ModelConfig(allowed_local_media_path=str(folder))
+    return ChatPictures(pictures, settings, Letters(), 40)
+
+
+def read(chat_pictures, *sources, pieces=("a<pad>",), **options):
+    return chat_pictures.read_prompt_now(pieces, items_of(sources), **options)
+
+
+def items_of(sources):
+    return [
+        MediaItem("image", source, None, f"picture {i + 1}") for i, source in enumerate(sources)
+    ]
+
+
+def test_kinds(chat_pictures):
+    kind = chat_pictures.kinds["image"]
+    assert (kind.placeholder, kind.limit, kind.reserved) == ("<pad>", 3, ("<pad>",))
+
+
+def test_pictures_are_in_order(chat_pictures, folder):
+    image = Image.new("RGB", (9, 9))
+    prompt = read(chat_pictures, url(56, 84), image, f"file://{folder}/a.png")
+    first, second, third = prompt["multi_modal_data"]["image"]
+    assert (first.place.grid, second, third.place.grid) == ((1, 2, 3), image, (1, 2, 4))
+    assert prompt["prompt"] == "a<pad>"
+    assert "prompt_token_ids" not in prompt
+
+
+def test_pieces_are_tokenised_separately(chat_pictures):
+    prompt = read(chat_pictures, pieces=["a<", "pad>"])
+    assert prompt == {"prompt": "a<pad>", "prompt_token_ids": list(map(ord, "a<pad>"))}
+
+
+def test_settings_of_a_request(chat_pictures):
+    settings = {"max_pixels": 3136}
+    prompt = read(chat_pictures, url(112, 112), mm_processor_kwargs=settings)
+    assert prompt["multi_modal_data"]["image"][0].place.grid == (1, 2, 2)
+    assert prompt["mm_processor_kwargs"] == settings
+    with pytest.raises(RequestError, match="nonsense is not allowed") as error:
+        read(chat_pictures, url(9, 9), mm_processor_kwargs={"nonsense": 1})
+    assert error.value.param == "mm_processor_kwargs"
+
+
+@pytest.mark.parametrize(
+    ("source", "match"),
+    [
+        ("data:;base64,AAAA", "picture 2: the file is no picture"),
+        ("data:;base64,A*", "picture 2: the base64 is malformed"),
+        ("https://a.example/b.png", "picture 2: the host a.example is not allowed"),
+        ("file:///etc/passwd", "picture 2: the file is not below"),
+        (url(1, 300), "picture 2: .* at most 200 times"),
+    ],
+)
+def test_errors_name_the_picture(chat_pictures, source, match):
+    with pytest.raises(RequestError, match=match) as error:
+        read(chat_pictures, url(28, 28), source)
+    assert error.value.param == "messages"
+
+
+def test_pictures_are_bounded_while_they_are_read(chat_pictures):
+    found = []
+    items = items_of([url(112, 112)] * 2)
+    asyncio.run(chat_pictures.read_prompt(["a"], items, None, found.append))
+    assert found == [64 * 1176 * 4 + 3 * 8] * 2
+    with pytest.raises(ContextLengthError, match=r"first 3 pictures have 48 tokens; .* has 40"):
+        read(chat_pictures, *[url(112, 112)] * 9)
+
+    def full(nbytes):
+        raise RequestError("full")
+
+    with pytest.raises(RequestError, match="full"):
+        asyncio.run(chat_pictures.read_prompt(["a"], items, None, full))
+
+
+def test_callers_with_an_event_loop(chat_pictures):
+    async def main():
+        return read(chat_pictures, url(56, 84))
+
+    assert asyncio.run(main())["multi_modal_data"]["image"][0].place.num_embeds == 6

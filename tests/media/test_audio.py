@@ -1,0 +1,151 @@
+"""Sounds of every format, and files that attack their reader."""
+
+import itertools
+import random
+
+import numpy as np
+import pytest
+
+from octavo.errors import RequestError
+from octavo.media.audio import AudioReader
+from tests.media.sounds import CODECS, chirp, encode, wav
+
+TONE = chirp(2.0)
+INT16 = (TONE[0] * 2**15).astype("<i2")
+
+
+@pytest.fixture(scope="module")
+def reader():
+    made = AudioReader()
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def read(reader):
+    return lambda data: reader.submit(data).result()
+
+
+@pytest.mark.parametrize("kind", CODECS)
+def test_every_format_at_48_khz_in_stereo(read, kind):
+    samples = read(encode(chirp(2.0, 48_000, 2), kind, 48_000))
+    assert samples.dtype == np.float32
+    delay, close = (341, 0.99) if kind == "aac" else (0, 0.999)  # AAC has no place for its delay
+    assert abs(len(samples) - delay - 32_000) < 600
+    both = samples[delay : delay + 31_000], TONE[0, : len(samples) - delay][:31_000]
+    assert np.corrcoef(*both)[0, 1] > close
+    assert np.abs(both[0]).max() == pytest.approx(np.abs(both[1]).max(), rel=0.05)
+
+
+@pytest.mark.parametrize("kind", ["m4a", "webm"])
+def test_the_sound_of_a_video(read, kind):
+    samples = read(encode(chirp(2.0, 48_000, 2), kind, 48_000, with_pictures=True))
+    assert np.corrcoef(samples[:31_000], TONE[0, :31_000])[0, 1] > 0.999
+
+
+def test_16_khz_stays_as_it_is(read):
+    assert np.array_equal(read(wav(INT16)), INT16 / np.float32(2**15))
+    assert np.array_equal(read(wav(TONE[0], code=3)), TONE[0])
+    assert np.array_equal(read(bytearray(encode(TONE, "flac"))), read(encode(TONE, "wav")))
+
+
+def test_channels_are_averaged(read):
+    left_only = np.stack([chirp(2.0, 16_000)[0], np.zeros(32_000, np.float32)])
+    assert np.abs(read(encode(left_only, "wav")) - TONE[0] / 2).max() < 1e-4
+
+
+@pytest.mark.parametrize("nbytes", [0, 2**32 - 1, 2**31 - 1])
+def test_a_wav_that_was_written_as_a_stream(read, nbytes):
+    assert len(read(wav(INT16, nbytes=nbytes))) == 32_000
+
+
+def test_tags_before_the_sound(read):
+    tag = b"ID3\x04\0\0\0\0\x02\x01" + bytes(257)
+    assert np.array_equal(read(tag + encode(TONE, "flac")), read(encode(TONE, "flac")))
+    assert len(read(tag + encode(TONE, "mp3"))) == 32_000
+
+
+NAN = TONE[0].copy()
+NAN[9] = np.nan
+PLAYLIST = b"#EXTM3U\n#EXTINF:1,\nfile:///etc/passwd\n"
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", "file is empty"),
+        (b"a", "no sound of a supported format"),
+        (PLAYLIST, "no sound of a supported format"),
+        (b"ffconcat version 1.0\nfile /etc/passwd\n", "no sound of a supported format"),
+        (b"RIFF\0\0\0\0AVI LIST", "no sound of a supported format"),
+        (b"%PDF-1.7\n" + wav(INT16), "no sound of a supported format"),
+        (b"ID3\x04\0\0\0\0\0\0" + PLAYLIST, "damaged or cut off"),
+        (b"RIFF\0\0\0\0WAVE", "damaged or cut off"),
+        (b"\xff\xfb" + bytes(1000), "damaged or cut off"),
+        (b"OggS" + random.Random(0).randbytes(1000), "damaged or cut off"),
+        (b"\0\0\0\x20ftypM4A " + bytes(100), "damaged or cut off"),
+        (wav(INT16[:0]), "no samples"),
+        (wav(INT16)[:30_000], r"cut off: .* 2\.0 s .* 0\.9 s are there"),
+        (wav(NAN, code=3), "not finite"),
+        (wav(TONE[0] * np.float32(1e30), code=3), "not finite numbers, or are huge"),
+        (wav(INT16[:999], rate=1), "1 samples a second; send one with 1000 to 768000"),
+        (wav(INT16, rate=4 * 10**6), "4000000 samples a second"),
+        (wav(np.zeros(999, "<i2"), code=0x161), "encoded as wmav2"),
+    ],
+    ids=itertools.count(),
+)
+def test_files_that_are_refused(read, data, message):
+    with pytest.raises(RequestError, match=message) as caught:
+        read(data)
+    assert caught.value.param == "file"
+    assert len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize("kind", ["flac", "m4a"])
+def test_files_that_are_cut(read, kind):
+    data = encode(chirp(5.0), kind)
+    with pytest.raises(RequestError, match="cut off"):
+        read(data[: len(data) // 2])
+
+
+def test_hours_of_silence_in_a_small_file(read):
+    bomb = bytearray(encode(np.zeros((1, 7300 * 1000), np.float32), "flac", 1000))
+    assert len(bomb) < 2**21
+    with pytest.raises(RequestError, match="7300 s, more than the limit of 7200 s"):
+        read(bomb)
+    # Without the length in the head, the reader stops in the middle.
+    begin = bomb.index(b"fLaC") + 8 + 13
+    bomb[begin] &= 0xF0
+    bomb[begin + 1 : begin + 5] = bytes(4)
+    with pytest.raises(RequestError, match="it has more than the limit of 7200 s"):
+        read(bomb)
+
+
+def test_a_movie_whose_sound_is_in_another_file(read):
+    """A QuickTime file may name a file that has its samples; FFmpeg does not open it."""
+    data = encode(TONE, "m4a")
+    reference = b"\0\0\0\x0curl \0\0\0\x01"
+    assert reference in data
+    # The flag says that the samples are in this file; without it, a name follows.
+    other = data.replace(reference, b"\0\0\0\x0curl \0\0\0\0")
+    try:
+        samples = read(other)
+    except RequestError:
+        return
+    assert np.array_equal(samples, read(data))
+
+
+@pytest.mark.parametrize("kind", CODECS)
+def test_damaged_files_give_samples_or_a_request_error(read, kind):
+    random_ = random.Random(kind)
+    good = encode(chirp(0.5, 48_000, 2), kind, 48_000)
+    for _ in range(12):
+        data = bytearray(good)
+        for _ in range(random_.choice([1, 5, 50])):
+            data[random_.randrange(len(data))] = random_.randrange(256)
+        try:
+            samples = read(data[: random_.randrange(len(data))] if random_.random() < 0.2 else data)
+        except RequestError:
+            continue
+        assert np.isfinite(samples).all()
+    assert len(read(good)) > 6000

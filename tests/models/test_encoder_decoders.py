@@ -1,0 +1,153 @@
+"""Answers of encoder-decoders, equal to those of transformers in float32."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from octavo import LLM, SamplingParams
+from tests.models.harness import make_hf
+
+VOCAB = 97
+LENGTHS = (1, 5, 40, 17)
+"""Numbers of tokens of the encoder's inputs, all in one step."""
+NUM_TOKENS = 12
+T5: dict[str, Any] = {"vocab_size": VOCAB, "d_model": 40, "d_kv": 8, "d_ff": 56, "num_layers": 2}
+T5 |= {"num_heads": 4, "n_positions": 64, "decoder_start_token_id": 0}
+SMALL = {"d_model": 24, "d_kv": 16, "d_ff": 40, "num_heads": 3, "num_layers": 3}
+BART: dict[str, Any] = {"vocab_size": VOCAB, "d_model": 40, "max_position_embeddings": 64}
+BART |= {"encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4}
+BART |= {"decoder_attention_heads": 4, "encoder_ffn_dim": 56, "decoder_ffn_dim": 56}
+BART |= {"bos_token_id": 0, "pad_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2}
+BART |= {"forced_eos_token_id": None}
+ODD = {"d_model": 36, "encoder_attention_heads": 2, "decoder_attention_heads": 3}
+ODD |= {"encoder_layers": 1, "decoder_layers": 3, "decoder_ffn_dim": 40, "scale_embedding": True}
+MARIAN = BART | {"activation_function": "swish", "scale_embedding": True}
+
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "t5": ("T5ForConditionalGeneration", T5),
+    "t5-small": ("T5ForConditionalGeneration", T5 | SMALL | {"num_decoder_layers": 1}),
+    "t5-buckets": (
+        "T5ForConditionalGeneration",
+        T5 | {"relative_attention_num_buckets": 8, "relative_attention_max_distance": 20},
+    ),
+    "flan-t5": (
+        "T5ForConditionalGeneration",
+        T5 | {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
+    ),
+    "flan-t5-small": (
+        "T5ForConditionalGeneration",
+        T5 | SMALL | {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
+    ),
+    "mt5": ("MT5ForConditionalGeneration", T5 | {"feed_forward_proj": "gated-gelu"}),
+    "bart": ("BartForConditionalGeneration", BART),
+    "bart-odd": ("BartForConditionalGeneration", BART | ODD),
+    "bart-relu": ("BartForConditionalGeneration", BART | {"activation_function": "relu"}),
+    "mbart": ("MBartForConditionalGeneration", BART | ODD),
+    "pegasus": ("PegasusForConditionalGeneration", BART | {"scale_embedding": True}),
+    "marian": ("MarianMTModel", MARIAN),
+    "marian-odd": ("MarianMTModel", MARIAN | ODD),
+    "marian-own": (
+        "MarianMTModel",
+        MARIAN | {"share_encoder_decoder_embeddings": False, "decoder_vocab_size": 61},
+    ),
+}
+
+
+def make_model(folder: Path, name: str) -> Any:
+    """Save a random model of transformers, and return it."""
+    architecture, config = MODELS[name]
+    hf_model = make_hf(architecture, **config)
+    with torch.no_grad():
+        if name.startswith("flan"):  # T5 1.1 has an LM head of its own
+            head = torch.nn.Parameter(torch.randn_like(hf_model.lm_head.weight) * 0.2)
+            hf_model.lm_head.weight = head
+        if hasattr(hf_model, "final_logits_bias"):
+            hf_model.final_logits_bias.normal_(std=0.1)
+        for module in hf_model.modules():
+            if hasattr(module, "create_weight"):  # sinusoids, which checkpoints lack
+                module.weight.copy_(module.create_weight())
+    hf_model.save_pretrained(folder)
+    return hf_model
+
+
+def make_llm(folder: Path, **settings: Any) -> LLM:
+    """Load a model in float32."""
+    defaults: dict[str, Any] = {"dtype": "float32", "skip_tokenizer_init": True, "max_num_seqs": 8}
+    defaults |= {"num_gpu_blocks_override": 200, "weight_cache": "off"}
+    return LLM(str(folder), **(defaults | settings))
+
+
+def make_inputs(vocab_size: int = 61) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(3, vocab_size, (n,), generator=generator).tolist() for n in LENGTHS]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_same_as_transformers(name, tmp_path):
+    hf_model, inputs = make_model(tmp_path, name), make_inputs()
+    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=2)
+    answers = make_llm(tmp_path).generate(inputs, params)
+    start = hf_model.config.decoder_start_token_id
+    for ids, answer in zip(inputs, answers, strict=True):
+        assert (answer.encoder_prompt_token_ids, answer.prompt_token_ids) == (ids, [start])
+        tokens = answer.outputs[0].token_ids
+        with torch.inference_mode():
+            expected = hf_model(
+                input_ids=torch.tensor([ids]),
+                decoder_input_ids=torch.tensor([[start, *tokens[:-1]]]),
+                use_cache=False,
+            ).logits[0]
+        expected = torch.log_softmax(expected, -1)
+        assert expected.argmax(-1).tolist() == list(tokens)
+        for row, found in zip(expected, answer.outputs[0].logprobs, strict=True):
+            for token, logprob in found.items():
+                assert abs(row[token].item() - logprob.logprob) < 1e-4
+
+
+WHISPER: dict[str, Any] = {"vocab_size": VOCAB, "d_model": 40, "num_mel_bins": 6}
+WHISPER |= {"encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4}
+WHISPER |= {"decoder_attention_heads": 4, "encoder_ffn_dim": 56, "decoder_ffn_dim": 56}
+WHISPER |= {"max_source_positions": 25, "max_target_positions": 30, "decoder_start_token_id": 3}
+WHISPER |= {"bos_token_id": 1, "eos_token_id": 1, "pad_token_id": 1}
+SOUNDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "whisper": ("WhisperForConditionalGeneration", WHISPER),
+    "whisper-odd": (
+        "WhisperForConditionalGeneration",
+        WHISPER | {"d_model": 36, "encoder_layers": 3, "num_mel_bins": 5},
+    ),
+    "whisper-turbo": (
+        "WhisperForConditionalGeneration",
+        WHISPER | {"encoder_layers": 4, "decoder_layers": 1, "d_model": 32},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SOUNDS)
+def test_sounds_same_as_transformers(name, tmp_path):
+    architecture, config = SOUNDS[name]
+    hf_model = make_hf(architecture, **config)
+    hf_model.save_pretrained(tmp_path)
+    generator = torch.Generator().manual_seed(0)
+    sounds = [torch.randn(50, config["num_mel_bins"], generator=generator) for _ in range(3)]
+    starts = [[3], [3, 9, 11], [3, *range(20)]]
+    params = SamplingParams(temperature=0, max_tokens=7, ignore_eos=True, logprobs=1)
+    prompts = [
+        {"encoder_prompt": {"input_features": sound.numpy()}, "decoder_prompt": start}
+        for sound, start in zip(sounds, starts, strict=True)
+    ]
+    answers = make_llm(tmp_path).generate(prompts, params)
+    for sound, start, answer in zip(sounds, starts, answers, strict=True):
+        tokens = answer.outputs[0].token_ids
+        with torch.inference_mode():
+            logits = hf_model(
+                input_features=sound.T[None],
+                decoder_input_ids=torch.tensor([[*start, *tokens[:-1]]]),
+                use_cache=False,
+            ).logits[0, len(start) - 1 :]
+        expected = torch.log_softmax(logits, -1)
+        assert expected.argmax(-1).tolist() == list(tokens)
+        for row, found in zip(expected, answer.outputs[0].logprobs, strict=True):
+            for token, logprob in found.items():
+                assert abs(row[token].item() - logprob.logprob) < 1e-4
