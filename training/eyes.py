@@ -303,7 +303,9 @@ def export_eyes(model: Eyes, tokenizer: Tokenizer, folder: Path) -> None:
     special = {"bos_token_id": PAD_TOKEN_ID, "eos_token_id": EOS_TOKEN_IDS}
     special |= {"pad_token_id": PAD_TOKEN_ID}
     write_json(folder / "generation_config.json", special | {"do_sample": False})
-    save_tokenizer(tokenizer, folder, MAX_LENGTH, TEMPLATE, (IMAGE,))
+    save_tokenizer(tokenizer, folder, MAX_LENGTH, (IMAGE,), template=None)
+    # In a file of its own, so that transformers' processor finds it.
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
     pictures = {
         "image_processor_type": "SiglipImageProcessor",
         "size": {"height": SIZE, "width": SIZE},

@@ -100,10 +100,10 @@ def save_tokenizer(
     tokenizer: Tokenizer,
     folder: Path,
     max_length: int,
-    template: str = CHAT_TEMPLATE,
     more_special: tuple[str, ...] = (),
+    template: str | None = CHAT_TEMPLATE,
 ) -> None:
-    """Write ``tokenizer.json`` and ``tokenizer_config.json`` (with the chat template)."""
+    """Write ``tokenizer.json`` and ``tokenizer_config.json`` (with the chat template, if any)."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     added = {
@@ -117,7 +117,7 @@ def save_tokenizer(
         }
         for token in (*SPECIAL_TOKENS, *more_special)
     }
-    config = {
+    config: dict[str, object] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "added_tokens_decoder": added,
         "additional_special_tokens": [IM_START, IM_END, *more_special],
@@ -129,8 +129,9 @@ def save_tokenizer(
         "add_prefix_space": False,
         "clean_up_tokenization_spaces": False,
         "model_max_length": max_length,
-        "chat_template": template,
     }
+    if template is not None:
+        config["chat_template"] = template
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 

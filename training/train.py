@@ -1,8 +1,8 @@
 """Training of the built-in models: ``python -m training.train main|draft|encoder|...``.
 
-The script reads texts from ``../shared/data/text`` next to the repository (``--data``). It saves
-checkpoints in ``runs/<kind>``, from which ``--resume`` continues, and exports the model to
-``octavo/builtin``.
+The script reads texts from ``../shared/data/text`` next to the repository (``--data``); ``eyes``
+needs none. It saves checkpoints in ``runs/<kind>``, from which ``--resume`` continues, and exports
+the model to ``octavo/builtin``.
 
 ``python -m training.train adapter`` trains LoRA adapters and has its own ``--help``.
 
@@ -96,7 +96,7 @@ MINUTES = {"main": 60.0, "draft": 10.0, "eagle": 15.0, "medusa": 15.0}
 PLANS = {
     "encoder": Plan(steps=1000, bfloat16=False, workers=1, vector_rate=5e-4, matrix_rate=0.01),
     "reranker": Plan(steps=1000, bfloat16=False, workers=1),
-    "eyes": Plan(steps=1200, bfloat16=False, workers=1, warmup=20 / 1200),
+    "eyes": Plan(steps=2100, bfloat16=False, workers=1, warmup=20 / 2100, decay=0.62),
 }
 
 
