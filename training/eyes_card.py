@@ -13,7 +13,7 @@ from training.loop import Loop
 from training.model import num_parameters
 from training.scenes import COLORS, KINDS, SHAPES, SIZE, is_heldout
 
-QUESTIONS = 300
+QUESTIONS = 200
 """Number of questions of each kind."""
 
 

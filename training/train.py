@@ -96,7 +96,7 @@ MINUTES = {"main": 60.0, "draft": 10.0, "eagle": 15.0, "medusa": 15.0}
 PLANS = {
     "encoder": Plan(steps=1000, bfloat16=False, workers=1, vector_rate=5e-4, matrix_rate=0.01),
     "reranker": Plan(steps=1000, bfloat16=False, workers=1),
-    "eyes": Plan(steps=2100, bfloat16=False, workers=1, warmup=20 / 2100, decay=0.62),
+    "eyes": Plan(steps=1700, bfloat16=False, workers=1, warmup=20 / 1700, decay=0.53),
 }
 
 
