@@ -1,7 +1,7 @@
 """Questions about a picture, answered by the built-in model of pictures.
 
     python examples/picture.py
-    python examples/picture.py FILE "What color is the star?"
+    python examples/picture.py FILE "What is at the top?"
 
 Without arguments it draws a picture first. The model is tiny: it knows six shapes and eight colors
 on a light ground, and nothing else. With a larger model, such as
@@ -16,13 +16,7 @@ from PIL import Image, ImageDraw
 
 from octavo import LLM, SamplingParams
 
-QUESTIONS = [
-    "Describe the picture.",
-    "How many shapes are there?",
-    "What color is the circle?",
-    "Where is the square?",
-    "Is there a green triangle?",
-]
+QUESTIONS = ["Describe the picture.", "What is on the right?", "What shape is green?"]
 
 
 def draw() -> Image.Image:
