@@ -84,8 +84,8 @@ def resolve_model(
 
     Args:
         model: octavo/stories (or -draft, -eagle, -medusa, -encoder, -reranker, -eyes), a folder, a
-            GGUF file, a hub id such as org/name, or org/name:Q4_K_M, the GGUF file of org/name whose
-            name ends so.
+            GGUF file, a hub id such as org/name, or org/name:Q4_K_M, the GGUF file of org/name
+            whose name ends so.
         revision: branch, tag or commit on the hub.
         download_dir: folder for downloads; default: the hub client's cache.
         load_format: format of the weight files, as in `open_checkpoint`.
