@@ -23,6 +23,7 @@ from octavo.config import (
     BUILTIN_MEDUSA_HEADS,
     BUILTIN_MODEL,
     BUILTIN_RERANKER,
+    BUILTIN_SPEECH,
     EngineConfig,
     hub_offline,
 )
@@ -46,10 +47,18 @@ _BUILTIN = {
         BUILTIN_ENCODER,
         BUILTIN_RERANKER,
         BUILTIN_EYES,
+        BUILTIN_SPEECH,
     )
 }
 _ADAPTERS = {name: _BUILTIN_FOLDER / name.split("/")[1] for name in BUILTIN_ADAPTERS}
-_LISTED = (BUILTIN_MODEL, BUILTIN_DRAFT_MODEL, BUILTIN_ENCODER, BUILTIN_RERANKER, BUILTIN_EYES)
+_LISTED = (
+    BUILTIN_MODEL,
+    BUILTIN_DRAFT_MODEL,
+    BUILTIN_ENCODER,
+    BUILTIN_RERANKER,
+    BUILTIN_EYES,
+    BUILTIN_SPEECH,
+)
 """Built-in models that are complete; heads are parts of a model."""
 # Configuration, tokenizer, chat template, and some heads; weights are added by load format.
 _FILES = ["*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt", "*.tiktoken"]
