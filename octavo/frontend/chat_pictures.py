@@ -45,8 +45,9 @@ class ChatPictures:
         )
         self._reader = PictureReader(pictures.kind, processor.settings.fields)
         self._slots = asyncio.Semaphore(_MOST_FILES)
-        # Also at the end of this process.
-        weakref.finalize(self, self._reader.close)
+        # Also without a call.
+        self.close = weakref.finalize(self, self._reader.close)
+        """Function that ends the helper processes. A second call is harmless."""
 
     async def read_prompt(
         self,
