@@ -159,6 +159,14 @@ def test_every_api_gives_the_answer(server, folder, expected):
     assert output[0]["content"][0]["text"] == expected[1], response.text
 
 
+def test_a_prompt_with_pictures_is_not_rendered(server):
+    chat = {"model": "m", "messages": [{"role": "user", "content": [part(FIRST)]}]}
+    response = server.post("/v1/chat/completions/render", chat)
+    assert response.status_code == 400
+    assert "with pictures cannot be rendered" in response.json()["error"]["message"]
+    assert response.json()["error"]["param"] == "messages"
+
+
 def chat_parts():
     return [part(FIRST), part(SECOND)]
 
