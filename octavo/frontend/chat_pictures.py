@@ -17,7 +17,7 @@ from octavo.multimodal.pictures import PictureReader
 from octavo.system.offload import offload
 from octavo.text.tokenizer import MAX_TOKENS, Tokenizer
 
-# Files in memory that are fetched or read.
+# Files in memory that are fetched or read, and as many of hosts, which may answer slowly.
 _MOST_FILES = 16
 
 
@@ -45,6 +45,7 @@ class ChatPictures:
         )
         self._reader = PictureReader(pictures.kind, processor.settings.fields)
         self._slots = asyncio.Semaphore(_MOST_FILES)
+        self._slots_of_hosts = asyncio.Semaphore(_MOST_FILES)
         # Also without a call.
         self.close = weakref.finalize(self, self._reader.close)
         """Function that ends the helper processes. A second call is harmless."""
@@ -82,8 +83,9 @@ class ChatPictures:
         for item in items:
             image = item.source
             if isinstance(image, str):
+                is_of_host = image[:4].lower() == "http"
                 try:
-                    async with self._slots:
+                    async with self._slots_of_hosts if is_of_host else self._slots:
                         file = await self._fetcher.fetch(image, item.name)
                         reading = self._reader.read(file, item.name, mm_processor_kwargs)
                         image = picture = await asyncio.wrap_future(reading)

@@ -129,6 +129,30 @@ def test_pictures_are_bounded_while_they_are_read(chat_pictures):
         asyncio.run(chat_pictures.read_prompt(["a"], items, None, full))
 
 
+def test_slow_hosts_delay_no_files(chat_pictures, monkeypatch):
+    fetch = chat_pictures._fetcher.fetch
+
+    async def never(source, param):
+        if source.startswith("https:"):
+            await asyncio.Event().wait()
+        return await fetch(source, param)
+
+    monkeypatch.setattr(chat_pictures._fetcher, "fetch", never)
+
+    async def main():
+        slow = [
+            asyncio.create_task(chat_pictures.read_prompt(["a"], items_of(["https://a.example/"])))
+            for _ in range(40)
+        ]
+        await asyncio.sleep(0)
+        prompt = await chat_pictures.read_prompt(["a"], items_of([url(56, 84)]))
+        for task in slow:
+            task.cancel()
+        return prompt
+
+    assert asyncio.run(main())["multi_modal_data"]["image"][0].place.num_embeds == 6
+
+
 def test_callers_with_an_event_loop(chat_pictures):
     async def main():
         return read(chat_pictures, url(56, 84))
