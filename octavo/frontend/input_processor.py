@@ -161,6 +161,10 @@ class InputSpec(Protocol):
         """Number of rows of the encoder's embedding."""
 
     @property
+    def encoder_frames(self) -> tuple[int, int]:
+        """Shape of a sound: frames, numbers of a frame."""
+
+    @property
     def max_encoder_len(self) -> int:
         """Most tokens of an encoder's input."""
 
@@ -660,6 +664,14 @@ class InputProcessor:
     ) -> tuple[str | None, list[int], list[MultiModalFeatureSpec]]:
         """Return the text of an encoder's input, the decoder's first tokens, and the input."""
         parts, start = read_parts(prompt), list(self._spec.decoder_start_ids)
+        for part in (parts.encoder, parts.decoder):
+            if isinstance(part, Mapping) and part.get("multi_modal_data"):
+                raise UnsupportedError(
+                    f"multi_modal_data: this model ({self._spec.architecture}) reads "
+                    f"{self._spec.encoder_modality} only here; leave it out. A sound is given as "
+                    "its 'input_features'; LLM.transcribe reads files.",
+                    "multi_modal_data",
+                )
         text, feature = self._read_encoder(parts.encoder, params, options, add_special_tokens)
         if parts.decoder is None:
             return text, start, [feature]
@@ -690,7 +702,7 @@ class InputProcessor:
                 "encoder_prompt",
             )
         if features is not None:
-            return None, audio_feature(features, limit, salt)
+            return None, audio_feature(features, self._spec.encoder_frames, salt)
         text, ids = self._read_prompt(prompt)
         if ids is None:
             assert text is not None
