@@ -50,6 +50,14 @@ class ChatPictures:
         self.close = weakref.finalize(self, self._reader.close)
         """Function that ends the helper processes. A second call is harmless."""
 
+    def check_settings(self, mm_processor_kwargs: Mapping[str, Any]) -> None:
+        """Check settings of the processor of pictures.
+
+        Raises:
+            RequestError: a name is unknown, or a value is impossible.
+        """
+        self._reader.processor.changed(mm_processor_kwargs)
+
     async def read_prompt(
         self,
         pieces: Sequence[str],

@@ -257,6 +257,26 @@ def read_chat_pictures(
     return ChatPictures(pictures, settings, tokenizer, max_model_len)
 
 
+def check_processor_kwargs(
+    pictures: ChatPictures | None, settings: Mapping[str, Any] | None
+) -> None:
+    """Check `mm_processor_kwargs` of a chat, with or without pictures.
+
+    Raises:
+        UnsupportedError: the model reads no pictures.
+        RequestError: a setting is wrong.
+    """
+    if not settings:
+        return
+    if pictures is None:
+        raise UnsupportedError(
+            "mm_processor_kwargs is not supported by this model, which reads text only; leave it "
+            "out.",
+            "mm_processor_kwargs",
+        )
+    pictures.check_settings(settings)
+
+
 class InputProcessor:
     """Checker of requests for one model; adds defaults and token ids.
 

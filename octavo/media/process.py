@@ -148,9 +148,7 @@ class MediaProcesses:
         for process in self._all:
             process.end()
 
-    def _run(
-        self, job: str, files: Sequence[Buffer], arguments: Any, param: str
-    ) -> Result:
+    def _run(self, job: str, files: Sequence[Buffer], arguments: Any, param: str) -> Result:
         head = _encode_head(_Request(job, arguments, [len(memoryview(file)) for file in files]))
         process = self._idle.get()
         limits = self._limits

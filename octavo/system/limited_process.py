@@ -103,7 +103,7 @@ class LimitedProcess:
         raise ProcessEndedError(code)
 
     def stop(self) -> None:
-        """Kill the process, from any thread. An exchange in progress, and every later one, fails."""
+        """Kill the process, from any thread; this exchange and all later ones fail."""
         self._stopped, process = True, self._process
         if process is not None:
             process.kill()

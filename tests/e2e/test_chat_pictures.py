@@ -112,6 +112,9 @@ def test_settings_of_the_processor(llm, expected):
     whole = {"do_image_splitting": False}
     (uncut,) = llm.chat(chat, PARAMS, mm_processor_kwargs=whole, use_tqdm=False)
     assert len(uncut.prompt_token_ids) < len(cut.prompt_token_ids)
+    chat = [{"role": "user", "content": "no picture"}]
+    with pytest.raises(RequestError, match=r"mm_processor_kwargs\.nonsense is not allowed"):
+        llm.chat(chat, PARAMS, mm_processor_kwargs={"nonsense": 1}, use_tqdm=False)
 
 
 @pytest.fixture(scope="module")

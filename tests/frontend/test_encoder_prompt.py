@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from octavo.config import ModelConfig
 from octavo.errors import ContextLengthError, RequestError, UnsupportedError
 from octavo.frontend.encoder_prompt import encoder_token_ids
-from octavo.frontend.input_processor import InputProcessor
+from octavo.frontend.input_processor import InputProcessor, check_processor_kwargs
 from octavo.messages import RequestOptions
 from octavo.sampling_params import SamplingParams
 from tests.frontend.test_input_processor import byte_level
@@ -109,6 +109,12 @@ def test_truncation():
 def test_bad_prompts(prompt, error, match):
     with pytest.raises(error, match=match):
         run(prompt)
+
+
+def test_settings_of_pictures_for_a_model_of_texts():
+    check_processor_kwargs(None, {})
+    with pytest.raises(UnsupportedError, match="reads text only"):
+        check_processor_kwargs(None, {"max_pixels": 5})
 
 
 def test_sounds():

@@ -77,9 +77,7 @@ def test_helpers_that_are_killed_while_they_wait_are_replaced():
     helper = MediaProcesses("tests.media.hostile_jobs", "audio", LIMITS)
     try:
         for _ in range(2):
-            jobs = [
-                helper.submit("echo", [b"%d" % i], param="file", make=same) for i in range(4)
-            ]
+            jobs = [helper.submit("echo", [b"%d" % i], param="file", make=same) for i in range(4)]
             assert [bytes(job.result()[1][0]) for job in jobs] == [b"0", b"1", b"2", b"3"]
             for process in helper._all:
                 if process.pid is not None:
