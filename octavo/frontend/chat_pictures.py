@@ -100,6 +100,9 @@ class ChatPictures:
                 except RequestError as error:
                     if error.param == item.name:
                         error.param = "messages"
+                        if item.name not in error.message:  # limits of the helper process
+                            error.message = f"{item.name}: {error.message}"
+                            error.args = (error.message,)
                     raise
                 num_embeds += picture.place.num_embeds
                 if num_embeds > self._max_model_len:

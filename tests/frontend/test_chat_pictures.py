@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import io
+from concurrent.futures import Future
 from types import SimpleNamespace
 
 import numpy as np
@@ -111,6 +112,15 @@ def test_settings_of_a_request(chat_pictures):
 def test_errors_name_the_picture(chat_pictures, source, match):
     with pytest.raises(RequestError, match=match) as error:
         read(chat_pictures, url(28, 28), source)
+    assert error.value.param == "messages"
+
+
+def test_limits_of_the_process_name_the_picture(chat_pictures, monkeypatch):
+    failed = Future()
+    failed.set_exception(RequestError("The file was given up.", "picture 2"))
+    monkeypatch.setattr(chat_pictures._reader, "read", lambda *_: failed)
+    with pytest.raises(RequestError, match=r"^picture 2: The file was given up\.$") as error:
+        read(chat_pictures, Image.new("RGB", (9, 9)), url(28, 28))
     assert error.value.param == "messages"
 
 
