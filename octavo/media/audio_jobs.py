@@ -12,6 +12,7 @@ import contextlib
 import io
 import struct
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import av
 import av.audio
@@ -245,7 +246,7 @@ def _arrays(frames: list[av.audio.AudioFrame]) -> Iterator[NDArray[np.float32]]:
     FFmpeg's mix of float samples would be louder.
     """
     for frame in frames:
-        samples = frame.to_ndarray().reshape(-1, frame.layout.nb_channels)
+        samples: Any = frame.to_ndarray().reshape(-1, frame.layout.nb_channels)
         yield samples[:, 0] if samples.shape[1] == 1 else samples.mean(axis=1)
 
 
