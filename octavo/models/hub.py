@@ -19,9 +19,11 @@ from octavo.config import (
     BUILTIN_DRAFT_MODEL,
     BUILTIN_EAGLE_HEAD,
     BUILTIN_ENCODER,
+    BUILTIN_EYES,
     BUILTIN_MEDUSA_HEADS,
     BUILTIN_MODEL,
     BUILTIN_RERANKER,
+    BUILTIN_SPEECH,
     EngineConfig,
     hub_offline,
 )
@@ -44,10 +46,19 @@ _BUILTIN = {
         BUILTIN_MEDUSA_HEADS,
         BUILTIN_ENCODER,
         BUILTIN_RERANKER,
+        BUILTIN_EYES,
+        BUILTIN_SPEECH,
     )
 }
 _ADAPTERS = {name: _BUILTIN_FOLDER / name.split("/")[1] for name in BUILTIN_ADAPTERS}
-_LISTED = (BUILTIN_MODEL, BUILTIN_DRAFT_MODEL, BUILTIN_ENCODER, BUILTIN_RERANKER)
+_LISTED = (
+    BUILTIN_MODEL,
+    BUILTIN_DRAFT_MODEL,
+    BUILTIN_ENCODER,
+    BUILTIN_RERANKER,
+    BUILTIN_EYES,
+    BUILTIN_SPEECH,
+)
 """Built-in models that are complete; heads are parts of a model."""
 # Configuration, tokenizer, chat template, and some heads; weights are added by load format.
 _FILES = ["*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt", "*.tiktoken"]
@@ -81,9 +92,9 @@ def resolve_model(
     without a network, an earlier download is used.
 
     Args:
-        model: octavo/stories (or -draft, -eagle, -medusa, -encoder, -reranker), a folder, a GGUF
-            file, a hub id such as org/name, or org/name:Q4_K_M, the GGUF file of org/name whose
-            name ends so.
+        model: octavo/stories (or -draft, -eagle, -medusa, -encoder, -reranker, -eyes), a folder, a
+            GGUF file, a hub id such as org/name, or org/name:Q4_K_M, the GGUF file of org/name
+            whose name ends so.
         revision: branch, tag or commit on the hub.
         download_dir: folder for downloads; default: the hub client's cache.
         load_format: format of the weight files, as in `open_checkpoint`.
