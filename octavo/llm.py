@@ -24,7 +24,11 @@ from octavo.frontend.beam_search import (
     prompt_params,
     step_params,
 )
-from octavo.frontend.input_processor import Prompt, with_processor_kwargs
+from octavo.frontend.input_processor import (
+    Prompt,
+    check_processor_kwargs,
+    with_processor_kwargs,
+)
 from octavo.frontend.interrupts import late_interrupts
 from octavo.frontend.llm_engine import LLMEngine, failed_output
 from octavo.llm_pooling import PoolingMethods, as_list
@@ -614,6 +618,7 @@ class LLM(PoolingMethods, SpeechMethods):
         """Return the prompt of a conversation, with its pictures."""
         pieces, items = self._render(messages, **options)
         pictures = self.llm_engine.chat_pictures
+        check_processor_kwargs(pictures, mm_processor_kwargs)
         if pictures is None or (not items and len(pieces) == 1):
             return "".join(pieces)
         return pictures.read_prompt_now(pieces, items, mm_processor_kwargs)

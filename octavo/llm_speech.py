@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 from octavo.errors import RequestError, reason_of
 from octavo.frontend.input_processor import Prompt
 from octavo.frontend.llm_engine import LLMEngine
-from octavo.media.audio import AudioReader
+from octavo.media.audio import AudioReader, Samples
 from octavo.outputs import RequestOutput
 from octavo.sampling_params import SamplingParams
 from octavo.speech.model import SpeechModel
@@ -90,7 +91,7 @@ class SpeechMethods(ABC):
         reader = AudioReader()
         try:
             read = [_read(reader, sound, i) for i, sound in enumerate(given)]
-            samples = [one if isinstance(one, np.ndarray) else one.result() for one in read]
+            samples = [_wait(one, given[i], i) for i, one in enumerate(read)]
         finally:
             reader.close()
         jobs = [Transcription(model, one, options) for one in samples]
@@ -102,7 +103,20 @@ class SpeechMethods(ABC):
         return run_all(jobs, generate)
 
 
-def _read(reader: AudioReader, sound: Sound, index: int) -> Any:
+def _wait(read: Samples | Future[Samples], sound: Sound, index: int) -> Samples:
+    """Return a sound's samples; an error names the sound."""
+    if isinstance(read, np.ndarray):
+        return read
+    try:
+        return read.result()
+    except RequestError as error:
+        name = sound if isinstance(sound, str | Path) else f"sounds[{index}]"
+        error.message = f"{name}: {error.message}"
+        error.args = (error.message,)
+        raise
+
+
+def _read(reader: AudioReader, sound: Sound, index: int) -> Samples | Future[Samples]:
     """Return a sound's samples, or the future of them."""
     where = f"sounds[{index}]"
     if isinstance(sound, np.ndarray):

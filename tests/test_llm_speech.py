@@ -56,7 +56,8 @@ def test_files_and_bytes(llm, tmp_path):
 @pytest.mark.parametrize(
     ("sound", "message"),
     [
-        (b"no sound", r"The file is no sound of a supported format"),
+        (b"no sound", r"sounds\[0\]: The file is no sound of a supported format"),
+        (__file__, r"test_llm_speech.py: The file is no sound"),
         ("/nowhere/a.wav", r"sounds\[0\]: /nowhere/a.wav: No such file"),
         (np.zeros(5), r"sounds\[0\] is an array float64 \[5\]"),
         (np.zeros((2, 5), np.float32), r"sounds\[0\] is an array float32 \[2, 5\]"),

@@ -792,6 +792,8 @@ class AsyncLLM(AsyncPooling):
             self._recorder.close()
         if self._tracer is not None:
             self._tracer.close()
+        if self.chat_pictures is not None:
+            self.chat_pictures.close()
 
     def _begin(self) -> None:
         """Begin a call: raise the error that ended the engine, and attach it to the event loop."""

@@ -17,7 +17,7 @@ from octavo.multimodal.pictures import PictureReader
 from octavo.system.offload import offload
 from octavo.text.tokenizer import MAX_TOKENS, Tokenizer
 
-# Files in memory that are fetched or read.
+# Files in memory that are fetched or read, and as many of hosts, which may answer slowly.
 _MOST_FILES = 16
 
 
@@ -45,8 +45,18 @@ class ChatPictures:
         )
         self._reader = PictureReader(pictures.kind, processor.settings.fields)
         self._slots = asyncio.Semaphore(_MOST_FILES)
-        # Also at the end of this process.
-        weakref.finalize(self, self._reader.close)
+        self._slots_of_hosts = asyncio.Semaphore(_MOST_FILES)
+        # Also without a call.
+        self.close = weakref.finalize(self, self._reader.close)
+        """Function that ends the helper processes. A second call is harmless."""
+
+    def check_settings(self, mm_processor_kwargs: Mapping[str, Any]) -> None:
+        """Check settings of the processor of pictures.
+
+        Raises:
+            RequestError: a name is unknown, or a value is impossible.
+        """
+        self._reader.processor.changed(mm_processor_kwargs)
 
     async def read_prompt(
         self,
@@ -81,14 +91,18 @@ class ChatPictures:
         for item in items:
             image = item.source
             if isinstance(image, str):
+                is_of_host = image[:4].lower() == "http"
                 try:
-                    async with self._slots:
+                    async with self._slots_of_hosts if is_of_host else self._slots:
                         file = await self._fetcher.fetch(image, item.name)
                         reading = self._reader.read(file, item.name, mm_processor_kwargs)
                         image = picture = await asyncio.wrap_future(reading)
                 except RequestError as error:
                     if error.param == item.name:
                         error.param = "messages"
+                        if item.name not in error.message:  # limits of the helper process
+                            error.message = f"{item.name}: {error.message}"
+                            error.args = (error.message,)
                     raise
                 num_embeds += picture.place.num_embeds
                 if num_embeds > self._max_model_len:

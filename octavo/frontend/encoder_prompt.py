@@ -60,36 +60,31 @@ def text_feature(token_ids: list[int], cache_salt: str | None) -> MultiModalFeat
 
 
 def audio_feature(
-    features: Any, max_num_tokens: int, cache_salt: str | None
+    features: Any, shape: tuple[int, int], cache_salt: str | None
 ) -> MultiModalFeatureSpec:
     """Return the item of an encoder of sound.
 
     Args:
         features: numbers [frames, size of a frame]; two frames are a token of the encoder.
-        max_num_tokens: most tokens of an input.
+        shape: the shape that the encoder reads.
         cache_salt: scope of the prefix cache.
 
     Raises:
-        RequestError: they are no finite numbers of this shape, or too many.
+        RequestError: they are no finite numbers of this shape.
     """
     try:
         array = np.ascontiguousarray(np.asarray(features), np.float32)
     except (TypeError, ValueError):
         raise RequestError("'input_features' are no array of numbers.", "encoder_prompt") from None
-    if array.ndim != 2 or not len(array) or not np.isfinite(array).all():
+    if array.shape != shape:
         raise RequestError(
-            f"'input_features' has the shape {array.shape}; give finite numbers [frames, size of a "
-            "frame].",
+            f"'input_features' has the shape {array.shape}, and the encoder reads {shape}: frames, "
+            "and numbers of a frame. Fill a short sound with silence; divide a long one.",
             "encoder_prompt",
         )
-    tokens = -(-len(array) // 2)
-    if tokens > max_num_tokens:
-        raise RequestError(
-            f"'input_features' has {len(array)} frames; the encoder reads {2 * max_num_tokens} at "
-            "most. Send the sound in parts.",
-            "encoder_prompt",
-        )
-    return _feature("audio", {"input_features": array}, tokens, cache_salt)
+    if not np.isfinite(array).all():
+        raise RequestError("'input_features' has numbers that are not finite.", "encoder_prompt")
+    return _feature("audio", {"input_features": array}, len(array) // 2, cache_salt)
 
 
 def read_features(feature: MultiModalFeatureSpec) -> NDArray[np.float32]:

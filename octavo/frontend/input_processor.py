@@ -161,6 +161,10 @@ class InputSpec(Protocol):
         """Number of rows of the encoder's embedding."""
 
     @property
+    def encoder_frames(self) -> tuple[int, int]:
+        """Shape of a sound: frames, numbers of a frame."""
+
+    @property
     def max_encoder_len(self) -> int:
         """Most tokens of an encoder's input."""
 
@@ -251,6 +255,26 @@ def read_chat_pictures(
     from octavo.frontend.chat_pictures import ChatPictures  # few models read pictures
 
     return ChatPictures(pictures, settings, tokenizer, max_model_len)
+
+
+def check_processor_kwargs(
+    pictures: ChatPictures | None, settings: Mapping[str, Any] | None
+) -> None:
+    """Check `mm_processor_kwargs` of a chat, with or without pictures.
+
+    Raises:
+        UnsupportedError: the model reads no pictures.
+        RequestError: a setting is wrong.
+    """
+    if not settings:
+        return
+    if pictures is None:
+        raise UnsupportedError(
+            "mm_processor_kwargs is not supported by this model, which reads text only; leave it "
+            "out.",
+            "mm_processor_kwargs",
+        )
+    pictures.check_settings(settings)
 
 
 class InputProcessor:
@@ -660,6 +684,14 @@ class InputProcessor:
     ) -> tuple[str | None, list[int], list[MultiModalFeatureSpec]]:
         """Return the text of an encoder's input, the decoder's first tokens, and the input."""
         parts, start = read_parts(prompt), list(self._spec.decoder_start_ids)
+        for part in (parts.encoder, parts.decoder):
+            if isinstance(part, Mapping) and part.get("multi_modal_data"):
+                raise UnsupportedError(
+                    f"multi_modal_data: this model ({self._spec.architecture}) reads "
+                    f"{self._spec.encoder_modality} only here; leave it out. A sound is given as "
+                    "its 'input_features'; LLM.transcribe reads files.",
+                    "multi_modal_data",
+                )
         text, feature = self._read_encoder(parts.encoder, params, options, add_special_tokens)
         if parts.decoder is None:
             return text, start, [feature]
@@ -690,7 +722,7 @@ class InputProcessor:
                 "encoder_prompt",
             )
         if features is not None:
-            return None, audio_feature(features, limit, salt)
+            return None, audio_feature(features, self._spec.encoder_frames, salt)
         text, ids = self._read_prompt(prompt)
         if ids is None:
             assert text is not None

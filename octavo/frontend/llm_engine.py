@@ -454,6 +454,8 @@ class LLMEngine:
         complete(self.client.shutdown())
         if self._tracer is not None:
             self._tracer.close()
+        if self.chat_pictures is not None:
+            self.chat_pictures.close()
 
     def process(
         self,

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.errors import RequestError
-from octavo.media.process import Limits, MediaProcesses
+from octavo.media.process import Limits, MediaProcesses, Result
 from octavo.system.limited_process import Buffer
 
 SAMPLE_RATE = 16_000
@@ -46,21 +46,11 @@ class AudioReader:
             failed: Future[Samples] = Future()
             failed.set_exception(RequestError(f"{param} is empty; send a sound.", param))
             return failed
-        read = self._processes.submit("decode", [data], MAX_SECONDS, param=param)
-        result: Future[Samples] = Future()
 
-        def finish(done: Future[tuple[object, list[NDArray[np.float32]]]]) -> None:
-            if not result.set_running_or_notify_cancel():
-                return
-            if done.cancelled():
-                result.set_exception(RequestError(f"{param} was not read: Octavo stops.", param))
-            elif (error := done.exception()) is not None:
-                result.set_exception(error)
-            else:
-                result.set_result(done.result()[1][0])
+        def make(result: Result) -> Samples:
+            return result[1][0]
 
-        read.add_done_callback(finish)
-        return result
+        return self._processes.submit("decode", [data], MAX_SECONDS, param=param, make=make)
 
     def close(self) -> None:
         """End the processes."""

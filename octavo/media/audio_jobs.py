@@ -12,6 +12,7 @@ import contextlib
 import io
 import struct
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import av
 import av.audio
@@ -217,7 +218,8 @@ class _Decoder:
                     )
                 if resampler is not None:
                     yield from _arrays(resampler.resample(None))
-                resampler = av.AudioResampler(format="fltp", rate=SAMPLE_RATE)
+                # PyAV reads beyond the planes of eight and more channels, so they share one.
+                resampler = av.AudioResampler(format="flt", rate=SAMPLE_RATE)
                 resampled_from = kind
             frame.pts = None
             yield from _arrays(resampler.resample(frame))
@@ -244,8 +246,8 @@ def _arrays(frames: list[av.audio.AudioFrame]) -> Iterator[NDArray[np.float32]]:
     FFmpeg's mix of float samples would be louder.
     """
     for frame in frames:
-        samples = frame.to_ndarray()
-        yield samples[0] if len(samples) == 1 else samples.mean(axis=0)
+        samples: Any = frame.to_ndarray().reshape(-1, frame.layout.nb_channels)
+        yield samples[:, 0] if samples.shape[1] == 1 else samples.mean(axis=1)
 
 
 JOBS: Mapping[str, Job] = {"decode": decode}

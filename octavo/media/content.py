@@ -75,16 +75,28 @@ class Chat:
     """Secret mark, which cuts reserved texts of users in two."""
 
     def protect(self, value: Any) -> Any:
-        """Return JSON data with the mark inside of each reserved text, wherever it is."""
+        """Return JSON data with the mark inside of each reserved text, wherever it is.
+
+        Raises:
+            RequestError: the data are nested too deeply.
+        """
+        if not self.reserved:
+            return value
+        try:
+            return self._mark(value)
+        except RecursionError:
+            raise RequestError("The chat is nested too deeply.", "messages") from None
+
+    def _mark(self, value: Any) -> Any:
         if isinstance(value, str):
             for text in self.reserved:
                 if text in value:
                     value = value.replace(text, text[:1] + self.mark + text[1:])
             return value
         if isinstance(value, Mapping):
-            return {self.protect(key): self.protect(item) for key, item in value.items()}
+            return {self._mark(key): self._mark(item) for key, item in value.items()}
         if isinstance(value, list | tuple):
-            return [self.protect(item) for item in value]
+            return [self._mark(item) for item in value]
         return value
 
     def split(self, rendered: str) -> list[str]:
@@ -146,12 +158,7 @@ def read_media(messages: Sequence[Any], kinds: Mapping[Modality, MediaKind]) -> 
         found.append({**message, "content": parts})
     reserved = {text for kind in kinds.values() for text in (kind.placeholder, *kind.reserved)}
     chat = Chat(found, items, tuple(sorted(reserved)), f"octavo{secrets.token_hex(16)}")
-    if not reserved:
-        return chat
-    try:
-        return replace(chat, messages=chat.protect(found))
-    except RecursionError:
-        raise RequestError("messages is nested too deeply.", "messages") from None
+    return replace(chat, messages=chat.protect(found))
 
 
 def _is_media(part: Any) -> bool:

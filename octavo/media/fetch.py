@@ -45,6 +45,15 @@ _PIECE = 2**16
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 # IPv4 as seen from a network with IPv6 only.
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
+# Networks that Python's `is_global` counts as public, in some of its versions: protocol
+# assignments, relays of 6to4, the host of a machine in Azure, documentation, and site-local
+# addresses.
+_NOT_PUBLIC = tuple(
+    map(
+        ipaddress.ip_network,
+        ("192.0.0.0/24", "192.88.99.0/24", "168.63.129.16/32", "3fff::/20", "fec0::/10"),
+    )
+)
 
 
 def is_public(address: str) -> bool:
@@ -66,7 +75,9 @@ def is_public(address: str) -> bool:
         tunneled = (found.sixtofour, *(found.teredo or ()))
         if any(one is not None and not is_public(str(one)) for one in tunneled):
             return False
-    return found.is_global and not found.is_multicast and not found.is_reserved
+    if found.is_multicast or found.is_reserved or any(found in network for network in _NOT_PUBLIC):
+        return False
+    return found.is_global
 
 
 async def resolve(host: str, port: int) -> list[str]:
@@ -138,7 +149,7 @@ class MediaFetcher:
                     client.get(url, allow_redirects=False) as response,
                 ):
                     if response.status in _REDIRECTS and "Location" in response.headers:
-                        url = urljoin(url, response.headers["Location"])
+                        url = _redirected(url, response.headers["Location"], host, param)
                     elif response.status == 200:
                         return await _read(response, host, param)
                     else:
@@ -221,7 +232,7 @@ class MediaFetcher:
                 if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                     raise RequestError(f"{param}: the path is no file.", param)
                 data = file.read(MAX_NBYTES + 1)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: links in a circle
             if isinstance(error, RequestError):
                 raise
             raise RequestError(
@@ -316,6 +327,13 @@ async def _read(response: aiohttp.ClientResponse, host: str, param: str) -> byte
     if not data:
         raise RequestError(f"{param}: the file of {host} is empty.", param)
     return bytes(data)
+
+
+def _redirected(url: str, location: str, host: str, param: str) -> str:
+    try:
+        return urljoin(url, location)
+    except ValueError:
+        raise RequestError(f"{param}: {host} redirects to a malformed URL.", param) from None
 
 
 def _split(url: str, param: str) -> SplitResult:

@@ -27,13 +27,13 @@ import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.errors import OctavoError, RequestError, UnsupportedError, make_error
+from octavo.errors import OctavoError, QueueFullError, RequestError, UnsupportedError, make_error
 from octavo.system.limited_process import (
     Buffer,
     LimitedProcess,
@@ -43,6 +43,9 @@ from octavo.system.limited_process import (
 )
 
 Array: TypeAlias = NDArray[Any]
+T = TypeVar("T")
+Result: TypeAlias = tuple[Any, list[Array]]
+"""Value and arrays of a job."""
 Job: TypeAlias = Callable[[Any, list[memoryview]], tuple[Any, Sequence[Array]]]
 """Function of a helper process: (arguments, files) -> (value, arrays).
 
@@ -99,6 +102,7 @@ class MediaProcesses:
 
     def __init__(self, module: str, extra: str, limits: Limits, num_processes: int = 2) -> None:
         self._module, self._extra, self._limits = module, extra, limits
+        self._closed = False
         self._threads = ThreadPoolExecutor(num_processes, f"octavo-{extra}")
         self._idle: queue.SimpleQueue[LimitedProcess] = queue.SimpleQueue()
         self._all = [LimitedProcess("octavo.media.process") for _ in range(num_processes)]
@@ -106,31 +110,45 @@ class MediaProcesses:
             self._idle.put(process)
 
     def submit(
-        self, job: str, files: Sequence[Buffer], arguments: Any = None, *, param: str
-    ) -> Future[tuple[Any, list[Array]]]:
-        """Start a job; the future's result is its value and its arrays.
+        self,
+        job: str,
+        files: Sequence[Buffer],
+        arguments: Any = None,
+        *,
+        param: str,
+        make: Callable[[Result], T],
+    ) -> Future[T]:
+        """Start a job. A canceled one that waits for its turn is dropped, with its files.
 
         Args:
             job: name of the job in `JOBS`.
             files: contents of the files.
             arguments: see `Job`.
             param: field of the request that has the files, for errors.
+            make: makes the future's result from the job's, on a thread.
 
         The future's errors:
             RequestError: a file is wrong, or breaks a limit.
+            QueueFullError: the machine has too little memory now.
             UnsupportedError: the library is not installed.
         """
-        return self._threads.submit(self._run, job, files, arguments, param)
+        waiting = list(files)
+        future = self._threads.submit(lambda: make(self._run(job, waiting, arguments, param)))
+        # The executor keeps canceled jobs until their turn.
+        future.add_done_callback(lambda _: waiting.clear())
+        return future
 
     def close(self) -> None:
-        """End the processes; cancel jobs that wait."""
-        self._threads.shutdown(cancel_futures=True)
+        """End the processes and their jobs; cancel jobs that wait."""
+        self._closed = True
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for process in self._all:
+            process.stop()
+        self._threads.shutdown()
         for process in self._all:
             process.end()
 
-    def _run(
-        self, job: str, files: Sequence[Buffer], arguments: Any, param: str
-    ) -> tuple[Any, list[Array]]:
+    def _run(self, job: str, files: Sequence[Buffer], arguments: Any, param: str) -> Result:
         head = _encode_head(_Request(job, arguments, [len(memoryview(file)) for file in files]))
         process = self._idle.get()
         limits = self._limits
@@ -148,6 +166,13 @@ class MediaProcesses:
                 param,
             ) from None
         except ProcessEndedError as error:
+            if self._closed:
+                raise RequestError(f"{param} was not read: Octavo stops.", param) from None
+            if error.code == -signal.SIGKILL:  # twice, which no file can cause
+                raise QueueFullError(
+                    f"{param} was not read: the system ended the process that read it, probably "
+                    "since the machine has too little memory now; try again later."
+                ) from None
             raise RequestError(_why_ended(error.code, param, limits), param) from None
         finally:
             self._idle.put(process)
@@ -199,6 +224,7 @@ def main() -> None:
     except ImportError as error:
         _refuse(extra, error)
         return
+    _write_no_more_messages()
     _open_no_more_files()
 
     def answer(data: memoryview) -> list[Buffer]:
@@ -261,6 +287,12 @@ def _refuse(extra: str, error: ImportError) -> None:
         )
 
     serve(answer, lambda: answer(memoryview(b"")), 1.0)
+
+
+def _write_no_more_messages() -> None:
+    """Drop what native decoders write about files to standard error, the log of the server."""
+    with open(os.devnull, "wb") as nothing:
+        os.dup2(nothing.fileno(), sys.stderr.fileno())
 
 
 def _open_no_more_files() -> None:

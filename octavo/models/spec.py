@@ -16,6 +16,7 @@ from octavo.models.blocks.attention import Alibi, AttentionSpec
 from octavo.models.blocks.base import Table
 from octavo.models.blocks.embedding import EmbedSpec
 from octavo.models.blocks.encoder_input import TextInputSpec
+from octavo.models.blocks.frames import FramesInputSpec
 from octavo.models.blocks.head import HeadSpec
 from octavo.models.blocks.layer import LayerSpec
 from octavo.models.blocks.pooler import NO_SENTENCES, PoolerSpec, SentencesSpec
@@ -104,6 +105,17 @@ class ModelSpec:
         """Number of tokens that an encoder of texts knows; 0: it reads no text."""
         inputs = self.encoders[0].inputs
         return inputs.embed.vocab_size if isinstance(inputs, TextInputSpec) else 0
+
+    @property
+    def encoder_frames(self) -> tuple[int, int]:
+        """Shape of a sound for an encoder-decoder's encoder: frames, numbers of a frame.
+
+        It is 0, 0 if the encoder reads no sound.
+        """
+        inputs = self.encoders[0].inputs
+        if not isinstance(inputs, FramesInputSpec):
+            return 0, 0
+        return 2 * inputs.num_positions, inputs.frame_size
 
     @property
     def max_encoder_len(self) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -46,9 +45,5 @@ def decode(arguments: Any, files: list[memoryview]) -> tuple[Any, Sequence[Array
     except RequestError as error:
         raise type(error)(f"{arguments}: {error.message}") from None
 
-
-# Native decoders write about damaged files to standard error, where the log of the server goes.
-with open(os.devnull, "wb") as _nothing:
-    os.dup2(_nothing.fileno(), 2)
 
 JOBS = {"process": process, "decode": decode}

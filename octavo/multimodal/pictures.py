@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from octavo.media.process import Array, Limits, MediaProcesses
+from octavo.media.process import Array, Limits, MediaProcesses, Result
 from octavo.messages import MultiModalFeatureSpec, PlaceholderRange, TensorData
 from octavo.multimodal.processors.base import Place
 from octavo.multimodal.processors.registry import make_processor
@@ -88,21 +88,15 @@ class PictureReader:
         """
         processor = self.processor.changed(mm_processor_kwargs or {})
         settings = json.dumps(processor.settings.fields, sort_keys=True)
-        job = self._processes.submit("process", [file], [self._kind, settings, param], param=param)
-        picture: Future[Picture] = Future()
 
-        def finish(done: Future[tuple[Any, list[Array]]]) -> None:
-            if not picture.set_running_or_notify_cancel():
-                return
-            try:
-                (height, width, *names), arrays = done.result()
-                fields = dict(zip(names, arrays, strict=True))
-                picture.set_result(make_picture(processor.place(height, width), fields))
-            except BaseException as error:  # a canceled job, too
-                picture.set_exception(error)
+        def make(result: Result) -> Picture:
+            (height, width, *names), arrays = result
+            fields = dict(zip(names, arrays, strict=True))
+            return make_picture(processor.place(height, width), fields)
 
-        job.add_done_callback(finish)
-        return picture
+        return self._processes.submit(
+            "process", [file], [self._kind, settings, param], param=param, make=make
+        )
 
     def close(self) -> None:
         """End the helper processes."""

@@ -115,7 +115,7 @@ def _value(name: str, text: str) -> Any:
         return _BOOLS.get(text.lower(), text)
     if name in ("seed", "deadline_ms", "temperature"):
         try:
-            return float(text) if name == "temperature" else int(text[:40])
+            return float(text) if name == "temperature" else int(text)
         except ValueError:
             return text
     return text

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from starlette.requests import Request
 from starlette.responses import Response
 
-from octavo.errors import RequestError, UnsupportedError
+from octavo.errors import RequestError
+from octavo.frontend.input_processor import check_processor_kwargs
 from octavo.media.content import MediaItem, MediaKind, Modality, read_media
 from octavo.messages import RequestOptions
 from octavo.outputs import CompletionOutput, Logprob, RequestOutput
@@ -164,12 +165,7 @@ async def read_chat(
     without_tools = body.tool_choice == "none" and state.config.exclude_tools_when_tool_choice_none
     prompts: list[Prompt] = []
     pictures = engine.chat_pictures
-    if pictures is None and body.mm_processor_kwargs:
-        raise UnsupportedError(
-            "mm_processor_kwargs is not supported by this model, which reads text only; leave it "
-            "out.",
-            "mm_processor_kwargs",
-        )
+    check_processor_kwargs(pictures, body.mm_processor_kwargs)
     for messages in body.conversations:
         rendered = await render_messages(
             template,

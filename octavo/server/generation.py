@@ -15,7 +15,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from octavo.errors import RequestError
+from octavo.errors import RequestError, UnsupportedError
+from octavo.frontend.encoder_prompt import encoder_token_ids
 from octavo.frontend.input_processor import EmbedsPrompt
 from octavo.frontend.request_memory import logprobs_nbytes
 from octavo.messages import RequestOptions
@@ -533,6 +534,7 @@ class Generation(Call, ABC, Generic[B]):
 
         Raises:
             RequestError: the request is wrong.
+            UnsupportedError: it has pictures.
         """
         engine = await self.state.get_engine()
         self.tokenizer = engine.tokenizer
@@ -542,7 +544,14 @@ class Generation(Call, ABC, Generic[B]):
             found = []
             for prompt in prompts:
                 request, text = await engine.process(prompt, params, self.id, options, special)
-                found.append(Rendered(text, request.prompt_token_ids, params))
+                token_ids = encoder_token_ids(request.mm_features)
+                if token_ids is None and request.mm_features:
+                    raise UnsupportedError(
+                        "A prompt with pictures cannot be rendered: its tokens are only their "
+                        "places. Send the request itself, or leave the pictures out.",
+                        "prompt",
+                    )
+                found.append(Rendered(text, token_ids or request.prompt_token_ids, params))
             return found
         except RequestError as error:
             raise self._blamed(error) from None

@@ -178,7 +178,10 @@ class _Form:
             self._pieces.append(data[start:end])
             return
         self._text += data[start:end]
-        if len(self._text) > _MAX_FIELD_BYTES:
+        self._check_length()
+
+    def _check_length(self) -> None:
+        if self._text is not None and len(self._text) > _MAX_FIELD_BYTES:
             raise RequestError(
                 f"{show(self._name)} has more than {_MAX_FIELD_BYTES} bytes; shorten it.",
                 self._name[:_MAX_NAME],
@@ -188,6 +191,7 @@ class _Form:
         if self._text is not None:
             if self._name.endswith("[]") and self._name in self.fields:  # a list
                 self._text = bytearray(self.fields[self._name] + b"," + self._text)
+                self._check_length()
             elif self._name in self.fields:
                 raise _bad_form(f"it has several values of {show(self._name)}")
             self.fields[self._name] = bytes(self._text)

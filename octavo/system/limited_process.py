@@ -53,6 +53,7 @@ class LimitedProcess:
         self._module = module
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
+        self._stopped = False
 
     @property
     def pid(self) -> int | None:
@@ -82,6 +83,8 @@ class LimitedProcess:
             ProcessEndedError: the process ended, or its answer was too long.
         """
         for last in (False, True):
+            if self._stopped:
+                raise ProcessEndedError(-signal.SIGKILL)
             connection = self._connect(arguments)
             connection.settimeout(max_wait)
             try:
@@ -98,6 +101,12 @@ class LimitedProcess:
             if code != -signal.SIGKILL or last:
                 break
         raise ProcessEndedError(code)
+
+    def stop(self) -> None:
+        """Kill the process, from any thread; this exchange and all later ones fail."""
+        self._stopped, process = True, self._process
+        if process is not None:
+            process.kill()
 
     def end(self) -> int:
         """End the process; return its exit status, 0 if there is none."""
@@ -162,6 +171,7 @@ def serve(
                 parts = on_memory_error()
             signal.setitimer(signal.ITIMER_PROF, 0)
             send(connection, *parts)
+            del data, parts  # the next message may need the memory
 
 
 def send(connection: socket.socket, *parts: Buffer) -> None:

@@ -112,6 +112,9 @@ def test_settings_of_the_processor(llm, expected):
     whole = {"do_image_splitting": False}
     (uncut,) = llm.chat(chat, PARAMS, mm_processor_kwargs=whole, use_tqdm=False)
     assert len(uncut.prompt_token_ids) < len(cut.prompt_token_ids)
+    chat = [{"role": "user", "content": "no picture"}]
+    with pytest.raises(RequestError, match=r"mm_processor_kwargs\.nonsense is not allowed"):
+        llm.chat(chat, PARAMS, mm_processor_kwargs={"nonsense": 1}, use_tqdm=False)
 
 
 @pytest.fixture(scope="module")
@@ -157,6 +160,14 @@ def test_every_api_gives_the_answer(server, folder, expected):
     )
     output = response.json()["output"]
     assert output[0]["content"][0]["text"] == expected[1], response.text
+
+
+def test_a_prompt_with_pictures_is_not_rendered(server):
+    chat = {"model": "m", "messages": [{"role": "user", "content": [part(FIRST)]}]}
+    response = server.post("/v1/chat/completions/render", chat)
+    assert response.status_code == 400
+    assert "with pictures cannot be rendered" in response.json()["error"]["message"]
+    assert response.json()["error"]["param"] == "messages"
 
 
 def chat_parts():

@@ -56,6 +56,14 @@ def test_texts_errors_and_a_death(folder, tmp_path):
             for output in outputs
         )
 
+        # A prompt that is rendered and sent again has the same answer.
+        sent = {"model": str(folder), "prompt": TEXTS[0], "max_tokens": 4, "temperature": 0}
+        (rendered,) = server.post("/v1/completions/render", sent).json()
+        assert rendered["token_ids"] == outputs[0].encoder_prompt_token_ids
+        again = server.post("/inference/v1/generate", rendered).json()["choices"][0]
+        plain = server.post("/v1/completions", sent | {"return_token_ids": True}).json()
+        assert again["token_ids"] == plain["choices"][0]["token_ids"]
+
         for path, body, said in (
             ("/v1/completions", {"prompt": "a" * 401}, "reads at most 400 tokens"),
             ("/v1/completions", {"prompt": ""}, "encoder's prompt is empty"),

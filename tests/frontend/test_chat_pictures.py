@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import io
+from concurrent.futures import Future
 from types import SimpleNamespace
 
 import numpy as np
@@ -114,6 +115,15 @@ def test_errors_name_the_picture(chat_pictures, source, match):
     assert error.value.param == "messages"
 
 
+def test_limits_of_the_process_name_the_picture(chat_pictures, monkeypatch):
+    failed = Future()
+    failed.set_exception(RequestError("The file was given up.", "picture 2"))
+    monkeypatch.setattr(chat_pictures._reader, "read", lambda *_: failed)
+    with pytest.raises(RequestError, match=r"^picture 2: The file was given up\.$") as error:
+        read(chat_pictures, Image.new("RGB", (9, 9)), url(28, 28))
+    assert error.value.param == "messages"
+
+
 def test_pictures_are_bounded_while_they_are_read(chat_pictures):
     found = []
     items = items_of([url(112, 112)] * 2)
@@ -127,6 +137,30 @@ def test_pictures_are_bounded_while_they_are_read(chat_pictures):
 
     with pytest.raises(RequestError, match="full"):
         asyncio.run(chat_pictures.read_prompt(["a"], items, None, full))
+
+
+def test_slow_hosts_delay_no_files(chat_pictures, monkeypatch):
+    fetch = chat_pictures._fetcher.fetch
+
+    async def never(source, param):
+        if source.startswith("https:"):
+            await asyncio.Event().wait()
+        return await fetch(source, param)
+
+    monkeypatch.setattr(chat_pictures._fetcher, "fetch", never)
+
+    async def main():
+        slow = [
+            asyncio.create_task(chat_pictures.read_prompt(["a"], items_of(["https://a.example/"])))
+            for _ in range(40)
+        ]
+        await asyncio.sleep(0)
+        prompt = await chat_pictures.read_prompt(["a"], items_of([url(56, 84)]))
+        for task in slow:
+            task.cancel()
+        return prompt
+
+    assert asyncio.run(main())["multi_modal_data"]["image"][0].place.num_embeds == 6
 
 
 def test_callers_with_an_event_loop(chat_pictures):

@@ -7,9 +7,9 @@ import pytest
 from msgspec.structs import replace
 
 from octavo.config import ModelConfig
-from octavo.errors import ContextLengthError, RequestError
+from octavo.errors import ContextLengthError, RequestError, UnsupportedError
 from octavo.frontend.encoder_prompt import encoder_token_ids
-from octavo.frontend.input_processor import InputProcessor
+from octavo.frontend.input_processor import InputProcessor, check_processor_kwargs
 from octavo.messages import RequestOptions
 from octavo.sampling_params import SamplingParams
 from tests.frontend.test_input_processor import byte_level
@@ -29,6 +29,7 @@ class Spec:
     is_encoder_decoder: bool = True
     encoder_modality: str = "text"
     encoder_vocab_size: int = 300
+    encoder_frames: tuple[int, int] = (4, 3)
     max_encoder_len: int = 8
     decoder_start_ids: tuple[int, ...] = (START, FORCED)
     bad_words_ids: tuple[tuple[int, ...], ...] = ((7,),)
@@ -102,11 +103,18 @@ def test_truncation():
         ({"encoder_prompt": "a", "decoder_prompt": [1] * 16}, ContextLengthError, "16"),
         ({"encoder_prompt": {"input_features": [[1.0]]}}, RequestError, "reads text"),
         ({"encoder_prompt": {}}, RequestError, "needs 'prompt'"),
+        ({"prompt": "a", "multi_modal_data": {"image": 1}}, UnsupportedError, "reads text only"),
     ],
 )
 def test_bad_prompts(prompt, error, match):
     with pytest.raises(error, match=match):
         run(prompt)
+
+
+def test_settings_of_pictures_for_a_model_of_texts():
+    check_processor_kwargs(None, {})
+    with pytest.raises(UnsupportedError, match="reads text only"):
+        check_processor_kwargs(None, {"max_pixels": 5})
 
 
 def test_sounds():
@@ -120,7 +128,9 @@ def test_sounds():
     for features, match in (
         (np.zeros(3), "shape"),
         (np.full((4, 3), np.nan), "finite"),
-        (np.zeros((18, 3)), "18 frames; the encoder reads 16"),
+        (np.zeros((18, 3)), r"shape \(18, 3\), and the encoder reads \(4, 3\)"),
+        (np.zeros((4, 2)), r"shape \(4, 2\)"),
+        (np.zeros((3, 3)), r"shape \(3, 3\)"),
         ("abc", "no array of numbers"),
     ):
         with pytest.raises(RequestError, match=match):
@@ -132,7 +142,7 @@ def test_sounds():
 def test_a_request_of_another_engine_is_made_again():
     for spec, prompt in (
         (Spec(), {"encoder_prompt": "abc", "decoder_prompt": [8]}),
-        (Spec(encoder_modality="audio"), {"encoder_prompt": {"input_features": np.ones((4, 2))}}),
+        (Spec(encoder_modality="audio"), {"encoder_prompt": {"input_features": np.ones((4, 3))}}),
     ):
         params = SamplingParams(max_tokens=4)
         processor = InputProcessor(ModelConfig(), spec, byte_level(), 16)

@@ -25,6 +25,8 @@ def misbehave(how, _):
         os.kill(os.getpid(), signal.SIGSEGV)
     if how == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
+    if how == "message":
+        os.write(2, b"[mp3 @ 0x5] a message of a native library\n")
     if how == "refuse":
         raise RequestError("The file is \ud800 bad.")
     if how == "fail":
@@ -40,4 +42,8 @@ def misbehave(how, _):
     return None, []
 
 
-JOBS = {"echo": echo, "misbehave": misbehave}
+def ones(count, _):
+    return None, [np.ones(count, np.uint8)]
+
+
+JOBS = {"echo": echo, "misbehave": misbehave, "ones": ones}

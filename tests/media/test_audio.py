@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import struct
 
 import numpy as np
 import pytest
@@ -52,6 +53,15 @@ def test_16_khz_stays_as_it_is(read):
 def test_channels_are_averaged(read):
     left_only = np.stack([chirp(2.0, 16_000)[0], np.zeros(32_000, np.float32)])
     assert np.abs(read(encode(left_only, "wav")) - TONE[0] / 2).max() < 1e-4
+
+
+@pytest.mark.parametrize("num_channels", [3, 6, 8, 9, 24])
+def test_many_channels(read, num_channels):
+    samples = np.random.default_rng(0).integers(-9000, 9000, (9000, num_channels)).astype("<i2")
+    data = bytearray(wav(samples.ravel()))
+    data[22:24] = struct.pack("<H", num_channels)
+    data[28:34] = struct.pack("<IH", 32_000 * num_channels, 2 * num_channels)
+    np.testing.assert_allclose(read(data), (samples / 2**15).mean(1), atol=1e-6)
 
 
 @pytest.mark.parametrize("nbytes", [0, 2**32 - 1, 2**31 - 1])

@@ -140,3 +140,6 @@ def test_deep_nesting_is_an_error():
         deep = [deep]
     with pytest.raises(RequestError, match="nested too deeply"):
         read_media([{"role": "user", "content": "a", "name": deep}], IMAGE)
+    with pytest.raises(RequestError, match="nested too deeply"):
+        read_media([], IMAGE).protect({"tools": deep})
+    assert read_media([], {}).protect(deep) is deep

@@ -177,6 +177,8 @@ def test_redirect():
         ("file:///etc/passwd", "redirects to a URL of the kind file:"),
         ("gopher://files.example/", "'gopher' is not supported"),
         ("http://user@files.example/b", "user name"),
+        ("http://[::1", "redirects to a malformed URL"),
+        ("http://files.example:x/", "malformed"),
         ("/a.png", "redirects more than 5 times"),
     ],
 )
@@ -249,6 +251,7 @@ def folder(tmp_path):
     (open_to_all / "a b.png").write_bytes(BODY)
     (tmp_path / "open-secret").write_bytes(b"secret")
     (open_to_all / "link").symlink_to(tmp_path / "open-secret")
+    (open_to_all / "circle").symlink_to(open_to_all / "circle")
     os.mkfifo(open_to_all / "pipe")
     return open_to_all
 
@@ -270,6 +273,7 @@ def test_local_files(folder):
         ("", "is no file|Is a directory"),
         ("/absent", "cannot be read"),
         ("/%00", "cannot be read"),
+        ("/circle", "cannot be read"),
     ],
 )
 def test_local_files_outside(folder, path, match):
@@ -299,6 +303,9 @@ def test_local_files_need_the_option(folder):
         "192.168.1.1",
         "198.18.0.1",
         "192.0.2.1",
+        "192.0.0.192",
+        "192.88.99.1",
+        "168.63.129.16",
         "224.0.0.1",
         "240.0.0.1",
         "255.255.255.255",
@@ -307,6 +314,12 @@ def test_local_files_need_the_option(folder):
         "fe80::1",
         "fe80::1%eth0",
         "fc00::1",
+        "fec0::1",
+        "3fff::1",
+        "::127.0.0.1",
+        "::ffff:0:127.0.0.1",
+        "64:ff9b:1::7f00:1",
+        "2001:0:a00:1::",
         "fd00:ec2::254",
         "ff02::1",
         "::ffff:127.0.0.1",

@@ -1,12 +1,14 @@
 """Helper processes of sounds and pictures: transport, and jobs that break limits."""
 
+import gc
 import os
 import signal
+import weakref
 
 import numpy as np
 import pytest
 
-from octavo.errors import RequestError, UnsupportedError
+from octavo.errors import QueueFullError, RequestError, UnsupportedError
 from octavo.media.process import Limits, MediaProcesses
 
 LIMITS = Limits(seconds=0.5, nbytes=2**30, output_nbytes=2**21)
@@ -20,7 +22,11 @@ def helper():
 
 
 def echo(helper, *files, arguments=None):
-    return helper.submit("echo", files, arguments, param="file").result()
+    return helper.submit("echo", files, arguments, param="file", make=same).result()
+
+
+def same(result):
+    return result
 
 
 def test_values_and_arrays_travel(helper):
@@ -40,7 +46,6 @@ def test_values_and_arrays_travel(helper):
         ("memory", "more than 1024 MiB"),
         ("output", "3145728 bytes, more than the limit of 2097152"),
         ("crash", f"ended with status -{signal.SIGSEGV.value}"),
-        ("killed", f"ended with status -{signal.SIGKILL.value}"),
         ("refuse", "The file is . bad"),
         ("fail", "ZeroDivisionError: one . two"),
         ("file", "OSError: .*Too many open files"),
@@ -50,8 +55,8 @@ def test_values_and_arrays_travel(helper):
     ],
 )
 def test_a_bad_job_fails_alone(helper, how, message):
-    future = helper.submit("misbehave", [b""], how, param="file")
-    other = helper.submit("echo", [b"other"], param="file")
+    future = helper.submit("misbehave", [b""], how, param="file", make=same)
+    other = helper.submit("echo", [b"other"], param="file", make=same)
     if message is None:
         assert future.result() == (None, [])
     else:
@@ -59,6 +64,74 @@ def test_a_bad_job_fails_alone(helper, how, message):
             future.result()
         assert caught.value.param == "file"
     assert bytes(other.result()[1][0]) == b"other"
+
+
+def test_a_process_that_the_system_kills_twice(helper):
+    """The file is not blamed: a client may send it again."""
+    with pytest.raises(QueueFullError, match="file was not read: the system ended"):
+        helper.submit("misbehave", [b""], "killed", param="file", make=same).result()
+    assert bytes(echo(helper, b"other")[1][0]) == b"other"
+
+
+def test_helpers_that_are_killed_while_they_wait_are_replaced():
+    helper = MediaProcesses("tests.media.hostile_jobs", "audio", LIMITS)
+    try:
+        for _ in range(2):
+            jobs = [helper.submit("echo", [b"%d" % i], param="file", make=same) for i in range(4)]
+            assert [bytes(job.result()[1][0]) for job in jobs] == [b"0", b"1", b"2", b"3"]
+            for process in helper._all:
+                if process.pid is not None:
+                    os.kill(process.pid, signal.SIGKILL)
+    finally:
+        helper.close()
+
+
+def test_canceled_jobs_keep_no_files(helper):
+    class File(bytearray):
+        pass
+
+    slow = helper.submit("misbehave", [b""], "forever", param="file", make=same)
+    file = File(b"large")
+    reference = weakref.ref(file)
+    waiting = helper.submit("echo", [file], param="file", make=same)
+    del file
+    assert waiting.cancel()
+    gc.collect()
+    assert reference() is None
+    with pytest.raises(RequestError, match="processor time"):
+        slow.result()
+
+
+def test_close_does_not_wait_for_a_job():
+    limits = Limits(seconds=600.0, nbytes=2**30, output_nbytes=2**21)
+    helper = MediaProcesses("tests.media.hostile_jobs", "audio", limits, num_processes=1)
+    echo(helper, b"x")
+    job = helper.submit("misbehave", [b""], "forever", param="file", make=same)
+    waiting = helper.submit("echo", [b""], param="file", make=same)
+    while not job.running():
+        pass
+    helper.close()
+    with pytest.raises(RequestError, match="file was not read: Octavo stops"):
+        job.result()
+    assert waiting.cancelled()
+
+
+def test_an_answer_leaves_its_memory_to_the_next_job():
+    limits = Limits(seconds=10.0, nbytes=5 * 2**27, output_nbytes=2**28)
+    helper = MediaProcesses("tests.media.hostile_jobs", "audio", limits, num_processes=1)
+    try:
+        for _ in range(2):
+            job = helper.submit("ones", [], 2**28, param="file", make=lambda got: got[1][0].size)
+            assert job.result() == 2**28
+    finally:
+        helper.close()
+
+
+def test_libraries_write_nothing_to_the_log(capfd):
+    helper = MediaProcesses("tests.media.hostile_jobs", "audio", LIMITS, num_processes=1)
+    helper.submit("misbehave", [b""], "message", param="file", make=same).result()
+    helper.close()
+    assert capfd.readouterr().err == ""
 
 
 def test_a_process_that_hangs_is_given_up(monkeypatch):

@@ -134,6 +134,7 @@ PURPOSE = ("purpose", "", "batch")
         (form(("file", f'; filename="{"a" * 256}"', ""), PURPOSE), 400, "is not allowed; give 1"),
         (form(("file", '; filename=""', ""), PURPOSE), 400, "is not allowed; give 1"),
         (form(FILE, ("purpose", "", "b" * 5000)), 400, "more than 4096 bytes"),
+        (form(FILE, *[("f[]", "", "b" * 1000)] * 5), 400, "more than 4096 bytes"),
         (form(FILE, *[(f"f{i}", "", "") for i in range(40)]), 400, "more than 32 fields"),
         (form(FILE, PURPOSE, end=""), 400, "it has no end"),
         (form(FILE, PURPOSE)[:60], 400, "it has no end"),
