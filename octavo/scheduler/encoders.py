@@ -73,8 +73,11 @@ class EncoderInputs:
                 tokens = 0 if known else feature.num_encoder_tokens
                 rows = feature.num_rows if not known or cache.is_unused(identifier) else 0
                 has_room = rows <= (0 if self._is_full else room)
-                if not has_room or (tokens > max(budget, 0) and budget < self._max_num_tokens):
+                has_time = tokens <= max(budget, 0) or budget == self._max_num_tokens
+                if not has_room or not has_time:
                     self._is_full |= not has_room
+                    # Later ones in the order of service must not use up the next steps, too.
+                    self._budget = self._budget if has_time else 0
                     return max(place.offset - start, 0)
                 room, budget = room - rows, budget - tokens
                 begun.add(identifier)
