@@ -164,6 +164,13 @@ class InputSpec(Protocol):
     def max_encoder_len(self) -> int:
         """Most tokens of an encoder's input."""
 
+    def check_item(self, item: MultiModalFeatureSpec) -> None:
+        """Check that an encoder can read an item of a prompt.
+
+        Raises:
+            RequestError: no encoder can.
+        """
+
     @property
     def decoder_start_ids(self) -> Sequence[int]:
         """Tokens with which every answer begins."""
@@ -337,6 +344,12 @@ class InputProcessor:
             bad_words += [list(word) for word in self._spec.bad_words_ids]
         elif embeds is not None:
             assert isinstance(prompt, Mapping)
+            if prompt.get("multi_modal_data"):
+                raise UnsupportedError(
+                    "A prompt of both prompt_embeds and multi_modal_data is not supported; send "
+                    "token ids or text with the pictures.",
+                    "multi_modal_data",
+                )
             text, ids = _read_text(prompt), [0] * embeds.num_tokens
         else:
             text, given = self._read_prompt(prompt)
@@ -649,6 +662,9 @@ class InputProcessor:
         features = request.mm_features
         if self._spec.is_encoder_decoder:
             features = [scoped(feature, options.cache_salt) for feature in made.mm_features]
+        else:
+            for feature in features:
+                self._spec.check_item(feature)
         return replace(made, options=options, prompt_embeds=embeds, mm_features=features)
 
     def _read_encoder_decoder(
@@ -660,6 +676,13 @@ class InputProcessor:
     ) -> tuple[str | None, list[int], list[MultiModalFeatureSpec]]:
         """Return the text of an encoder's input, the decoder's first tokens, and the input."""
         parts, start = read_parts(prompt), list(self._spec.decoder_start_ids)
+        for part in (parts.encoder, parts.decoder):
+            if isinstance(part, Mapping) and part.get("multi_modal_data"):
+                raise UnsupportedError(
+                    f"multi_modal_data: this model ({self._spec.architecture}) reads its "
+                    f"{self._spec.encoder_modality} as 'encoder_prompt' only; leave it out.",
+                    "multi_modal_data",
+                )
         text, feature = self._read_encoder(parts.encoder, params, options, add_special_tokens)
         if parts.decoder is None:
             return text, start, [feature]
@@ -690,7 +713,9 @@ class InputProcessor:
                 "encoder_prompt",
             )
         if features is not None:
-            return None, audio_feature(features, limit, salt)
+            feature = audio_feature(features, limit, salt)
+            self._spec.check_item(feature)
+            return None, feature
         text, ids = self._read_prompt(prompt)
         if ids is None:
             assert text is not None

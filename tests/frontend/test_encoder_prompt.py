@@ -7,7 +7,7 @@ import pytest
 from msgspec.structs import replace
 
 from octavo.config import ModelConfig
-from octavo.errors import ContextLengthError, RequestError
+from octavo.errors import ContextLengthError, RequestError, UnsupportedError
 from octavo.frontend.encoder_prompt import encoder_token_ids
 from octavo.frontend.input_processor import InputProcessor
 from octavo.messages import RequestOptions
@@ -32,6 +32,11 @@ class Spec:
     max_encoder_len: int = 8
     decoder_start_ids: tuple[int, ...] = (START, FORCED)
     bad_words_ids: tuple[tuple[int, ...], ...] = ((7,),)
+
+    def check_item(self, item):
+        """Refuse sounds of more than four frames."""
+        if item.data["input_features"].shape[0] > 4:
+            raise RequestError("4 frames")
 
 
 def run(prompt, spec=None, salt=None, **params):
@@ -102,6 +107,12 @@ def test_truncation():
         ({"encoder_prompt": "a", "decoder_prompt": [1] * 16}, ContextLengthError, "16"),
         ({"encoder_prompt": {"input_features": [[1.0]]}}, RequestError, "reads text"),
         ({"encoder_prompt": {}}, RequestError, "needs 'prompt'"),
+        ({"prompt": "a", "multi_modal_data": {"image": 1}}, UnsupportedError, "leave it out"),
+        (
+            {"encoder_prompt": {"prompt": "a", "multi_modal_data": {"image": 1}}},
+            UnsupportedError,
+            "reads its text as 'encoder_prompt' only",
+        ),
     ],
 )
 def test_bad_prompts(prompt, error, match):
@@ -121,6 +132,7 @@ def test_sounds():
         (np.zeros(3), "shape"),
         (np.full((4, 3), np.nan), "finite"),
         (np.zeros((18, 3)), "18 frames; the encoder reads 16"),
+        (np.zeros((6, 3)), "4 frames"),
         ("abc", "no array of numbers"),
     ):
         with pytest.raises(RequestError, match=match):
