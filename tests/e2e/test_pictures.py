@@ -137,7 +137,7 @@ def test_layouts(saved, settings):
 
 @pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="peft is not installed")
 def test_adapters(some, tmp_path):
-    """Adapters change the decoder, with pictures in the prompt, too; those of towers are refused."""
+    """Adapters change the decoder, also in prompts with pictures; those of towers are refused."""
     name, folder, _, alone = some
     text = r".*(language_model|text_model).*(q_proj|v_proj|down_proj|embed_tokens)"
     adapted = make_adapter(folder, tmp_path / "text", target_modules=text)
