@@ -106,11 +106,11 @@ class Pictures:
             picture.feature(place, _identifier(picture.digest, salt))
             for picture, place in zip(pictures, ranges, strict=True)
         ]
-        for i, feature in enumerate(features):
+        for i, (feature, image) in enumerate(zip(features, given, strict=True)):
             try:
                 self._encoder.check(feature)
             except RequestError as error:
-                raise _of_picture(error, i) from None
+                raise _of_picture(error, i, image) from None
         return ids, features
 
     def _read(self, processor: ImageProcessor, image: object, index: int) -> Picture:
@@ -128,7 +128,7 @@ class Pictures:
                 DATA,
             ) from None
         except RequestError as error:
-            raise _of_picture(error, index) from None
+            raise _of_picture(error, index, image) from None
         return image
 
     def _check_size(self, num_tokens: int) -> None:
@@ -146,9 +146,10 @@ class Pictures:
         return ids[0]
 
 
-def _of_picture(error: RequestError, index: int) -> RequestError:
+def _of_picture(error: RequestError, index: int, image: object) -> RequestError:
     """Return an error that names a picture by its index."""
-    return type(error)(f"{DATA}: picture {index + 1}: {error.message}", DATA)
+    where = "" if isinstance(image, Picture) else f"{DATA}: "  # the first are of chats
+    return type(error)(f"{where}picture {index + 1}: {error.message}", DATA)
 
 
 def _pictures_of(prompt: Mapping[str, Any]) -> list[object]:
