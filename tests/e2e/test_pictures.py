@@ -167,6 +167,19 @@ def test_adapters(some, tmp_path):
         assert both == whole
 
 
+@pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="peft is not installed")
+def test_a_merged_adapter_may_change_the_tower(some, tmp_path):
+    name, folder, _, _ = some
+    adapted = make_adapter(folder, tmp_path, target_modules="all-linear")
+    with make_llm(folder, lora_merge=str(tmp_path)) as llm:
+        ((ids, tokens, logprobs),) = answers(llm, prompt(name, *PICTURES[:2]), 8)
+        best = hf_logprobs(adapted, name, llm, [*ids, *tokens], PICTURES[:2])[len(ids) - 1 : -1]
+    found = [row[token].logprob for row, token in zip(logprobs, tokens, strict=True)]
+    torch.testing.assert_close(
+        torch.tensor(found), best[:, :256].max(-1).values, atol=2e-4, rtol=1e-4
+    )
+
+
 def test_files_of_a_model_that_contradict_each_other(make_saved, tmp_path):
     folder = make_saved("llava")[1]
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
