@@ -172,6 +172,7 @@ examples:
         "%(prog)s FILE... --model MODEL [flags]",
         """\
 examples:
+  octavo transcribe digits.wav --model octavo/spoken-words
   octavo transcribe talk.mp3 --model openai/whisper-base
   octavo transcribe *.m4a --model ./whisper --format srt --out-dir subtitles
   octavo transcribe interview.ogg --model ./whisper --language de --translate

@@ -71,6 +71,9 @@ from training.own_text import (
     write_own_text,
 )
 from training.pairs import Pairs
+from training.speech import Speech, SpeechConfig, export_speech, speech_loss
+from training.spoken import SpokenStream
+from training.spoken_card import write_spoken_card
 from training.teacher import Lessons, load_lessons
 from training.tokenizer import IM_START, load_tokenizer, save_tokenizer, train_tokenizer
 
@@ -86,6 +89,7 @@ NAMES = {
     "medusa": "stories-medusa",
     "encoder": "stories-encoder",
     "reranker": "stories-reranker",
+    "spoken": "spoken-words",
 }
 MINUTES = {"main": 60.0, "draft": 10.0, "eagle": 15.0, "medusa": 15.0}
 # Kinds that have no time budget: the same weights on a slow machine. One worker, so that a text's
@@ -93,6 +97,7 @@ MINUTES = {"main": 60.0, "draft": 10.0, "eagle": 15.0, "medusa": 15.0}
 PLANS = {
     "encoder": Plan(steps=1000, bfloat16=False, workers=1, vector_rate=5e-4, matrix_rate=0.01),
     "reranker": Plan(steps=1000, bfloat16=False, workers=1),
+    "spoken": Plan(steps=1550, workers=1),
 }
 
 
@@ -318,6 +323,20 @@ def reranker_loop(
     return Loop(model, ranking_loss(model), stream, plan, run, export, name="reranker")
 
 
+def spoken_loop(
+    config: SpeechConfig, stream: SpokenStream, plan: Plan, out: Path, run: Path, seed: int
+) -> Loop:
+    """Return the loop that trains the speech model and exports it to ``out``."""
+    torch.manual_seed(seed)
+    model = Speech(config)
+
+    def export(loop: Loop) -> None:
+        export_speech(model, out)
+        write_spoken_card(out, loop)
+
+    return Loop(model, speech_loss(model), stream, plan, run, export, name="spoken")
+
+
 def report(history: History, parameters: int) -> None:
     print(
         f"{parameters:,} parameters, {history.tokens:,} tokens in {history.seconds / 60:.1f} min"
@@ -334,7 +353,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--minutes",
         type=float,
-        help="time budget; default: 60, draft 10, heads 15; encoder and reranker have none",
+        help="time budget; default: 60, draft 10, heads 15; encoder, reranker and spoken have none",
     )
     parser.add_argument(
         "--resume", action="store_true", help="continue from the checkpoint in runs/<kind>"
@@ -404,6 +423,10 @@ def main(argv: list[str] | None = None) -> None:
             args.seed,
             start=args.start,
         )
+    elif args.kind == "spoken":
+        spoken = SpeechConfig()
+        stream = SpokenStream(spoken, args.seed)
+        loop = spoken_loop(spoken, stream, plan, args.out, run, args.seed)
     elif args.kind == "draft":
         corpus = load_corpus(args.data)
         text = own_text(args.base, corpus, RUNS / f"{args.base.name}-text.jsonl", args.seed)

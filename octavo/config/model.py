@@ -29,6 +29,9 @@ BUILTIN_ENCODER = "octavo/stories-encoder"
 BUILTIN_RERANKER = "octavo/stories-reranker"
 
 
+BUILTIN_SPEECH = "octavo/spoken-words"
+
+
 Dtype = Literal["auto", "float32", "float16", "bfloat16"]
 
 

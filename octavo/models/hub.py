@@ -22,6 +22,7 @@ from octavo.config import (
     BUILTIN_MEDUSA_HEADS,
     BUILTIN_MODEL,
     BUILTIN_RERANKER,
+    BUILTIN_SPEECH,
     EngineConfig,
     hub_offline,
 )
@@ -44,10 +45,17 @@ _BUILTIN = {
         BUILTIN_MEDUSA_HEADS,
         BUILTIN_ENCODER,
         BUILTIN_RERANKER,
+        BUILTIN_SPEECH,
     )
 }
 _ADAPTERS = {name: _BUILTIN_FOLDER / name.split("/")[1] for name in BUILTIN_ADAPTERS}
-_LISTED = (BUILTIN_MODEL, BUILTIN_DRAFT_MODEL, BUILTIN_ENCODER, BUILTIN_RERANKER)
+_LISTED = (
+    BUILTIN_MODEL,
+    BUILTIN_DRAFT_MODEL,
+    BUILTIN_ENCODER,
+    BUILTIN_RERANKER,
+    BUILTIN_SPEECH,
+)
 """Built-in models that are complete; heads are parts of a model."""
 # Configuration, tokenizer, chat template, and some heads; weights are added by load format.
 _FILES = ["*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt", "*.tiktoken"]

@@ -19,6 +19,7 @@ from octavo.config import (
     BUILTIN_MEDUSA_HEADS,
     BUILTIN_MODEL,
     BUILTIN_RERANKER,
+    BUILTIN_SPEECH,
 )
 from octavo.errors import AdapterError, HubError, ModelError, UnknownAdapterError
 from octavo.models import hub
@@ -37,7 +38,7 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
 class TestLocal:
     def test_builtin(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         names = (BUILTIN_MODEL, BUILTIN_DRAFT_MODEL, BUILTIN_EAGLE_HEAD, BUILTIN_MEDUSA_HEADS)
-        names += (BUILTIN_ENCODER, BUILTIN_RERANKER)
+        names += (BUILTIN_ENCODER, BUILTIN_RERANKER, BUILTIN_SPEECH)
         assert set(names) == hub._BUILTIN.keys()
         for name in names:
             folder = hub._BUILTIN[name]
