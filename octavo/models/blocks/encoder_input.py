@@ -20,7 +20,6 @@ from octavo.models.blocks.embedding import EmbedSpec
 from octavo.models.blocks.linear import LinearSpec
 from octavo.models.blocks.norm import NormSpec, build_norm
 from octavo.models.weights import Names, Weight
-from octavo.system.tensor import numpy_dtype
 
 if TYPE_CHECKING:
     from octavo.layers.encoder_input import EncoderInput
@@ -32,6 +31,8 @@ Arrays: TypeAlias = Mapping[str, NDArray[Any]]
 
 def array_of(tensor: TensorData) -> NDArray[Any]:
     """Return the numbers of a message."""
+    from octavo.system.tensor import numpy_dtype  # plans need no compiled extension
+
     return np.frombuffer(tensor.data, numpy_dtype(tensor.dtype)).reshape(tensor.shape)
 
 
