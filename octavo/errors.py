@@ -6,7 +6,8 @@ The tree::
     |-- ConfigError (ValueError)            a setting is wrong; names the field, the value, the fix
     |-- ModelError                          the model folder cannot be used; names the file
     |   `-- HubError                        a download failed; names the reason and the fix
-    |       `-- UnknownRepoError            the hub does not have the model
+    |       |-- UnknownRepoError            the hub does not have the model
+    |       `-- DownloadError               the hub cannot be reached, or fails; try again later
     |-- RequestError (ValueError)           a request is wrong; carries field, HTTP status and code
     |   |-- ContextLengthError              prompt (plus answer) does not fit the context
     |   |-- UnsupportedError                the request uses an unsupported feature
@@ -16,7 +17,8 @@ The tree::
     |   |-- NotFoundError                   unknown model or resource
     |   |-- AdapterError                    the adapter cannot be used; names the file, the tensor
     |   |                                   or the field, and the fix
-    |   |   `-- UnknownAdapterError         the hub does not have the adapter
+    |   |   |-- UnknownAdapterError         the hub does not have the adapter
+    |   |   `-- AdapterDownloadError        the hub cannot be reached, or fails; try again later
     |   |-- StepFailedError                 the engine failed in a step; not the request's fault
     |   |-- GivenUpError                    the engine died repeatedly during the request
     |   |-- SleepError                      the engine sleeps, or cannot fall asleep or wake up
@@ -60,6 +62,10 @@ class HubError(ModelError):
 
 class UnknownRepoError(HubError):
     """Name that the hub does not have, or does not show to this user."""
+
+
+class DownloadError(HubError):
+    """Download that may succeed later: the hub could not be reached, or failed."""
 
 
 class RequestError(OctavoError, ValueError):
@@ -147,6 +153,18 @@ class UnknownAdapterError(AdapterError):
     def __init__(self, message: str) -> None:
         super().__init__(message)
         self.code = "model_not_found"
+
+
+class AdapterDownloadError(AdapterError):
+    """Adapter whose download failed and may succeed later, after `retry_after` seconds."""
+
+    status = 503
+    type = "server_error"
+
+    def __init__(self, message: str, retry_after: int = 5) -> None:
+        super().__init__(message)
+        self.code = "unavailable"
+        self.retry_after = retry_after
 
 
 class StepLostError(OctavoError):

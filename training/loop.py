@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from training.checkpoint import load_checkpoint, save_checkpoint
 from training.data import IGNORE
 
-Batch = tuple[Tensor, Tensor]
+Batch = tuple[Tensor, ...]
+"""Tokens, targets, and further tensors, all with as many rows."""
 
 
 class BatchStream(Protocol):
@@ -199,8 +200,8 @@ class Loop:
         """
         rows, shares = len(batch[0]), min(self.plan.workers, len(batch[0]))
         cuts = [rows * i // shares for i in range(shares + 1)]
-        parts = [(batch[0][a:b], batch[1][a:b]) for a, b in itertools.pairwise(cuts)]
-        counts = [int((targets != IGNORE).sum()) for _, targets in parts]
+        parts = [tuple(tensor[a:b] for tensor in batch) for a, b in itertools.pairwise(cuts)]
+        counts = [int((part[1] != IGNORE).sum()) for part in parts]
 
         # The sum of two gradients does not depend on their order, so two workers are still
         # reproducible bit for bit.

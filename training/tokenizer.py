@@ -69,8 +69,14 @@ CHAT_TEMPLATE = """\
 """
 
 
-def train_tokenizer(texts: Iterable[str], vocab_size: int = VOCAB_SIZE) -> Tokenizer:
-    """Train a byte-level BPE tokenizer on ``texts``; every byte is in the alphabet."""
+def train_tokenizer(
+    texts: Iterable[str], vocab_size: int = VOCAB_SIZE, more_special: tuple[str, ...] = ()
+) -> Tokenizer:
+    """Train a byte-level BPE tokenizer on ``texts``; every byte is in the alphabet.
+
+    The special tokens are `SPECIAL_TOKENS` and then ``more_special``.
+    """
+    special = (*SPECIAL_TOKENS, *more_special)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -82,7 +88,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = VOCAB_SIZE) -> Token
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         min_frequency=2,
-        special_tokens=[AddedToken(t, normalized=False, special=True) for t in SPECIAL_TOKENS],
+        special_tokens=[AddedToken(t, normalized=False, special=True) for t in special],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
@@ -90,8 +96,14 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = VOCAB_SIZE) -> Token
     return tokenizer
 
 
-def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int) -> None:
-    """Write ``tokenizer.json`` and ``tokenizer_config.json`` (with the chat template)."""
+def save_tokenizer(
+    tokenizer: Tokenizer,
+    folder: Path,
+    max_length: int,
+    more_special: tuple[str, ...] = (),
+    template: str | None = CHAT_TEMPLATE,
+) -> None:
+    """Write ``tokenizer.json`` and ``tokenizer_config.json`` (with the chat template, if any)."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     added = {
@@ -103,12 +115,12 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int) -> None:
             "single_word": False,
             "special": True,
         }
-        for token in SPECIAL_TOKENS
+        for token in (*SPECIAL_TOKENS, *more_special)
     }
-    config = {
+    config: dict[str, object] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "added_tokens_decoder": added,
-        "additional_special_tokens": [IM_START, IM_END],
+        "additional_special_tokens": [IM_START, IM_END, *more_special],
         "bos_token": None,
         "eos_token": IM_END,
         "pad_token": END_OF_TEXT,
@@ -117,8 +129,9 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int) -> None:
         "add_prefix_space": False,
         "clean_up_tokenization_spaces": False,
         "model_max_length": max_length,
-        "chat_template": CHAT_TEMPLATE,
     }
+    if template is not None:
+        config["chat_template"] = template
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 

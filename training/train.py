@@ -1,8 +1,8 @@
 """Training of the built-in models: ``python -m training.train main|draft|encoder|...``.
 
-The script reads texts from ``../shared/data/text`` next to the repository (``--data``). It saves
-checkpoints in ``runs/<kind>``, from which ``--resume`` continues, and exports the model to
-``octavo/builtin``.
+The script reads texts from ``../shared/data/text`` next to the repository (``--data``); ``eyes``
+needs none. It saves checkpoints in ``runs/<kind>``, from which ``--resume`` continues, and exports
+the model to ``octavo/builtin``.
 
 ``python -m training.train adapter`` trains LoRA adapters and has its own ``--help``.
 
@@ -50,6 +50,8 @@ from training.encoder import (
 )
 from training.encoder import tokenizer_texts as encoder_texts
 from training.encoder_card import write_encoder_card
+from training.eyes import Eyes, SceneStream, answer_loss, export_eyes, make_tokenizer
+from training.eyes_card import write_eyes_card
 from training.heads import (
     EagleHead,
     MedusaHeads,
@@ -89,6 +91,7 @@ NAMES = {
     "medusa": "stories-medusa",
     "encoder": "stories-encoder",
     "reranker": "stories-reranker",
+    "eyes": "stories-eyes",
     "spoken": "spoken-words",
 }
 MINUTES = {"main": 60.0, "draft": 10.0, "eagle": 15.0, "medusa": 15.0}
@@ -97,6 +100,7 @@ MINUTES = {"main": 60.0, "draft": 10.0, "eagle": 15.0, "medusa": 15.0}
 PLANS = {
     "encoder": Plan(steps=1000, bfloat16=False, workers=1, vector_rate=5e-4, matrix_rate=0.01),
     "reranker": Plan(steps=1000, bfloat16=False, workers=1),
+    "eyes": Plan(steps=1700, bfloat16=False, workers=1, warmup=20 / 1700, decay=0.53),
     "spoken": Plan(steps=1550, workers=1),
 }
 
@@ -323,6 +327,20 @@ def reranker_loop(
     return Loop(model, ranking_loss(model), stream, plan, run, export, name="reranker")
 
 
+def eyes_loop(plan: Plan, out: Path, run: Path, seed: int) -> Loop:
+    """Return the loop that trains the model of pictures and exports it to ``out``."""
+    tokenizer = make_tokenizer(seed)
+    torch.manual_seed(seed)
+    model = Eyes(tokenizer.get_vocab_size())
+
+    def export(loop: Loop) -> None:
+        export_eyes(model, tokenizer, out)
+        write_eyes_card(out, loop, tokenizer)
+
+    stream = SceneStream(tokenizer, seed)
+    return Loop(model, answer_loss(model), stream, plan, run, export, name="eyes")
+
+
 def spoken_loop(
     config: SpeechConfig, stream: SpokenStream, plan: Plan, out: Path, run: Path, seed: int
 ) -> Loop:
@@ -353,7 +371,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--minutes",
         type=float,
-        help="time budget; default: 60, draft 10, heads 15; encoder, reranker and spoken have none",
+        help="time budget; default: 60, draft 10, heads 15; the others have none",
     )
     parser.add_argument(
         "--resume", action="store_true", help="continue from the checkpoint in runs/<kind>"
@@ -409,6 +427,8 @@ def main(argv: list[str] | None = None) -> None:
         # Short texts only, so that a step is fast.
         pairs = Pairs(load_corpus(args.data), short=True)
         loop = reranker_loop(EncoderConfig(), encoder, pairs, plan, args.out, run, args.seed)
+    elif args.kind == "eyes":
+        loop = eyes_loop(plan, args.out, run, args.seed)
     elif args.kind == "main":
         corpus = load_corpus(args.data)
         tokenizer = tokenizer_for(corpus, run, args.seed, args.resume, args.start)

@@ -29,6 +29,9 @@ BUILTIN_ENCODER = "octavo/stories-encoder"
 BUILTIN_RERANKER = "octavo/stories-reranker"
 
 
+BUILTIN_EYES = "octavo/stories-eyes"
+
+
 BUILTIN_SPEECH = "octavo/spoken-words"
 
 

@@ -250,7 +250,7 @@ class AdapterFiles:
                 f"draft_path={str(paths[1])!r:.80} is an adapter of a draft model, and this engine "
                 "has none; start it with a draft model (speculative_config, method draft_model), "
                 "or leave draft_path out.",
-                "lora_request",
+                "draft_path",
             )
         try:
             draft = self._open(paths[1], root, drafter)

@@ -19,6 +19,7 @@ from octavo.config import (
     BUILTIN_DRAFT_MODEL,
     BUILTIN_EAGLE_HEAD,
     BUILTIN_ENCODER,
+    BUILTIN_EYES,
     BUILTIN_MEDUSA_HEADS,
     BUILTIN_MODEL,
     BUILTIN_RERANKER,
@@ -27,7 +28,9 @@ from octavo.config import (
     hub_offline,
 )
 from octavo.errors import (
+    AdapterDownloadError,
     AdapterError,
+    DownloadError,
     HubError,
     ModelError,
     UnknownAdapterError,
@@ -45,6 +48,7 @@ _BUILTIN = {
         BUILTIN_MEDUSA_HEADS,
         BUILTIN_ENCODER,
         BUILTIN_RERANKER,
+        BUILTIN_EYES,
         BUILTIN_SPEECH,
     )
 }
@@ -54,6 +58,7 @@ _LISTED = (
     BUILTIN_DRAFT_MODEL,
     BUILTIN_ENCODER,
     BUILTIN_RERANKER,
+    BUILTIN_EYES,
     BUILTIN_SPEECH,
 )
 """Built-in models that are complete; heads are parts of a model."""
@@ -89,9 +94,9 @@ def resolve_model(
     without a network, an earlier download is used.
 
     Args:
-        model: octavo/stories (or -draft, -eagle, -medusa, -encoder, -reranker), a folder, a GGUF
-            file, a hub id such as org/name, or org/name:Q4_K_M, the GGUF file of org/name whose
-            name ends so.
+        model: octavo/stories (or -draft, -eagle, -medusa, -encoder, -reranker, -eyes), a folder, a
+            GGUF file, a hub id such as org/name, or org/name:Q4_K_M, the GGUF file of org/name
+            whose name ends so.
         revision: branch, tag or commit on the hub.
         download_dir: folder for downloads; default: the hub client's cache.
         load_format: format of the weight files, as in `open_checkpoint`.
@@ -173,6 +178,8 @@ def resolve_adapter(
             folder = _download(name, revision, download_dir, [CONFIG, WEIGHTS[1]])
     except UnknownRepoError as error:
         raise UnknownAdapterError(str(error)) from None
+    except DownloadError as error:
+        raise AdapterDownloadError(str(error)) from None
     except HubError as error:
         raise AdapterError(str(error)) from None
     return folder
@@ -375,29 +382,32 @@ def _hub_errors(repo_id: str, revision: str | None) -> Iterator[None]:
             f"{repo_id} has no revision {revision!r}; name a branch, tag or commit of it."
         ) from None
     except errors.IncompleteSnapshotError as error:
-        raise HubError(
+        incomplete = HubError if offline else DownloadError
+        raise incomplete(
             f"The copy of {where} in {error.snapshot_path} is incomplete, and "
             f"{_unreachable(offline)}. Go online and start again: the download continues."
         ) from None
     except errors.LocalEntryNotFoundError as error:
         cause = "" if error.__cause__ is None else f" ({_first_line(error.__cause__)})"
-        kind = UnknownRepoError if offline else HubError
+        kind = UnknownRepoError if offline else DownloadError
         raise kind(
             f"{where} has not been downloaded before, and {_unreachable(offline)}{cause}. "
             f"Go online, or name the folder of a model.{_similar(repo_id)}"
         ) from None
     except errors.HfHubHTTPError as error:
-        raise HubError(f"The hub rejected {where}: {_first_line(error)}.") from None
+        failed = error.response.status_code >= 500 or error.response.status_code == 429
+        hub_error = DownloadError if failed else HubError
+        raise hub_error(f"The hub rejected {where}: {_first_line(error)}.") from None
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise HubError(
+            raise DownloadError(
                 f"The disk is full while downloading {where}: free space, or choose another "
                 "folder with download_dir or HF_HOME. Downloaded data is kept."
             ) from None
-        raise HubError(f"Downloading {where} failed: {_first_line(error)}.") from None
+        raise DownloadError(f"Downloading {where} failed: {_first_line(error)}.") from None
     except Exception as error:
         # The client's network library has its own exception tree, which changes between versions.
-        raise HubError(
+        raise DownloadError(
             f"Downloading {where} failed: {type(error).__name__}: {_first_line(error)}. Check the "
             "network and try again: downloaded data is kept."
         ) from error

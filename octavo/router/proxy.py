@@ -504,12 +504,13 @@ def _lacks_model(answer: Answer) -> bool:
     return answer.status == 404 and _code_of(answer) in ("model_not_found", 404)
 
 
-def _code_of(answer: Answer) -> object:
+def _code_of(answer: Answer) -> str | int | None:
     """Return the code of an error; None: it has none."""
     try:
-        return msgspec.json.decode(answer.body)["error"]["code"]
+        code = msgspec.json.decode(answer.body)["error"]["code"]
     except (msgspec.MsgspecError, ValueError, KeyError, TypeError):
         return None
+    return code if isinstance(code, str | int) else None
 
 
 def _transfer_params(answer: bytes) -> Any:

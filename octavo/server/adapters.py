@@ -14,8 +14,8 @@ from octavo.server.schema import LoadAdapterBody, UnloadAdapterBody
 from octavo.server.state import ServerState, state_of
 
 NO_CHANGES = (
-    "Adapters cannot be loaded; start the server with --enable-lora and --lora-root DIR, "
-    "--lora-hub-repos or --lora-resolvers."
+    "Adapters cannot be loaded or unloaded; start the server with --enable-lora and "
+    "--lora-root DIR, --lora-hub-repos or --lora-resolvers."
 )
 """Message of the error for a server whose adapters do not change."""
 

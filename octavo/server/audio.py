@@ -99,7 +99,7 @@ async def _respond(request: Request, task: Task) -> Response:
             "unknown_parameter",
         )
     context_of(request).ignored_fields = unknown
-    await state.find_model(request, body.model)
+    await state.find_model(request, body.model, body.deadline_ms)
     answer = _Answer(request, body, task, sound)
     if body.stream:
         return EventStream(state, answer.events(engine), answer.deadline)

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.types import Receive
 
 from octavo.config import ServerConfig
-from octavo.errors import DeadlineError, QueueFullError
+from octavo.errors import DeadlineError, FirstTokenError, QueueFullError
 from octavo.server.auth import AllowedHosts, ApiKeys
 from octavo.server.errors import ClientDisconnectError, UnavailableError
 
@@ -112,6 +112,32 @@ class HttpState:
             task.cancel()
             watcher.cancel()
             await asyncio.gather(task, watcher, return_exceptions=True)
+
+    async def run_search(
+        self,
+        receive: Receive,
+        work: Coroutine[object, object, T],
+        deadline: float | None,
+        first_token: float | None,
+    ) -> T:
+        """Search for the adapter of a request while its client waits.
+
+        Args:
+            receive: see `run`.
+            work: the search.
+            deadline: limit of the request in seconds of `time.monotonic`; None: it has none.
+            first_token: limit of its first token; None: it has none.
+
+        Raises:
+            ClientDisconnectError, DeadlineError, UnavailableError: see `run`.
+            FirstTokenError: the limit of the first token passed.
+        """
+        if first_token is None or (deadline is not None and deadline <= first_token):
+            return await self.run(receive, work, deadline)
+        try:
+            return await self.run(receive, work, first_token)
+        except DeadlineError:
+            raise FirstTokenError("The adapter was not found in time.") from None
 
 
 def http_state_of(request: Request) -> HttpState:

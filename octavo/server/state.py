@@ -20,9 +20,7 @@ from starlette.types import Receive
 from octavo import __version__
 from octavo.config import EngineConfig, ServerConfig
 from octavo.errors import (
-    DeadlineError,
     EngineDeadError,
-    FirstTokenError,
     NotFoundError,
     OctavoError,
     QueueFullError,
@@ -287,13 +285,7 @@ class ServerState(HttpState):
             deadline = self.deadline(context.arrival, deadline_ms or context.deadline_ms)
             first = max_ttft_ms or context.max_ttft_ms
             first_token = None if first is None else context.arrival + first / 1000
-            if first_token is None or (deadline is not None and deadline <= first_token):
-                await self.run(request.receive, work, deadline)
-                return
-            try:
-                await self.run(request.receive, work, first_token)
-            except DeadlineError:
-                raise FirstTokenError("The adapter was not found in time.") from None
+            await self.run_search(request.receive, work, deadline, first_token)
 
     async def _wait_for_adapter(self, name: str, tenant: str | None) -> None:
         await self.get_engine()  # which has checked the adapters of the settings

@@ -37,13 +37,13 @@ from octavo.server.errors import AdminError, RouteError, show
 from octavo.server.middleware import context_of
 from octavo.server.ollama_models import ollama_version
 from octavo.server.schema import LoadAdapterBody, UnloadAdapterBody
-from octavo.server.served_adapters import not_loaded
 from octavo.server.ui import or_page
 from octavo.several_models.metrics import join_metrics
 from octavo.several_models.ollama import is_unload, list_running, list_tags, unloaded_answer
 from octavo.several_models.routing import (
     check_background,
     choose_model,
+    limit,
     read_asked,
     read_keep_alive,
 )
@@ -205,9 +205,7 @@ async def unload_lora_adapter(request: Request) -> Response:
     check_admin(request)
     state, job = models_of(request), await job_of(request)
     body, _ = check_body(job.body, UnloadAdapterBody, strict=False)
-    owner = state.look_up(body.lora_name)
-    if owner is None or owner.adapters is None or not owner.adapters.remove(body.lora_name):
-        raise not_loaded(body.lora_name)
+    state.unload_adapter(body.lora_name)
     return answers.respond(answers.AdapterUnloaded(id=body.lora_name, object="model", deleted=True))
 
 
@@ -226,12 +224,10 @@ async def proxy(request: Request) -> Response:
     async def resolve(name: str) -> OneModel:
         context = context_of(request)
         tenant = tenant_of(context.api_key) if len(state.api_keys) > 1 else None
-        deadline_ms = asked.deadline_ms or context.deadline_ms
-        deadline = None
-        if isinstance(deadline_ms, int) and deadline_ms > 0:
-            deadline = context.arrival + deadline_ms / 1000
         work = state.find_or_resolve(name, tenant)
-        return await state.run(request.receive, work, deadline)
+        deadline = limit(context.arrival, asked.deadline_ms, context.deadline_ms)
+        first_token = limit(context.arrival, asked.max_ttft_ms, context.max_ttft_ms)
+        return await state.run_search(request.receive, work, deadline, first_token)
 
     model = await choose_model(state, job, asked, resolve)
     check_background(state, job)

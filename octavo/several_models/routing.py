@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -19,6 +20,7 @@ from octavo.several_models.state import ModelsState, OneModel
 _CLASSIFYING = frozenset(
     path for path in POOLING if re.search(r"/(classify|predict|score|rerank)$", path)
 )
+_MOST_MILLISECONDS = 2**53
 _UNITS = {"h": 3600.0, "m": 60.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
 _DURATION = re.compile(r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:h|ms|m|s|us|µs|ns)")
 
@@ -30,6 +32,7 @@ class Asked(msgspec.Struct, frozen=True):
     name: Any = None
     """Older name of `model` in POST /api/show."""
     deadline_ms: Any = None
+    max_ttft_ms: Any = None
     keep_alive: Any = None
     """Ollama's: time for which an idle model stays loaded."""
 
@@ -47,6 +50,20 @@ def read_asked(body: bytes) -> Asked:
     except (msgspec.MsgspecError, ValueError, RecursionError):
         parse_json(body)  # raises the error with its reason
         raise RequestError("The body must be a JSON object.", None, "invalid_json") from None
+
+
+def limit(arrival: float, given: object, header: int | None) -> float | None:
+    """Return the end of a limit of a request's time in seconds of `time.monotonic`; None: none.
+
+    Args:
+        arrival: arrival in seconds of `time.monotonic`.
+        given: milliseconds in the body; the model's server rejects a wrong value.
+        header: milliseconds in the header.
+    """
+    milliseconds: float | None = header
+    if isinstance(given, int | float) and not isinstance(given, bool):
+        milliseconds = given if 0 < given <= _MOST_MILLISECONDS else header
+    return None if milliseconds is None else arrival + milliseconds / 1000
 
 
 async def choose_model(
@@ -104,7 +121,8 @@ def read_keep_alive(value: object) -> float | None:
         return None
     seconds: float | None = None
     if isinstance(value, int | float) and not isinstance(value, bool):
-        seconds = float(value)
+        with contextlib.suppress(OverflowError):  # of a huge integer
+            seconds = float(value)
     elif isinstance(value, str):
         seconds = _read_duration(value.strip())
     if seconds is None or not seconds < float("inf"):

@@ -20,6 +20,7 @@ from octavo.server.adapter_table import AdapterTable, ServedAdapter, make_table
 from octavo.server.adapters import NO_CHANGES
 from octavo.server.errors import RouteError, UnavailableError, show
 from octavo.server.lora_resolvers import ask_resolvers, make_resolvers
+from octavo.server.served_adapters import not_loaded
 from octavo.several_models.config import ServedModel, SeveralModelsConfig
 from octavo.several_models.memory import ModelMemory, Share
 from octavo.several_models.model_set import Model, ModelSet, State
@@ -310,6 +311,21 @@ class ModelsState(ProxyState):
                 yield
         finally:
             self._being_loaded.remove(place)
+
+    def unload_adapter(self, name: str) -> None:
+        """Stop offering an adapter; its unfinished requests continue.
+
+        Raises:
+            NotFoundError: there is no such adapter.
+            RouteError: the adapters of its model cannot change.
+        """
+        owner = self.look_up(name)
+        if owner is None or owner.adapters is None or name in owner.names:
+            raise not_loaded(name)
+        if not owner.lora.can_change:
+            raise RouteError(404, f"{owner.names[0]}: {NO_CHANGES}")
+        if not owner.adapters.remove(name):
+            raise not_loaded(name)
 
     async def default(self, abilities: Sequence[str]) -> OneModel:
         """Return the model for a request that names none: the first one with an ability.

@@ -125,7 +125,7 @@ def test_requests_that_cannot_be(folder: Path, tmp_path: Path) -> None:
             pytest.raises(RequestError, match="this engine has none") as caught,
         ):
             llm.generate("x", lora_request=request, use_tqdm=False)
-        assert caught.value.param == "lora_request"
+        assert caught.value.param == "draft_path"
     with pytest.raises(RequestError, match="draft_path=''"):
         LoRARequest("a", 1, path, draft_path="")
     speculative = {"model": "octavo/stories-draft"}

@@ -220,6 +220,17 @@ def test_same_bits_in_every_layout(
             assert llm.stats().num_expert_rearrangements > 2
 
 
+@pytest.mark.parametrize("layout", ["balanced", "balanced engines"])
+def test_a_draft_model_whose_experts_do_not_move(layout: str, mixture: Path) -> None:
+    path = str(mixture / "a")
+    adapters = [LoRARequest("a", 1, path, draft_path=path), None]
+    with engine(mixture / "base") as llm:
+        expected = ask(llm, [LoRARequest("a", 1, path), None])
+    draft = {"model": str(mixture / "base"), "method": "draft_model", "num_speculative_tokens": 2}
+    with engine(mixture / "base", speculative_config=draft, **LAYOUTS[layout]) as llm:
+        assert ask(llm, adapters) == expected
+
+
 def test_death_of_an_engine(alone: tuple[str, list[Any]], mixture: Path) -> None:
     """Its successor reads its adapters again, and takes over the experts that have moved."""
     dtype, expected = alone

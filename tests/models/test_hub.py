@@ -16,12 +16,19 @@ from octavo.config import (
     BUILTIN_DRAFT_MODEL,
     BUILTIN_EAGLE_HEAD,
     BUILTIN_ENCODER,
+    BUILTIN_EYES,
     BUILTIN_MEDUSA_HEADS,
     BUILTIN_MODEL,
     BUILTIN_RERANKER,
     BUILTIN_SPEECH,
 )
-from octavo.errors import AdapterError, HubError, ModelError, UnknownAdapterError
+from octavo.errors import (
+    AdapterDownloadError,
+    AdapterError,
+    HubError,
+    ModelError,
+    UnknownAdapterError,
+)
 from octavo.models import hub
 from octavo.models.hub import resolve_adapter, resolve_model
 
@@ -38,7 +45,7 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
 class TestLocal:
     def test_builtin(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         names = (BUILTIN_MODEL, BUILTIN_DRAFT_MODEL, BUILTIN_EAGLE_HEAD, BUILTIN_MEDUSA_HEADS)
-        names += (BUILTIN_ENCODER, BUILTIN_RERANKER, BUILTIN_SPEECH)
+        names += (BUILTIN_ENCODER, BUILTIN_RERANKER, BUILTIN_EYES, BUILTIN_SPEECH)
         assert set(names) == hub._BUILTIN.keys()
         for name in names:
             folder = hub._BUILTIN[name]
@@ -167,7 +174,10 @@ def test_adapters_of_the_hub(stored: str, tmp_path: Path, monkeypatch: pytest.Mo
         (http_error(errors.RepositoryNotFoundError, 404), "0", UnknownAdapterError),
         (errors.HFValidationError("bad"), "0", UnknownAdapterError),
         (errors.LocalEntryNotFoundError("?"), "1", UnknownAdapterError),
-        (errors.LocalEntryNotFoundError("?"), "0", AdapterError),
+        (errors.LocalEntryNotFoundError("?"), "0", AdapterDownloadError),
+        (http_error(errors.HfHubHTTPError, 503), "0", AdapterDownloadError),
+        (http_error(errors.HfHubHTTPError, 403), "0", AdapterError),
+        (OSError("broken"), "0", AdapterDownloadError),
         (http_error(errors.GatedRepoError, 403), "0", AdapterError),
     ],
 )

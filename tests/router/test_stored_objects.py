@@ -124,6 +124,15 @@ async def test_an_object_that_the_router_does_not_know():
 
 
 @routed
+async def test_an_error_whose_code_is_no_text():
+    """The answer of another program in front of a server is passed on."""
+    odd = whole(404, error={"code": ["not_found"], "message": "odd"})
+    async with Routed([odd]) as router:
+        got = await router.client.get(f"{RESPONSES}/resp_none")
+        assert (got.status_code, got.json()["error"]["message"]) == (404, "odd")
+
+
+@routed
 async def test_a_server_that_is_busy_may_have_the_object():
     busy = whole(429, error={"message": "busy"})
     async with Routed([busy, *stores(2)]) as router:

@@ -396,6 +396,9 @@ def test_adapters_that_cannot_change():
                 answer = await served.ask(LOAD, lora_name="b", lora_path="x", **body)
                 assert (answer.status_code, served.loads) == (404, [])
                 assert "Adapters cannot be loaded" in answer.text
+            answer = await served.ask(UNLOAD, lora_name="a")
+            assert (answer.status_code, "or unloaded" in answer.text) == (404, True)
+            assert (await served.client.get("/v1/models/a")).status_code == 200
 
     run(main())
 
@@ -427,9 +430,15 @@ def test_resolvers_choose_the_model(tmp_path, monkeypatch):
                 assert (answer.status_code, answer.json()["model"]) == (200, model)
             assert (await served.ask(model="none", prompt="a")).status_code == 404
             assert (await served.ask("/api/chat", model="of gen")).status_code == 404
-            for body, headers in (({"deadline_ms": 10}, {}), ({}, {"X-Deadline-Ms": "10"})):
-                late = await served.ask(model="slow", prompt="a", headers=headers, **body)
-                assert late.status_code == 408
+            for param, body, headers in (
+                ("deadline_ms", {"deadline_ms": 10}, {}),
+                ("deadline_ms", {}, {"X-Deadline-Ms": "10"}),
+                ("deadline_ms", {"deadline_ms": 10**400}, {"X-Deadline-Ms": "10"}),
+                ("max_ttft_ms", {"max_ttft_ms": 10, "deadline_ms": 10**6}, {}),
+                ("max_ttft_ms", {}, {"X-Max-TTFT-Ms": "10"}),
+            ):
+                late = await served.ask(headers=headers, model="slow", prompt="a", **body)
+                assert (late.status_code, late.json()["error"]["param"]) == (408, param)
 
     run(main())
 
@@ -575,7 +584,9 @@ def test_durations(value, seconds):
     assert read_keep_alive(value) == (seconds if seconds is None else pytest.approx(seconds))
 
 
-@pytest.mark.parametrize("value", ["", "x", "5 m", "5d", "m", True, [], {}, "1e9", float("inf")])
+@pytest.mark.parametrize(
+    "value", ["", "x", "5 m", "5d", "m", True, [], {}, "1e9", float("inf"), 10**400]
+)
 def test_wrong_durations(value):
     with pytest.raises(RequestError, match="keep_alive="):
         read_keep_alive(value)

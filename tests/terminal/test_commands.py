@@ -478,7 +478,8 @@ def test_list_has_the_built_in_models_and_those_of_the_hub_cache(monkeypatch, tm
     assert cli.main(["list"]) == 0  # nothing was ever downloaded
     titles, *rows = capsys.readouterr().out.splitlines()
     assert titles.split() == ["NAME", "SIZE", "WHERE"]
-    names = ["stories", "stories-draft", "stories-encoder", "stories-reranker", "spoken-words"]
+    names = ["stories", "stories-draft", "stories-encoder", "stories-reranker", "stories-eyes"]
+    names += ["spoken-words"]
     assert [row.split()[0] for row in rows] == [f"octavo/{name}" for name in names]
     assert rows[2].split()[1:] == ["2", "MB", "built", "in"]
     for repo, file in [("models--org--m", "config.json"), ("models--org--part", "README.md")]:

@@ -31,6 +31,8 @@ _EMBEDDING = "token_embd"
 _EXPERTS = re.compile(r"blk\.\d+\.ffn_(gate|up|down)_exps")
 """Modules whose factors are those of all experts of a layer."""
 _MOST_EXPERTS = 4096
+_MOST_FACTORS = 2**18
+"""Most factors of a file, of which one tensor may have those of many experts."""
 _TOKENS = "adapter.alora.invocation_tokens"
 
 
@@ -101,6 +103,7 @@ class GGUFAdapter:
 
     def _read_factors(self, header: GGUFHeader) -> dict[str, Factors]:
         found: dict[str, dict[str, StoredTensor]] = {}
+        count = 0
         for name, tensor in header.tensors.items():
             match = _FACTOR.fullmatch(name)
             if match is None:
@@ -117,6 +120,11 @@ class GGUFAdapter:
             if match[1] == _EMBEDDING and match[2] == "a" and len(tensor.shape) == 2:
                 stored = stored.transposed  # [tokens, rank], as llama.cpp gathers rows
             for module, part in self._parts(match[1], stored):
+                if (count := count + 1) > _MOST_FACTORS:
+                    raise AdapterError(
+                        f"{self.path} has more than {_MOST_FACTORS} factors; download the adapter "
+                        "again."
+                    )
                 found.setdefault(module, {})[match[2].upper()] = part
         if not found:
             raise AdapterError(f"{self.path} has no tensors; convert the adapter again.")

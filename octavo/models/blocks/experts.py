@@ -267,7 +267,9 @@ class ExpertsSpec(BlockSpec):
         if exchange is not None:
             more = () if adapted is None else (up.outputs, self.inner)
             exchange.reserve(self.hidden, top_k, len(self.up), *more)
-        if adapted is not None and (exchange is not None or adapted.adapters.moves_experts):
+        # A draft model's experts, which ranks do not divide, never move.
+        moves = adapted is not None and adapted.adapters.moves_experts and self.changed is not None
+        if adapted is not None and (exchange is not None or moves):
             if self.changed is not None:
                 share = np.zeros(len(self.up), np.int32)
                 share[list(self.changed)] = 1

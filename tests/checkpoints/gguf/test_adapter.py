@@ -217,6 +217,11 @@ def test_tensors_that_are_refused(
         write_gguf(file, METADATA, stored)
         with pytest.raises(AdapterError, match=r"it must have [23] dimensions"):
             open_adapter_file(file)
+    contents = np.ones((4096, 1, 1), np.float32).tobytes()
+    names = [f"blk.{i}.ffn_up_exps.weight.lora_{x}" for i in range(33) for x in "ab"]
+    write_gguf(file, METADATA, dict.fromkeys(names, (0, (4096, 1, 1), contents)))
+    with pytest.raises(AdapterError, match="has more than 262144 factors"):
+        open_adapter_file(file)
     pair = {f"blk.99.attn_q.weight.lora_{x}": (0, (4, 4), numbers) for x in "ab"}
     write_gguf(file, METADATA, pair)
     with pytest.raises(AdapterError, match=r"does not have: blk.99.attn_q\."):
