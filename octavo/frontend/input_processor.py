@@ -168,6 +168,13 @@ class InputSpec(Protocol):
     def max_encoder_len(self) -> int:
         """Most tokens of an encoder's input."""
 
+    def check_item(self, item: MultiModalFeatureSpec) -> None:
+        """Check that an encoder can read an item of a prompt.
+
+        Raises:
+            RequestError: no encoder can.
+        """
+
     @property
     def decoder_start_ids(self) -> Sequence[int]:
         """Tokens with which every answer begins."""
@@ -361,6 +368,12 @@ class InputProcessor:
             bad_words += [list(word) for word in self._spec.bad_words_ids]
         elif embeds is not None:
             assert isinstance(prompt, Mapping)
+            if prompt.get("multi_modal_data"):
+                raise UnsupportedError(
+                    "A prompt of both prompt_embeds and multi_modal_data is not supported; send "
+                    "token ids or text with the pictures.",
+                    "multi_modal_data",
+                )
             text, ids = _read_text(prompt), [0] * embeds.num_tokens
         else:
             text, given = self._read_prompt(prompt)
@@ -673,6 +686,9 @@ class InputProcessor:
         features = request.mm_features
         if self._spec.is_encoder_decoder:
             features = [scoped(feature, options.cache_salt) for feature in made.mm_features]
+        else:
+            for feature in features:
+                self._spec.check_item(feature)
         return replace(made, options=options, prompt_embeds=embeds, mm_features=features)
 
     def _read_encoder_decoder(

@@ -102,10 +102,16 @@ class Pictures:
         ids, ranges = expand_prompt(
             token_ids, places, self._placeholder_id, self._embed_id, self._tokenizer
         )
-        return ids, [
+        features = [
             picture.feature(place, _identifier(picture.digest, salt))
             for picture, place in zip(pictures, ranges, strict=True)
         ]
+        for i, (feature, image) in enumerate(zip(features, given, strict=True)):
+            try:
+                self._encoder.check(feature)
+            except RequestError as error:
+                raise _of_picture(error, i, image) from None
+        return ids, features
 
     def _read(self, processor: ImageProcessor, image: object, index: int) -> Picture:
         try:
@@ -122,7 +128,7 @@ class Pictures:
                 DATA,
             ) from None
         except RequestError as error:
-            raise type(error)(f"{DATA}: picture {index + 1}: {error.message}", DATA) from None
+            raise _of_picture(error, index, image) from None
         return image
 
     def _check_size(self, num_tokens: int) -> None:
@@ -138,6 +144,12 @@ class Pictures:
         if len(ids) != 1:
             raise RequestError(f"{text!r}, the placeholder of pictures, is not one token.", DATA)
         return ids[0]
+
+
+def _of_picture(error: RequestError, index: int, image: object) -> RequestError:
+    """Return an error that names a picture by its index."""
+    where = "" if isinstance(image, Picture) else f"{DATA}: "  # the first are of chats
+    return type(error)(f"{where}picture {index + 1}: {error.message}", DATA)
 
 
 def _pictures_of(prompt: Mapping[str, Any]) -> list[object]:

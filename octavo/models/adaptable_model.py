@@ -37,6 +37,7 @@ MOVING = "experts on a GPU, or that engines on several machines divide,"
 UNTARGETED = "modules that lora_target_modules leaves out"
 """Kind of modules that adapters may not change, for an error message."""
 _OTHERS = "other layers than the decoder's, on this device,"
+_ENCODERS = "encoders of pictures and sound"
 _STACKED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
@@ -154,7 +155,9 @@ class AdaptableModel:
                     self.others[name] = UNTARGETED
         if layers is not None:
             for name, module in self.modules.items():
-                if any(use.shape.layer not in layers for use in module.uses):
+                if any(use.shape.layer.startswith("encoders.") for use in module.uses):
+                    self.others[name] = _ENCODERS
+                elif any(use.shape.layer not in layers for use in module.uses):
                     self.others.setdefault(name, MOVING if name in experts else _OTHERS)
             for name, whole in list(self.replaceable.items()):
                 if any(layer not in layers for layer, _ in whole.uses):

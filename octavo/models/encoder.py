@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from octavo.messages import Modality
+from octavo.errors import RequestError
+from octavo.messages import Modality, MultiModalFeatureSpec
 from octavo.models.blocks.base import LargestStep, Parts, Table
-from octavo.models.blocks.encoder_input import InputSpec, TextInputSpec
+from octavo.models.blocks.encoder_input import InputSpec, TextInputSpec, array_of
 from octavo.models.blocks.layer import LayerSpec
 from octavo.models.blocks.norm import NormSpec, build_norm
 from octavo.models.blocks.projector import ProjectorSpec
@@ -68,6 +70,32 @@ class EncoderSpec:
     def reads(self, modality: Modality) -> bool:
         """Return True if it reads items of a modality."""
         return modality == self.modality or modality in self.modalities
+
+    def check(self, item: MultiModalFeatureSpec) -> None:
+        """Check that a run can read an item, and that it returns as many rows as the item says.
+
+        Raises:
+            RequestError: the item does not fit the model.
+        """
+        try:
+            arrays = {name: array_of(tensor) for name, tensor in item.data.items()}
+            tokens, rows = self.inputs.sizes(arrays)
+        except KeyError as error:
+            raise RequestError(f"the encoder's input {error} is missing.") from None
+        except (TypeError, ValueError) as error:
+            raise RequestError(f"the encoder's input is damaged: {error}.") from None
+        if tokens > self.max_num_tokens:
+            raise RequestError(
+                f"it has {tokens} patches or tokens, and the model's encoder reads at most "
+                f"{self.max_num_tokens}. Make it smaller."
+            )
+        said = item.num_encoder_tokens, item.num_rows
+        if said != (tokens, rows) or (item.grid is not None and math.prod(item.grid) != rows):
+            raise RequestError(
+                f"it is prepared as {said[0]} patches or tokens and {said[1]} embeddings, and the "
+                f"model's encoder computes {tokens} and {rows}; the model's config.json and "
+                "preprocessor_config.json must describe the same pictures."
+            )
 
     def weights(self, names: Names) -> list[Weight]:
         """Return all weights, in the order in which a run uses them."""

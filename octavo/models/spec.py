@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 from octavo.checkpoints.base import Expected
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, RequestError
 from octavo.layers.step_table import StepArray
-from octavo.messages import Modality
+from octavo.messages import Modality, MultiModalFeatureSpec
 from octavo.models.blocks.altup import StreamsSpec
 from octavo.models.blocks.attention import Alibi, AttentionSpec
 from octavo.models.blocks.base import Table
@@ -268,6 +268,17 @@ class ModelSpec:
     def encoder(self, modality: Modality) -> EncoderSpec | None:
         """Return the encoder of the items of a modality; None: the model does not read them."""
         return next((spec for spec in self.encoders if spec.reads(modality)), None)
+
+    def check_item(self, item: MultiModalFeatureSpec) -> None:
+        """Check that an encoder can read an item of a prompt.
+
+        Raises:
+            RequestError: no encoder can.
+        """
+        encoder = self.encoder(item.modality)
+        if encoder is None:
+            raise RequestError(f"this model ({self.architecture}) reads no {item.modality}.")
+        encoder.check(item)
 
     @property
     def deepstack(self) -> int:

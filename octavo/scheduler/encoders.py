@@ -36,6 +36,9 @@ class EncoderInputs:
         self._is_full = False
         """True if an item found no room in the step: later ones in the order of service may then
         not use more rows, so that it finds room soon."""
+        self._late: Request | None = None
+        """First request with an item that found no time in the step: later ones in the order of
+        service may then begin no items, so that it finds time soon."""
         self._chosen: list[int] = []
         """Items that the tokens need that `fit` has checked last."""
 
@@ -58,7 +61,8 @@ class EncoderInputs:
         """Return the number of a request's tokens from `start`, at most `num_new`, that can be
         computed with the items that fit into the step."""
         self._chosen = chosen = []
-        end, budget, cache = start + num_new, self._budget, self.cache
+        end, cache = start + num_new, self.cache
+        budget = self._budget if self._late in (None, request) else 0
         room = cache.num_free_rows
         begun: set[str] = set()
         for index, feature in enumerate(request.mm_features):
@@ -73,8 +77,11 @@ class EncoderInputs:
                 tokens = 0 if known else feature.num_encoder_tokens
                 rows = feature.num_rows if not known or cache.is_unused(identifier) else 0
                 has_room = rows <= (0 if self._is_full else room)
-                if not has_room or (tokens > max(budget, 0) and budget < self._max_num_tokens):
+                has_time = tokens <= max(budget, 0) or budget == self._max_num_tokens
+                if not has_room or not has_time:
                     self._is_full |= not has_room
+                    if not has_time and self._late is None:
+                        self._late = request
                     return max(place.offset - start, 0)
                 room, budget = room - rows, budget - tokens
                 begun.add(identifier)
@@ -96,7 +103,7 @@ class EncoderInputs:
         """Complete a step, whose requests are all scheduled."""
         output.free_encoder_mm_hashes = self.cache.take_freed()
         self.cache.release_computed()
-        self._budget, self._is_full = self._max_num_tokens, False
+        self._budget, self._is_full, self._late = self._max_num_tokens, False, None
 
     def next_waiting(
         self, requests: Iterable[Request], rank: Callable[[Request], Any]

@@ -569,7 +569,7 @@ class Generation(Call, ABC, Generic[B]):
 
     def _blamed(self, error: RequestError) -> RequestError:
         """Set the field of the body that caused an engine's error; return the error."""
-        if error.param == "prompt":
+        if error.param in ("prompt", "multi_modal_data"):
             error.param = self.prompt_param
         elif error.param == "structured_outputs" and (found := self.body.constraint()):
             error.param = found[0]

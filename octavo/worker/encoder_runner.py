@@ -15,18 +15,13 @@ from octavo.kernels.base import Ops
 from octavo.kernels.memory import Arena, map_memory, placeholder
 from octavo.kernels.native import NativeOps
 from octavo.layers.step import StepContext, StepRotary
-from octavo.messages import MultiModalFeatureSpec, TensorData
-from octavo.models.blocks.encoder_input import EncoderItem, LongArray
+from octavo.messages import MultiModalFeatureSpec
+from octavo.models.blocks.encoder_input import EncoderItem, LongArray, array_of
 from octavo.models.encoder import EncoderModel, EncoderSpec
-from octavo.system.tensor import Tensor, dense, from_numpy, numpy_dtype
+from octavo.system.tensor import Tensor, dense, from_numpy
 
 BLOCK_SIZE = 16
 """Number of tokens of a block of keys and values."""
-
-
-def array_of(tensor: TensorData) -> NDArray[Any]:
-    """Return the numbers of a message."""
-    return np.frombuffer(tensor.data, numpy_dtype(tensor.dtype)).reshape(tensor.shape)
 
 
 def num_blocks(spec: EncoderSpec) -> int:

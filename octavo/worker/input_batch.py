@@ -315,9 +315,11 @@ class InputBatch:
         found: list[tuple[int, Tensor]] = []
         for i in range(num_reqs):
             row = int(self._rows[i])
-            first = int(self.num_computed_tokens[row])
+            first, parts = int(self.num_computed_tokens[row]), self._embeds.get(row)
+            if not parts or parts[-1].end <= first:  # most steps
+                continue
             end, offset = first + int(self._counts[i]), int(starts[i]) - first
-            for part in self._embeds.get(row, ()):
+            for part in parts:
                 low, high = max(part.begin, first), min(part.end, end)
                 if low < high:
                     rows = self._encoded[part.rows] if isinstance(part.rows, str) else part.rows

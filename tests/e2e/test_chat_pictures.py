@@ -195,9 +195,9 @@ def test_placeholders_of_users_are_text_over_http(server, llm):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_bad_pictures_harm_nobody(server, expected, stream):
-    def send(*content):
+    def send(*content, **fields):
         chat = {"model": "m", "messages": [{"role": "user", "content": list(content)}], **PLAIN}
-        return server.post("/v1/chat/completions", {**chat, "stream": stream})
+        return server.post("/v1/chat/completions", {**chat, **fields, "stream": stream})
 
     url = {"type": "image_url", "image_url": {"url": "http://169.254.169.254/latest"}}
     for content, words in (
@@ -209,6 +209,10 @@ def test_bad_pictures_harm_nobody(server, expected, stream):
         assert response.status_code == 400, response.text
         assert words in response.json()["error"]["message"]
         assert response.json()["error"]["param"] == "messages"
+    many = {"mm_processor_kwargs": {"size": {"longest_edge": 96}}}
+    answer = send(part(FIRST), **many).json()["error"]
+    assert answer["message"].startswith("picture 1: it is cut into")
+    assert answer["param"] == "messages"
     # The process that reads pictures dies, and another takes its place.
     for process in psutil.Process(server.process.pid).children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):

@@ -1,7 +1,10 @@
 """Models of pictures and texts: transformers' numbers, and the same bits in all layouts."""
 
 import functools
+import importlib.util
+import json
 import os
+import shutil
 import signal
 
 import numpy as np
@@ -9,7 +12,9 @@ import pytest
 import torch
 from PIL import Image
 
-from octavo.errors import ConfigError, RequestError, UnsupportedError
+from octavo import LoRARequest
+from octavo.errors import AdapterError, ConfigError, RequestError, UnsupportedError
+from tests.e2e.test_peft import make_adapter
 from tests.pictures import CASES, MORE_CASES, hf_logprobs, make_llm, params, picture, save_model
 
 PICTURES = [picture(48, 30), picture(16, 40, 1), picture(40, 48, 2)]
@@ -37,9 +42,9 @@ def prompts(name):
     ]
 
 
-def answers(llm, given, tokens=40):
+def answers(llm, given, tokens=40, lora=None):
     """Return all that must be the same in every layout."""
-    outputs = llm.generate(given, params(tokens), use_tqdm=False)
+    outputs = llm.generate(given, params(tokens), use_tqdm=False, lora_request=lora)
     return [(o.prompt_token_ids, o.outputs[0].token_ids, o.outputs[0].logprobs) for o in outputs]
 
 
@@ -128,6 +133,64 @@ def test_layouts(saved, settings):
         assert answers(llm, given) == alone * 2
         if "num_gpu_blocks_override" in settings:
             assert llm.stats().num_preemptions > 0
+
+
+@pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="peft is not installed")
+def test_adapters(some, tmp_path):
+    """Adapters change the decoder, also in prompts with pictures; those of towers are refused."""
+    name, folder, _, alone = some
+    text = r".*(language_model|text_model).*(q_proj|v_proj|down_proj|embed_tokens)"
+    adapted = make_adapter(folder, tmp_path / "text", target_modules=text)
+    make_adapter(folder, tmp_path / "all", target_modules="all-linear")
+    lora = LoRARequest("text", 1, str(tmp_path / "text"))
+    given = prompts(name)
+    settings = {"enable_lora": True, "max_lora_rank": 8}
+    with make_llm(folder, **settings) as llm:
+        expected = answers(llm, given, 8, lora)
+        for one, (ids, tokens, logprobs) in zip(given, expected, strict=True):
+            images = one.get("multi_modal_data", {}).get("image", [])
+            best = hf_logprobs(adapted, name, llm, [*ids, *tokens], images)[len(ids) - 1 : -1]
+            best = best[:, :256].max(-1).values
+            found = [row[token].logprob for row, token in zip(logprobs, tokens, strict=True)]
+            torch.testing.assert_close(torch.tensor(found), best, atol=2e-4, rtol=1e-4)
+        with pytest.raises(AdapterError, match="LoRA of encoders of pictures and sound is not"):
+            answers(llm, given, 8, LoRARequest("all", 2, str(tmp_path / "all")))
+        assert answers(llm, given) == alone
+    with make_llm(folder, max_num_batched_tokens=23, **settings) as llm:
+        both = answers(llm, given * 2, 8, [lora, None] * len(given))
+        with make_llm(folder) as plain:
+            without = answers(plain, given, 8)
+        whole = [
+            expected[i % len(given)] if i % 2 == 0 else without[i % len(given)]
+            for i in range(2 * len(given))
+        ]
+        assert both == whole
+
+
+@pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="peft is not installed")
+def test_a_merged_adapter_may_change_the_tower(some, tmp_path):
+    name, folder, _, _ = some
+    adapted = make_adapter(folder, tmp_path, target_modules="all-linear")
+    with make_llm(folder, lora_merge=str(tmp_path)) as llm:
+        ((ids, tokens, logprobs),) = answers(llm, prompt(name, *PICTURES[:2]), 8)
+        best = hf_logprobs(adapted, name, llm, [*ids, *tokens], PICTURES[:2])[len(ids) - 1 : -1]
+    found = [row[token].logprob for row, token in zip(logprobs, tokens, strict=True)]
+    torch.testing.assert_close(
+        torch.tensor(found), best[:, :256].max(-1).values, atol=2e-4, rtol=1e-4
+    )
+
+
+def test_files_of_a_model_that_contradict_each_other(make_saved, tmp_path):
+    folder = make_saved("llava")[1]
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    size = {"size": {"shortest_edge": 12}, "crop_size": {"height": 12, "width": 12}}
+    file = tmp_path / "preprocessor_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | size))
+    with (
+        make_llm(tmp_path) as llm,
+        pytest.raises(RequestError, match=r"picture 1: .* \[3, 16, 16\]"),
+    ):
+        answers(llm, prompt("llava", PICTURES[0], text="{}"))
 
 
 def test_two_ranks(some):

@@ -34,6 +34,11 @@ class Spec:
     decoder_start_ids: tuple[int, ...] = (START, FORCED)
     bad_words_ids: tuple[tuple[int, ...], ...] = ((7,),)
 
+    def check_item(self, item):
+        """Refuse sounds of more than four frames."""
+        if item.data["input_features"].shape[0] > 4:
+            raise RequestError("4 frames")
+
 
 def run(prompt, spec=None, salt=None, **params):
     processor = InputProcessor(ModelConfig(), spec or Spec(), byte_level(), 16)
@@ -104,6 +109,11 @@ def test_truncation():
         ({"encoder_prompt": {"input_features": [[1.0]]}}, RequestError, "reads text"),
         ({"encoder_prompt": {}}, RequestError, "needs 'prompt'"),
         ({"prompt": "a", "multi_modal_data": {"image": 1}}, UnsupportedError, "reads text only"),
+        (
+            {"encoder_prompt": {"prompt": "a", "multi_modal_data": {"image": 1}}},
+            UnsupportedError,
+            "reads text only here",
+        ),
     ],
 )
 def test_bad_prompts(prompt, error, match):

@@ -1,5 +1,6 @@
 """Rows of every tower, equal to those of transformers in float32."""
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,14 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from octavo.attention.cpu import CPUAttention
 from octavo.checkpoints.registry import open_checkpoint
+from octavo.errors import RequestError
 from octavo.kernels.native import NativeOps
 from octavo.kernels.torch_tensors import as_torch
 from octavo.messages import MultiModalFeatureSpec, PlaceholderRange, TensorData
 from octavo.models.decoder import DecoderModel
+from octavo.models.encoder import EncoderSpec
 from octavo.models.loader import load_model
 from octavo.models.registry import complete_config
 from octavo.models.spec import ModelSpec
@@ -284,3 +288,26 @@ def test_rows_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
         torch.testing.assert_close(as_torch(rows), expected, atol=atol, rtol=0)
         (alone,) = runner.run([feature(arrays)])
         assert torch.equal(as_torch(alone), as_torch(rows))
+        item = encoder.spec.inputs.read(arrays)
+        assert encoder.spec.inputs.sizes(arrays) == (item.num_tokens, len(rows))
+        check_refusals(encoder.spec, arrays, item.num_tokens, len(rows))
+
+
+def check_refusals(spec: EncoderSpec, arrays: Arrays, tokens: int, rows: int) -> None:
+    """Check that an item is refused if it does not fit the encoder."""
+    place = PlaceholderRange(0, rows)
+    item = replace(feature(arrays), mm_position=place, num_encoder_tokens=tokens)
+    spec.check(item)
+    numbers = next(iter(arrays))
+    for changed, message in (
+        (replace(item, num_encoder_tokens=tokens + 1), f"computes {tokens} and {rows}"),
+        (replace(item, mm_position=PlaceholderRange(0, rows + 1)), "must describe the same"),
+        (replace(item, grid=(1, 1, rows + 1)), "must describe the same"),
+        (replace(item, data={}), "is missing"),
+        (feature(arrays | {numbers: arrays[numbers][..., :-1]}), "and the model reads"),
+        (replace(item, data={k: replace(v, data=b"") for k, v in item.data.items()}), "damaged"),
+    ):
+        with pytest.raises(RequestError, match=message):
+            spec.check(changed)
+    with pytest.raises(RequestError, match=f"reads at most {tokens - 1}"):
+        dataclasses.replace(spec, max_num_tokens=tokens - 1).check(item)

@@ -97,6 +97,24 @@ def test_a_large_picture_is_not_overtaken_for_ever():
     engine.run()
 
 
+def test_a_picture_that_needs_a_step_alone_is_not_overtaken_for_ever():
+    """Others begin no more pictures while the first one in order waits for a whole step."""
+    engine = make_engine(rows=500, budget=64, num_blocks=200, long_prefill_token_threshold=16)
+
+    def add_small(name):
+        pictures = [picture(f"{name}-{i}", 16 * i, 8, tokens=8) for i in range(2)]
+        engine.add(name, range(32), features=pictures, max_tokens=1)
+
+    add_small("first")
+    engine.schedule()
+    engine.add("large", range(10), features=[picture("l", 0, 8, tokens=100)])
+    for i in range(2):
+        add_small(f"later{i}")
+        step = engine.schedule()
+        assert list(step.scheduled_encoder_inputs) == (["large"] if i else ["first"])
+    engine.run()
+
+
 def test_rows_in_the_cache_are_not_given_up_for_others_of_the_same_tokens():
     engine = make_engine(rows=30)
     for name in "abc":

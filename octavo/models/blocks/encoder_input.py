@@ -14,6 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.checkpoints.base import Source
+from octavo.errors import RequestError
+from octavo.messages import TensorData
 from octavo.models.blocks.embedding import EmbedSpec
 from octavo.models.blocks.linear import LinearSpec
 from octavo.models.blocks.norm import NormSpec, build_norm
@@ -25,6 +27,13 @@ if TYPE_CHECKING:
 
 LongArray = NDArray[np.int64]
 Arrays: TypeAlias = Mapping[str, NDArray[Any]]
+
+
+def array_of(tensor: TensorData) -> NDArray[Any]:
+    """Return the numbers of a message."""
+    from octavo.system.tensor import numpy_dtype  # plans need no compiled extension
+
+    return np.frombuffer(tensor.data, numpy_dtype(tensor.dtype)).reshape(tensor.shape)
 
 
 @dataclass(frozen=True)
@@ -65,15 +74,20 @@ class EncoderItem:
 class InputSpec(Protocol):
     """Specification of the first part of an encoder: a frozen dataclass for each kind."""
 
-    def read(self, data: Arrays) -> EncoderItem:
-        """Return the arrays of an item.
+    def sizes(self, data: Arrays) -> tuple[int, int]:
+        """Return the numbers of tokens and of rows of an item.
 
         Args:
             data: the arrays of `MultiModalFeatureSpec.data`.
 
         Raises:
             RequestError: the arrays do not fit the model.
+            KeyError: an array is missing.
         """
+        ...
+
+    def read(self, data: Arrays) -> EncoderItem:
+        """Return the arrays of an item, whose `sizes` have been checked."""
         ...
 
     def largest(self, num_tokens: int) -> EncoderItem:
@@ -95,6 +109,10 @@ class InputSpec(Protocol):
 class PatchLayout(Protocol):
     """Division of pictures into patches: a frozen dataclass for each kind of tower."""
 
+    def sizes(self, data: Arrays) -> tuple[int, int]:
+        """Implement `InputSpec.sizes`."""
+        ...
+
     def read(self, data: Arrays) -> EncoderItem:
         """Implement `InputSpec.read`."""
         ...
@@ -114,6 +132,19 @@ class TextInputSpec:
     embed: EmbedSpec
     shares_table: bool = False
     """True if the table of tokens is the decoder's (T5)."""
+
+    def sizes(self, data: Arrays) -> tuple[int, int]:
+        """Implement `InputSpec`."""
+        ids = data["input_ids"]
+        known = self.embed.vocab_size
+        if ids.ndim != 1 or not len(ids) or ids.dtype != np.int64 or ids.min() < 0:
+            raise RequestError("'input_ids' must be a list of token ids.", "encoder_prompt")
+        if ids.max() >= known:
+            raise RequestError(
+                f"'input_ids' has the token id {ids.max()}; the encoder knows {known} tokens.",
+                "encoder_prompt",
+            )
+        return len(ids), len(ids)
 
     def read(self, data: Arrays) -> EncoderItem:
         """Implement `InputSpec`."""
@@ -155,6 +186,10 @@ class PatchInputSpec:
     table: tuple[tuple[str, tuple[int, ...]], ...] = ()
     """Tensors of the checkpoint with the learned vectors, and their shapes."""
     norm: NormSpec | None = None
+
+    def sizes(self, data: Arrays) -> tuple[int, int]:
+        """Implement `InputSpec`."""
+        return self.layout.sizes(data)
 
     def read(self, data: Arrays) -> EncoderItem:
         """Implement `InputSpec`."""

@@ -37,7 +37,7 @@ class FramesInputSpec:
     """Tensor of the checkpoint with the vectors of positions."""
     num_positions: int
 
-    def read(self, data: Arrays) -> EncoderItem:
+    def sizes(self, data: Arrays) -> tuple[int, int]:
         """Implement `InputSpec`."""
         frames = data["input_features"]
         shape = 2 * self.num_positions, self.frame_size
@@ -45,9 +45,13 @@ class FramesInputSpec:
             raise RequestError(
                 f"'input_features' has the shape {frames.shape}, and the encoder reads {shape}; "
                 "pad the sound with silence.",
-                "input_features",
+                "encoder_prompt",
             )
-        return self.largest(self.num_positions, frames)
+        return self.num_positions, self.num_positions
+
+    def read(self, data: Arrays) -> EncoderItem:
+        """Implement `InputSpec`."""
+        return self.largest(self.num_positions, data["input_features"])
 
     def largest(self, num_tokens: int, frames: np.ndarray | None = None) -> EncoderItem:
         """Implement `InputSpec`; `frames` are the numbers, zeros by default."""

@@ -76,11 +76,12 @@ def _with_sections(
         if not isinstance(block, AttentionSpec) or not isinstance(block.positions, RopeSpec):
             return block
         rope = block.positions
-        if rope.rope_type == "dynamic" or sum(sections) != rope.rotary_dim // 2:
+        changes = rope.rope_type in ("dynamic", "longrope")
+        if changes or sum(sections) != rope.rotary_dim // 2:
             raise config.error(
                 "rope_parameters",
                 f"mrope_section must have the sum {rope.rotary_dim // 2}, half of the rotated "
-                "elements of a head, and rope_type must not be dynamic",
+                "elements of a head, and rope_type must not be dynamic or longrope",
             )
         array = MRopeArray(rope, sections, interleaved)
         return replace(block, positions=SectionRope(rope.is_neox, array=array))

@@ -82,13 +82,21 @@ class TileLayout:
         """Number of learned positions."""
         return self.num_tokens
 
+    def sizes(self, data: Arrays) -> tuple[int, int]:
+        """Implement `PatchLayout`."""
+        pixels = data["pixel_values"]
+        shape = self.channels, self.size, self.size
+        if pixels.ndim not in (3, 4) or pixels.shape[-3:] != shape or not len(pixels):
+            raise refuse_shape(pixels, "pixel_values", f"pictures of {list(shape)}")
+        count = len(pixels) if pixels.ndim == 4 else 1
+        has_class = self.has_class and not self.drops_class
+        rows = self.num_tokens if has_class else (self.side // self.group) ** 2
+        return count * self.num_tokens, count * rows
+
     def read(self, data: Arrays) -> EncoderItem:
         """Implement `PatchLayout`."""
         pixels = data["pixel_values"]
         pixels = pixels[None] if pixels.ndim == 3 else pixels
-        shape = self.channels, self.size, self.size
-        if pixels.ndim != 4 or pixels.shape[1:] != shape or not len(pixels):
-            raise refuse_shape(pixels, "pixel_values", f"pictures of {list(shape)}")
         side = self.side * self.patch
         return self._item(cut_patches(pixels[:, :, :side, :side].astype(np.float32), self.patch))
 
@@ -199,12 +207,9 @@ class GridLayout:
     """Number of rows and columns of the grid of learned positions, between which positions are
     interpolated; None: there are no learned positions."""
 
-    def read(self, data: Arrays) -> EncoderItem:
+    def sizes(self, data: Arrays) -> tuple[int, int]:
         """Implement `PatchLayout`."""
-        is_video = "pixel_values_videos" in data
-        name = "pixel_values_videos" if is_video else "pixel_values"
-        patches = data[name].astype(np.float32, copy=False)
-        grid = [int(n) for n in data["video_grid_thw" if is_video else "image_grid_thw"].ravel()]
+        name, patches, grid = self._parts(data)
         if (
             len(grid) != 3
             or min(grid) < 1
@@ -213,7 +218,20 @@ class GridLayout:
             or patches.shape != (grid[0] * grid[1] * grid[2], self.numbers)
         ):
             raise refuse_shape(patches, name, f"patches of {self.numbers} numbers in a grid {grid}")
-        return self._item(patches, *grid)
+        return len(patches), len(patches) // self.merge**2
+
+    def read(self, data: Arrays) -> EncoderItem:
+        """Implement `PatchLayout`."""
+        _, patches, grid = self._parts(data)
+        return self._item(patches.astype(np.float32, copy=False), *grid)
+
+    @staticmethod
+    def _parts(data: Arrays) -> tuple[str, NDArray[Any], list[int]]:
+        """Return the name of the patches, the patches, and their grid."""
+        is_video = "pixel_values_videos" in data
+        name = "pixel_values_videos" if is_video else "pixel_values"
+        grid = data["video_grid_thw" if is_video else "image_grid_thw"]
+        return name, data[name], [int(n) for n in grid.ravel()]
 
     def largest(self, num_tokens: int) -> EncoderItem:
         """Implement `PatchLayout`."""
@@ -299,11 +317,10 @@ class PixelLayout:
     theta: float = 1e4
     """Base of the rotary positions."""
 
-    def read(self, data: Arrays) -> EncoderItem:
+    def sizes(self, data: Arrays) -> tuple[int, int]:
         """Implement `PatchLayout`."""
-        pixels = data["pixel_values"].astype(np.float32, copy=False)
-        pixels = pixels[0] if pixels.ndim == 4 and len(pixels) == 1 else pixels
-        height, width = (int(n) for n in data["image_sizes"].ravel())
+        pixels, size = self._parts(data)
+        height, width = size if len(size) == 2 else (0, 0)
         square = self.patch * self.merge
         if (
             pixels.ndim != 3
@@ -315,8 +332,22 @@ class PixelLayout:
         ):
             expected = f"{self.channels} channels with sides of multiples of {square} pixels"
             raise refuse_shape(pixels, "pixel_values", expected)
-        patches = cut_patches(pixels[None, :, :height, :width], self.patch)
+        tokens = (height // self.patch) * (width // self.patch)
+        return tokens, tokens // self.merge**2
+
+    def read(self, data: Arrays) -> EncoderItem:
+        """Implement `PatchLayout`."""
+        pixels, (height, width) = self._parts(data)
+        pixels = pixels[None, :, :height, :width].astype(np.float32, copy=False)
+        patches = cut_patches(pixels, self.patch)
         return self._item(patches, height // self.patch, width // self.patch)
+
+    @staticmethod
+    def _parts(data: Arrays) -> tuple[NDArray[Any], list[int]]:
+        """Return the pixels of a picture, and the height and width that are read."""
+        pixels = data["pixel_values"]
+        pixels = pixels[0] if pixels.ndim == 4 and len(pixels) == 1 else pixels
+        return pixels, [int(n) for n in data["image_sizes"].ravel()]
 
     def largest(self, num_tokens: int) -> EncoderItem:
         """Implement `PatchLayout`."""
