@@ -56,7 +56,7 @@ REASONS: Mapping[str, str] = {
     "background_options": "a background response has no options",
     "chunking_strategy": "a sound is divided where it is quiet",
     "context_management": "the server shortens no prompts",
-    "image": "models accept text only",
+    "image": "models write text only",
     "include": "a transcript has no logprobs of its tokens",
     "keywords": "write them into prompt",
     "known_speaker_names": "speakers are not told apart",

@@ -36,7 +36,6 @@ def check_stat_loggers(given: Sequence[object] | None) -> None:
 
 
 _UNSUPPORTED = {
-    "mm_processor_kwargs": "models accept text only; leave it out",
     "data_parallel_rank": "each request goes to the engine with the least load; leave it out",
     "chat_template_content_format": "each template gets the format that it can handle; leave it "
     "out",

@@ -33,9 +33,12 @@ ELSEWHERE: Mapping[str, str] = {
         "/v1/decisions",
     ),
     **_all(
-        "models accept text only",
+        "send whole sounds to POST /v1/audio/transcriptions",
         "/v1/realtime",
-        "/reset_mm_cache",
+    ),
+    **_all("front ends keep no pictures", "/reset_mm_cache"),
+    **_all(
+        "use POST /reset_prefix_cache, which also empties the encoder cache",
         "/reset_encoder_cache",
     ),
     **_all("use POST /sleep with --enable-sleep-mode", "/release_kv_cache_memory"),

@@ -199,7 +199,7 @@ FOREIGN: dict[str, Foreign] = {
         ),
         _group("use octavo bench tune to find settings for a goal", performance_mode="balanced"),
         _group(
-            "models accept text only, and have no adapters for pictures or sounds; leave it out",
+            "adapters change no encoders of pictures or sounds; leave it out",
             default_mm_loras={},
             enable_tower_connector_lora=False,
         ),
@@ -222,7 +222,7 @@ FOREIGN: dict[str, Foreign] = {
             max_lora_cls_labels=ANY,
         ),
         _group(
-            "models accept text only, no pictures, sounds or videos",
+            "pictures and sounds are read and computed without this setting (docs/images.md)",
             disable_chunked_mm_input=EITHER,
             media_io_kwargs=ANY,
             mm_device_do_normalize=EITHER,
@@ -246,7 +246,7 @@ FOREIGN: dict[str, Foreign] = {
             ec_manager_config=ANY,
         ),
         _group(
-            "models accept text only; leave it out",
+            "there is no such setting for pictures and sounds; leave it out",
             enable_mm_embeds=False,
             interleave_mm_strings=False,
             mm_encoder_only=False,

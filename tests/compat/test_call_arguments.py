@@ -7,15 +7,14 @@ from octavo.errors import UnsupportedError
 
 
 def test_arguments_that_request_nothing_pass():
-    refuse_unsupported(mm_processor_kwargs={}, chat_template_content_format="auto")
-    refuse_unsupported(mm_processor_kwargs=[None, None], data_parallel_rank=None)
+    refuse_unsupported(chat_template_content_format="auto")
+    refuse_unsupported(data_parallel_rank=[None, None], chat_template_content_format={})
 
 
 @pytest.mark.parametrize(
     ("name", "value", "remedy"),
     [
-        ("mm_processor_kwargs", [None, 5], "text only"),
-        ("mm_processor_kwargs", {"a": 1}, "text only"),
+        ("data_parallel_rank", [None, 5], "least load"),
         ("data_parallel_rank", 0, "least load"),
         ("chat_template_content_format", "openai", "leave it out"),
     ],

@@ -72,12 +72,12 @@ def engines(server):
     return sorted(found, key=psutil.Process.create_time)
 
 
-def ask(server, number):
-    """Return the tokens of the streamed answers to a prompt."""
+def ask(server, number, adapted=ADAPTED):
+    """Return the tokens of the streamed answers to a prompt; `adapted` ones use adapter a."""
     tokens = [[] for _ in range(PARAMS[number]["n"])]
     body = {"prompt": PROMPTS[number], "stream": True, "ignore_eos": True, **PARAMS[number]}
     body["return_token_ids"] = True
-    if number in ADAPTED:
+    if number in adapted:
         body["model"] = "a"
     with httpx.stream("POST", server.url + "/v1/completions", json=body, timeout=120) as response:
         for line in response.iter_lines():
@@ -92,8 +92,9 @@ def ask(server, number):
 class Load:
     """Clients that repeat all prompts, and compare each answer with the expected one."""
 
-    def __init__(self, server, expected):
-        self._server, self._expected, self._end = server, expected, threading.Event()
+    def __init__(self, server, expected, adapted=ADAPTED):
+        self._server, self._expected, self._adapted = server, expected, adapted
+        self._end = threading.Event()
         self.num_answers = 0
 
     def __enter__(self):
@@ -113,7 +114,8 @@ class Load:
 
     def _repeat(self, number):
         while not self._end.is_set():
-            assert ask(self._server, number) == self._expected[number]
+            found = ask(self._server, number, self._adapted)
+            assert found == self._expected[number]
             self.num_answers += PARAMS[number]["n"]
 
 

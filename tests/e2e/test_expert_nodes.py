@@ -77,7 +77,7 @@ def server(cluster):
 
 
 def test_the_answers_are_those_of_one_process_also_when_an_engine_is_killed(server, expected):
-    with Load(server, expected) as load:
+    with Load(server, expected, adapted=()) as load:
         while load.num_answers < len(expected):
             time.sleep(0.01)
         (victim,) = engines(server.process)
@@ -89,7 +89,7 @@ def test_the_answers_are_those_of_one_process_also_when_an_engine_is_killed(serv
 
 
 def test_a_lost_node_is_waited_for(server, cluster, expected):
-    with Load(server, expected) as load:
+    with Load(server, expected, adapted=()) as load:
         server.node.kill()
         wait_for(server, "engine 1 waits for its node; the others wait for it")
         done = load.num_answers

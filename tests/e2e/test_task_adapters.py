@@ -171,7 +171,7 @@ def test_task_in_a_request(written, tmp_path):
             found = ask(**({} if task is None else {"task": task}))["data"]
             for text, entry in zip(TEXTS, found, strict=True):
                 np.testing.assert_allclose(entry["embedding"], wanted[task, text], atol=2e-6)
-        assert "prompt_name='x'" in ask(task="x")["error"]["message"]
+        assert "task='x'" in ask(task="x")["error"]["message"]
         both = ask(task="separation", prompt_name="separation")["error"]
         assert both["param"] == "task"
 

@@ -49,6 +49,8 @@ def test_index_lists_the_addresses():
             "POST /v1/chat/completions/batch",
             "POST /v1/completions/render",
             "POST /v1/chat/completions/render",
+            "POST /v1/audio/transcriptions",
+            "POST /v1/audio/translations",
             "POST /v1/embeddings",
             "POST /pooling",
             "POST /classify",
@@ -366,7 +368,9 @@ ADMIN_ROUTES = (
 
 def test_all_of_the_operators_routes_are_known():
     found = {path for path, operation in OPERATIONS.items() if 403 in operation.errors}
-    found -= {"/v1/files", "/v1/batches/{batch_id}/cancel"}  # closed to pages of other sites
+    # Closed to pages of other sites only.
+    found -= {"/v1/files", "/v1/batches/{batch_id}/cancel"}
+    found -= {"/v1/audio/transcriptions", "/v1/audio/translations"}
     assert found == {*ADMIN_ROUTES, "/server_info", "/is_sleeping", "/is_paused"}
 
 

@@ -11,7 +11,7 @@ VLLM_VERSION = "0.33"
 
 _OWN_CODE = "write it for Octavo's own interface (docs/architecture.md, Recipes), or leave it out"
 _POOLING = "use LLM.encode, LLM.embed, LLM.classify and LLM.score (docs/pooling_http.md)"
-_MEDIA = "models accept text only; leave it out"
+_MEDIA = "give pictures as multi_modal_data (docs/images.md)"
 _PARSERS = "parse the text of the answer yourself, or request JSON with structured outputs"
 _KV_CONNECTORS = (
     "Octavo's own KV connectors are set with kv_transfer_config (docs/kv_connectors.md)"
