@@ -52,7 +52,7 @@ def test_two_engines_two_keys_and_a_death(tmp_path):
             maps = {}
             until(of_boss, lambda _, e: maps.update(e.get("blocks", {})) or len(maps) == 2)
             assert {m["num_blocks"] for m in maps.values()} == {299}
-            sent = [send(url, key, **{"x-request-id": f"of-{key}"}) for key in ("a", "b", "b")]
+            sent = [send(url, key, 480, **{"x-request-id": f"of-{key}"}) for key in ("a", "b", "b")]
             seen = until(of_a, lambda n, e: n == "requests" and len(e["others"]) == 3)
             assert [row[3].split("-")[1:3] for row in seen["rows"]] == [["of", "a"]]
             assert "of-b" not in json.dumps(seen)
