@@ -42,8 +42,9 @@ def send(url, key=None, tokens=150, **headers):
 
 
 def test_two_engines_two_keys_and_a_death(tmp_path):
-    flags = [*SMALL, "--data-parallel-size", "2", "--api-key", "a", "--api-key", "b"]
-    with serve(tmp_path, *flags, "--admin-key", "boss") as server:
+    flags = ["--num-gpu-blocks-override", "300", "--data-parallel-size", "2"]
+    flags += ["--api-key", "a", "--api-key", "b", "--admin-key", "boss"]
+    with serve(tmp_path, *flags) as server:
         url = server.url
         assert httpx.get(f"{url}/v1/engine/view").status_code == 401
         with watching(url, "a") as of_a, watching(url, "boss") as of_boss:
@@ -52,7 +53,9 @@ def test_two_engines_two_keys_and_a_death(tmp_path):
             maps = {}
             until(of_boss, lambda _, e: maps.update(e.get("blocks", {})) or len(maps) == 2)
             assert {m["num_blocks"] for m in maps.values()} == {299}
-            sent = [send(url, key, 480, **{"x-request-id": f"of-{key}"}) for key in ("a", "b", "b")]
+            sent = [
+                send(url, key, 1500, **{"x-request-id": f"of-{key}"}) for key in ("a", "b", "b")
+            ]
             seen = until(of_a, lambda n, e: n == "requests" and len(e["others"]) == 3)
             assert [row[3].split("-")[1:3] for row in seen["rows"]] == [["of", "a"]]
             assert "of-b" not in json.dumps(seen)
