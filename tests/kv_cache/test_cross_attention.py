@@ -24,10 +24,10 @@ def make_config(num_blocks=20, layers=2):
     return KVCacheConfig(num_blocks, BLOCK, make_kv_cache_groups([SELF, CROSS] * layers))
 
 
-def make_request(request_id, encoder, decoder=(0,), *, hashed=True, **params):
+def make_request(request_id, encoder, decoder=(0,), *, hashed=True, scope=None, **params):
     core = core_request(request_id, list(decoder), core_params(**{"max_tokens": 8} | params))
     core.mm_features = [text_feature(list(encoder), None)]
-    return Request(core, HASHER if hashed else None)
+    return Request(core, HASHER if hashed else None, cache_scope=scope)
 
 
 def admit(manager, request):
@@ -69,6 +69,16 @@ def test_requests_with_the_same_input_share_its_blocks():
     assert manager.cross.num_encoder_tokens(again) == 0  # the blocks are still known
     manager.forget_prefixes()
     assert manager.cross.num_encoder_tokens(again) == 9
+
+
+def test_requests_of_other_scopes_share_no_blocks():
+    manager = KVCacheManager(make_config(40), enable_caching=True)
+    requests = [make_request(name, range(9), scope=name) for name in "ab"]
+    requests.append(make_request("c", range(9)))
+    for request in requests:
+        admit(manager, request)
+        assert manager.cross.is_new(request)
+    manager.check_integrity(requests)
 
 
 def test_prefixes_of_the_decoder_depend_on_the_encoder():
