@@ -165,8 +165,8 @@ class ModelConfig(Section, frozen=True):
     allowed_media_domains: Annotated[
         list[str],
         Meta(
-            description="Hosts from which pictures may be fetched that requests name by URL."
-            " Default: none. Only public addresses are asked."
+            description="Hosts of the pictures that requests may name by URL."
+            " Default: none. The server connects to public addresses only."
         ),
     ] = []
     allowed_local_media_path: Annotated[

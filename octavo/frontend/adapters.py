@@ -216,7 +216,7 @@ class AdapterFiles:
         """Begin to read an adapter and that of the draft model, after downloads if necessary."""
         names = [name] if draft_name is None else [name, draft_name]
         found = Future[AdapterRef]()
-        found.set_running_or_notify_cancel()  # nobody can cancel it
+        found.set_running_or_notify_cancel()  # from here on, no caller can cancel it
         self._readers.submit(self._read_into, found, names, root)
         return found
 

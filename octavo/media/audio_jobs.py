@@ -36,7 +36,7 @@ _ID3_HEAD = 10
 _MAX_SAMPLE = 2.0**31
 # A file may lack this part of the sound that its head announces, and this many seconds.
 _LACKING, _LACKING_SECONDS = 0.02, 1.0
-# Of the packets, at most one in so many may be damaged.
+# One damaged packet in this number of packets is the limit.
 _PACKETS_PER_DAMAGED = 10
 _ENDLESS = 0x7FFF0000
 # Samples a second. Resampling from others would take long.

@@ -51,7 +51,7 @@ class MediaItem:
 
 @dataclass(frozen=True)
 class MediaKind:
-    """What a model needs to know of one modality."""
+    """Properties of one modality that a model needs."""
 
     placeholder: str
     """Text that stands for an item, in a rendered chat."""

@@ -2,9 +2,9 @@
 
 A server that fetches what strangers name is a tool for them to reach its own network. So:
 
-- Only hosts of `allowed_media_domains` are asked, at addresses of the public internet. The check is
-  made on the addresses that are connected to, since this module resolves the host of each
-  connection itself. A name server that answers differently each time gains nothing.
+- The server connects only to hosts of `allowed_media_domains`, at addresses of the public internet.
+  The check is made on the addresses that are connected to, since this module resolves the host of
+  each connection itself. A name server that answers differently each time gains nothing.
 - Each redirect is a new request, with all checks.
 - Only files below `allowed_local_media_path` are read, after symbolic links have been resolved.
 """
@@ -95,7 +95,7 @@ class MediaFetcher:
     """Reader of media by URL.
 
     Args:
-        allowed_media_domains: hosts that may be asked; empty: none.
+        allowed_media_domains: hosts to which the server may connect; empty: none.
         allowed_local_media_path: folder of readable files; empty: none.
         resolver: returns the addresses of a host and port.
         is_allowed: tells whether an address may be connected to.
@@ -173,7 +173,7 @@ class MediaFetcher:
         raise RequestError(f"{param}: {host} redirects more than {MAX_REDIRECTS} times.", param)
 
     def _check_host(self, parts: SplitResult, param: str) -> str:
-        """Return the host of a URL if it may be asked."""
+        """Return the host of a URL if the server may connect to it."""
         host = (parts.hostname or "").lower().rstrip(".")
         if not host or parts.username is not None or parts.password is not None:
             raise RequestError(

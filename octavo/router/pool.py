@@ -100,7 +100,7 @@ class Upstream:
         self.lacking: set[str] = set()
         """Names of models that it did not have since the last list."""
         self.list_at = 0.0
-        """Second of `time.monotonic` from which it is asked for its adapters again."""
+        """Second of `time.monotonic` from which it is queried for its adapters again."""
         self.suspected = asyncio.Event()
         """Event that is set after a failed connection, to probe the server at once."""
         self._guards: set[asyncio.Timeout] = set()

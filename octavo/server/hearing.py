@@ -1,4 +1,4 @@
-"""What all requests with sounds share."""
+"""Checks and steps that all requests with sounds share."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ class Segment:
     compression_ratio: float
     """Of the window's text: bytes by bytes of zlib. Repetitions have a high one."""
     no_speech_prob: float
-    """Probability that nobody speaks in the window."""
+    """Probability that the window has no speech."""
 
 
 @dataclass
@@ -69,7 +69,7 @@ class Decoded:
 
     @property
     def is_silence(self) -> bool:
-        """True if probably nobody speaks, and the text was made up."""
+        """True if the window probably has no speech, and the model invented the text."""
         return self.no_speech_prob > _MAX_NO_SPEECH_PROB and self.avg_logprob < _MIN_AVG_LOGPROB
 
     @property

@@ -91,7 +91,7 @@ Steps = Generator[Ask, RequestOutput, T]
 
 
 class Transcription:
-    """What to ask for a sound.
+    """Request for a sound.
 
     Args:
         model: the model.

@@ -43,7 +43,7 @@ def split(samples: NDArray[np.float32], sampling_rate: int, seconds: float) -> l
         seconds: longest window, more than 5.
 
     Returns:
-        The windows; none if nobody can be speaking.
+        The windows; none if the sound has no speech.
     """
     moment = round(_MOMENT * sampling_rate)
     longest, searched = round(seconds / _MOMENT), round(_SEARCHED / _MOMENT)

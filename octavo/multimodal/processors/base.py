@@ -33,7 +33,7 @@ class Place:
     """Place of one picture in a prompt."""
 
     pieces: tuple[Piece, ...]
-    """What the placeholder of the chat template becomes."""
+    """Replacement of the placeholder that the chat template writes."""
     num_encoder_tokens: int
     """Patches in the layers of the encoder."""
     grid: tuple[int, int, int] | None = None
