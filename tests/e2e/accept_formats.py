@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
-import signal
 import tempfile
 import traceback
 from collections.abc import Callable, Iterable
@@ -25,13 +23,13 @@ import torch
 
 from octavo import LLM, SamplingParams
 from octavo.kernels.dequantize import dequantize
-from octavo.outputs import RequestOutput
 from octavo.scheduler.speculation import DraftLengths
 from octavo.system.tensor import HostTensor
 from tests.gguf_files import convert, quantize
 from tests.models.harness import make_hf
 from tests.quantization.formats import FORMATS
 from tests.quantization.harness import SIZES, assert_same_weights
+from tests.revival import assert_revived
 
 VOCAB = 128
 MORE_SIZES = {"vocab_size": VOCAB, "max_position_embeddings": 256, "pad_token_id": 0}
@@ -148,24 +146,7 @@ class Case:
         """An engine that is killed in the middle of an answer is replaced; the answer goes on."""
         params = SamplingParams(temperature=0.9, seed=3, max_tokens=60, ignore_eos=True)
         with self.start(isolate=True) as llm:
-            engine = llm.llm_engine
-            found = []
-            for kill in (False, True):
-                (pid,) = engine.client.pids
-                engine.add_request(str(kill), {"prompt_token_ids": PROMPTS[2]}, params)
-                tokens: tuple[int, ...] = ()
-                while engine.has_unfinished_requests():
-                    for output in engine.step():
-                        assert isinstance(output, RequestOutput)
-                        tokens = tuple(output.outputs[0].token_ids)
-                    if kill and 3 < len(tokens) < 60:
-                        os.kill(pid, signal.SIGKILL)
-                        kill = False
-                        killed = pid
-                found.append(tokens)
-            assert found[0] == found[1]
-            assert len(found[0]) == 60
-            assert engine.client.pids != [killed]
+            assert_revived(llm, {"prompt_token_ids": PROMPTS[2]}, params)
 
 
 CHECKS: dict[str, Callable[[Case], None]] = {

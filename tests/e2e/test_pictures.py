@@ -3,9 +3,7 @@
 import functools
 import importlib.util
 import json
-import os
 import shutil
-import signal
 
 import numpy as np
 import pytest
@@ -16,6 +14,7 @@ from octavo import LoRARequest
 from octavo.errors import AdapterError, ConfigError, RequestError, UnsupportedError
 from tests.e2e.test_peft import make_adapter
 from tests.pictures import CASES, MORE_CASES, hf_logprobs, make_llm, params, picture, save_model
+from tests.revival import assert_revived
 
 PICTURES = [picture(48, 30), picture(16, 40, 1), picture(40, 48, 2)]
 
@@ -203,22 +202,7 @@ def test_death(some):
     """An engine that is killed in the middle of an answer is replaced; the answer goes on."""
     name, folder, _, _ = some
     with make_llm(folder, isolate=True) as llm:
-        engine, found = llm.llm_engine, []
-        for kill in (False, True):
-            (pid,) = engine.client.pids
-            engine.add_request(str(kill), prompt(name, *PICTURES[:2]), params(60))
-            tokens = ()
-            while engine.has_unfinished_requests():
-                for output in engine.step():
-                    tokens = tuple(output.outputs[0].token_ids)
-                if kill and 3 < len(tokens) < 60:
-                    os.kill(pid, signal.SIGKILL)
-                    kill = False
-                    killed = pid
-            found.append(tokens)
-        assert found[0] == found[1]
-        assert len(found[0]) == 60
-        assert engine.client.pids != [killed]
+        assert_revived(llm, prompt(name, *PICTURES[:2]), params(60))
 
 
 def test_errors(one):
