@@ -246,10 +246,13 @@ def open_media(
     # Few models read media.
     from octavo.frontend.pictures import Pictures
     from octavo.frontend.prompt_media import PromptMedia
+    from octavo.frontend.sounds import Sounds
 
     readers: list[MediaReader[Any] | None] = []
     if (encoder := spec.encoder("image")) is not None:
         readers.append(Pictures.of_model(checkpoint, settings, encoder))
+    if (encoder := spec.encoder("audio")) is not None:
+        readers.append(Sounds.of_model(checkpoint, settings, encoder))
     found = [reader for reader in readers if reader is not None]
     return PromptMedia(found, tokenizer) if found else None
 
