@@ -12,7 +12,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.errors import RequestError
-from octavo.messages import Modality, MultiModalFeatureSpec, PlaceholderRange, TensorData
+from octavo.frontend.core_params import ALIGNMENT
+from octavo.messages import (
+    AlignmentSpec,
+    Modality,
+    MultiModalFeatureSpec,
+    PlaceholderRange,
+    PoolingSpec,
+    TensorData,
+)
 
 PARTS = ("encoder_prompt", "decoder_prompt")
 """Keys of a prompt with both parts."""
@@ -100,6 +108,30 @@ def encoder_token_ids(features: list[MultiModalFeatureSpec]) -> list[int] | None
             ids: list[int] = np.frombuffer(feature.data["input_ids"].data, np.int64).tolist()
             return ids
     return None
+
+
+def read_alignment(
+    extra_args: Mapping[str, Any] | None, features: list[MultiModalFeatureSpec]
+) -> PoolingSpec | None:
+    """Return the result that a request asks for with `ALIGNMENT`; None: it asks for tokens.
+
+    Raises:
+        RequestError: the value is wrong, or the encoder has fewer rows.
+    """
+    given = (extra_args or {}).get(ALIGNMENT)
+    if given is None:
+        return None
+    try:
+        spec = msgspec.convert(given, AlignmentSpec)
+    except msgspec.ValidationError as error:
+        raise RequestError(f"extra_args.{ALIGNMENT}: {error}.", "extra_args") from None
+    rows = sum(feature.num_rows for feature in features)
+    if not spec.heads or min(map(min, spec.heads)) < 0 or not 0 < spec.num_rows <= rows:
+        raise RequestError(
+            f"extra_args.{ALIGNMENT} needs heads, and 1 to {rows} rows: {str(given)[:100]}.",
+            "extra_args",
+        )
+    return PoolingSpec(ALIGNMENT, reads_all=True, whole=True, alignment=spec)
 
 
 def scoped(feature: MultiModalFeatureSpec, cache_salt: str | None) -> MultiModalFeatureSpec:

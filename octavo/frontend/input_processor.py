@@ -20,6 +20,7 @@ from octavo.frontend.core_params import KV_TRANSFER_PARAMS, make_core_params
 from octavo.frontend.encoder_prompt import (
     audio_feature,
     encoder_token_ids,
+    read_alignment,
     read_features,
     read_parts,
     scoped,
@@ -414,6 +415,7 @@ class InputProcessor:
             n=params.n,
             prompt_embeds=embeds,
             mm_features=features,
+            pooling=read_alignment(params.extra_args, features),
         )
         return request, text
 
