@@ -163,7 +163,10 @@ class InputSpec(Protocol):
 
     @property
     def encoder_frames(self) -> tuple[int, int]:
-        """Shape of a sound: frames, numbers of a frame."""
+        """Shape of a sound: frames, numbers of a frame; -1 frames: any number."""
+
+    def num_encoder_tokens(self, frames: int) -> int:
+        """Return the number of tokens of a sound with so many frames."""
 
     @property
     def max_encoder_len(self) -> int:
@@ -745,7 +748,10 @@ class InputProcessor:
                 "encoder_prompt",
             )
         if features is not None:
-            return None, audio_feature(features, self._spec.encoder_frames, salt)
+            shape, count = self._spec.encoder_frames, self._spec.num_encoder_tokens
+            feature = audio_feature(features, shape, count, salt)
+            self._spec.check_item(feature)
+            return None, feature
         text, ids = self._read_prompt(prompt)
         if ids is None:
             assert text is not None
