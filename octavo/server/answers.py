@@ -102,14 +102,26 @@ class TranscriptionSegment(Answer):
     no_speech_prob: float
 
 
+class TranscriptionWord(Answer):
+    """Word of a transcript."""
+
+    word: str
+    start: float
+    end: float
+
+
 class VerboseTranscription(Answer):
-    """POST /v1/audio/transcriptions with response_format=verbose_json."""
+    """POST /v1/audio/transcriptions with response_format=verbose_json.
+
+    `timestamp_granularities` chooses words, segments or both.
+    """
 
     task: Literal["transcribe", "translate"]
     language: str
     duration: float
     text: str
-    segments: list[TranscriptionSegment]
+    words: NotRequired[list[TranscriptionWord]]
+    segments: NotRequired[list[TranscriptionSegment]]
     usage: DurationUsage
 
 

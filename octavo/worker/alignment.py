@@ -78,7 +78,7 @@ class AlignmentRows:
         if not isinstance(self._backend, CPUAttention):
             raise RequestError("times of words are supported only by the attention backend cpu")
         dtype = self._caches[0].dtype
-        if dtype not in ("float32", "bfloat16"):
+        if dtype not in ("float32", "bfloat16", "float16"):
             raise RequestError(
                 f"times of words are not supported with keys of the type {dtype}; leave "
                 "kv_cache_dtype out"
