@@ -17,10 +17,11 @@ from octavo.frontend.llm_engine import LLMEngine
 from octavo.media.audio import AudioReader, Samples
 from octavo.outputs import RequestOutput
 from octavo.sampling_params import SamplingParams
-from octavo.speech.model import SpeechModel
+from octavo.speech.interface import Question
+from octavo.speech.registry import open_speech_model
 from octavo.speech.segments import Transcript
 from octavo.speech.tokens import Task
-from octavo.speech.transcription import Ask, Transcription, TranscriptionOptions, run_all
+from octavo.speech.transcription import TranscriptionOptions, run_all
 
 Sound: TypeAlias = str | Path | bytes | NDArray[np.float32]
 
@@ -81,7 +82,7 @@ class SpeechMethods(ABC):
                 read, or a request fails.
             ModelError: a file of the model is missing or wrong.
         """
-        model = SpeechModel.open(
+        model = open_speech_model(
             self.llm_engine.checkpoint,
             self.llm_engine.spec,
             self.llm_engine.tokenizer,
@@ -104,9 +105,9 @@ class SpeechMethods(ABC):
             samples = [_wait(one, given[i], i) for i, one in enumerate(read)]
         finally:
             reader.close()
-        jobs = [Transcription(model, one, options) for one in samples]
+        jobs = [model.start(one, options) for one in samples]
 
-        def generate(asks: list[Ask]) -> list[RequestOutput]:
+        def generate(asks: list[Question]) -> list[RequestOutput]:
             prompts, params = [ask.prompt for ask in asks], [ask.params for ask in asks]
             return self.generate(prompts, params, use_tqdm=use_tqdm)
 

@@ -23,12 +23,11 @@ from octavo.server.middleware import context_of
 from octavo.server.state import state_of
 from octavo.server.upload import check_origin, receive_form
 from octavo.speech.formats import MEDIA_TYPES, plain, write
+from octavo.speech.interface import Job, Question
 from octavo.speech.tokens import Task
 from octavo.speech.transcription import (
     TIMED_FORMATS,
     WINDOWS_AT_ONCE,
-    Ask,
-    Transcription,
     TranscriptionOptions,
     run,
 )
@@ -123,7 +122,7 @@ class _Answer(Call):
             body.seed,
             body.has_times_of("word"),
         )
-        self._transcription: Transcription | None = None
+        self._transcription: Job | None = None
 
     async def whole(self, engine: AsyncLLM) -> Response:
         """Return the answer in the form that the request asks for."""
@@ -154,7 +153,7 @@ class _Answer(Call):
             self._sound.data = bytearray()
             headers, number, usage = self.trace_headers(engine), 0, [0, 0]
 
-            async def generate(ask: Ask) -> RequestOutput:
+            async def generate(ask: Question) -> RequestOutput:
                 nonlocal number
                 number += 1
                 result: RequestOutput | None = None
@@ -174,14 +173,14 @@ class _Answer(Call):
                 self.context.prompt_tokens, self.context.completion_tokens = usage
                 return result
 
-            nbytes = samples.nbytes + _FEATURE_COPIES * WINDOWS_AT_ONCE * model.features.nbytes
+            nbytes = samples.nbytes + _FEATURE_COPIES * WINDOWS_AT_ONCE * model.window_nbytes
             if self._options.words:
                 nbytes += WINDOWS_AT_ONCE * model.alignment_nbytes
             with engine.request_memory.reserve(
                 nbytes, self.tenant, background=self.context.background
             ):
                 self._transcription = transcription = await offload(
-                    len(samples) // 500, Transcription, model, samples, self._options
+                    len(samples) // 500, model.start, samples, self._options
                 )
                 async with aclosing(run(transcription, generate)) as texts:
                     async for text in texts:

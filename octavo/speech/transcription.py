@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -23,6 +23,7 @@ from octavo.outputs import Logprob, RequestOutput
 from octavo.sampling.logits_processors.whisper import KEY, WhisperRules
 from octavo.sampling_params import RequestOutputKind, SamplingParams
 from octavo.speech.alignment import ROWS_PER_SECOND, time_words
+from octavo.speech.interface import Job, Question, Steps
 from octavo.speech.model import SpeechModel
 from octavo.speech.segments import (
     TEMPERATURES,
@@ -91,12 +92,8 @@ class Ask:
         }
 
 
-Steps = Generator[Ask, RequestOutput, T]
-"""Steps of a computation: it asks, gets the answer, and in the end returns a result."""
-
-
-class Transcription:
-    """Request for a sound.
+class Transcription(Job):
+    """Request for a sound, for Whisper.
 
     Args:
         model: the model.
@@ -142,7 +139,7 @@ class Transcription:
                 output_kind=RequestOutputKind.FINAL_ONLY,
             ),
         )
-        (found,) = _tokens_of(output)
+        (found,) = tokens_of(output)
         self.language = next(code for code, token in tokens.languages.items() if token == found)
 
     def decode(self, window: Window, features: Samples) -> Steps[Decoded]:
@@ -177,7 +174,7 @@ class Transcription:
                 extra_args={ALIGNMENT: msgspec.to_builtins(spec)},
             ),
         )
-        _tokens_of(output)
+        tokens_of(output)
         assert output.pooled is not None
         weights = np.frombuffer(output.pooled, np.float32).reshape(-1, num_rows)
         words = time_words(weights[len(start) - 1 : -1], tokens, model.decode, self.language)
@@ -244,7 +241,7 @@ class Transcription:
 
     def _decoded(self, output: RequestOutput, temperature: float) -> Decoded:
         special, answer = self._model.tokens, output.outputs[0]
-        all_tokens, logprobs = _tokens_of(output), answer.logprobs or ()
+        all_tokens, logprobs = tokens_of(output), answer.logprobs or ()
         tokens = [token for token in all_tokens if token != special.end]
         total = sum(row[token].logprob for row, token in zip(logprobs, all_tokens, strict=True))
         # The position after the start is the one at which the model tells silence.
@@ -262,7 +259,7 @@ class Transcription:
         )
 
 
-def _tokens_of(output: RequestOutput) -> list[int]:
+def tokens_of(output: RequestOutput) -> list[int]:
     """Return the tokens of an answer.
 
     Raises:
@@ -275,7 +272,7 @@ def _tokens_of(output: RequestOutput) -> list[int]:
 
 
 async def run(
-    transcription: Transcription, generate: Callable[[Ask], Awaitable[RequestOutput]]
+    transcription: Job, generate: Callable[[Question], Awaitable[RequestOutput]]
 ) -> AsyncGenerator[str, None]:
     """Ask for all windows, some at a time; yield the text of each, in order.
 
@@ -293,7 +290,7 @@ async def run(
             result: T = end.value
             return result
 
-    async def features(window: Window) -> Samples:
+    async def features(window: Window) -> Any:
         return await offload(_FEATURES_MICROSECONDS, transcription.features, window)
 
     async def decode(window: Window) -> Decoded:
@@ -315,8 +312,8 @@ async def run(
 
 
 def run_all(
-    transcriptions: Sequence[Transcription],
-    generate: Callable[[list[Ask]], list[RequestOutput]],
+    transcriptions: Sequence[Job],
+    generate: Callable[[list[Question]], list[RequestOutput]],
 ) -> list[Transcript]:
     """Ask for all windows of several sounds; return the transcripts.
 
@@ -330,7 +327,7 @@ def run_all(
         results: dict[int, T] = {}
         answers: dict[int, RequestOutput | None] = dict.fromkeys(range(len(all_steps)))
         while answers:
-            asks: dict[int, Ask] = {}
+            asks: dict[int, Question] = {}
             for i, answer in answers.items():
                 try:
                     steps = all_steps[i]
@@ -347,7 +344,7 @@ def run_all(
         drive([job.detect(job.features(job.windows[0])) for job in some])
     waiting = [(job, [*job.windows]) for job in transcriptions if job.windows]
     while waiting:
-        part: list[tuple[Transcription, Window]] = []
+        part: list[tuple[Job, Window]] = []
         for job, windows in waiting:
             count = min(job.windows_at_once, WINDOWS_AT_ONCE - len(part))
             part += [(job, windows.pop(0)) for _ in range(min(count, len(windows)))]
