@@ -158,7 +158,9 @@ class AsyncLLM(AsyncPooling):
         self.tokenizer: Tokenizer | None = None
         if not model.skip_tokenizer_init:
             self.tokenizer = Tokenizer.from_folder(tokenizer_path)
-        self._pictures = read_pictures(self.checkpoint, model, self.spec, self.tokenizer)
+        self._pictures = read_pictures(
+            self.checkpoint, model, self.spec, self.tokenizer, self.max_model_len
+        )
         self.chat_pictures = read_chat_pictures(
             self._pictures, model, self.tokenizer, self.max_model_len
         )
@@ -624,6 +626,16 @@ class AsyncLLM(AsyncPooling):
         if was_reset:
             self.cache_emptied_at = time.monotonic()
         return was_reset
+
+    async def reset_encoder_cache(self) -> bool:
+        """Forget the results of encoders; see `LLM.reset_encoder_cache`."""
+        self._attach()
+        return bool(await self._client.call_utility("reset_encoder_cache"))
+
+    async def reset_mm_cache(self) -> None:
+        """Forget the pictures of this front end that have a uuid; see `LLM.reset_mm_cache`."""
+        if self._pictures is not None:
+            self._pictures.cache.clear()
 
     async def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
         """Stop computing until `wake_up`, and return memory to the system.

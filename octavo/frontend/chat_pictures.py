@@ -111,9 +111,11 @@ class ChatPictures:
                         f"model's context has {self._max_model_len}. Send fewer or smaller ones.",
                         "messages",
                     )
-                add_nbytes(sum(len(tensor.data) for tensor in picture.fields.values()))
+                add_nbytes(picture.nbytes)
             images.append(image)
         prompt["multi_modal_data"] = {"image": images}
+        if any(item.uuid is not None for item in items):
+            prompt["multi_modal_uuids"] = {"image": [item.uuid for item in items]}
         if mm_processor_kwargs:
             prompt["mm_processor_kwargs"] = mm_processor_kwargs
         return prompt

@@ -234,7 +234,11 @@ def processing_time(prompt: Prompt, params: SamplingParams) -> int:
 
 
 def read_pictures(
-    checkpoint: Checkpoint, settings: ModelConfig, spec: ModelSpec, tokenizer: Tokenizer | None
+    checkpoint: Checkpoint,
+    settings: ModelConfig,
+    spec: ModelSpec,
+    tokenizer: Tokenizer | None,
+    max_model_len: int,
 ) -> Pictures | None:
     """Return the reader of a model's pictures; None: the model reads none.
 
@@ -247,7 +251,7 @@ def read_pictures(
         return None
     from octavo.frontend.pictures import Pictures  # few models read pictures
 
-    return Pictures.of_model(checkpoint, settings, encoder, tokenizer)
+    return Pictures.of_model(checkpoint, settings, encoder, tokenizer, max_model_len)
 
 
 def read_chat_pictures(
@@ -768,6 +772,11 @@ class InputProcessor:
             "prompt",
         )
 
+    def reset_mm_cache(self) -> None:
+        """Forget the pictures that are kept because they have a uuid."""
+        if self._pictures is not None:
+            self._pictures.cache.clear()
+
     def _read_pictures(
         self,
         prompt: Mapping[str, object],
@@ -786,7 +795,7 @@ class InputProcessor:
                 "truncate_prompt_tokens would cut the pictures of a prompt; leave it out.",
                 "truncate_prompt_tokens",
             )
-        return self._pictures.expand(prompt, ids, options.cache_salt)
+        return self._pictures.expand(prompt, ids, options)
 
     def _read_embeds(self, prompt: Prompt, params: SamplingParams) -> PromptEmbeds | None:
         """Return the embeddings of a prompt of embeddings, else None."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,8 +13,10 @@ from numpy.typing import NDArray
 
 from octavo.checkpoints.base import Checkpoint
 from octavo.config import ModelConfig
-from octavo.errors import RequestError, UnsupportedError
-from octavo.messages import MultiModalFeatureSpec
+from octavo.errors import ContextLengthError, RequestError, UnsupportedError
+from octavo.frontend.media_cache import MediaCache, MediaKey
+from octavo.media.content import MAX_UUID_CHARS, is_uuid
+from octavo.messages import MultiModalFeatureSpec, RequestOptions
 from octavo.models.encoder import EncoderSpec
 from octavo.multimodal.pictures import Picture, make_picture
 from octavo.multimodal.processors.base import ImageProcessor
@@ -23,6 +26,8 @@ from octavo.text.tokenizer import Tokenizer
 
 DATA, KWARGS, UUIDS = "multi_modal_data", "mm_processor_kwargs", "multi_modal_uuids"
 """Keys in a prompt's dict."""
+UNKNOWN_UUID = "unknown_uuid"
+"""Code of the error of a uuid without its picture."""
 
 
 class Pictures:
@@ -34,6 +39,8 @@ class Pictures:
         encoder: the encoder of its pictures.
         tokenizer: the model's tokenizer.
         limit: most pictures of a prompt.
+        max_num_embeds: most tokens of the pictures of a prompt.
+        cache_nbytes: most bytes of the pictures that are kept by their uuids.
     """
 
     def __init__(
@@ -43,8 +50,13 @@ class Pictures:
         encoder: EncoderSpec,
         tokenizer: Tokenizer,
         limit: int,
+        max_num_embeds: int,
+        cache_nbytes: int = 0,
     ) -> None:
         self.kind, self.processor, self.limit = kind, processor, limit
+        self.cache = MediaCache(cache_nbytes)
+        """Pictures that clients sent with a uuid."""
+        self._max_num_embeds = max_num_embeds
         self._encoder, self._tokenizer = encoder, tokenizer
         self._placeholder_id = self._token(processor.placeholder)
         self._embed_id = self._token(processor.embed_token)
@@ -56,6 +68,7 @@ class Pictures:
         settings: ModelConfig,
         encoder: EncoderSpec,
         tokenizer: Tokenizer,
+        max_model_len: int,
     ) -> Pictures | None:
         """Return the reader of a model's pictures; None: there is no processor for them here.
 
@@ -69,17 +82,19 @@ class Pictures:
         kind, values = found
         own = msgspec.json.decode(msgspec.json.encode(values))  # lists, not tuples
         processor = make_processor(kind, own).changed(settings.mm_processor_kwargs)
-        return cls(kind, processor, encoder, tokenizer, settings.limit("image"))
+        limit, cache_nbytes = settings.limit("image"), int(settings.mm_processor_cache_gb * 2**30)
+        return cls(kind, processor, encoder, tokenizer, limit, max_model_len, cache_nbytes)
 
     def expand(
-        self, prompt: Mapping[str, Any], token_ids: Sequence[int], salt: str | None
+        self, prompt: Mapping[str, Any], token_ids: Sequence[int], options: RequestOptions
     ) -> tuple[list[int], list[MultiModalFeatureSpec]]:
         """Replace the placeholders of a prompt by the tokens of its pictures.
 
         Args:
             prompt: a prompt's dict with `multi_modal_data`.
             token_ids: its tokens, with one placeholder for each picture.
-            salt: scope of the prefix cache; other scopes do not share the encoder's results.
+            options: the envelope. Its `cache_salt` is the scope of the prefix cache: other scopes
+                do not share the encoder's results.
 
         Returns:
             The tokens, and the pictures in order of their places.
@@ -87,6 +102,7 @@ class Pictures:
         Raises:
             RequestError: the pictures are wrong, or not as many as the placeholders.
             UnsupportedError: the data holds something other than pictures.
+            ContextLengthError: the pictures have more tokens than the context.
         """
         given = _pictures_of(prompt)
         if len(given) > self.limit:
@@ -95,15 +111,29 @@ class Pictures:
                 "(limit_mm_per_prompt).",
                 DATA,
             )
-        _check_uuids(prompt.get(UUIDS), len(given))
+        uuids = _uuids_of(prompt.get(UUIDS), len(given))
         processor = self.processor.changed(_settings_of(prompt))
-        pictures = [self._read(processor, image, i) for i, image in enumerate(given)]
+        form = json.dumps(["image", processor.settings.fields], sort_keys=True)
+        keys = [
+            None if uuid is None else MediaKey(options.cache_salt, uuid, form) for uuid in uuids
+        ]
+        pictures, num_embeds = list[Picture](), 0
+        for i, (image, key) in enumerate(zip(given, keys, strict=True)):
+            known = key is not None and image is None
+            pictures.append(self._recall(key, i) if known else self._read(processor, image, i))
+            num_embeds += pictures[-1].place.num_embeds
+            if num_embeds > self._max_num_embeds:
+                raise ContextLengthError(
+                    f"The first {i + 1} pictures have {num_embeds} tokens; the model's context has "
+                    f"{self._max_num_embeds}. Send fewer or smaller ones.",
+                    DATA,
+                )
         places = [picture.place for picture in pictures]
         ids, ranges = expand_prompt(
             token_ids, places, self._placeholder_id, self._embed_id, self._tokenizer
         )
         features = [
-            picture.feature(place, _identifier(picture.digest, salt))
+            picture.feature(place, _identifier(picture.digest, options.cache_salt))
             for picture, place in zip(pictures, ranges, strict=True)
         ]
         for i, (feature, image) in enumerate(zip(features, given, strict=True)):
@@ -111,7 +141,24 @@ class Pictures:
                 self._encoder.check(feature)
             except RequestError as error:
                 raise _of_picture(error, i, image) from None
+        for picture, key in zip(pictures, keys, strict=True):
+            if key is not None:
+                self.cache.put(key, picture, picture.nbytes, options.share)
         return ids, features
+
+    def _recall(self, key: MediaKey, index: int) -> Picture:
+        """Return the picture that was sent with a uuid before."""
+        found: Picture | None = self.cache.get(key)
+        if found is None:
+            raise RequestError(
+                f"picture {index + 1}: no picture with the uuid {key.uuid!r} is kept here for this "
+                "client and these mm_processor_kwargs; send the picture together with the uuid. "
+                "Each front end (--api-server-count) keeps its own pictures, and gives up old ones "
+                "(--mm-processor-cache-gb).",
+                DATA,
+                UNKNOWN_UUID,
+            )
+        return found
 
     def _read(self, processor: ImageProcessor, image: object, index: int) -> Picture:
         try:
@@ -175,21 +222,26 @@ def _settings_of(prompt: Mapping[str, Any]) -> Mapping[str, Any]:
     return settings
 
 
-def _check_uuids(uuids: object, count: int) -> None:
-    """Check names that a client gives to its pictures.
+def _uuids_of(uuids: object, count: int) -> Sequence[str | None]:
+    """Return the names that a client gives to its pictures; None for those without one.
 
-    They choose nothing: the content of a picture is its identity.
+    They do not identify a picture: its content does.
     """
     if uuids is None:
-        return
+        return [None] * count
     names = uuids.get("image") if isinstance(uuids, Mapping) else uuids
     names = [names] if isinstance(names, str) else names
-    if not isinstance(names, list | tuple) or len(names) != count:
+    if (
+        not isinstance(names, list | tuple)
+        or len(names) != count
+        or not all(name is None or is_uuid(name) for name in names)
+    ):
         raise RequestError(
-            f"{UUIDS} must have one text, or None, for each of the {count} pictures, as "
-            "{'image': [...]}.",
+            f"{UUIDS} must have a text of 1 to {MAX_UUID_CHARS} characters, or None, for each of "
+            f"the {count} pictures, as {{'image': [...]}}.",
             UUIDS,
         )
+    return names
 
 
 def _pixels_of(image: object) -> NDArray[np.uint8]:
@@ -210,7 +262,7 @@ def _pixels_of(image: object) -> NDArray[np.uint8]:
             raise RequestError("it has no pixels.")
         return pixels
     if image is None:
-        raise RequestError("it is missing; send the picture, also if it has a uuid.")
+        raise RequestError("it is missing; send the picture, or the uuid of one sent before.")
     raise RequestError(
         f"it is a {kind.__name__}; give an image of Pillow, or an array uint8 [height, width, 3]."
     )

@@ -32,7 +32,7 @@ HTTP_PARTS = frozenset(MEDIA_PARTS) - {"image_pil"}
 """Types of parts that JSON can hold."""
 NAMES: Mapping[Modality, str] = {"image": "picture", "audio": "sound", "video": "video"}
 _DETAILS = ("auto", "low", "high", "original")
-_MAX_UUID_CHARS = 256
+MAX_UUID_CHARS = 256
 _FORMAT = re.compile(r"[\w.+-]{1,32}", re.ASCII)
 
 
@@ -42,7 +42,8 @@ class MediaItem:
 
     modality: Modality
     source: Any
-    """URL as text; of an offline caller also an image of Pillow."""
+    """URL as text; of an offline caller also an image of Pillow; None: it was sent before, with the
+    same uuid."""
     uuid: str | None
     """Name that the client gives to its content."""
     name: str
@@ -161,6 +162,11 @@ def read_media(messages: Sequence[Any], kinds: Mapping[Modality, MediaKind]) -> 
     return replace(chat, messages=chat.protect(found))
 
 
+def is_uuid(value: object) -> bool:
+    """Return True if a value may be the uuid of an item."""
+    return isinstance(value, str) and 0 < len(value) <= MAX_UUID_CHARS
+
+
 def _is_media(part: Any) -> bool:
     kind = str(part.get("type")) if isinstance(part, Mapping) else ""
     return kind in MEDIA_PARTS or kind in NAMES
@@ -179,9 +185,9 @@ def _read_part(part: Mapping[str, Any], where: str) -> tuple[Any, str | None]:
     """
     kind = part["type"]
     uuid = part.get("uuid")
-    if uuid is not None and not (isinstance(uuid, str) and 0 < len(uuid) <= _MAX_UUID_CHARS):
+    if uuid is not None and not is_uuid(uuid):
         raise RequestError(
-            f"{where}.uuid is not allowed; it is a string of 1 to {_MAX_UUID_CHARS} characters.",
+            f"{where}.uuid is not allowed; it is a string of 1 to {MAX_UUID_CHARS} characters.",
             "messages",
         )
     value = part.get("image_url" if kind == "input_image" else kind)
@@ -201,10 +207,13 @@ def _read_part(part: Mapping[str, Any], where: str) -> tuple[Any, str | None]:
             )
         source = value
     if source is None and uuid is not None:
-        raise UnsupportedError(
-            f"{where} has a uuid only; media are not kept by their uuids: send the content, too.",
-            "messages",
-        )
+        if MEDIA_PARTS[kind] != "image":
+            raise UnsupportedError(
+                f"{where} has a uuid only, and only pictures are kept by their uuids; send the "
+                "content, too.",
+                "messages",
+            )
+        return None, uuid
     if kind != "image_pil" and not (isinstance(source, str) and source):
         name = "image_url" if kind == "input_image" else kind
         raise RequestError(

@@ -31,6 +31,11 @@ class Picture:
     digest: str
     """Digest of `fields`; equal pictures have the same one, whatever their files."""
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of `fields`."""
+        return sum(len(tensor.data) for tensor in self.fields.values())
+
     def feature(
         self, position: PlaceholderRange, identifier: str | None = None
     ) -> MultiModalFeatureSpec:

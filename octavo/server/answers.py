@@ -1123,7 +1123,7 @@ class TEIError(Answer):
 
 
 class CacheReset(Answer):
-    """POST /reset_prefix_cache."""
+    """POST /reset_prefix_cache, /reset_encoder_cache and /reset_mm_cache."""
 
     success: bool
 
