@@ -132,7 +132,12 @@ class ChatPictures:
             return thread.submit(asyncio.run, work).result()
 
     def _encode(self, pieces: Sequence[str]) -> list[int]:
-        ids: list[int] = []
+        ids, most = list[int](), max(self._max_model_len, MAX_TOKENS)
         for piece in pieces:
-            ids += self._tokenizer.encode(piece, False, max(self._max_model_len, MAX_TOKENS))
+            ids += self._tokenizer.encode(piece, False, most)
+            if len(ids) > most:
+                raise ContextLengthError(
+                    f"The text has more than {most} tokens, which are accepted at most. Shorten it.",
+                    "messages",
+                )
         return ids

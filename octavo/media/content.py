@@ -2,8 +2,9 @@
 
 The chat template writes a *placeholder* for each item, such as "<image>". A user may write the same
 text, and that must never stand for an item. So `read_media` puts a secret mark into such texts,
-which `split_rendered` removes from the rendered chat: the pieces around it are tokenised
-separately, and a placeholder that was cut in two is ordinary text.
+which `Chat.split` removes from the rendered chat: the pieces around it are tokenised separately,
+and a placeholder that was cut in two is ordinary text. Texts that may become a placeholder when
+the template joins them, such as "<ima" and "ge>", get the mark at their seam.
 """
 
 from __future__ import annotations
@@ -93,6 +94,9 @@ class Chat:
             for text in self.reserved:
                 if text in value:
                     value = value.replace(text, text[:1] + self.mark + text[1:])
+            begin = value.rstrip()  # a template may strip texts
+            if any(begin.endswith(text[:i]) for text in self.reserved for i in range(1, len(text))):
+                value = begin + self.mark + value[len(begin) :]
             return value
         if isinstance(value, Mapping):
             return {self._mark(key): self._mark(item) for key, item in value.items()}
@@ -101,8 +105,27 @@ class Chat:
         return value
 
     def split(self, rendered: str) -> list[str]:
-        """Return the pieces of the rendered chat that are to be tokenised separately."""
-        return rendered.split(self.mark) if self.reserved else [rendered]
+        """Return the pieces of the rendered chat that are to be tokenised separately.
+
+        Only marks inside of reserved texts divide it, so that other texts stay whole.
+        """
+        pieces = rendered.split(self.mark)
+        if len(pieces) == 1:
+            return pieces
+        longest = max(map(len, self.reserved)) - 1
+        text, end = "".join(pieces), 0
+        parts, begin = list[str](), 0
+        for piece in pieces[:-1]:
+            end += len(piece)
+            left = text[max(0, end - longest) : end]
+            around = left + text[end : end + longest]
+            if any(
+                -1 < around.find(name, max(0, len(left) + 1 - len(name))) < len(left)
+                for name in self.reserved
+            ):
+                parts.append(text[begin:end])
+                begin = end
+        return [*parts, text[begin:]]
 
 
 def read_media(messages: Sequence[Any], kinds: Mapping[Modality, MediaKind]) -> Chat:

@@ -49,7 +49,8 @@ def expand_prompt(
     if count != len(places):
         raise RequestError(
             f"The prompt has {count} placeholders for pictures, and the request has {len(places)} "
-            "pictures; give as many of one as of the other.",
+            "pictures; give as many of one as of the other. A text counts, too, if the tokenizer "
+            "reads it as a placeholder.",
             "prompt",
         )
     writer = _Writer(tokenizer, embed_id)

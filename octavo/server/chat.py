@@ -103,7 +103,9 @@ async def render_messages(
     """
     num_calls = sum(len(message.tool_calls or ()) for message in messages)
     plain = await offload(len(messages) + num_calls, _plain_messages, messages)
-    chat = read_media(plain, kinds or {})
+    # Texts are searched for placeholders.
+    length = 0 if kinds is None else sum(len(message.text) for message in messages)
+    chat = await offload(length // 100, read_media, plain, kinds or {})
     if add_generation_prompt is None:
         add_generation_prompt = not continue_final_message
     rendered = await asyncio.wrap_future(
@@ -118,7 +120,7 @@ async def render_messages(
             placeholders={name: kind.placeholder for name, kind in (kinds or {}).items()},
         )
     )
-    return RenderedChat(chat.split(rendered), chat.items)
+    return RenderedChat(await offload(len(rendered), chat.split, rendered), chat.items)
 
 
 async def read_chat(

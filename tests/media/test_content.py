@@ -125,6 +125,24 @@ def test_texts_like_placeholders_are_cut_in_two():
     assert pieces[5].startswith("row>")
 
 
+@pytest.mark.parametrize(
+    ("texts", "pieces"),
+    [
+        (["<ima", "ge>"], ["<ima", "ge>"]),
+        (["a <im ", "a", "ge> b"], ["a <im", "age> b"]),
+        (["<", "row", "><image", "> ", "<"], ["<", "row><image", "><"]),
+        (["a <", " b", "<ima"], ["a < b<ima"]),
+        (["<row><", "row>"], ["<", "row><", "row>"]),
+    ],
+)
+def test_texts_that_the_template_joins(texts, pieces):
+    """Seams divide a rendered chat only inside of what looks like a placeholder."""
+    chat = read_media(user(*map(text, texts), url("a")), IMAGE)
+    (message,) = chat.messages
+    rendered = "".join(part["text"].rstrip() for part in message["content"][:-1])
+    assert chat.split(rendered) == pieces
+
+
 def test_marks_are_different_in_each_chat():
     first, second = (read_media(user(text("<image>")), IMAGE) for _ in range(2))
     assert first.mark != second.mark
