@@ -6,6 +6,7 @@ import asyncio
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
 from typing import Any
 
 from octavo.config import ModelConfig
@@ -14,11 +15,14 @@ from octavo.frontend.pictures import Pictures
 from octavo.media.content import MediaItem, MediaKind, Modality
 from octavo.media.fetch import MediaFetcher
 from octavo.multimodal.pictures import PictureReader
+from octavo.scheduler.fairness import Tenant
+from octavo.system.fair_slots import FairSlots
 from octavo.system.offload import offload
 from octavo.text.tokenizer import MAX_TOKENS, Tokenizer
 
-# Files in memory that are fetched or read, and as many of hosts, which may answer slowly.
-_MOST_FILES = 16
+# Files in memory that are read; and of hosts, which may answer slowly. Tenants take turns at the
+# helper processes, so few files wait for these.
+_MOST_FILES, _MOST_OF_HOSTS = 4, 16
 
 
 class ChatPictures:
@@ -44,8 +48,7 @@ class ChatPictures:
             settings.allowed_media_domains, settings.allowed_local_media_path
         )
         self._reader = PictureReader(pictures.kind, processor.settings.fields)
-        self._slots = asyncio.Semaphore(_MOST_FILES)
-        self._slots_of_hosts = asyncio.Semaphore(_MOST_FILES)
+        self._slots, self._slots_of_hosts = FairSlots(_MOST_FILES), FairSlots(_MOST_OF_HOSTS)
         # Also without a call.
         self.close = weakref.finalize(self, self._reader.close)
         """Function that ends the helper processes. A second call is harmless."""
@@ -64,17 +67,19 @@ class ChatPictures:
         items: Sequence[MediaItem],
         mm_processor_kwargs: Mapping[str, Any] | None = None,
         add_nbytes: Callable[[int], None] = lambda nbytes: None,
+        share: Tenant = None,
     ) -> dict[str, Any]:
         """Return the prompt of a chat, with its pictures.
 
         The pictures of a request are read one after the other, so that requests with many of them
-        leave the helper processes to others in between.
+        leave the helper processes to others in between; tenants take turns.
 
         Args:
             pieces: pieces of the rendered chat that are tokenised separately.
             items: its pictures, in the order of the text.
             mm_processor_kwargs: settings of the processor of pictures.
             add_nbytes: called with the bytes of each picture that is kept; it may raise an error.
+            share: the sender, as the scheduler divides tokens.
 
         Raises:
             RequestError: a picture cannot be had or read, or a setting is wrong.
@@ -93,8 +98,13 @@ class ChatPictures:
             if isinstance(image, str):
                 is_of_host = image[:4].lower() == "http"
                 try:
-                    async with self._slots_of_hosts if is_of_host else self._slots:
-                        file = await self._fetcher.fetch(image, item.name)
+                    async with AsyncExitStack() as places:
+                        if is_of_host:
+                            await places.enter_async_context(self._slots_of_hosts.hold(share))
+                            file = await self._fetcher.fetch(image, item.name)
+                        await places.enter_async_context(self._slots.hold(share))
+                        if not is_of_host:
+                            file = await self._fetcher.fetch(image, item.name)
                         reading = self._reader.read(file, item.name, mm_processor_kwargs)
                         image = picture = await asyncio.wrap_future(reading)
                 except RequestError as error:
@@ -137,7 +147,7 @@ class ChatPictures:
             ids += self._tokenizer.encode(piece, False, most)
             if len(ids) > most:
                 raise ContextLengthError(
-                    f"The text has more than {most} tokens, which are accepted at most. Shorten it.",
+                    f"The text has more than {most} tokens, the limit. Shorten it.",
                     "messages",
                 )
         return ids

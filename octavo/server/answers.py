@@ -1190,6 +1190,21 @@ class ProfileStopped(Answer):
     path: str
 
 
+class RenderedPlace(Answer):
+    """Tokens of a rendered prompt that stand for a picture."""
+
+    offset: int
+    length: int
+
+
+class RenderedFeatures(Answer):
+    """Pictures of a rendered prompt."""
+
+    mm_hashes: dict[str, list[str]]
+    """Identifiers of the pictures' contents."""
+    mm_placeholders: dict[str, list[RenderedPlace]]
+
+
 class RenderedPrompt(Answer):
     """POST /v1/chat/completions/render: a body for POST /inference/v1/generate."""
 
@@ -1205,6 +1220,8 @@ class RenderedPrompt(Answer):
     cache_salt: str | None
     priority: int
     kv_transfer_params: dict[str, Any] | None
+    features: NotRequired[RenderedFeatures | None]
+    """Pictures, if there are some. POST /inference/v1/generate refuses them: send the chat."""
 
 
 class FileObject(Answer):

@@ -77,7 +77,7 @@ async def _respond(request: Request, generation: Generation[Any], *, single: boo
 def _json(
     generation: Generation[Any], body: GenerationBody, prompt: Rendered
 ) -> answers.RenderedPrompt:
-    return answers.RenderedPrompt(
+    found = answers.RenderedPrompt(
         request_id=generation.id,
         model=body.model or generation.state.model_names[0],
         prompt_text=prompt.text,
@@ -89,6 +89,15 @@ def _json(
         priority=body.priority or 0,
         kv_transfer_params=body.kv_transfer_params,
     )
+    if prompt.pictures:
+        places = [picture.mm_position for picture in prompt.pictures]
+        found["features"] = answers.RenderedFeatures(
+            mm_hashes={"image": [picture.identifier for picture in prompt.pictures]},
+            mm_placeholders={
+                "image": [answers.RenderedPlace(offset=p.offset, length=p.length) for p in places]
+            },
+        )
+    return found
 
 
 def _sampling_params(params: SamplingParams) -> dict[str, Any]:

@@ -334,7 +334,7 @@ def test_placeholders_that_users_write(server):
 
 
 def test_uuids_of_other_tenants(server):
-    """A uuid alone finds the tenant's own picture; another tenant's neither finds nor changes it."""
+    """A uuid alone finds the picture of its tenant; no other tenant finds or changes it."""
     name, known = {"uuid": "logo"}, {"type": "image_url", "uuid": "logo"}
     mine, others = (
         answer(chat(server, part(PNG))),
