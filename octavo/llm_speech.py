@@ -49,6 +49,7 @@ class SpeechMethods(ABC):
         prompt: str = "",
         temperature: float = 0.0,
         timestamps: bool = True,
+        word_timestamps: bool = False,
         seed: int = 0,
         condition_on_previous_text: bool = False,
         use_tqdm: bool = False,
@@ -68,6 +69,8 @@ class SpeechMethods(ABC):
             temperature: temperature of sampling; 0: greedy, and higher ones in turn for a window
                 whose text repeats itself or is improbable.
             timestamps: True for segments with times; False: each window is one segment.
+            word_timestamps: True for the times of words, `Segment.words`; each window takes one
+                more request.
             seed: seed of sampling.
             condition_on_previous_text: True if each window continues the text of the windows
                 before, which takes longer: the windows of a sound are computed in turn.
@@ -85,7 +88,14 @@ class SpeechMethods(ABC):
             self.llm_engine.memory_plan.max_model_len,
         )
         options = TranscriptionOptions(
-            task, language, prompt, temperature, timestamps, seed, condition_on_previous_text
+            task=task,
+            language=language,
+            prompt=prompt,
+            temperature=temperature,
+            timestamps=timestamps,
+            seed=seed,
+            words=word_timestamps,
+            condition_on_previous_text=condition_on_previous_text,
         )
         given = [sounds] if isinstance(sounds, str | Path | bytes | np.ndarray) else list(sounds)
         reader = AudioReader()

@@ -200,7 +200,7 @@ class ModelConfig(Section, frozen=True):
     mm_processor_cache_gb: Annotated[
         float,
         Meta(
-            description="Memory in GiB of pictures that clients sent with a uuid, so that they need"
+            description="Memory in GiB of media that clients sent with a uuid, so that they need"
             " not send them again; several front ends divide it. 0: none are kept.",
             ge=0,
         ),

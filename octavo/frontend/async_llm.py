@@ -56,9 +56,9 @@ from octavo.frontend.forecast import Forecast
 from octavo.frontend.input_processor import (
     InputProcessor,
     Prompt,
+    open_chat_media,
+    open_media,
     processing_time,
-    read_chat_pictures,
-    read_pictures,
 )
 from octavo.frontend.output_processor import (
     LiveAnswer,
@@ -158,13 +158,11 @@ class AsyncLLM(AsyncPooling):
         self.tokenizer: Tokenizer | None = None
         if not model.skip_tokenizer_init:
             self.tokenizer = Tokenizer.from_folder(tokenizer_path)
-        self._pictures = read_pictures(
+        self._media = open_media(
             self.checkpoint, model, self.spec, self.tokenizer, self.max_model_len
         )
-        self.chat_pictures = read_chat_pictures(
-            self._pictures, model, self.tokenizer, self.max_model_len
-        )
-        """Reader of the pictures in chats; None: the model reads none."""
+        self.chat_media = open_chat_media(self._media, model, self.tokenizer, self.max_model_len)
+        """Reader of the media in chats; None: the model reads none."""
         names = model.served_model_name
         self.metrics = EngineMetrics(
             names[0] if names else model.model,
@@ -633,9 +631,9 @@ class AsyncLLM(AsyncPooling):
         return bool(await self._client.call_utility("reset_encoder_cache"))
 
     async def reset_mm_cache(self) -> None:
-        """Forget the pictures of this front end that have a uuid; see `LLM.reset_mm_cache`."""
-        if self._pictures is not None:
-            self._pictures.cache.clear()
+        """Forget the media of this front end that have a uuid; see `LLM.reset_mm_cache`."""
+        if self._media is not None:
+            self._media.cache.clear()
 
     async def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
         """Stop computing until `wake_up`, and return memory to the system.
@@ -804,8 +802,8 @@ class AsyncLLM(AsyncPooling):
             self._recorder.close()
         if self._tracer is not None:
             self._tracer.close()
-        if self.chat_pictures is not None:
-            self.chat_pictures.close()
+        if self.chat_media is not None:
+            self.chat_media.close()
 
     def _begin(self) -> None:
         """Begin a call: raise the error that ended the engine, and attach it to the event loop."""
@@ -930,7 +928,7 @@ class AsyncLLM(AsyncPooling):
 
     def _make_input_processor(self) -> InputProcessor:
         return InputProcessor(
-            *(self.config.model, self.spec, self.tokenizer, self.max_model_len, self._pictures)
+            *(self.config.model, self.spec, self.tokenizer, self.max_model_len, self._media)
         )
 
     async def _handle_outputs(self) -> None:

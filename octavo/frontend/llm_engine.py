@@ -24,8 +24,8 @@ from octavo.frontend.environment import apply_environment
 from octavo.frontend.input_processor import (
     InputProcessor,
     Prompt,
-    read_chat_pictures,
-    read_pictures,
+    open_chat_media,
+    open_media,
 )
 from octavo.frontend.interrupts import late_interrupts
 from octavo.frontend.output_processor import OutputProcessor
@@ -133,14 +133,12 @@ class LLMEngine:
             settings, max_model_len=max_model_len
         )
         """Settings of the model, with the resolved `max_model_len`."""
-        pictures = read_pictures(
-            self.checkpoint, settings, self.spec, self.tokenizer, max_model_len
-        )
+        media = open_media(self.checkpoint, settings, self.spec, self.tokenizer, max_model_len)
         self.input_processor = InputProcessor(
-            settings, self.spec, self.tokenizer, max_model_len, pictures
+            settings, self.spec, self.tokenizer, max_model_len, media
         )
-        self.chat_pictures = read_chat_pictures(pictures, settings, self.tokenizer, max_model_len)
-        """Reader of the pictures in chats; None: the model reads none."""
+        self.chat_media = open_chat_media(media, settings, self.tokenizer, max_model_len)
+        """Reader of the media in chats; None: the model reads none."""
         self.adapters = AdapterFiles(config, self.spec)
         """Adapters of requests."""
         self._request_ids = itertools.count()
@@ -384,7 +382,7 @@ class LLMEngine:
         return bool(complete(self.client.call_utility("reset_encoder_cache")))
 
     def reset_mm_cache(self) -> None:
-        """Forget the pictures that have a uuid; see `LLM.reset_mm_cache`."""
+        """Forget the media that have a uuid; see `LLM.reset_mm_cache`."""
         self.input_processor.reset_mm_cache()
 
     def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
@@ -464,8 +462,8 @@ class LLMEngine:
         complete(self.client.shutdown())
         if self._tracer is not None:
             self._tracer.close()
-        if self.chat_pictures is not None:
-            self.chat_pictures.close()
+        if self.chat_media is not None:
+            self.chat_media.close()
 
     def process(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from octavo.attention.base import AttentionBackend, AttentionParams
@@ -32,6 +33,8 @@ class CrossAttention:
     params: AttentionParams
     columns: Columns | None = None
     """Columns of these heads in the result of all heads, if other ranks have the others."""
+    on_query: Callable[[Tensor], None] | None = None
+    """Called with the queries [T, heads, head_size] when a step runs, or is recorded."""
 
     def store(
         self, rows: Tensor, kv_cache: Tensor, slots: Tensor, backend: AttentionBackend
@@ -52,6 +55,8 @@ class CrossAttention:
         """Map [T, hidden_size] to [T, hidden_size]."""
         tokens = x.shape[0]
         query = self.q_proj(x).view(tokens, self.num_heads, self.head_size)
+        if self.on_query is not None:
+            self.on_query(query)
         if self.columns is None:
             out = self.ops.empty(tokens, self.num_heads, self.head_size, like=x)
             whole = out.view(tokens, -1)

@@ -217,7 +217,8 @@ def _read_part(part: Mapping[str, Any], where: str) -> tuple[Any, str | None]:
     if kind == "image_pil":
         source = value
     elif kind == "input_audio":
-        source = _audio_url(value, f"{where}.input_audio")
+        sent_before = value is None and uuid is not None
+        source = None if sent_before else _audio_url(value, f"{where}.input_audio")
     else:
         detail = part.get("detail")
         if isinstance(value, Mapping):
@@ -230,12 +231,6 @@ def _read_part(part: Mapping[str, Any], where: str) -> tuple[Any, str | None]:
             )
         source = value
     if source is None and uuid is not None:
-        if MEDIA_PARTS[kind] != "image":
-            raise UnsupportedError(
-                f"{where} has a uuid only, and only pictures are kept by their uuids; send the "
-                "content, too.",
-                "messages",
-            )
         return None, uuid
     if kind != "image_pil" and not (isinstance(source, str) and source):
         name = "image_url" if kind == "input_image" else kind

@@ -102,14 +102,26 @@ class TranscriptionSegment(Answer):
     no_speech_prob: float
 
 
+class TranscriptionWord(Answer):
+    """Word of a transcript."""
+
+    word: str
+    start: float
+    end: float
+
+
 class VerboseTranscription(Answer):
-    """POST /v1/audio/transcriptions with response_format=verbose_json."""
+    """POST /v1/audio/transcriptions with response_format=verbose_json.
+
+    `timestamp_granularities` chooses words, segments or both.
+    """
 
     task: Literal["transcribe", "translate"]
     language: str
     duration: float
     text: str
-    segments: list[TranscriptionSegment]
+    words: NotRequired[list[TranscriptionWord]]
+    segments: NotRequired[list[TranscriptionSegment]]
     usage: DurationUsage
 
 
@@ -1191,17 +1203,17 @@ class ProfileStopped(Answer):
 
 
 class RenderedPlace(Answer):
-    """Tokens of a rendered prompt that stand for a picture."""
+    """Tokens of a rendered prompt that stand for a picture, or a part of a sound."""
 
     offset: int
     length: int
 
 
 class RenderedFeatures(Answer):
-    """Pictures of a rendered prompt."""
+    """Pictures and sounds of a rendered prompt."""
 
     mm_hashes: dict[str, list[str]]
-    """Identifiers of the pictures' contents."""
+    """Identifiers of the contents, by modality."""
     mm_placeholders: dict[str, list[RenderedPlace]]
 
 
@@ -1221,7 +1233,8 @@ class RenderedPrompt(Answer):
     priority: int
     kv_transfer_params: dict[str, Any] | None
     features: NotRequired[RenderedFeatures | None]
-    """Pictures, if there are some. POST /inference/v1/generate refuses them: send the chat."""
+    """Pictures and sounds, if there are some. POST /inference/v1/generate refuses them; send the
+    chat."""
 
 
 class FileObject(Answer):

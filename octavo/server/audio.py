@@ -121,6 +121,7 @@ class _Answer(Call):
             body.temperature,
             body.response_format in TIMED_FORMATS,
             body.seed,
+            body.has_times_of("word"),
         )
         self._transcription: Transcription | None = None
 
@@ -131,7 +132,8 @@ class _Answer(Call):
                 pass
         assert self._transcription is not None
         form = self._body.response_format
-        text = write(self._transcription.transcript(), form)
+        segments, words = map(self._body.has_times_of, ("segment", "word"))
+        text = write(self._transcription.transcript(), form, segments=segments, words=words)
         return Response(text.encode("utf-8", "replace"), media_type=MEDIA_TYPES[form])
 
     async def events(self, engine: AsyncLLM) -> AsyncGenerator[list[bytes], None]:
@@ -168,11 +170,13 @@ class _Answer(Call):
                         result = output
                 assert result is not None
                 usage[0] += len(result.prompt_token_ids)
-                usage[1] += len(result.outputs[0].token_ids)
+                usage[1] += sum(len(output.token_ids) for output in result.outputs)
                 self.context.prompt_tokens, self.context.completion_tokens = usage
                 return result
 
             nbytes = samples.nbytes + _FEATURE_COPIES * WINDOWS_AT_ONCE * model.features.nbytes
+            if self._options.words:
+                nbytes += WINDOWS_AT_ONCE * model.alignment_nbytes
             with engine.request_memory.reserve(
                 nbytes, self.tenant, background=self.context.background
             ):

@@ -167,8 +167,8 @@ async def read_chat(
     template = await state.chat_template(tokenizer)
     without_tools = body.tool_choice == "none" and state.config.exclude_tools_when_tool_choice_none
     prompts: list[Prompt] = []
-    pictures = engine.chat_pictures
-    check_processor_kwargs(pictures, body.mm_processor_kwargs)
+    media = engine.chat_media
+    check_processor_kwargs(media, body.mm_processor_kwargs)
     for messages in body.conversations:
         rendered = await render_messages(
             template,
@@ -178,31 +178,31 @@ async def read_chat(
             state.template_kwargs(body.chat_template_kwargs, body.reasoning_effort),
             None if without_tools else body.tools,
             body.documents,
-            None if pictures is None else pictures.kinds,
+            None if media is None else media.kinds,
         )
-        prompts.append(await read_pictures(engine, rendered, body.mm_processor_kwargs, options))
+        prompts.append(await read_chat_media(engine, rendered, body.mm_processor_kwargs, options))
     # The template writes the special tokens itself.
     return Reading(prompts, params, bool(body.add_special_tokens))
 
 
-async def read_pictures(
+async def read_chat_media(
     engine: AsyncLLM,
     rendered: RenderedChat,
     mm_processor_kwargs: Mapping[str, Any] | None,
     options: RequestOptions,
 ) -> Prompt:
-    """Return the prompt of a rendered chat, with its pictures; a text if it has none.
+    """Return the prompt of a rendered chat, with its media; a text if it has none.
 
     Raises:
-        RequestError: a picture cannot be had or read.
+        RequestError: a file cannot be had or read.
     """
-    pictures = engine.chat_pictures
-    if pictures is None or (not rendered.items and len(rendered.pieces) == 1):
+    media = engine.chat_media
+    if media is None or (not rendered.items and len(rendered.pieces) == 1):
         return rendered.text
     # Until the engine counts the request's own memory.
     tenant = None if options.background else options.tenant
-    with engine.request_memory.collect("pictures", tenant) as add:
-        return await pictures.read_prompt(
+    with engine.request_memory.collect("media", tenant) as add:
+        return await media.read_prompt(
             rendered.pieces, rendered.items, mm_processor_kwargs, add, options.share
         )
 

@@ -93,8 +93,8 @@ class Rendered(NamedTuple):
     """None: the client sent token ids."""
     token_ids: list[int]
     params: SamplingParams
-    pictures: list[MultiModalFeatureSpec]
-    """Pictures in order of their places."""
+    media: list[MultiModalFeatureSpec]
+    """Pictures and sounds in order of their places."""
 
 
 class Generation(Call, ABC, Generic[B]):
@@ -524,7 +524,7 @@ class Generation(Call, ABC, Generic[B]):
             engine.config.cache.enable_prefix_caching
             and params.prompt_logprobs is None  # such a prompt is computed completely
             and not self.body.use_beam_search
-            and not isinstance(prompt, dict)  # embeddings, or pictures
+            and not isinstance(prompt, dict)  # embeddings, or media
         )
 
     def message_at(self, text: str, position: int) -> int | None:
@@ -546,9 +546,9 @@ class Generation(Call, ABC, Generic[B]):
             for prompt in prompts:
                 request, text = await engine.process(prompt, params, self.id, options, special)
                 token_ids = encoder_token_ids(request.mm_features)
-                pictures = [] if token_ids else request.mm_features
+                media = [] if token_ids else request.mm_features
                 ids = token_ids or request.prompt_token_ids
-                found.append(Rendered(text, ids, params, pictures))
+                found.append(Rendered(text, ids, params, media))
             return found
         except RequestError as error:
             raise self._blamed(error) from None

@@ -5,6 +5,7 @@ The result is a body for POST /inference/v1/generate.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import Any
 
 import msgspec
@@ -89,14 +90,16 @@ def _json(
         priority=body.priority or 0,
         kv_transfer_params=body.kv_transfer_params,
     )
-    if prompt.pictures:
-        places = [picture.mm_position for picture in prompt.pictures]
-        found["features"] = answers.RenderedFeatures(
-            mm_hashes={"image": [picture.identifier for picture in prompt.pictures]},
-            mm_placeholders={
-                "image": [answers.RenderedPlace(offset=p.offset, length=p.length) for p in places]
-            },
-        )
+    if prompt.media:
+        hashes = defaultdict[str, list[str]](list)
+        places = defaultdict[str, list[answers.RenderedPlace]](list)
+        for part in prompt.media:
+            place = part.mm_position
+            hashes[part.modality].append(part.identifier)
+            places[part.modality].append(
+                answers.RenderedPlace(offset=place.offset, length=place.length)
+            )
+        found["features"] = answers.RenderedFeatures(mm_hashes=hashes, mm_placeholders=places)
     return found
 
 

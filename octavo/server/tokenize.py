@@ -12,7 +12,7 @@ from octavo.sampling_params import SamplingParams
 from octavo.server import answers
 from octavo.server.body import read_model
 from octavo.server.call import unanswered_options
-from octavo.server.chat import read_pictures, render_messages
+from octavo.server.chat import read_chat_media, render_messages
 from octavo.server.middleware import context_of
 from octavo.server.schema import DetokenizeBody, TokenizeBody
 from octavo.server.state import state_of
@@ -21,7 +21,7 @@ from octavo.text.tokenizer import MAX_TOKENS, Tokenizer
 
 
 async def tokenize(request: Request) -> Response:
-    """Return the token ids of a text or of a rendered chat, with those of its pictures."""
+    """Return the token ids of a text or of a rendered chat, with those of its media."""
     state = state_of(request)
     body = await read_model(request, TokenizeBody, state.config.max_request_bytes)
     body.check()
@@ -33,8 +33,8 @@ async def tokenize(request: Request) -> Response:
         text = body.prompt or ""
         special = True if special is None else special
     else:
-        pictures = engine.chat_pictures
-        check_processor_kwargs(pictures, body.mm_processor_kwargs)
+        media = engine.chat_media
+        check_processor_kwargs(media, body.mm_processor_kwargs)
         rendered = await render_messages(
             await state.chat_template(tokenizer),
             body.messages,
@@ -43,12 +43,12 @@ async def tokenize(request: Request) -> Response:
             state.template_kwargs(body.chat_template_kwargs),
             body.tools,
             body.documents,
-            None if pictures is None else pictures.kinds,
+            None if media is None else media.kinds,
         )
         text = rendered.text
         special = bool(special)  # the template writes them itself
         options = unanswered_options(state, context_of(request), None)
-        prompt = await read_pictures(engine, rendered, body.mm_processor_kwargs, options)
+        prompt = await read_chat_media(engine, rendered, body.mm_processor_kwargs, options)
         if not isinstance(prompt, str):
             read, _ = await engine.process(prompt, SamplingParams(), "tokenize", options, special)
             ids = read.prompt_token_ids

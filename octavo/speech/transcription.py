@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import msgspec
@@ -17,9 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.errors import RequestError
+from octavo.frontend.core_params import ALIGNMENT
+from octavo.messages import AlignmentSpec
 from octavo.outputs import Logprob, RequestOutput
 from octavo.sampling.logits_processors.whisper import KEY, WhisperRules
 from octavo.sampling_params import RequestOutputKind, SamplingParams
+from octavo.speech.alignment import ROWS_PER_SECOND, time_words
 from octavo.speech.model import SpeechModel
 from octavo.speech.segments import (
     TEMPERATURES,
@@ -63,6 +66,8 @@ class TranscriptionOptions:
     """True for segments between timestamps."""
     seed: int = 0
     """Seed of answers at temperatures above 0."""
+    words: bool = False
+    """True for the times of words, which one more request for each window computes."""
     condition_on_previous_text: bool = False
     """True if each window continues the text of the windows before, as in OpenAI's Whisper. Then
     the windows are computed one after the other."""
@@ -140,7 +145,7 @@ class Transcription:
         (found,) = _tokens_of(output)
         self.language = next(code for code, token in tokens.languages.items() if token == found)
 
-    def decode(self, features: Samples) -> Steps[Decoded]:
+    def decode(self, window: Window, features: Samples) -> Steps[Decoded]:
         """Find the text of a window, at the first temperature with a good one, or at the last."""
         given = self._options.temperature
         for temperature in TEMPERATURES if given == 0.0 else (given,):
@@ -148,7 +153,35 @@ class Transcription:
             decoded = self._decoded(output, temperature)
             if decoded.is_good:
                 break
+        if self._options.words and decoded.text.strip() and not decoded.is_silence:
+            decoded = yield from self._time_words(window, features, decoded)
         return decoded
+
+    def _time_words(self, window: Window, features: Samples, decoded: Decoded) -> Steps[Decoded]:
+        """Find the times of the words of a window."""
+        model, options = self._model, self._options
+        tokens = [token for token in decoded.tokens if token < model.tokens.end]
+        start = model.tokens.prompt(self.language, options.task, False)
+        seconds = (window.end - window.begin) / model.features.sampling_rate
+        rows = len(features) // 2
+        num_rows = min(rows, max(1, round(seconds * ROWS_PER_SECOND)))
+        spec = AlignmentSpec(model.alignment_heads, num_rows)
+        output = yield Ask(
+            features,
+            [*start, *tokens, model.tokens.end],
+            SamplingParams(
+                temperature=0.0,
+                max_tokens=1,
+                detokenize=False,
+                output_kind=RequestOutputKind.FINAL_ONLY,
+                extra_args={ALIGNMENT: msgspec.to_builtins(spec)},
+            ),
+        )
+        _tokens_of(output)
+        assert output.pooled is not None
+        weights = np.frombuffer(output.pooled, np.float32).reshape(-1, num_rows)
+        words = time_words(weights[len(start) - 1 : -1], tokens, model.decode, self.language)
+        return replace(decoded, words=words)
 
     def add(self, window: Window, decoded: Decoded) -> str:
         """Add the answer for the next window; return the text that it adds."""
@@ -264,7 +297,7 @@ async def run(
         return await offload(_FEATURES_MICROSECONDS, transcription.features, window)
 
     async def decode(window: Window) -> Decoded:
-        return await drive(transcription.decode(await features(window)))
+        return await drive(transcription.decode(window, await features(window)))
 
     windows = transcription.windows
     if windows and transcription.language is None:
@@ -319,7 +352,7 @@ def run_all(
             count = min(job.windows_at_once, WINDOWS_AT_ONCE - len(part))
             part += [(job, windows.pop(0)) for _ in range(min(count, len(windows)))]
         waiting = [(job, windows) for job, windows in waiting if windows]
-        found = drive([job.decode(job.features(window)) for job, window in part])
+        found = drive([job.decode(window, job.features(window)) for job, window in part])
         for (job, window), decoded in zip(part, found, strict=True):
             job.add(window, decoded)
     return [job.transcript() for job in transcriptions]
