@@ -77,7 +77,8 @@ def make_core_params(
         if wanted is None
         else _grammar_spec(wanted, grammar_backend, additional_properties),
         "guard": guard,
-        "extra_args": {k: v for k, v in extra.items() if k not in (KV_TRANSFER_PARAMS, ALIGNMENT)} or None,
+        "extra_args": {k: v for k, v in extra.items() if k not in (KV_TRANSFER_PARAMS, ALIGNMENT)}
+        or None,
     }
     return CoreSamplingParams(**fields)
 
