@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,13 +68,17 @@ def text_feature(token_ids: list[int], cache_salt: str | None) -> MultiModalFeat
 
 
 def audio_feature(
-    features: Any, shape: tuple[int, int], cache_salt: str | None
+    features: Any,
+    shape: tuple[int, int],
+    num_tokens: Callable[[int], int],
+    cache_salt: str | None,
 ) -> MultiModalFeatureSpec:
     """Return the item of an encoder of sound.
 
     Args:
-        features: numbers [frames, size of a frame]; two frames are a token of the encoder.
-        shape: the shape that the encoder reads.
+        features: numbers [frames, size of a frame].
+        shape: the shape that the encoder reads; -1 frames: any number.
+        num_tokens: returns the number of the encoder's tokens for a number of frames.
         cache_salt: scope of the prefix cache.
 
     Raises:
@@ -84,7 +88,7 @@ def audio_feature(
         array = np.ascontiguousarray(np.asarray(features), np.float32)
     except (TypeError, ValueError):
         raise RequestError("'input_features' are no array of numbers.", "encoder_prompt") from None
-    if array.shape != shape:
+    if array.ndim != 2 or array.shape[1] != shape[1] or shape[0] not in (-1, len(array)):
         raise RequestError(
             f"'input_features' has the shape {array.shape}, and the encoder reads {shape}: frames, "
             "and numbers of a frame. Fill a short sound with silence; divide a long one.",
@@ -92,7 +96,7 @@ def audio_feature(
         )
     if not np.isfinite(array).all():
         raise RequestError("'input_features' has numbers that are not finite.", "encoder_prompt")
-    return _feature("audio", {"input_features": array}, len(array) // 2, cache_salt)
+    return _feature("audio", {"input_features": array}, num_tokens(len(array)), cache_salt)
 
 
 def read_features(feature: MultiModalFeatureSpec) -> NDArray[np.float32]:

@@ -224,6 +224,7 @@ INDEX: dict[str, tuple[str, ...]] = {
         "ModernBertForSequenceClassification",
         "ModernBertForTokenClassification",
     ),
+    "moonshine": ("MoonshineForConditionalGeneration",),
     "mpt": (
         "MPTForCausalLM",
         "MptForCausalLM",
