@@ -282,7 +282,7 @@ class AdapterFiles:
 
     @cached_property
     def _drafter(self) -> AdaptableModel | None:
-        """Draft model; None: there is none, or heads make the drafts."""
+        """Draft model; None without drafts, or if heads make them."""
         from octavo.models.drafts import find_draft  # few engines have a draft model
 
         draft = find_draft(self._config, self._spec, self._folder)
