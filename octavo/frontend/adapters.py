@@ -123,7 +123,7 @@ class AdapterFiles:
     def remove(self, lora_int_id: int) -> bool:
         """Forget an adapter: the files are read again for its next request; False: unknown."""
         with self._lock:
-            known = [key for key in self._known if key[0] == lora_int_id]
+            known = [key for key in self._known if key[0] == lora_int_id != _NO_NUMBER]
             for key in known:
                 del self._known[key]
         return bool(known)
