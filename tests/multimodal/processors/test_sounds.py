@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 import torch
 from transformers import WhisperFeatureExtractor
+from transformers.models.qwen3_asr.feature_extraction_qwen3_asr import Qwen3ASRFeatureExtractor
+from transformers.models.qwen3_asr.modeling_qwen3_asr import _get_feat_extract_output_lengths
 
 from octavo.checkpoints.registry import open_checkpoint
 from octavo.errors import ModelError, RequestError
@@ -43,6 +45,20 @@ def test_qwen2_audio(tmp_path, seconds):
     torch.testing.assert_close(torch.tensor(found), torch.tensor(frames), atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("seconds", [0.1, 0.5, 1.0, 7.337, 30.005])
+def test_qwen3_asr(tmp_path, seconds):
+    samples = sound(seconds)
+    settings = SETTINGS | {"feature_extractor_type": "Qwen3ASRFeatureExtractor", "n_window": 50}
+    (part,) = make(tmp_path, "qwen3_asr", settings=settings).process(samples).parts
+    expected = Qwen3ASRFeatureExtractor()(samples, sampling_rate=16_000, padding=True)
+    length = expected["attention_mask"].sum(-1)
+    count = int(_get_feat_extract_output_lengths(length)[0])
+    assert part.place.num_encoder_tokens == part.place.num_embeds == count
+    found = features_of(part)
+    frames = expected["input_features"][0].T[: int(length[0])]
+    torch.testing.assert_close(torch.tensor(found), frames, atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("seconds", [0.001, 3, 30, 30.001, 71])
 def test_voxtral(tmp_path, seconds):
     samples = sound(seconds)
@@ -65,6 +81,11 @@ def test_lengths(tmp_path):
         processor.process(np.zeros(320, np.float32))
     with pytest.raises(RequestError, match=r"30\.0 s, and the model reads at most 30 s"):
         processor.process(np.zeros(480_001, np.float32))
+    other = make(tmp_path, "qwen3_asr", settings={"feature_size": 128})
+    with pytest.raises(RequestError, match=r"120\.1 s, and at most 120 s"):
+        other.process(np.zeros(1_921_600, np.float32))
+    with pytest.raises(ModelError, match="n_window=30"):
+        make(tmp_path, "qwen3_asr", settings={"n_window": 30})
     with pytest.raises(RequestError, match="nonsense is not allowed"):
         processor.changed({"nonsense": 1})
 
