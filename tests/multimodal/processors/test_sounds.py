@@ -50,7 +50,8 @@ def test_qwen3_asr(tmp_path, seconds):
     samples = sound(seconds)
     settings = SETTINGS | {"feature_extractor_type": "Qwen3ASRFeatureExtractor", "n_window": 50}
     (part,) = make(tmp_path, "qwen3_asr", settings=settings).process(samples).parts
-    expected = Qwen3ASRFeatureExtractor()(samples, sampling_rate=16_000, padding=True)
+    options = {"padding": True, "return_attention_mask": True}
+    expected = Qwen3ASRFeatureExtractor()(samples, sampling_rate=16_000, **options)
     length = expected["attention_mask"].sum(-1)
     count = int(_get_feat_extract_output_lengths(length)[0])
     assert part.place.num_encoder_tokens == part.place.num_embeds == count
