@@ -130,7 +130,8 @@ class _Bar:
     def __init__(self) -> None:
         from tqdm import tqdm  # slow to import, and many programs show no bar
 
-        self._bar, self._seconds = tqdm(total=0, desc="Transcribed", unit="s"), 0.0
+        self._bar: Any = tqdm(total=0, desc="Transcribed", unit="s")
+        self._seconds = 0.0
 
     def expect(self, seconds: float) -> None:
         """Add the seconds of a sound to the total."""

@@ -115,7 +115,7 @@ class TranscriptionCall(Call):
             async for _ in texts:
                 pass
         form = self._body.response_format
-        segments, words = map(self._body.has_times_of, ("segment", "word"))
+        segments, words = self._body.has_times_of("segment"), self._body.has_times_of("word")
         text = write(self.transcript, form, segments=segments, words=words)
         return Response(text.encode("utf-8", "replace"), media_type=MEDIA_TYPES[form])
 

@@ -124,7 +124,8 @@ class _Session:
         self._first = 0
         """Samples of the session before the buffer."""
         self._detector = self._make_detector()
-        self._item, self._last_item = _new_id("item"), None
+        self._item = _new_id("item")
+        self._last_item: str | None = None
         self._items: asyncio.Queue[_Item] = asyncio.Queue()
 
     async def run(self) -> None:

@@ -60,9 +60,7 @@ class SessionSettings(_Struct):
         given = self.audio.input.turn_detection
         if given is None:
             return None
-        return TurnDetection(
-            given.threshold, given.prefix_padding_ms, given.silence_duration_ms
-        )
+        return TurnDetection(given.threshold, given.prefix_padding_ms, given.silence_duration_ms)
 
     def updated(self, given: object) -> SessionSettings:
         """Return the settings after `session.update`; fields that it lacks stay.

@@ -15,7 +15,6 @@ from collections.abc import (
     Generator,
     Iterable,
     Iterator,
-    Sequence,
 )
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -25,9 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.errors import RequestError
-from octavo.frontend.core_params import ALIGNMENT
-from octavo.messages import AlignmentSpec
 from octavo.media.audio import SAMPLE_RATE
+from octavo.messages import ALIGNMENT, AlignmentSpec
 from octavo.outputs import Logprob, RequestOutput
 from octavo.sampling.logits_processors.whisper import KEY, WhisperRules
 from octavo.sampling_params import RequestOutputKind, SamplingParams

@@ -64,7 +64,8 @@ def split_part(
     """
     moment = part_unit(sampling_rate)
     assert len(samples) % moment == 0
-    windows, begin = [], 0
+    windows: list[Window] = []
+    begin = 0
     for window, end in _divide(samples, sampling_rate, seconds):
         if end == len(samples):
             return windows, window.begin

@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 
 from octavo import _native
 from octavo.checkpoints.base import Checkpoint, Tensors
+from octavo.errors import RequestError
 from octavo.kernels.base import HostCopy
 from octavo.kernels.memory import release_memory
 from octavo.kv_cache.groups import KVCacheConfig
 from octavo.layers.adapter_table import ADAPTER_SLOTS
-from octavo.errors import RequestError
 from octavo.messages import (
     AlignmentSpec,
     CoreSamplingParams,
@@ -429,9 +429,7 @@ class ModelRunner:
         layers = self.model.cross_attention
         return CrossAttentionRows(runner, layers, kv_caches, kv, self.ops, self.backend)
 
-    def _make_alignment(
-        self, kv: KVCacheConfig, kv_caches: list[Any]
-    ) -> AlignmentRows | None:
+    def _make_alignment(self, kv: KVCacheConfig, kv_caches: list[Any]) -> AlignmentRows | None:
         if not self.spec.is_encoder_decoder:
             return None
         from octavo.worker.alignment import AlignmentRows  # few models have it

@@ -12,7 +12,10 @@ def sound(*parts):
     """Return int16 samples of (seconds, loudness)."""
     rng = np.random.default_rng(0)
     return np.concatenate(
-        [rng.normal(0, loudness * 2**15, round(s * RATE)).clip(-32768, 32767) for s, loudness in parts]
+        [
+            rng.normal(0, loudness * 2**15, round(s * RATE)).clip(-32768, 32767)
+            for s, loudness in parts
+        ]
     ).astype(np.int16)
 
 
