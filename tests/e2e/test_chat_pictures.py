@@ -182,6 +182,16 @@ def test_tokens_of_a_chat_with_pictures(server, expected):
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "features")
 
 
+def test_a_body_with_a_large_picture(server):
+    """Bodies of chats may be larger than others; the picture itself is read within its limits."""
+    noise = {"type": "image_url", "image_url": {"url": "data:;base64," + "A" * (9 * 2**20)}}
+    chat = {"model": "m", "messages": [{"role": "user", "content": [noise]}]}
+    assert "is no picture" in server.post("/v1/chat/completions", chat).json()["error"]["message"]
+    assert server.post("/v1/completions", {"prompt": "a" * (9 * 2**20)}).status_code == 413
+    noise["image_url"]["url"] *= 4
+    assert server.post("/v1/chat/completions", chat).status_code == 413
+
+
 def chat_parts():
     return [part(FIRST), part(SECOND)]
 
