@@ -16,12 +16,11 @@ from octavo.outputs import RequestOutput
 from octavo.server.abilities import check_hears
 from octavo.server.audio_schema import AudioBody, read_fields
 from octavo.server.call import Call
-from octavo.server.file_store import FileTooLargeError
 from octavo.server.generation import EventStream
 from octavo.server.load_report import add_load_report
 from octavo.server.middleware import context_of
 from octavo.server.state import state_of
-from octavo.server.upload import check_origin, receive_form
+from octavo.server.upload import MAX_SOUND_BYTES, MemoryFile, check_origin, receive_form
 from octavo.speech.formats import MEDIA_TYPES, plain, write
 from octavo.speech.tokens import Task
 from octavo.speech.transcription import (
@@ -37,8 +36,6 @@ from octavo.system.offload import offload
 if TYPE_CHECKING:
     from octavo.frontend.async_llm import AsyncLLM
 
-MAX_FILE_BYTES = 25 * 2**20
-"""Most bytes of a sound file, as in OpenAI's API."""
 # Of the features of a window: here, in the request for the engine, and in transit.
 _FEATURE_COPIES = 3
 
@@ -53,42 +50,12 @@ async def create_translation(request: Request) -> Response:
     return await _respond(request, "translate")
 
 
-class _Sound:
-    """Sound file that is being uploaded; its bytes count as those of a body.
-
-    Args:
-        request: the request.
-    """
-
-    max_file_bytes = MAX_FILE_BYTES
-
-    def __init__(self, request: Request) -> None:
-        self._state, self._context = state_of(request), context_of(request)
-        self.data = bytearray()
-
-    def too_large(self) -> RequestError:
-        """Return the error of a larger file."""
-        return FileTooLargeError(MAX_FILE_BYTES, "compress it, or send it in parts")
-
-    def take(self, nbytes: int) -> None:
-        """Count bytes that have arrived."""
-        self._context.body_bytes += nbytes
-        self._state.body_bytes += nbytes
-        self._state.check_bodies(len(self.data) + nbytes)
-
-    def write(self, data: bytes) -> None:
-        """Add the next bytes."""
-        self.data += data
-        if len(self.data) > MAX_FILE_BYTES:
-            raise self.too_large()
-
-
 async def _respond(request: Request, task: Task) -> Response:
     check_origin(request)
     state = state_of(request)
     engine = await state.get_engine()
     check_hears(engine.spec)
-    sound = _Sound(request)
+    sound = MemoryFile(request, MAX_SOUND_BYTES)
     _, fields = await receive_form(request, sound)
     body, unknown = read_fields(fields)
     if unknown and state.config.strict_fields:
@@ -111,7 +78,7 @@ async def _respond(request: Request, task: Task) -> Response:
 class _Answer(Call):
     """Transcription or translation that is being made."""
 
-    def __init__(self, request: Request, body: AudioBody, task: Task, sound: _Sound) -> None:
+    def __init__(self, request: Request, body: AudioBody, task: Task, sound: MemoryFile) -> None:
         super().__init__(request, body, "trsc")
         self._body, self._sound = body, sound
         self._options = TranscriptionOptions(

@@ -10,8 +10,9 @@ import pytest
 from pydantic import TypeAdapter
 
 from octavo import LLM
-from octavo.server import answers, audio
+from octavo.server import answers
 from octavo.server.audio_schema import read_fields
+from octavo.server.upload import MAX_SOUND_BYTES
 from tests.e2e.harness import serve
 from tests.media.sounds import chirp, encode, wav
 from tests.server.fake_engine import with_server
@@ -200,7 +201,7 @@ def test_a_model_that_does_not_hear():
 
 
 def test_limits_of_an_upload():
-    assert audio.MAX_FILE_BYTES == 25 * 2**20
+    assert MAX_SOUND_BYTES == 25 * 2**20
     body, unknown = read_fields(
         {"timestamp_granularities[]": b"segment,segment", "response_format": b"verbose_json"}
     )
