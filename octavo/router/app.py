@@ -30,8 +30,10 @@ from octavo.server.view import check_view
 from octavo.system.offload import offload
 
 # Begins of the paths of bodies that may hold pictures and sounds.
-_CHATS = ("/v1/chat/", "/v1/responses", "/v1/messages", "/tokenize", "/invocations", "/api/chat")
-_CHATS += ("/api/generate",)
+_CHATS = (
+    *("/v1/chat/", "/v1/responses", "/v1/messages", "/tokenize", "/invocations"),
+    *("/api/chat", "/api/generate"),
+)
 # Headers of a single connection, or rewritten ones.
 _NOT_PASSED_ON = frozenset(
     [

@@ -33,6 +33,7 @@ from octavo.server.errors import (
 from octavo.server.generation import EventStream, Reading, stopped_by_guard
 from octavo.server.load_report import add_load_report
 from octavo.server.middleware import context_of
+from octavo.server.response_files import with_files
 from octavo.server.response_items import (
     MAX_REFERENCED,
     Item,
@@ -396,8 +397,9 @@ async def _to_chat(
                 "input",
                 "request_too_large",
             )
-        return given.to_chat(before + new)
+        return given.to_chat(items)
 
+    items = await with_files(request, before + new)
     return await offload(context_of(request).body_bytes // 8 + 20 * len(before), convert)
 
 

@@ -6,6 +6,7 @@ import io
 import json
 import signal
 
+import httpx
 import psutil
 import pytest
 from PIL import Image
@@ -160,6 +161,26 @@ def test_every_api_gives_the_answer(server, folder, expected):
     )
     output = response.json()["output"]
     assert output[0]["content"][0]["text"] == expected[1], response.text
+
+
+def test_a_picture_of_files(server, expected):
+    def upload(data):
+        form = {"files": {"file": ("a.png", data)}, "data": {"purpose": "vision"}}
+        return httpx.post(f"{server.url}/v1/files", **form).json()["id"]
+
+    names = [upload(png(pixels)) for pixels in (FIRST, SECOND)]
+    parts = [{"type": "input_image", "file_id": name} for name in names]
+    parts.insert(1, {"type": "input_text", "text": "and"})
+    parts.append({"type": "input_text", "text": "?"})
+    body = {"model": "m", "input": [{"role": "user", "content": parts}]}
+    counted = server.post("/v1/responses/input_tokens", body).json()
+    assert counted["input_tokens"] == len(expected[0])
+    body |= {"temperature": 0, "max_output_tokens": 8}
+    output = server.post("/v1/responses", body).json()["output"]
+    assert output[0]["content"][0]["text"] == expected[1]
+    parts[0]["file_id"] = "file-absent"
+    response = server.post("/v1/responses", body)
+    assert (response.status_code, response.json()["error"]["code"]) == (404, "file_not_found")
 
 
 def test_tokens_of_a_chat_with_pictures(server, expected):
