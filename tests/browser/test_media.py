@@ -112,6 +112,20 @@ def test_a_dropped_photo_is_made_smaller_and_other_files_are_named(chat):
     assert (image.format, image.size) == ("JPEG", (2048, 2048))
 
 
+def test_pictures_in_files_of_conversations(chat):
+    script = """async images => {
+        const {add, create, importText} = await import("/ui/conversations.js"), chat = create();
+        add(chat, -1, {role: "user", content: "a", images});
+        const file = {format: "octavo-conversations", version: 1, conversations: [chat]};
+        try { return importText(JSON.stringify(file))[0].nodes[0].images; }
+        catch (error) { return error.message; }
+    }"""
+    assert chat.page.evaluate(script, ["data:image/png;base64,AAAA"]) == [
+        "data:image/png;base64,AAAA"
+    ]
+    assert "pictures of conversation 1" in chat.page.evaluate(script, [5])
+
+
 def test_speech_becomes_text(chat):
     chat.page.get_by_label("Message", exact=True).fill("I said:")
     record = chat.page.get_by_role("button", name="Record")
