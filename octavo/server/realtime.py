@@ -22,7 +22,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from octavo.errors import OctavoError, RequestError, UnsupportedError
+from octavo.errors import DeadlineError, OctavoError, RequestError, UnsupportedError
 from octavo.media.audio import Samples
 from octavo.server.abilities import check_hears
 from octavo.server.audio import TranscriptionCall
@@ -338,11 +338,19 @@ class _Session:
 
         request = _as_request(self._websocket, context)
         call = TranscriptionCall(request, body, "transcribe", read)
-        async with asyncio.timeout_at(call.deadline):
-            async with aclosing(call.texts(self._engine)) as texts:
+        try:
+            async with (
+                asyncio.timeout_at(call.deadline),
+                aclosing(call.texts(self._engine)) as texts,
+            ):
                 async for text in texts:
                     if text:
                         yield {"delta": text}
+        except TimeoutError:
+            raise DeadlineError("The transcript was not complete at its deadline.") from None
+        finally:
+            if context.story is not None:
+                context.story.end_http(None, time.monotonic())
         transcript = call.transcript
         yield {
             "transcript": transcript.text,
