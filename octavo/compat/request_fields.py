@@ -154,7 +154,6 @@ TOKENIZE: Unsupported = {
     "tool_choice": (None, "none"),
     **_FUNCTIONS,
     **_TEMPLATE,
-    "mm_processor_kwargs": _NOTHING,
     **_all(_NOTHING, "content add_special"),
     "with_pieces": _OFF,
     "parse_special": (None, True),

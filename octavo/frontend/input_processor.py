@@ -237,7 +237,11 @@ def processing_time(prompt: Prompt, params: SamplingParams) -> int:
 
 
 def open_media(
-    checkpoint: Checkpoint, settings: ModelConfig, spec: ModelSpec, tokenizer: Tokenizer | None
+    checkpoint: Checkpoint,
+    settings: ModelConfig,
+    spec: ModelSpec,
+    tokenizer: Tokenizer | None,
+    max_model_len: int,
 ) -> PromptMedia | None:
     """Return the reader of the media in a model's prompts; None: the model reads none.
 
@@ -258,7 +262,10 @@ def open_media(
     if (encoder := spec.encoder("audio")) is not None:
         readers.append(Sounds.of_model(checkpoint, settings, encoder))
     found = [reader for reader in readers if reader is not None]
-    return PromptMedia(found, tokenizer) if found else None
+    if not found:
+        return None
+    cache_nbytes = int(settings.mm_processor_cache_gb * 2**30)
+    return PromptMedia(found, tokenizer, max_model_len, cache_nbytes)
 
 
 def open_chat_media(
@@ -781,6 +788,11 @@ class InputProcessor:
             "prompt",
         )
 
+    def reset_mm_cache(self) -> None:
+        """Forget the media that are kept because they have a uuid."""
+        if self._media is not None:
+            self._media.cache.clear()
+
     def _read_media(
         self,
         prompt: Mapping[str, object],
@@ -799,7 +811,7 @@ class InputProcessor:
                 "truncate_prompt_tokens would cut the media of a prompt; leave it out.",
                 "truncate_prompt_tokens",
             )
-        return self._media.expand(prompt, ids, options.cache_salt)
+        return self._media.expand(prompt, ids, options)
 
     def _read_embeds(self, prompt: Prompt, params: SamplingParams) -> PromptEmbeds | None:
         """Return the embeddings of a prompt of embeddings, else None."""

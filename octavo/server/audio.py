@@ -27,13 +27,12 @@ from octavo.server.state import state_of
 from octavo.server.stories import Story
 from octavo.server.upload import MAX_SOUND_BYTES, MemoryFile, check_origin, receive_form
 from octavo.speech.formats import MEDIA_TYPES, plain, write
+from octavo.speech.interface import Job, Question
 from octavo.speech.segments import Transcript
 from octavo.speech.tokens import Task
 from octavo.speech.transcription import (
     TIMED_FORMATS,
     WINDOWS_AT_ONCE,
-    Ask,
-    Transcription,
     TranscriptionOptions,
     run,
 )
@@ -112,7 +111,7 @@ class TranscriptionCall(Call):
             body.seed,
             body.has_times_of("word"),
         )
-        self._transcription: Transcription | None = None
+        self._transcription: Job | None = None
         self._counts = Counts()
 
     async def whole(self, engine: AsyncLLM) -> Response:
@@ -145,14 +144,14 @@ class TranscriptionCall(Call):
         with nullcontext() if story is None else story.at_work(), self.admit(1, "file"):
             model = await self.state.hearing.model(engine)
             samples = await self._read()
-            nbytes = samples.nbytes + _FEATURE_COPIES * WINDOWS_AT_ONCE * model.features.nbytes
+            nbytes = samples.nbytes + _FEATURE_COPIES * WINDOWS_AT_ONCE * model.window_nbytes
             if self._options.words:
                 nbytes += WINDOWS_AT_ONCE * model.alignment_nbytes
             with engine.request_memory.reserve(
                 nbytes, self.tenant, background=self.context.background
             ):
                 self._transcription = transcription = await offload(
-                    len(samples) // 500, Transcription, model, samples, self._options
+                    len(samples) // 500, model.start, samples, self._options
                 )
                 if story is not None:
                     story.mark()
@@ -162,11 +161,11 @@ class TranscriptionCall(Call):
 
     def _asker(
         self, engine: AsyncLLM, story: Story | None
-    ) -> Callable[[Ask], Awaitable[RequestOutput]]:
+    ) -> Callable[[Question], Awaitable[RequestOutput]]:
         """Return the function that asks the engine; `story` gets the stages of each request."""
         headers, asked = self.trace_headers(engine), itertools.count()
 
-        async def generate(ask: Ask) -> RequestOutput:
+        async def generate(ask: Question) -> RequestOutput:
             index, number = next(asked), self.state.next_id()
             result: RequestOutput | None = None
             stream = engine.serve(

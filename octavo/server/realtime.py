@@ -34,6 +34,7 @@ from octavo.server.realtime_schema import RATE, SessionSettings
 from octavo.server.state import ServerState, state_of
 from octavo.server.upload import check_origin
 from octavo.speech.resample import to_16_khz
+from octavo.speech.transcription import TranscriptionOptions
 from octavo.speech.turns import TurnDetector
 from octavo.system.offload import offload
 
@@ -212,7 +213,8 @@ class _Session:
         wanted = settings.audio.input.transcription
         self._state.find_adapter(wanted.model)
         model = await self._state.hearing.model(self._engine)
-        model.tokens.language_code(wanted.language, "transcribe")
+        options = TranscriptionOptions(language=wanted.language, prompt=wanted.prompt)
+        model.start(np.empty(0, np.float32), options)  # raises the error of a wrong option
         changed = settings.turns != self._settings.turns
         self._settings = settings
         if changed:

@@ -779,6 +779,8 @@ class TokenizeBody(Body):
     text."""
     tools: Tools = None
     """Definitions of tools for templates that use them."""
+    mm_processor_kwargs: dict[str, Any] | None = None
+    """Settings of the processor of pictures."""
     return_token_strs: bool | None = None
     """Also return the text of each token."""
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,17 +15,28 @@ from octavo.errors import ModelError, RequestError
 from octavo.media.log_mel import LogMel
 from octavo.models.spec import ModelSpec
 from octavo.speech.alignment import ROWS_PER_SECOND
+from octavo.speech.interface import Job, SpeechToText
 from octavo.speech.tokens import WhisperTokens
+from octavo.speech.windows import Samples, SplitSound
 from octavo.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from octavo.speech.transcription import TranscriptionOptions
 
 
 def hears(spec: ModelSpec) -> bool:
     """Return True if a model writes what is said in a sound."""
-    return spec.is_encoder_decoder and spec.encoder_modality == "audio"
+    if spec.is_encoder_decoder:
+        return spec.encoder_modality == "audio"
+    return spec.architecture in _DECODERS and spec.encoder("audio") is not None
+
+
+_DECODERS = ("VoxtralForConditionalGeneration",)
+"""Models of sounds and texts that have a prompt for transcripts."""
 
 
 @dataclass(frozen=True)
-class SpeechModel:
+class SpeechModel(SpeechToText):
     """Whisper, or a model that is used in the same way."""
 
     features: LogMel
@@ -44,6 +55,19 @@ class SpeechModel:
     """Returns the text of tokens."""
     alignment_heads: tuple[tuple[int, int], ...] = ()
     """Layers and heads whose cross attention tells when a token is spoken."""
+
+    @property
+    def window_nbytes(self) -> int:
+        """Implement `SpeechToText`."""
+        return self.features.nbytes
+
+    def start(self, samples: Samples | Iterator[Samples], options: TranscriptionOptions) -> Job:
+        """Implement `SpeechToText`."""
+        from octavo.speech.transcription import Transcription  # it imports this module
+
+        features = self.features
+        sound = SplitSound(samples, features.sampling_rate, features.chunk_length)
+        return Transcription(self, sound, options)
 
     @property
     def alignment_nbytes(self) -> int:

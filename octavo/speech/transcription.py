@@ -12,7 +12,6 @@ from collections.abc import (
     AsyncGenerator,
     Awaitable,
     Callable,
-    Generator,
     Iterable,
     Iterator,
 )
@@ -21,7 +20,6 @@ from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from octavo.errors import RequestError
 from octavo.media.audio import SAMPLE_RATE
@@ -30,6 +28,7 @@ from octavo.outputs import Logprob, RequestOutput
 from octavo.sampling.logits_processors.whisper import KEY, WhisperRules
 from octavo.sampling_params import RequestOutputKind, SamplingParams
 from octavo.speech.alignment import ROWS_PER_SECOND, time_words
+from octavo.speech.interface import Job, Question, Steps
 from octavo.speech.model import SpeechModel
 from octavo.speech.segments import (
     TEMPERATURES,
@@ -39,10 +38,9 @@ from octavo.speech.segments import (
     make_segments,
 )
 from octavo.speech.tokens import Task
-from octavo.speech.windows import Window, part_unit, split, split_part
+from octavo.speech.windows import Samples, SplitSound, Window
 from octavo.system.offload import offload
 
-Samples = NDArray[np.float32]
 T = TypeVar("T")
 
 TIMED_FORMATS = ("srt", "vtt", "verbose_json")
@@ -98,42 +96,25 @@ class Ask:
         }
 
 
-Steps = Generator[Ask, RequestOutput, T]
-"""Steps of a computation: it asks, gets the answer, and in the end returns a result."""
-
-
-class Transcription:
-    """Request for a sound.
+class Transcription(Job):
+    """Request for a sound, for Whisper.
 
     Args:
         model: the model.
-        samples: the sound, float32 [samples].
+        sound: the sound.
         options: the options.
-        parts: the rest of the sound, if it is read in parts: each a multiple of `part_unit`, except
-            for the last one. `proceed` takes the next one.
 
     Raises:
         RequestError: the model does not know the language or the task.
     """
 
     def __init__(
-        self,
-        model: SpeechModel,
-        samples: Samples,
-        options: TranscriptionOptions,
-        parts: Iterator[Samples] | None = None,
+        self, model: SpeechModel, sound: SplitSound, options: TranscriptionOptions
     ) -> None:
-        self._model, self._samples, self._options = model, samples, options
-        self._parts = parts
-        self._first = self._rest = 0
-        """Samples before `_samples`, and those of it that no later window needs."""
+        super().__init__(sound)
+        self._model, self._options = model, options
         self.language = model.tokens.language_code(options.language, options.task)
         """Code of the language; None until `detect` has found it."""
-        self.windows: list[Window] = []
-        """Parts of the samples at hand in which somebody may be speaking."""
-        if parts is None:
-            features = model.features
-            self.windows = split(samples, features.sampling_rate, features.chunk_length)
         text = options.prompt.strip()
         self._previous = model.encode(" " + text) if text else []
         self._texts: list[str] = []
@@ -144,40 +125,9 @@ class Transcription:
         """Number of windows that may be computed side by side."""
         return 1 if self._options.condition_on_previous_text else WINDOWS_AT_ONCE
 
-    @property
-    def seconds(self) -> float:
-        """Seconds of the sound so far."""
-        return (self._first + len(self._samples)) / self._model.features.sampling_rate
-
-    def proceed(self) -> bool:
-        """Read the next part of the sound, which replaces `windows`; return False at the end.
-
-        The windows before must have their features.
-
-        Raises:
-            RequestError: the rest of the sound cannot be read.
-        """
-        if self._parts is None:
-            return False
-        features, first = self._model.features, self._first + self._rest
-        part = next(self._parts, None)
-        self._samples = self._samples[self._rest :]
-        if part is not None:
-            self._samples = np.concatenate([self._samples, part])
-        rate = features.sampling_rate
-        if part is None or len(self._samples) % part_unit(rate):
-            self._parts, self._rest = None, len(self._samples)
-            windows = split(self._samples, rate, features.chunk_length)
-        else:
-            windows, self._rest = split_part(self._samples, rate, features.chunk_length)
-        self._first = first
-        self.windows = [Window(first + window.begin, first + window.end) for window in windows]
-        return True
-
     def features(self, window: Window) -> Samples:
         """Return the features of a window, float32 [frames, mel bands]."""
-        begin, end = window.begin - self._first, window.end - self._first
-        return self._model.compute(Window(begin, end).cut(self._samples))
+        return self._model.compute(self.sound.cut(window))
 
     def detect(self, features: Samples) -> Steps[None]:
         """Find the language of a window, which becomes that of the whole sound."""
@@ -193,7 +143,7 @@ class Transcription:
                 output_kind=RequestOutputKind.FINAL_ONLY,
             ),
         )
-        (found,) = _tokens_of(output)
+        (found,) = tokens_of(output)
         self.language = next(code for code, token in tokens.languages.items() if token == found)
 
     def decode(self, window: Window, features: Samples) -> Steps[Decoded]:
@@ -228,7 +178,7 @@ class Transcription:
                 extra_args={ALIGNMENT: msgspec.to_builtins(spec)},
             ),
         )
-        _tokens_of(output)
+        tokens_of(output)
         assert output.pooled is not None
         weights = np.frombuffer(output.pooled, np.float32).reshape(-1, num_rows)
         words = time_words(weights[len(start) - 1 : -1], tokens, model.decode, self.language)
@@ -263,7 +213,7 @@ class Transcription:
         return Transcript(
             self._options.task,
             self.language or "en",
-            self.seconds,
+            self.sound.seconds,
             "".join(self._texts).strip(),
             self._segments,
         )
@@ -295,7 +245,7 @@ class Transcription:
 
     def _decoded(self, output: RequestOutput, temperature: float) -> Decoded:
         special, answer = self._model.tokens, output.outputs[0]
-        all_tokens, logprobs = _tokens_of(output), answer.logprobs or ()
+        all_tokens, logprobs = tokens_of(output), answer.logprobs or ()
         tokens = [token for token in all_tokens if token != special.end]
         total = sum(row[token].logprob for row, token in zip(logprobs, all_tokens, strict=True))
         # The position after the start is the one at which the model tells silence.
@@ -313,7 +263,7 @@ class Transcription:
         )
 
 
-def _tokens_of(output: RequestOutput) -> list[int]:
+def tokens_of(output: RequestOutput) -> list[int]:
     """Return the tokens of an answer.
 
     Raises:
@@ -326,7 +276,7 @@ def _tokens_of(output: RequestOutput) -> list[int]:
 
 
 async def run(
-    transcription: Transcription, generate: Callable[[Ask], Awaitable[RequestOutput]]
+    transcription: Job, generate: Callable[[Question], Awaitable[RequestOutput]]
 ) -> AsyncGenerator[str, None]:
     """Ask for all windows, some at a time; yield the text of each, in order.
 
@@ -344,7 +294,7 @@ async def run(
             result: T = end.value
             return result
 
-    async def features(window: Window) -> Samples:
+    async def features(window: Window) -> Any:
         return await offload(_FEATURES_MICROSECONDS, transcription.features, window)
 
     async def decode(window: Window) -> Decoded:
@@ -366,8 +316,8 @@ async def run(
 
 
 def run_all(
-    transcriptions: Iterable[Transcription],
-    generate: Callable[[list[Ask]], list[RequestOutput]],
+    transcriptions: Iterable[Job],
+    generate: Callable[[list[Question]], list[RequestOutput]],
     note: Callable[[float], object] = lambda seconds: None,
 ) -> list[Transcript]:
     """Ask for all windows of several sounds; return the transcripts.
@@ -383,7 +333,7 @@ def run_all(
         results: dict[int, T] = {}
         answers: dict[int, RequestOutput | None] = dict.fromkeys(range(len(all_steps)))
         while answers:
-            asks: dict[int, Ask] = {}
+            asks: dict[int, Question] = {}
             for i, answer in answers.items():
                 try:
                     steps = all_steps[i]
@@ -435,7 +385,7 @@ class _Queue:
         number: its place among all sounds.
     """
 
-    def __init__(self, job: Transcription, number: int) -> None:
+    def __init__(self, job: Job, number: int) -> None:
         self.job, self.number = job, number
         self._windows, self._done = [*job.windows], 0.0
         self.ended = False
@@ -443,7 +393,7 @@ class _Queue:
 
     def take(self, most: int) -> list[Window]:
         """Return the next windows, whose features must be computed before the next call."""
-        while not self._windows and self.job.proceed():
+        while not self._windows and self.job.sound.proceed():
             self._windows = [*self.job.windows]
         self.ended = not self._windows
         count = min(most, self.job.windows_at_once)
@@ -452,7 +402,7 @@ class _Queue:
 
     def advance(self) -> float:
         """Return the seconds of sound that are done since the last call."""
-        before, self._done = self._done, self.job.seconds
+        before, self._done = self._done, self.job.sound.seconds
         if self._windows:
             self._done = self._windows[0].begin / SAMPLE_RATE
         return max(0.0, self._done - before)

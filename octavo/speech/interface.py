@@ -1,0 +1,107 @@
+"""Interface of models that write what is said: the requests for a window, and their answers."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Iterator
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
+
+from octavo.outputs import RequestOutput
+from octavo.sampling_params import SamplingParams
+from octavo.speech.segments import Decoded, Transcript
+from octavo.speech.windows import Samples, SplitSound, Window
+
+if TYPE_CHECKING:
+    from octavo.speech.transcription import TranscriptionOptions
+
+T = TypeVar("T")
+
+
+class Question(Protocol):
+    """Request for the engine: one answer to one window."""
+
+    @property
+    def prompt(self) -> dict[str, Any]:
+        """The engine's prompt."""
+
+    @property
+    def params(self) -> SamplingParams:
+        """Parameters of the answer."""
+
+
+Steps: TypeAlias = Generator[Question, RequestOutput, T]
+"""Steps of a computation: it asks, gets the answer, and in the end returns a result."""
+
+
+class Job(ABC):
+    """Transcription of a sound that is being made.
+
+    Args:
+        sound: the sound.
+
+    Attributes:
+        sound: the sound.
+        language: code of the language; "": none was given, and the model needs none. None until
+            `detect` has found it.
+    """
+
+    language: str | None
+
+    def __init__(self, sound: SplitSound) -> None:
+        self.sound = sound
+
+    @property
+    def windows(self) -> list[Window]:
+        """Parts of the sound in which somebody may be speaking."""
+        return self.sound.windows
+
+    @property
+    @abstractmethod
+    def windows_at_once(self) -> int:
+        """Number of windows that may be computed side by side."""
+
+    @abstractmethod
+    def features(self, window: Window) -> Any:
+        """Return what the model reads of a window."""
+
+    @abstractmethod
+    def detect(self, features: Any) -> Steps[None]:
+        """Find the language of a window, which becomes that of the whole sound."""
+
+    @abstractmethod
+    def decode(self, window: Window, features: Any) -> Steps[Decoded]:
+        """Find the text of a window."""
+
+    @abstractmethod
+    def add(self, window: Window, decoded: Decoded) -> str:
+        """Add the answer for the next window; return the text that it adds."""
+
+    @abstractmethod
+    def transcript(self) -> Transcript:
+        """Return the transcript of the windows that were added."""
+
+
+class SpeechToText(ABC):
+    """Model that writes what is said."""
+
+    @property
+    @abstractmethod
+    def window_nbytes(self) -> int:
+        """Bytes of what the model reads of a window."""
+
+    @property
+    def alignment_nbytes(self) -> int:
+        """Most bytes of the weights that align a window; 0: it has no times of words."""
+        return 0
+
+    @abstractmethod
+    def start(self, samples: Samples | Iterator[Samples], options: TranscriptionOptions) -> Job:
+        """Return the transcription of a sound.
+
+        Args:
+            samples: float32 [samples] at 16 kHz, or parts of it; see `SplitSound`.
+            options: the options.
+
+        Raises:
+            RequestError: the model does not support an option.
+        """
