@@ -27,15 +27,10 @@ from octavo.server.state import state_of
 from octavo.server.stories import Story
 from octavo.server.upload import MAX_SOUND_BYTES, MemoryFile, check_origin, receive_form
 from octavo.speech.formats import MEDIA_TYPES, plain, write
-from octavo.speech.interface import Job, Question
+from octavo.speech.interface import WINDOWS_AT_ONCE, Job, Question, TranscriptionOptions
 from octavo.speech.segments import Transcript
 from octavo.speech.tokens import Task
-from octavo.speech.transcription import (
-    TIMED_FORMATS,
-    WINDOWS_AT_ONCE,
-    TranscriptionOptions,
-    run,
-)
+from octavo.speech.transcription import TIMED_FORMATS, run
 from octavo.system.offload import offload
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ async def index(request: Request) -> Response:
                 f"{method} {route.path}"
                 for route in request.app.routes
                 if isinstance(route, Route)
-                for method in sorted(route.methods - {"HEAD"})
+                for method in sorted((route.methods or set()) - {"HEAD"})
             ],
         )
     )

@@ -33,8 +33,8 @@ from octavo.server.middleware import RequestContext
 from octavo.server.realtime_schema import RATE, SessionSettings
 from octavo.server.state import ServerState, state_of
 from octavo.server.upload import check_origin
+from octavo.speech.interface import TranscriptionOptions
 from octavo.speech.resample import to_16_khz
-from octavo.speech.transcription import TranscriptionOptions
 from octavo.speech.turns import TurnDetector
 from octavo.system.offload import offload
 

@@ -4,17 +4,42 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterator
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias, TypeVar
 
+from octavo.errors import RequestError
 from octavo.outputs import RequestOutput
 from octavo.sampling_params import SamplingParams
 from octavo.speech.segments import Decoded, Transcript
+from octavo.speech.tokens import Task
 from octavo.speech.windows import Samples, SplitSound, Window
 
-if TYPE_CHECKING:
-    from octavo.speech.transcription import TranscriptionOptions
-
 T = TypeVar("T")
+
+WINDOWS_AT_ONCE = 16
+"""Windows of a sound that are computed together, which bounds the memory of their features."""
+
+
+@dataclass(frozen=True)
+class TranscriptionOptions:
+    """Options of a transcription."""
+
+    task: Task = "transcribe"
+    language: str | None = None
+    """Code or English name of the language that is spoken; None: it is detected."""
+    prompt: str = ""
+    """Text before the sound, which shows names and style."""
+    temperature: float = 0.0
+    """0: temperatures rise while an answer is bad."""
+    timestamps: bool = False
+    """True for segments between timestamps."""
+    seed: int = 0
+    """Seed of answers at temperatures above 0."""
+    words: bool = False
+    """True for the times of words, which one more request for each window computes."""
+    condition_on_previous_text: bool = False
+    """True if each window continues the text of the windows before, as in OpenAI's Whisper. Then
+    the windows are computed one after the other."""
 
 
 class Question(Protocol):
@@ -105,3 +130,15 @@ class SpeechToText(ABC):
         Raises:
             RequestError: the model does not support an option.
         """
+
+
+def tokens_of(output: RequestOutput) -> list[int]:
+    """Return the tokens of an answer.
+
+    Raises:
+        RequestError: the request has failed.
+    """
+    answer = output.outputs[0]
+    if answer.finish_reason == "error":
+        raise RequestError(f"The sound cannot be transcribed: {answer.stop_reason}.")
+    return list(answer.token_ids)

@@ -18,10 +18,16 @@ from octavo.models.blocks.wave import MIN_SAMPLES
 from octavo.models.spec import ModelSpec
 from octavo.multimodal.processors.sounds import SoundProcessor, read_sound_processor
 from octavo.sampling_params import RequestOutputKind, SamplingParams
-from octavo.speech.interface import Job, SpeechToText, Steps
+from octavo.speech.interface import (
+    WINDOWS_AT_ONCE,
+    Job,
+    SpeechToText,
+    Steps,
+    TranscriptionOptions,
+    tokens_of,
+)
 from octavo.speech.languages import NAMES, find_language
 from octavo.speech.segments import TEMPERATURES, Decoded, Segment, Transcript
-from octavo.speech.transcription import WINDOWS_AT_ONCE, TranscriptionOptions, tokens_of
 from octavo.speech.windows import Samples, SplitSound, Window
 from octavo.text.tokenizer import Tokenizer
 
