@@ -17,10 +17,11 @@ from octavo.frontend.llm_engine import LLMEngine
 from octavo.media.audio import SAMPLE_RATE, AudioParts, Samples
 from octavo.outputs import RequestOutput
 from octavo.sampling_params import SamplingParams
-from octavo.speech.model import SpeechModel
+from octavo.speech.interface import Job, Question, TranscriptionOptions
+from octavo.speech.registry import open_speech_model
 from octavo.speech.segments import Transcript
 from octavo.speech.tokens import Task
-from octavo.speech.transcription import Ask, Transcription, TranscriptionOptions, run_all
+from octavo.speech.transcription import run_all
 
 # Samples of a part of a sound that is read, 8 minutes; as many windows as are computed at once.
 _PART_SAMPLES = 480 * SAMPLE_RATE
@@ -85,7 +86,7 @@ class SpeechMethods(ABC):
                 read, or a request fails.
             ModelError: a file of the model is missing or wrong.
         """
-        model = SpeechModel.open(
+        model = open_speech_model(
             self.llm_engine.checkpoint,
             self.llm_engine.spec,
             self.llm_engine.tokenizer,
@@ -105,14 +106,14 @@ class SpeechMethods(ABC):
         parts = AudioParts()
         bar = _Bar() if use_tqdm else None
 
-        def jobs() -> Iterator[Transcription]:
+        def jobs() -> Iterator[Job]:
             for index, sound in enumerate(given):
                 seconds, samples = _open(parts, sound, index)
                 if bar is not None:
                     bar.expect(seconds)
-                yield Transcription(model, np.empty(0, np.float32), options, samples)
+                yield model.start(samples, options)
 
-        def generate(asks: list[Ask]) -> list[RequestOutput]:
+        def generate(asks: list[Question]) -> list[RequestOutput]:
             prompts, params = [ask.prompt for ask in asks], [ask.params for ask in asks]
             return self.generate(prompts, params, use_tqdm=False)
 
@@ -130,7 +131,8 @@ class _Bar:
     def __init__(self) -> None:
         from tqdm import tqdm  # slow to import, and many programs show no bar
 
-        self._bar, self._seconds = tqdm(total=0, desc="Transcribed", unit="s"), 0.0
+        self._bar: Any = tqdm(total=0, desc="Transcribed", unit="s")
+        self._seconds = 0.0
 
     def expect(self, seconds: float) -> None:
         """Add the seconds of a sound to the total."""

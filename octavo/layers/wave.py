@@ -60,4 +60,5 @@ class WaveInput:
         taps, stride = self.shapes[number]
         count = (x.shape[0] - taps) // stride + 1
         rows = np.arange(count)[:, None] * stride + np.arange(taps)
-        return self.ops.embedding(x, self.ops.to_device(rows.ravel())).view(count, -1)
+        found: Tensor = self.ops.embedding(x, self.ops.to_device(rows.ravel())).view(count, -1)
+        return found

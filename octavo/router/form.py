@@ -31,9 +31,7 @@ def write_form(fields: Mapping[str, bytes], filename: str, data: bytes) -> tuple
 
 
 def _head(boundary: str, name: str) -> bytes:
-    return (
-        f'--{boundary}\r\nContent-Disposition: form-data; name="{_quoted(name)}"'
-    ).encode()
+    return (f'--{boundary}\r\nContent-Disposition: form-data; name="{_quoted(name)}"').encode()
 
 
 def _quoted(text: str) -> str:
@@ -63,7 +61,7 @@ def read_sound_job(
     """
     if api_key is not None:
         salt = fields.get("cache_salt", b"").decode(errors="replace") or None
-        fields = fields | {"cache_salt": private_salt(api_key, salt).encode()}
+        fields = fields | {"cache_salt": (private_salt(api_key, salt) or "").encode()}
     media_type, body = write_form(fields, filename, data)
     # The router has checked the page's site, which its own servers do not know.
     headers = [(name, value) for name, value in headers if name not in ("content-type", "origin")]

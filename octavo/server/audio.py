@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+import itertools
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing, nullcontext
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -12,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.errors import RequestError
+from octavo.media.audio import Samples
 from octavo.outputs import RequestOutput
 from octavo.server.abilities import check_hears
 from octavo.server.audio_schema import AudioBody, read_fields
@@ -19,18 +22,15 @@ from octavo.server.call import Call
 from octavo.server.generation import EventStream
 from octavo.server.load_report import add_load_report
 from octavo.server.middleware import context_of
+from octavo.server.pooling import Counts
 from octavo.server.state import state_of
+from octavo.server.stories import Story
 from octavo.server.upload import MAX_SOUND_BYTES, MemoryFile, check_origin, receive_form
 from octavo.speech.formats import MEDIA_TYPES, plain, write
+from octavo.speech.interface import WINDOWS_AT_ONCE, Job, Question, TranscriptionOptions
+from octavo.speech.segments import Transcript
 from octavo.speech.tokens import Task
-from octavo.speech.transcription import (
-    TIMED_FORMATS,
-    WINDOWS_AT_ONCE,
-    Ask,
-    Transcription,
-    TranscriptionOptions,
-    run,
-)
+from octavo.speech.transcription import TIMED_FORMATS, run
 from octavo.system.offload import offload
 
 if TYPE_CHECKING:
@@ -57,6 +57,7 @@ async def _respond(request: Request, task: Task) -> Response:
     check_hears(engine.spec)
     sound = MemoryFile(request, MAX_SOUND_BYTES)
     _, fields = await receive_form(request, sound)
+    context_of(request).received = time.monotonic()
     body, unknown = read_fields(fields)
     if unknown and state.config.strict_fields:
         raise RequestError(
@@ -67,7 +68,13 @@ async def _respond(request: Request, task: Task) -> Response:
         )
     context_of(request).ignored_fields = unknown
     await state.find_model(request, body.model, body.deadline_ms)
-    answer = _Answer(request, body, task, sound)
+
+    async def read() -> Samples:
+        samples = await asyncio.wrap_future(state.hearing.reader.submit(sound.data))
+        sound.data = bytearray()
+        return samples
+
+    answer = TranscriptionCall(request, body, task, read)
     if body.stream:
         return EventStream(state, answer.events(engine), answer.deadline)
     response = await state.run(request.receive, answer.whole(engine), answer.deadline)
@@ -75,12 +82,21 @@ async def _respond(request: Request, task: Task) -> Response:
     return response
 
 
-class _Answer(Call):
-    """Transcription or translation that is being made."""
+class TranscriptionCall(Call):
+    """Transcription or translation that is being made.
 
-    def __init__(self, request: Request, body: AudioBody, task: Task, sound: MemoryFile) -> None:
+    Args:
+        request: the request.
+        body: its fields.
+        task: what it asks for.
+        read: returns the samples at 16 kHz.
+    """
+
+    def __init__(
+        self, request: Request, body: AudioBody, task: Task, read: Callable[[], Awaitable[Samples]]
+    ) -> None:
         super().__init__(request, body, "trsc")
-        self._body, self._sound = body, sound
+        self._body, self._read = body, read
         self._options = TranscriptionOptions(
             task,
             body.language,
@@ -90,69 +106,84 @@ class _Answer(Call):
             body.seed,
             body.has_times_of("word"),
         )
-        self._transcription: Transcription | None = None
+        self._transcription: Job | None = None
+        self._counts = Counts()
 
     async def whole(self, engine: AsyncLLM) -> Response:
         """Return the answer in the form that the request asks for."""
-        async with aclosing(self._texts(engine)) as texts:
+        async with aclosing(self.texts(engine)) as texts:
             async for _ in texts:
                 pass
-        assert self._transcription is not None
         form = self._body.response_format
-        segments, words = map(self._body.has_times_of, ("segment", "word"))
-        text = write(self._transcription.transcript(), form, segments=segments, words=words)
+        segments, words = self._body.has_times_of("segment"), self._body.has_times_of("word")
+        text = write(self.transcript, form, segments=segments, words=words)
         return Response(text.encode("utf-8", "replace"), media_type=MEDIA_TYPES[form])
 
     async def events(self, engine: AsyncLLM) -> AsyncGenerator[list[bytes], None]:
         """Yield OpenAI's events: the text of each part of the sound, and the whole text."""
-        async with aclosing(self._texts(engine)) as texts:
+        async with aclosing(self.texts(engine)) as texts:
             async for text in texts:
                 if text:
                     yield [_event({"type": "transcript.text.delta", "delta": text})]
+        yield [_event({"type": "transcript.text.done", **plain(self.transcript)})]
+
+    @property
+    def transcript(self) -> Transcript:
+        """The transcript, after `texts`."""
         assert self._transcription is not None
-        yield [_event({"type": "transcript.text.done", **plain(self._transcription.transcript())})]
+        return self._transcription.transcript()
 
-    async def _texts(self, engine: AsyncLLM) -> AsyncGenerator[str, None]:
+    async def texts(self, engine: AsyncLLM) -> AsyncGenerator[str, None]:
         """Yield the text of each part of the sound."""
-        hearing = self.state.hearing
-        with self.admit(1, "file"):
-            model = await hearing.model(engine)
-            samples = await asyncio.wrap_future(hearing.reader.submit(self._sound.data))
-            self._sound.data = bytearray()
-            headers, number, usage = self.trace_headers(engine), 0, [0, 0]
-
-            async def generate(ask: Ask) -> RequestOutput:
-                nonlocal number
-                number += 1
-                result: RequestOutput | None = None
-                stream = engine.serve(
-                    ask.prompt,
-                    ask.params,
-                    f"{self.id}-{self.state.next_id()}",
-                    self.options(number - 1, headers),
-                    add_special_tokens=False,
-                )
-                async with aclosing(stream) as outputs:
-                    async for output in outputs:
-                        result = output
-                assert result is not None
-                usage[0] += len(result.prompt_token_ids)
-                usage[1] += sum(len(output.token_ids) for output in result.outputs)
-                self.context.prompt_tokens, self.context.completion_tokens = usage
-                return result
-
-            nbytes = samples.nbytes + _FEATURE_COPIES * WINDOWS_AT_ONCE * model.features.nbytes
+        story = self.begin_story(self._counts, 1, time.monotonic())
+        with nullcontext() if story is None else story.at_work(), self.admit(1, "file"):
+            model = await self.state.hearing.model(engine)
+            samples = await self._read()
+            nbytes = samples.nbytes + _FEATURE_COPIES * WINDOWS_AT_ONCE * model.window_nbytes
             if self._options.words:
                 nbytes += WINDOWS_AT_ONCE * model.alignment_nbytes
             with engine.request_memory.reserve(
                 nbytes, self.tenant, background=self.context.background
             ):
                 self._transcription = transcription = await offload(
-                    len(samples) // 500, Transcription, model, samples, self._options
+                    len(samples) // 500, model.start, samples, self._options
                 )
-                async with aclosing(run(transcription, generate)) as texts:
+                if story is not None:
+                    story.mark()
+                async with aclosing(run(transcription, self._asker(engine, story))) as texts:
                     async for text in texts:
                         yield text
+
+    def _asker(
+        self, engine: AsyncLLM, story: Story | None
+    ) -> Callable[[Question], Awaitable[RequestOutput]]:
+        """Return the function that asks the engine; `story` gets the stages of each request."""
+        headers, asked = self.trace_headers(engine), itertools.count()
+
+        async def generate(ask: Question) -> RequestOutput:
+            index, number = next(asked), self.state.next_id()
+            result: RequestOutput | None = None
+            stream = engine.serve(
+                ask.prompt,
+                ask.params,
+                f"{self.id}-{index}-{number}",
+                self.options(index, headers),
+                add_special_tokens=False,
+                stages=None if story is None else story.begin_prompt(number),
+            )
+            async with aclosing(stream) as outputs:
+                async for output in outputs:
+                    result = output
+            assert result is not None
+            counts = self._counts
+            counts.prompt_tokens += len(result.prompt_token_ids)
+            counts.cached_tokens += result.num_cached_tokens
+            counts.completion_tokens += sum(len(output.token_ids) for output in result.outputs)
+            self.context.prompt_tokens = counts.prompt_tokens
+            self.context.completion_tokens = counts.completion_tokens
+            return result
+
+        return generate
 
 
 def _event(data: dict[str, object]) -> bytes:

@@ -14,19 +14,24 @@ from octavo.checkpoints.base import Checkpoint
 from octavo.errors import ModelError, RequestError
 from octavo.media.log_mel import LogMel
 from octavo.models.spec import ModelSpec
-from octavo.speech.alignment import ROWS_PER_SECOND
 from octavo.speech.tokens import WhisperTokens
 from octavo.text.tokenizer import Tokenizer
 
 
 def hears(spec: ModelSpec) -> bool:
     """Return True if a model writes what is said in a sound."""
-    return spec.is_encoder_decoder and spec.encoder_modality == "audio"
+    if spec.is_encoder_decoder:
+        return spec.encoder_modality == "audio"
+    return spec.architecture in _DECODERS and spec.encoder("audio") is not None
+
+
+_DECODERS = ("VoxtralForConditionalGeneration",)
+"""Models of sounds and texts that have a prompt for transcripts."""
 
 
 @dataclass(frozen=True)
 class SpeechModel:
-    """Whisper, or a model that is used in the same way."""
+    """Facts of Whisper, or of a model that is used in the same way."""
 
     features: LogMel
     tokens: WhisperTokens
@@ -44,11 +49,6 @@ class SpeechModel:
     """Returns the text of tokens."""
     alignment_heads: tuple[tuple[int, int], ...] = ()
     """Layers and heads whose cross attention tells when a token is spoken."""
-
-    @property
-    def alignment_nbytes(self) -> int:
-        """Most bytes of the weights that align a window."""
-        return 4 * self.max_tokens * ROWS_PER_SECOND * self.features.chunk_length
 
     @classmethod
     def open(
