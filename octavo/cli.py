@@ -710,6 +710,7 @@ def _batch_fields() -> list[ConfigField]:
         "request_timeout",
         "request_memory_bytes",
         "max_request_bytes",
+        "max_media_request_bytes",
         "log_level",
         "log_format",
     )

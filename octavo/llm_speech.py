@@ -17,11 +17,11 @@ from octavo.frontend.llm_engine import LLMEngine
 from octavo.media.audio import SAMPLE_RATE, AudioParts, Samples
 from octavo.outputs import RequestOutput
 from octavo.sampling_params import SamplingParams
-from octavo.speech.interface import Job, Question
+from octavo.speech.interface import Job, Question, TranscriptionOptions
 from octavo.speech.registry import open_speech_model
 from octavo.speech.segments import Transcript
 from octavo.speech.tokens import Task
-from octavo.speech.transcription import TranscriptionOptions, run_all
+from octavo.speech.transcription import run_all
 
 # Samples of a part of a sound that is read, 8 minutes; as many windows as are computed at once.
 _PART_SAMPLES = 480 * SAMPLE_RATE
@@ -111,7 +111,7 @@ class SpeechMethods(ABC):
                 seconds, samples = _open(parts, sound, index)
                 if bar is not None:
                     bar.expect(seconds)
-                yield model.start(np.empty(0, np.float32), options, samples)
+                yield model.start(samples, options)
 
         def generate(asks: list[Question]) -> list[RequestOutput]:
             prompts, params = [ask.prompt for ask in asks], [ask.params for ask in asks]

@@ -114,6 +114,15 @@ class ServerConfig(Section, frozen=True):
     max_request_bytes: Annotated[
         int, Meta(description="Maximum size of a request body (8M ...).", ge=1024)
     ] = 8 * 2**20
+    max_media_request_bytes: Annotated[
+        int,
+        Meta(
+            description="Maximum size of the body of a chat if the model reads pictures or sounds"
+            " (32M ...), unless --max-request-bytes is larger. All bodies together may have 64 MiB"
+            " or this size.",
+            ge=1024,
+        ),
+    ] = 32 * 2**20
     max_file_bytes: Annotated[
         int,
         Meta(

@@ -29,6 +29,11 @@ from octavo.server.upload import MAX_SOUND_BYTES, MemoryFile, check_origin, rece
 from octavo.server.view import check_view
 from octavo.system.offload import offload
 
+# Begins of the paths of bodies that may hold pictures and sounds.
+_CHATS = (
+    *("/v1/chat/", "/v1/responses", "/v1/messages", "/tokenize", "/invocations"),
+    *("/api/chat", "/api/generate"),
+)
 # Headers of a single connection, or rewritten ones.
 _NOT_PASSED_ON = frozenset(
     [
@@ -194,7 +199,10 @@ async def job_of(request: Request) -> Job:
     state, context = proxy_state_of(request), context_of(request)
     body = b""
     if request.method == "POST":
-        body = await read_body(request, state.config.max_request_bytes)
+        limit = state.config.max_request_bytes
+        if request.scope["path"].startswith(_CHATS):  # the server knows whether it reads media
+            limit = state.max_chat_bytes
+        body = await read_body(request, limit)
     path, headers = _head_of(request)
     return await offload(
         len(body) // 8,

@@ -24,6 +24,7 @@ SHARED = frozenset(
         "ssl_certfile",
         "max_num_queued_reqs",
         "max_request_bytes",
+        "max_media_request_bytes",
         "max_connections_per_client",
         "shutdown_timeout",
         "log_level",
@@ -40,6 +41,7 @@ SHARED = frozenset(
 PASSED_ON = frozenset(
     [
         "max_request_bytes",
+        "max_media_request_bytes",
         "shutdown_timeout",
         "log_level",
         "log_format",

@@ -63,7 +63,8 @@ def read_sound_job(
         salt = fields.get("cache_salt", b"").decode(errors="replace") or None
         fields = fields | {"cache_salt": (private_salt(api_key, salt) or "").encode()}
     media_type, body = write_form(fields, filename, data)
-    headers = [(name, value) for name, value in headers if name != "content-type"]
+    # The router has checked the page's site, which its own servers do not know.
+    headers = [(name, value) for name, value in headers if name not in ("content-type", "origin")]
     job = Job("POST", target, [*headers, ("content-type", media_type)], body, api_key=api_key)
     job.model = fields.get("model", b"").decode(errors="replace") or None
     job.weight = 1 + len(data) // _WEIGHT_NBYTES

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from octavo.errors import RequestError
+from octavo.media.content import Modality
 from octavo.speech.model import hears
 
 if TYPE_CHECKING:
@@ -18,6 +19,13 @@ _ROUTES = {
     "token_classify": "POST /pooling",
 }
 """A route of each task."""
+
+
+def input_modalities(spec: ModelSpec) -> list[str]:
+    """Return what a model reads: "text", "image", "audio". One that hears reads no text."""
+    texts = [] if hears(spec) else ["text"]
+    kinds: tuple[Modality, ...] = ("image", "audio")
+    return [*texts, *(kind for kind in kinds if spec.encoder(kind) is not None)]
 
 
 def abilities(spec: ModelSpec) -> str:

@@ -169,6 +169,8 @@ class ModelCard(Answer):
     """Of an adapter: the name of its model."""
     max_model_len: int | None
     permission: list[str]
+    input_modalities: list[str] | None
+    """What it reads: "text", "image", "audio"; null while that is unknown."""
 
 
 class AdapterUnloaded(Answer):

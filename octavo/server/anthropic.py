@@ -43,7 +43,7 @@ encode = msgspec.json.encode
 
 async def create_message(request: Request) -> Response:
     """Write the next message of a chat."""
-    limit = state_of(request).config.max_request_bytes
+    limit = state_of(request).max_chat_bytes
     body = await read_model(request, MessagesBody, limit)
     return await MessageAnswer.respond(request, await _to_chat(request, body))
 
@@ -51,7 +51,7 @@ async def create_message(request: Request) -> Response:
 async def count_tokens(request: Request) -> Response:
     """Return the number of tokens of a chat."""
     state = state_of(request)
-    given = await read_model(request, CountTokensBody, state.config.max_request_bytes)
+    given = await read_model(request, CountTokensBody, state.max_chat_bytes)
     context = context_of(request)
 
     await state.find_model(request, given.model)

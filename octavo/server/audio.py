@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import aclosing
+from contextlib import aclosing, nullcontext
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -20,18 +22,15 @@ from octavo.server.call import Call
 from octavo.server.generation import EventStream
 from octavo.server.load_report import add_load_report
 from octavo.server.middleware import context_of
+from octavo.server.pooling import Counts
 from octavo.server.state import state_of
+from octavo.server.stories import Story
 from octavo.server.upload import MAX_SOUND_BYTES, MemoryFile, check_origin, receive_form
 from octavo.speech.formats import MEDIA_TYPES, plain, write
-from octavo.speech.interface import Job, Question
+from octavo.speech.interface import WINDOWS_AT_ONCE, Job, Question, TranscriptionOptions
 from octavo.speech.segments import Transcript
 from octavo.speech.tokens import Task
-from octavo.speech.transcription import (
-    TIMED_FORMATS,
-    WINDOWS_AT_ONCE,
-    TranscriptionOptions,
-    run,
-)
+from octavo.speech.transcription import TIMED_FORMATS, run
 from octavo.system.offload import offload
 
 if TYPE_CHECKING:
@@ -58,6 +57,7 @@ async def _respond(request: Request, task: Task) -> Response:
     check_hears(engine.spec)
     sound = MemoryFile(request, MAX_SOUND_BYTES)
     _, fields = await receive_form(request, sound)
+    context_of(request).received = time.monotonic()
     body, unknown = read_fields(fields)
     if unknown and state.config.strict_fields:
         raise RequestError(
@@ -107,6 +107,7 @@ class TranscriptionCall(Call):
             body.has_times_of("word"),
         )
         self._transcription: Job | None = None
+        self._counts = Counts()
 
     async def whole(self, engine: AsyncLLM) -> Response:
         """Return the answer in the form that the request asks for."""
@@ -134,31 +135,10 @@ class TranscriptionCall(Call):
 
     async def texts(self, engine: AsyncLLM) -> AsyncGenerator[str, None]:
         """Yield the text of each part of the sound."""
-        with self.admit(1, "file"):
+        story = self.begin_story(self._counts, 1, time.monotonic())
+        with nullcontext() if story is None else story.at_work(), self.admit(1, "file"):
             model = await self.state.hearing.model(engine)
             samples = await self._read()
-            headers, number, usage = self.trace_headers(engine), 0, [0, 0]
-
-            async def generate(ask: Question) -> RequestOutput:
-                nonlocal number
-                number += 1
-                result: RequestOutput | None = None
-                stream = engine.serve(
-                    ask.prompt,
-                    ask.params,
-                    f"{self.id}-{self.state.next_id()}",
-                    self.options(number - 1, headers),
-                    add_special_tokens=False,
-                )
-                async with aclosing(stream) as outputs:
-                    async for output in outputs:
-                        result = output
-                assert result is not None
-                usage[0] += len(result.prompt_token_ids)
-                usage[1] += sum(len(output.token_ids) for output in result.outputs)
-                self.context.prompt_tokens, self.context.completion_tokens = usage
-                return result
-
             nbytes = samples.nbytes + _FEATURE_COPIES * WINDOWS_AT_ONCE * model.window_nbytes
             if self._options.words:
                 nbytes += WINDOWS_AT_ONCE * model.alignment_nbytes
@@ -168,9 +148,42 @@ class TranscriptionCall(Call):
                 self._transcription = transcription = await offload(
                     len(samples) // 500, model.start, samples, self._options
                 )
-                async with aclosing(run(transcription, generate)) as texts:
+                if story is not None:
+                    story.mark()
+                async with aclosing(run(transcription, self._asker(engine, story))) as texts:
                     async for text in texts:
                         yield text
+
+    def _asker(
+        self, engine: AsyncLLM, story: Story | None
+    ) -> Callable[[Question], Awaitable[RequestOutput]]:
+        """Return the function that asks the engine; `story` gets the stages of each request."""
+        headers, asked = self.trace_headers(engine), itertools.count()
+
+        async def generate(ask: Question) -> RequestOutput:
+            index, number = next(asked), self.state.next_id()
+            result: RequestOutput | None = None
+            stream = engine.serve(
+                ask.prompt,
+                ask.params,
+                f"{self.id}-{index}-{number}",
+                self.options(index, headers),
+                add_special_tokens=False,
+                stages=None if story is None else story.begin_prompt(number),
+            )
+            async with aclosing(stream) as outputs:
+                async for output in outputs:
+                    result = output
+            assert result is not None
+            counts = self._counts
+            counts.prompt_tokens += len(result.prompt_token_ids)
+            counts.cached_tokens += result.num_cached_tokens
+            counts.completion_tokens += sum(len(output.token_ids) for output in result.outputs)
+            self.context.prompt_tokens = counts.prompt_tokens
+            self.context.completion_tokens = counts.completion_tokens
+            return result
+
+        return generate
 
 
 def _event(data: dict[str, object]) -> bytes:

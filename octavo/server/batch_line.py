@@ -156,8 +156,8 @@ async def answer_line(state: ServerState, line: BatchLine, context: RequestConte
         "octavo": context,
     }
     try:
-        if len(data) > state.config.max_request_bytes:
-            raise BodyTooLargeError(state.config.max_request_bytes)
+        if len(data) > state.max_chat_bytes:
+            raise BodyTooLargeError(state.max_chat_bytes)
         context.body_bytes = len(data)
         body, _ = await offload(len(data) // 8, check_body, data, model, state.config.strict_fields)
         if getattr(body, "stream", False):

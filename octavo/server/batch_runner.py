@@ -499,7 +499,7 @@ class _Job:
                 runner.files.path(file.id),
                 batch.endpoint,
                 None if state.adapters.resolves else state.all_names,
-                state.config.max_request_bytes,
+                state.max_chat_bytes,
             )
         if checked.errors:
             await self._fail(checked.errors)
@@ -538,7 +538,7 @@ class _Job:
     async def _answer_lines(self, journal: Journal) -> None:
         runner, batch = self._runner, self._batch
         path = runner.files.path(batch.input_file_id)
-        lines = read_lines(path, runner.state.config.max_request_bytes)
+        lines = read_lines(path, runner.state.max_chat_bytes)
         tasks: set[asyncio.Task[None]] = set()
         try:
             while read := await asyncio.to_thread(_take, lines):
@@ -721,7 +721,7 @@ class _Job:
             "code": "batch_expired",
             "message": "This request could not be answered before the batch expired.",
         }
-        for number, line in read_lines(path, runner.state.config.max_request_bytes):
+        for number, line in read_lines(path, runner.state.max_chat_bytes):
             if number in journal.places or line is None:
                 continue
             record = {

@@ -48,13 +48,13 @@ if TYPE_CHECKING:
 
 async def create_chat_completion(request: Request) -> Response:
     """Write the next message of a chat."""
-    limit = state_of(request).config.max_request_bytes
+    limit = state_of(request).max_chat_bytes
     return await ChatCompletion.respond(request, await read_model(request, ChatBody, limit))
 
 
 async def create_batch_chat_completion(request: Request) -> Response:
     """Write the next message of several chats; the choices are in the order of the chats."""
-    limit = state_of(request).config.max_request_bytes
+    limit = state_of(request).max_chat_bytes
     return await ChatCompletion.respond(request, await read_model(request, BatchChatBody, limit))
 
 

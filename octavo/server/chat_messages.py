@@ -106,7 +106,7 @@ class ContentPart(Body):
     detail: str | None = None
     """Resolution of a picture; no effect."""
     uuid: str | None = None
-    """Name of the part's content; no effect."""
+    """Name of the part's content. A later request of the same client may leave the content out."""
 
 
 class FunctionCall(Body):

@@ -74,7 +74,7 @@ class BodyTooLargeError(RequestError):
     def __init__(self, limit: int) -> None:
         super().__init__(
             f"The request body is larger than {limit} bytes, the most this server accepts "
-            "(--max-request-bytes).",
+            "(--max-request-bytes; --max-media-request-bytes for chats with pictures or sounds).",
             None,
             "request_too_large",
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 
 from octavo import __version__
 from octavo.observability.metrics import CONTENT_TYPE
@@ -22,7 +23,8 @@ async def index(request: Request) -> Response:
             endpoints=[
                 f"{method} {route.path}"
                 for route in request.app.routes
-                for method in sorted(route.methods - {"HEAD"})
+                if isinstance(route, Route)
+                for method in sorted((route.methods or set()) - {"HEAD"})
             ],
         )
     )

@@ -59,13 +59,18 @@ class HttpState:
         for work in self._work:
             work.cancel()
 
+    @property
+    def max_chat_bytes(self) -> int:
+        """Maximum size of the body of a chat, which may hold pictures and sounds."""
+        return max(self.config.max_request_bytes, self.config.max_media_request_bytes)
+
     def check_bodies(self, size: int) -> None:
         """Reject a body that has grown to `size` bytes if the bodies in flight exceed the limit.
 
         Raises:
             QueueFullError: the limit is exceeded; the client may send the body again later.
         """
-        limit = max(_BODIES_NBYTES, self.config.max_request_bytes)
+        limit = max(_BODIES_NBYTES, self.max_chat_bytes)
         if size > _SMALL_BODY and self.body_bytes > limit:
             raise QueueFullError(
                 f"The requests being served already have {self.body_bytes} bytes of bodies, and "

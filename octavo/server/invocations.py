@@ -17,7 +17,7 @@ from octavo.server.state import state_of
 
 async def create_invocation(request: Request) -> Response:
     """Answer a body with `messages` as a chat, and a body with `prompt` as a completion."""
-    limit = state_of(request).config.max_request_bytes
+    limit = state_of(request).max_chat_bytes
     body: ChatBody | CompletionBody = await read_model(request, _kind, limit)
     if isinstance(body, ChatBody):
         return await ChatCompletion.respond(request, body)

@@ -8,6 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.server import answers
+from octavo.server.abilities import input_modalities
 from octavo.server.adapter_table import ServedAdapter
 from octavo.server.errors import RouteError
 from octavo.server.state import ServerState, state_of
@@ -71,4 +72,5 @@ def _model_card(state: ServerState, name: str) -> answers.ModelCard:
         # The memory decides it in the end, so it is not known while the model loads.
         "max_model_len": engine.max_model_len if engine is not None and engine.ready else None,
         "permission": [],
+        "input_modalities": None if engine is None else input_modalities(engine.spec),
     }

@@ -45,14 +45,14 @@ encode = msgspec.json.encode
 
 async def create_ollama_chat(request: Request) -> Response:
     """Write the next message of a chat."""
-    limit = state_of(request).config.max_request_bytes
+    limit = state_of(request).max_chat_bytes
     body = await read_model(request, OllamaChatBody, limit)
     return await _respond(request, OllamaChat, body, empty=not body.messages)
 
 
 async def create_ollama_generation(request: Request) -> Response:
     """Answer a prompt, or continue it."""
-    limit = state_of(request).config.max_request_bytes
+    limit = state_of(request).max_chat_bytes
     body = await read_model(request, OllamaGenerateBody, limit)
     return await _respond(request, OllamaGeneration, body, empty=not body.prompt)
 

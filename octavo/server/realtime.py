@@ -22,7 +22,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from octavo.errors import OctavoError, RequestError, UnsupportedError
+from octavo.errors import DeadlineError, OctavoError, RequestError, UnsupportedError
 from octavo.media.audio import Samples
 from octavo.server.abilities import check_hears
 from octavo.server.audio import TranscriptionCall
@@ -33,6 +33,7 @@ from octavo.server.middleware import RequestContext
 from octavo.server.realtime_schema import RATE, SessionSettings
 from octavo.server.state import ServerState, state_of
 from octavo.server.upload import check_origin
+from octavo.speech.interface import TranscriptionOptions
 from octavo.speech.resample import to_16_khz
 from octavo.speech.turns import TurnDetector
 from octavo.system.offload import offload
@@ -212,7 +213,8 @@ class _Session:
         wanted = settings.audio.input.transcription
         self._state.find_adapter(wanted.model)
         model = await self._state.hearing.model(self._engine)
-        model.tokens.language_code(wanted.language, "transcribe")
+        options = TranscriptionOptions(language=wanted.language, prompt=wanted.prompt)
+        model.start(np.empty(0, np.float32), options)  # raises the error of a wrong option
         changed = settings.turns != self._settings.turns
         self._settings = settings
         if changed:
@@ -338,11 +340,19 @@ class _Session:
 
         request = _as_request(self._websocket, context)
         call = TranscriptionCall(request, body, "transcribe", read)
-        async with asyncio.timeout_at(call.deadline):
-            async with aclosing(call.texts(self._engine)) as texts:
+        try:
+            async with (
+                asyncio.timeout_at(call.deadline),
+                aclosing(call.texts(self._engine)) as texts,
+            ):
                 async for text in texts:
                     if text:
                         yield {"delta": text}
+        except TimeoutError:
+            raise DeadlineError("The transcript was not complete at its deadline.") from None
+        finally:
+            if context.story is not None:
+                context.story.end_http(None, time.monotonic())
         transcript = call.transcript
         yield {
             "transcript": transcript.text,

@@ -39,7 +39,7 @@ _DEFAULTS = SamplingParams()
 
 async def render_chat(request: Request) -> Response:
     """Return the prompt of a chat and its token ids, without an answer to it."""
-    body = await read_model(request, ChatBody, state_of(request).config.max_request_bytes)
+    body = await read_model(request, ChatBody, state_of(request).max_chat_bytes)
     await _check(request, body)
     return await _respond(request, ChatCompletion(request, body), single=True)
 

@@ -141,14 +141,16 @@ def _parts(value: object, where: str, kind: str) -> list[Item]:
 
 
 def _picture(part: Mapping[str, Any], where: str) -> Item:
-    if part.get("file_id") is not None:
-        raise UnsupportedError(
-            f"{where}.file_id is not supported; send image_url, with a URL or with data:.",
-            f"{where}.file_id",
-        )
     detail = part.get("detail")
     if detail is not None and not isinstance(detail, str):
         raise RequestError(f"{where}.detail={show(detail)} is not a string.", f"{where}.detail")
+    if part.get("file_id") is not None:
+        if part.get("image_url") is not None:
+            raise RequestError(
+                f"{where} has both image_url and file_id; give one of them.", f"{where}.file_id"
+            )
+        name = _text(part, "file_id", where)
+        return {"type": "input_image", "detail": detail or "auto", "file_id": name}
     url = _text(part, "image_url", where)
     return {"type": "input_image", "detail": detail or "auto", "image_url": url}
 

@@ -33,6 +33,7 @@ from octavo.server.errors import (
 from octavo.server.generation import EventStream, Reading, stopped_by_guard
 from octavo.server.load_report import add_load_report
 from octavo.server.middleware import context_of
+from octavo.server.response_files import with_files
 from octavo.server.response_items import (
     MAX_REFERENCED,
     Item,
@@ -84,7 +85,7 @@ _MAX_DIGITS = 15
 async def create_response(request: Request) -> Response:
     """Make a response to text or items: whole, as events, or in the background."""
     state = state_of(request)
-    given = await read_model(request, ResponseBody, state.config.max_request_bytes)
+    given = await read_model(request, ResponseBody, state.max_chat_bytes)
     given.check()
     await state.find_model(request, given.model)
     if given.store or given.background:
@@ -165,7 +166,7 @@ async def respond_in_batch(request: Request, given: ResponseBody) -> Response:
 async def count_input_tokens(request: Request) -> Response:
     """Return the number of tokens of the input of a response."""
     state = state_of(request)
-    given = await read_model(request, InputTokensBody, state.config.max_request_bytes)
+    given = await read_model(request, InputTokensBody, state.max_chat_bytes)
     given.check()
     await state.find_model(request, given.model)
     engine = await state.get_engine()
@@ -384,7 +385,7 @@ async def _to_chat(
     Raises:
         RequestError: all items together are too large, or the fields do not fit together.
     """
-    limit = state_of(request).config.max_request_bytes
+    limit = state_of(request).max_chat_bytes
     refers = any(item["type"] == "item_reference" for item in given.input or ())
 
     def convert() -> ChatBody:
@@ -396,8 +397,9 @@ async def _to_chat(
                 "input",
                 "request_too_large",
             )
-        return given.to_chat(before + new)
+        return given.to_chat(items)
 
+    items = await with_files(request, before + new)
     return await offload(context_of(request).body_bytes // 8 + 20 * len(before), convert)
 
 

@@ -319,6 +319,13 @@ class ServerState(HttpState):
         """Names of the model and of its adapters."""
         return [*self.model_names, *self.adapters.names()]
 
+    @property
+    def max_chat_bytes(self) -> int:
+        """Maximum size of the body of a chat, which may hold pictures and sounds."""
+        if self.engine is not None and self.engine.chat_media is None:
+            return self.config.max_request_bytes
+        return super().max_chat_bytes
+
     def tenant(self, api_key: str | None) -> str | None:
         """Return the tenant of a request; None if the server has fewer than two keys."""
         return tenant_of(api_key) if len(self.api_keys) > 1 else None

@@ -23,7 +23,7 @@ from octavo.text.tokenizer import MAX_TOKENS, Tokenizer
 async def tokenize(request: Request) -> Response:
     """Return the token ids of a text or of a rendered chat, with those of its media."""
     state = state_of(request)
-    body = await read_model(request, TokenizeBody, state.config.max_request_bytes)
+    body = await read_model(request, TokenizeBody, state.max_chat_bytes)
     body.check()
     await state.find_model(request, body.model)
     engine = await state.get_engine()

@@ -183,6 +183,7 @@ def _card(
         "parent": None if adapter is None else adapter.parent,
         "max_model_len": None if planned is None else planned.max_model_len,
         "permission": [],
+        "input_modalities": None if planned is None else planned.input_modalities,
         "state": shown,
         "error": None if model.error is None else str(model.error),
         "status": status,  # as llama.cpp shows it

@@ -17,6 +17,7 @@ from octavo.errors import ConfigError, OctavoError
 from octavo.model_tools.opened import OpenedModel
 from octavo.plan.memory_plan import SPARE_NBYTES, MemoryPlan
 from octavo.platforms.registry import get_platform
+from octavo.server.abilities import input_modalities
 from octavo.server.description import describe_model
 from octavo.several_models.planning import PlannedModel, PlanRequest, PlanResult
 from octavo.several_models.shares import Needs
@@ -81,6 +82,7 @@ def plan(request: PlanRequest) -> PlannedModel:
             *(["transcribe"] if hears(spec) else []),
             *(pooler.task for pooler in spec.poolers),
         ],
+        input_modalities=input_modalities(spec),
         details=dict(described.details),
         nbytes=described.nbytes,
     )

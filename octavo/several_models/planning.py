@@ -46,6 +46,8 @@ class PlannedModel(msgspec.Struct, frozen=True):
     max_model_len: int
     abilities: list[str]
     """"generate", "transcribe", and tasks of poolers such as "embed" and "classify"."""
+    input_modalities: list[str]
+    """What it reads: "text", "image", "audio"."""
     details: dict[str, Any]
     """Ollama's `details`."""
     nbytes: int

@@ -4,22 +4,42 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterator
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias, TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
-
-from octavo.media.audio import SAMPLE_RATE
+from octavo.errors import RequestError
 from octavo.outputs import RequestOutput
 from octavo.sampling_params import SamplingParams
 from octavo.speech.segments import Decoded, Transcript
-from octavo.speech.windows import Window, part_unit, split, split_part
+from octavo.speech.tokens import Task
+from octavo.speech.windows import Samples, SplitSound, Window
 
-if TYPE_CHECKING:
-    from octavo.speech.transcription import TranscriptionOptions
-
-Samples = NDArray[np.float32]
 T = TypeVar("T")
+
+WINDOWS_AT_ONCE = 16
+"""Windows of a sound that are computed together, which bounds the memory of their features."""
+
+
+@dataclass(frozen=True)
+class TranscriptionOptions:
+    """Options of a transcription."""
+
+    task: Task = "transcribe"
+    language: str | None = None
+    """Code or English name of the language that is spoken; None: it is detected."""
+    prompt: str = ""
+    """Text before the sound, which shows names and style."""
+    temperature: float = 0.0
+    """0: temperatures rise while an answer is bad."""
+    timestamps: bool = False
+    """True for segments between timestamps."""
+    seed: int = 0
+    """Seed of answers at temperatures above 0."""
+    words: bool = False
+    """True for the times of words, which one more request for each window computes."""
+    condition_on_previous_text: bool = False
+    """True if each window continues the text of the windows before, as in OpenAI's Whisper. Then
+    the windows are computed one after the other."""
 
 
 class Question(Protocol):
@@ -42,61 +62,23 @@ class Job(ABC):
     """Transcription of a sound that is being made.
 
     Args:
-        samples: the sound, float32 [samples] at 16 kHz.
-        window_seconds: longest window.
-        parts: the rest of the sound, if it is read in parts: each a multiple of `part_unit`, except
-            for the last one. `proceed` takes the next one.
+        sound: the sound.
 
     Attributes:
-        windows: parts of the samples at hand in which somebody may be speaking.
+        sound: the sound.
         language: code of the language; "": none was given, and the model needs none. None until
             `detect` has found it.
     """
 
     language: str | None
 
-    def __init__(
-        self, samples: Samples, window_seconds: float, parts: Iterator[Samples] | None = None
-    ) -> None:
-        self._samples, self._window_seconds, self._parts = samples, window_seconds, parts
-        self._first = self._rest = 0
-        """Samples before `_samples`, and those of it that no later window needs."""
-        self.windows: list[Window] = []
-        if parts is None:
-            self.windows = split(samples, SAMPLE_RATE, window_seconds)
+    def __init__(self, sound: SplitSound) -> None:
+        self.sound = sound
 
     @property
-    def seconds(self) -> float:
-        """Seconds of the sound so far."""
-        return (self._first + len(self._samples)) / SAMPLE_RATE
-
-    def proceed(self) -> bool:
-        """Read the next part of the sound, which replaces `windows`; return False at the end.
-
-        The windows before must have their features.
-
-        Raises:
-            RequestError: the rest of the sound cannot be read.
-        """
-        if self._parts is None:
-            return False
-        first, seconds = self._first + self._rest, self._window_seconds
-        part = next(self._parts, None)
-        self._samples = self._samples[self._rest :]
-        if part is not None:
-            self._samples = np.concatenate([self._samples, part])
-        if part is None or len(self._samples) % part_unit(SAMPLE_RATE):
-            self._parts, self._rest = None, len(self._samples)
-            windows = split(self._samples, SAMPLE_RATE, seconds)
-        else:
-            windows, self._rest = split_part(self._samples, SAMPLE_RATE, seconds)
-        self._first = first
-        self.windows = [Window(first + window.begin, first + window.end) for window in windows]
-        return True
-
-    def cut(self, window: Window) -> Samples:
-        """Return the samples of a window."""
-        return self._samples[window.begin - self._first : window.end - self._first]
+    def windows(self) -> list[Window]:
+        """Parts of the sound in which somebody may be speaking."""
+        return self.sound.windows
 
     @property
     @abstractmethod
@@ -138,14 +120,25 @@ class SpeechToText(ABC):
         return 0
 
     @abstractmethod
-    def start(
-        self,
-        samples: Samples,
-        options: TranscriptionOptions,
-        parts: Iterator[Samples] | None = None,
-    ) -> Job:
-        """Return the transcription of a sound; `samples` and `parts` as in `Job`.
+    def start(self, samples: Samples | Iterator[Samples], options: TranscriptionOptions) -> Job:
+        """Return the transcription of a sound.
+
+        Args:
+            samples: float32 [samples] at 16 kHz, or parts of it; see `SplitSound`.
+            options: the options.
 
         Raises:
             RequestError: the model does not support an option.
         """
+
+
+def tokens_of(output: RequestOutput) -> list[int]:
+    """Return the tokens of an answer.
+
+    Raises:
+        RequestError: the request has failed.
+    """
+    answer = output.outputs[0]
+    if answer.finish_reason == "error":
+        raise RequestError(f"The sound cannot be transcribed: {answer.stop_reason}.")
+    return list(answer.token_ids)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,13 +14,8 @@ from octavo.checkpoints.base import Checkpoint
 from octavo.errors import ModelError, RequestError
 from octavo.media.log_mel import LogMel
 from octavo.models.spec import ModelSpec
-from octavo.speech.alignment import ROWS_PER_SECOND
-from octavo.speech.interface import Job, SpeechToText
 from octavo.speech.tokens import WhisperTokens
 from octavo.text.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from octavo.speech.transcription import TranscriptionOptions
 
 
 def hears(spec: ModelSpec) -> bool:
@@ -35,8 +30,8 @@ _DECODERS = ("VoxtralForConditionalGeneration",)
 
 
 @dataclass(frozen=True)
-class SpeechModel(SpeechToText):
-    """Whisper, or a model that is used in the same way."""
+class SpeechModel:
+    """Facts of Whisper, or of a model that is used in the same way."""
 
     features: LogMel
     tokens: WhisperTokens
@@ -54,27 +49,6 @@ class SpeechModel(SpeechToText):
     """Returns the text of tokens."""
     alignment_heads: tuple[tuple[int, int], ...] = ()
     """Layers and heads whose cross attention tells when a token is spoken."""
-
-    @property
-    def window_nbytes(self) -> int:
-        """Implement `SpeechToText`."""
-        return self.features.nbytes
-
-    def start(
-        self,
-        samples: NDArray[np.float32],
-        options: TranscriptionOptions,
-        parts: Iterator[NDArray[np.float32]] | None = None,
-    ) -> Job:
-        """Implement `SpeechToText`."""
-        from octavo.speech.transcription import Transcription  # it imports this module
-
-        return Transcription(self, samples, options, parts)
-
-    @property
-    def alignment_nbytes(self) -> int:
-        """Most bytes of the weights that align a window."""
-        return 4 * self.max_tokens * ROWS_PER_SECOND * self.features.chunk_length
 
     @classmethod
     def open(

@@ -7,6 +7,7 @@ from octavo.models.spec import ModelSpec
 from octavo.speech.interface import SpeechToText
 from octavo.speech.model import SpeechModel, hears
 from octavo.speech.texts import open_text_model
+from octavo.speech.whisper import Whisper
 from octavo.text.tokenizer import Tokenizer
 
 
@@ -25,7 +26,7 @@ def open_speech_model(
         RequestError: the model does not hear, or its tokenizer is not loaded.
         ModelError: a file of the model is missing or wrong.
     """
-    if not hears(spec) or tokenizer is None:
-        return SpeechModel.open(checkpoint, spec, tokenizer, max_tokens)  # raises the error
-    found = open_text_model(checkpoint, spec, tokenizer, max_tokens)
-    return found or SpeechModel.open(checkpoint, spec, tokenizer, max_tokens)
+    found = None
+    if hears(spec) and tokenizer is not None:
+        found = open_text_model(checkpoint, spec, tokenizer, max_tokens)
+    return found or Whisper(SpeechModel.open(checkpoint, spec, tokenizer, max_tokens))

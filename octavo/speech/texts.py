@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from octavo.checkpoints.base import Checkpoint
 from octavo.checkpoints.config_json import ConfigJson
@@ -19,14 +18,18 @@ from octavo.models.blocks.wave import MIN_SAMPLES
 from octavo.models.spec import ModelSpec
 from octavo.multimodal.processors.sounds import SoundProcessor, read_sound_processor
 from octavo.sampling_params import RequestOutputKind, SamplingParams
-from octavo.speech.interface import Job, SpeechToText, Steps
+from octavo.speech.interface import (
+    WINDOWS_AT_ONCE,
+    Job,
+    SpeechToText,
+    Steps,
+    TranscriptionOptions,
+    tokens_of,
+)
 from octavo.speech.languages import NAMES, find_language
 from octavo.speech.segments import TEMPERATURES, Decoded, Segment, Transcript
-from octavo.speech.transcription import WINDOWS_AT_ONCE, TranscriptionOptions, tokens_of
-from octavo.speech.windows import Window
+from octavo.speech.windows import Samples, SplitSound, Window
 from octavo.text.tokenizer import Tokenizer
-
-Samples = NDArray[np.float32]
 
 
 class TextModel(SpeechToText):
@@ -52,14 +55,9 @@ class TextModel(SpeechToText):
     def max_tokens(self, prompt: dict[str, Any], seconds: float) -> int:
         """Return the most tokens of the answer to a window of this length."""
 
-    def start(
-        self,
-        samples: Samples,
-        options: TranscriptionOptions,
-        parts: Iterator[Samples] | None = None,
-    ) -> Job:
+    def start(self, samples: Samples | Iterator[Samples], options: TranscriptionOptions) -> Job:
         """Implement `SpeechToText`."""
-        return _TextJob(self, samples, options, parts)
+        return _TextJob(self, SplitSound(samples, SAMPLE_RATE, self.seconds), options)
 
 
 @dataclass(frozen=True)
@@ -71,13 +69,8 @@ class _Question:
 class _TextJob(Job):
     """Transcription by a `TextModel`."""
 
-    def __init__(
-        self,
-        model: TextModel,
-        samples: Samples,
-        options: TranscriptionOptions,
-        parts: Iterator[Samples] | None,
-    ) -> None:
+    def __init__(self, model: TextModel, sound: SplitSound, options: TranscriptionOptions) -> None:
+        super().__init__(sound)
         if options.task != "transcribe":
             raise RequestError(
                 "This model cannot translate; send the sound to /v1/audio/transcriptions, or use a "
@@ -96,7 +89,6 @@ class _TextJob(Job):
                 raise UnsupportedError(
                     f"{name}={what} is not supported by this model; leave it out.", name
                 )
-        super().__init__(samples, model.seconds, parts)
         self._model, self._options = model, options
         language = options.language
         self.language = "" if language is None else find_language(language, NAMES)
@@ -110,7 +102,7 @@ class _TextJob(Job):
 
     def features(self, window: Window) -> Any:
         """Implement `Job`."""
-        return self._model.read(self.cut(window))
+        return self._model.read(self.sound.cut(window))
 
     def detect(self, features: Any) -> Steps[None]:
         """Implement `Job`; it is never needed."""
@@ -163,8 +155,8 @@ class _TextJob(Job):
 
     def transcript(self) -> Transcript:
         """Implement `Job`."""
-        text, language = "".join(self._texts), self.language or ""
-        return Transcript("transcribe", language, self.seconds, text, self._segments)
+        seconds, text = self.sound.seconds, "".join(self._texts)
+        return Transcript("transcribe", self.language or "", seconds, text, self._segments)
 
 
 class Moonshine(TextModel):

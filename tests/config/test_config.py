@@ -420,6 +420,7 @@ BAD_SERVER = {
     "request_memory_bytes": ["1", 0],
     "api_server_count": [0, 257],
     "max_request_bytes": [0, 1023, "1K!", "1B"],
+    "max_media_request_bytes": [0, 1023, "x"],
     "max_file_bytes": [0, 1.5, None],
     "max_connections_per_client": [-1, 1.5],
     "request_timeout": [-1, NAN, "5s"],

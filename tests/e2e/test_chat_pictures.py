@@ -6,6 +6,7 @@ import io
 import json
 import signal
 
+import httpx
 import psutil
 import pytest
 from PIL import Image
@@ -162,6 +163,26 @@ def test_every_api_gives_the_answer(server, folder, expected):
     assert output[0]["content"][0]["text"] == expected[1], response.text
 
 
+def test_a_picture_of_files(server, expected):
+    def upload(data):
+        form = {"files": {"file": ("a.png", data)}, "data": {"purpose": "vision"}}
+        return httpx.post(f"{server.url}/v1/files", **form).json()["id"]
+
+    names = [upload(png(pixels)) for pixels in (FIRST, SECOND)]
+    parts = [{"type": "input_image", "file_id": name} for name in names]
+    parts.insert(1, {"type": "input_text", "text": "and"})
+    parts.append({"type": "input_text", "text": "?"})
+    body = {"model": "m", "input": [{"role": "user", "content": parts}]}
+    counted = server.post("/v1/responses/input_tokens", body).json()
+    assert counted["input_tokens"] == len(expected[0])
+    body |= {"temperature": 0, "max_output_tokens": 8}
+    output = server.post("/v1/responses", body).json()["output"]
+    assert output[0]["content"][0]["text"] == expected[1]
+    parts[0]["file_id"] = "file-absent"
+    response = server.post("/v1/responses", body)
+    assert (response.status_code, response.json()["error"]["code"]) == (404, "file_not_found")
+
+
 def test_tokens_of_a_chat_with_pictures(server, expected):
     content = [part(FIRST), text("and"), part(SECOND), text("?")]
     chat = {"model": "m", "messages": [{"role": "user", "content": content}]}
@@ -180,6 +201,16 @@ def test_tokens_of_a_chat_with_pictures(server, expected):
     assert len(set(rendered["features"]["mm_hashes"]["image"])) == 2
     refused = server.post("/inference/v1/generate", rendered)
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "features")
+
+
+def test_a_body_with_a_large_picture(server):
+    """Bodies of chats may be larger than others; the picture itself is read within its limits."""
+    noise = {"type": "image_url", "image_url": {"url": "data:;base64," + "A" * (9 * 2**20)}}
+    chat = {"model": "m", "messages": [{"role": "user", "content": [noise]}]}
+    assert "is no picture" in server.post("/v1/chat/completions", chat).json()["error"]["message"]
+    assert server.post("/v1/completions", {"prompt": "a" * (9 * 2**20)}).status_code == 413
+    noise["image_url"]["url"] *= 4
+    assert server.post("/v1/chat/completions", chat).status_code == 413
 
 
 def chat_parts():

@@ -38,7 +38,7 @@ def test_a_form_is_read_as_it_was_written(name):
 
 
 def test_each_key_has_its_own_scope():
-    headers = [("content-type", "old"), ("x-request-id", "r1")]
+    headers = [("content-type", "old"), ("x-request-id", "r1"), ("origin", "http://checked")]
     fields = {"model": b"ear", "cache_salt": b"s", "request_id": b"r2"}
     job = read_sound_job(PATH, headers, fields, "a", DATA * 1000, "key")
     assert (job.method, job.model, job.weight) == ("POST", "ear", 3)

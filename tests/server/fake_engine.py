@@ -81,6 +81,9 @@ class FakeSpec(SimpleNamespace):
     def generates(self) -> bool:
         return not self.poolers
 
+    def encoder(self, modality):
+        return None
+
     def pooler(self, task):
         return next((pooler for pooler in self.poolers if pooler.task == task), None)
 

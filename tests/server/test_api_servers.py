@@ -10,7 +10,12 @@ import pytest
 
 from octavo.config import EngineConfig, ServerConfig
 from octavo.errors import ConfigError, OctavoError
-from octavo.server.api_servers import APIServerSetup, check_api_servers, serve_by_api_servers
+from octavo.server.api_servers import (
+    APIServerSetup,
+    _Processes,
+    check_api_servers,
+    serve_by_api_servers,
+)
 
 
 @pytest.mark.parametrize(
@@ -30,6 +35,16 @@ def test_what_only_one_would_know(name, value):
     check_api_servers(ServerConfig(**server), engine_config)
     with pytest.raises(ConfigError, match=f"^{name} .* with api_server_count=2"):
         check_api_servers(ServerConfig(**server, api_server_count=2), engine_config)
+
+
+def test_front_ends_divide_memory():
+    engine = EngineConfig.from_kwargs(mm_processor_cache_gb=1.0)
+    config = ServerConfig(request_memory_bytes=2**30)
+    setup = APIServerSetup(config, engine, "", "", "", "", 0, 0, 0.0)
+    processes = _Processes(setup, 4)
+    assert processes._setup.config.request_memory_bytes == 2**28
+    assert processes._setup.engine_config.model.mm_processor_cache_gb == 0.25
+    assert processes._engine_config is engine  # of the coordinator, which plans for all
 
 
 def test_there_is_no_room_for_processes(monkeypatch):

@@ -148,6 +148,7 @@ def test_models():
             "parent": None,
             "max_model_len": 256,
             "permission": [],
+            "input_modalities": ["text"],
         }
         for name in ("one", "org/two"):
             assert (await served.complete(model=name)).json()["model"] == name

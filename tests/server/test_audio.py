@@ -207,3 +207,16 @@ def test_limits_of_an_upload():
     )
     assert body.timestamp_granularities == ["segment", "segment"]
     assert unknown == []
+
+
+def test_explanations(server, post):
+    response = post(request_id="heard", response_format="verbose_json")
+    assert response.status_code == 200
+    found = server.get("/v1/requests").json()["data"]
+    (listed,) = [one for one in found if one["request_id"] == "heard"]
+    assert listed["path"] == PATH
+    told = server.get("/v1/requests/heard/explain").json()
+    causes = {part["cause"]: part["ms"] for part in told["causes"]}
+    assert {"receive", "render", "prefill", "decode"} <= causes.keys()
+    assert sum(causes.values()) == pytest.approx(told["wall_ms"], rel=0.01)
+    assert told["prompt_tokens"] > 0

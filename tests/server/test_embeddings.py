@@ -31,6 +31,9 @@ URL = "/v1/embeddings"
 ANSWER = TypeAdapter(answers.EmbeddingsAnswer)
 
 
+PICTURE = {"type": "image_url", "image_url": {"url": "data:;base64,AAAA"}}
+
+
 async def embed(served, value, **fields):
     """Return the vectors of an answer, float32 [texts, n]."""
     answer = await good(served, URL, input=value, **fields)
@@ -402,3 +405,21 @@ def test_a_priority_beyond_32_bits():
                 assert f"priority={priority}" in error["message"]
 
     serve(scenario)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (URL, {"messages": [{"role": "user", "content": [PICTURE]}]}),
+        (URL, {"input": [{"content": [PICTURE]}]}),
+        ("/v1/score", {"text_1": "a", "text_2": {"content": [PICTURE]}}),
+        ("/v1/rerank", {"query": "a", "documents": ["b", {"content": [PICTURE]}]}),
+    ],
+)
+def test_pictures_are_refused(path, body):
+    async def scenario(served):
+        error = await refused(served, path, **body)
+        assert error["param"] in body
+        assert re.search("send text only|not a text; give|is not a string", error["message"])
+
+    serve(scenario, EMBED, CLASSES, template=TEMPLATE)

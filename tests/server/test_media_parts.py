@@ -71,6 +71,15 @@ def test_responses():
     assert read(body) == (["see<>", "", "<>"], [URL, URL])
 
 
+def test_a_picture_of_responses_is_a_file_or_a_url():
+    picture = {"type": "input_image", "file_id": "file-a", "image_url": None}
+    (item,) = read_input([{"role": "user", "content": [picture]}])
+    assert item["content"] == [{"type": "input_image", "detail": "auto", "file_id": "file-a"}]
+    for wrong, match in (({"image_url": URL}, "both image_url and file_id"), ({"file_id": 5}, "5")):
+        with pytest.raises(RequestError, match=match):
+            read_input([{"role": "user", "content": [picture | wrong]}])
+
+
 def test_ollama():
     messages = [{"role": "user", "content": "see", "images": ["AAAA", URL]}]
     chat = validate(OllamaChatBody, {"model": "m", "messages": messages}).to_chat("m")

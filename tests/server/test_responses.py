@@ -818,9 +818,9 @@ def item(**fields):
             "is of type 'input_image', which is not supported here",
         ),
         (
-            item(role="user", content=[{"type": "input_image", "file_id": "x"}]),
+            item(role="user", content=[{"type": "input_image", "file_id": 5}]),
             "input[1].content[0].file_id",
-            "send image_url",
+            "is not a string",
         ),
         (
             item(role="user", content=[{"type": "input_image", "image_url": 5}]),

@@ -117,7 +117,8 @@ class Served:
                 raise OctavoError(f"{request.name} is unreadable.")
             needs = Needs(request.name, 10 * MIB, MIB, 5 * MIB)
             return PlannedModel(
-                needs, "cpu", 1, {"weights": 10 * MIB}, 64, abilities[request.name], {}, MIB
+                *(needs, "cpu", 1, {"weights": 10 * MIB}, 64),
+                *(abilities[request.name], ["text"], {}, MIB),
             )
 
         self._patch = pytest.MonkeyPatch()

@@ -8,8 +8,9 @@ from octavo.errors import ModelError
 from octavo.models.blocks.wave import MIN_SAMPLES
 from octavo.multimodal.processors.sounds import VoxtralProcessor
 from octavo.outputs import CompletionOutput, Logprob, RequestOutput
+from octavo.speech.interface import TranscriptionOptions
 from octavo.speech.texts import Moonshine, Voxtral
-from octavo.speech.transcription import TranscriptionOptions, run_all
+from octavo.speech.transcription import run_all
 
 NAMES = ("<s>", "[INST]", "[BEGIN_AUDIO]", "[AUDIO]", "[/INST]", "[TRANSCRIBE]")
 SETTINGS = {"feature_size": 8, "placeholder": "[AUDIO]", "embed_token": "[AUDIO]"}

@@ -9,9 +9,11 @@ import pytest
 from octavo.errors import RequestError
 from octavo.media.log_mel import LogMel
 from octavo.outputs import CompletionOutput, Logprob, RequestOutput
+from octavo.speech.interface import TranscriptionOptions
 from octavo.speech.model import SpeechModel
 from octavo.speech.tokens import WhisperTokens
-from octavo.speech.transcription import Transcription, TranscriptionOptions, run, run_all
+from octavo.speech.transcription import run, run_all
+from octavo.speech.whisper import Whisper
 
 END, START, PREVIOUS, SILENCE, BARE = 100, 101, 102, 103, 104
 ZERO = BARE + 1
@@ -23,7 +25,7 @@ FEATURES = LogMel(feature_size=4, chunk_length=6)
 
 
 def model(tokens=ENGLISH):
-    return SpeechModel(
+    facts = SpeechModel(
         FEATURES,
         tokens,
         40,
@@ -34,6 +36,7 @@ def model(tokens=ENGLISH):
         lambda ids: "".join(chr(32 + i) for i in ids),
         ((0, 1),),
     )
+    return Whisper(facts)
 
 
 def answer(ask, text, *, logprob=-0.1, silence=0.0, tokens=None, end=(END,), finish_reason="stop"):
@@ -64,7 +67,7 @@ def transcribe(script, seconds=5.0, tokens=ENGLISH, **options):
             asks.append(ask)
         return outputs
 
-    job = Transcription(model(tokens), samples, TranscriptionOptions(**options))
+    job = model(tokens).start(samples, TranscriptionOptions(**options))
     (transcript,) = run_all([job], generate)
 
     async def async_run():
@@ -74,7 +77,7 @@ def transcribe(script, seconds=5.0, tokens=ENGLISH, **options):
             await asyncio.sleep(0)
             return script(ask, next(count))
 
-        job = Transcription(model(tokens), samples, TranscriptionOptions(**options))
+        job = model(tokens).start(samples, TranscriptionOptions(**options))
         texts = [text async for text in run(job, ask_engine)]
         return texts, job.transcript()
 
@@ -217,6 +220,6 @@ def test_failures():
 
 
 def test_silence_asks_nothing():
-    job = Transcription(model(MANY), np.zeros(99_999, np.float32), TranscriptionOptions())
+    job = model(MANY).start(np.zeros(99_999, np.float32), TranscriptionOptions())
     (transcript,) = run_all([job], None)
     assert (transcript.text, transcript.segments) == ("", [])

@@ -2,8 +2,7 @@
 
 const SPACES = {svg: "http://www.w3.org/2000/svg", math: "http://www.w3.org/1998/Math/MathML"};
 /** Make an element: el("p.note", {onclick: f}, "text", child), el("svg:path", {d}).
- * Texts become text nodes; null is left out; lists of children may be nested.
- * An attribute is a text, a number, a boolean, or (on...) a function. */
+ * Null is left out; lists of children may be nested. */
 export function el(name, ...children) {
   const [tag, ...classes] = name.split("."), [local, space] = tag.split(":").reverse();
   const node = space ? document.createElementNS(SPACES[space], local) : document.createElement(local);
@@ -18,40 +17,38 @@ export function el(name, ...children) {
   return node;
 }
 export const byId = id => document.getElementById(id);
-/** Return the parts of an element: those with a `data-part` in index.html, by its name. */
+/** Return the elements in another that have a `data-part`, by its name. */
 export const parts = element => Object.fromEntries([...element.querySelectorAll("[data-part]")].map(part => [part.dataset.part, part]));
 const sentences = parts(byId("sentences").content);
-/** Return a sentence of index.html with the values of its braces; a name without one is its own. */
+/** Return a sentence of index.html with values in its braces; without one, its name. */
 export const sentence = (name, values) => (sentences[name]?.textContent ?? name).replace(/{(\w+)}/g, (_, key) => values[key]);
-/** Return a copy of a template, with texts in its parts: fromTemplate("call", {name: "f"}). */
+/** Return a copy of a template, with texts in its parts. */
 export function fromTemplate(id, texts = {}) {
   const node = byId(id).content.firstElementChild.cloneNode(true), found = parts(node);
   for (const [name, text] of Object.entries(texts)) found[name].textContent = text;
   return node;
 }
 export const scroll = (label, content) => el("div.scroll", {tabindex: 0, role: "group", "aria-label": label}, content);
-/** Return a table; `heads` are a list, or the name of a sentence. A cell is a text, an element, a number, or {number: text or elements}. */
+/** Return a table; `heads` are a list, or the name of a sentence. A cell may be {number: text or elements}. */
 export function table(heads, rows, label) {
   const names = typeof heads === "string" ? sentence(heads).split(", ") : heads;
   const cell = value => el(typeof value === "number" || value?.number !== undefined ? "td.number" : "td", value?.number ?? value);
   return el("table", {"aria-label": label}, el("thead", el("tr", names.map(name => el("th", {scope: "col"}, name)))),
     el("tbody", rows.map(cells => el("tr", cells.map(cell)))));
 }
-/** Return the direction of an arrow key: -1 or 1; undefined for other keys. */
 export const arrow = event => ({ArrowLeft: -1, ArrowRight: 1})[event.key];
 export const failure = text => el("p.error", text);
 export const whole = value => Math.round(value).toLocaleString("en");
 export const percent = share => `${(100 * share).toFixed(1)} %`;
 export const ms = value => `${value.toLocaleString("en", {maximumFractionDigits: value < 10 ? 2 : 1})} ms`;
 export const clock = seconds => new Date(seconds * 1000).toLocaleTimeString();
-/** Show a message for a few seconds; screen readers read it. */
 export function say(text) {
   const status = byId("status");
   status.textContent = text;
   clearTimeout(say.timer);
   say.timer = setTimeout(() => { status.textContent = ""; }, 6000);
 }
-/** Ask for the key; return false if the visitor cancels. One dialog serves all who wait. */
+/** Ask for the key; return false if the visitor cancels. */
 export function askKey(why) {
   askKey.open ??= new Promise(resolve => {
     const dialog = byId("ask"), input = byId("ask-key");
@@ -66,16 +63,16 @@ export function askKey(why) {
   });
   return askKey.open;
 }
-/** Send a request; `path` has no leading slash, so that it works at any path of a proxy.
- * `body` (an object) makes it a POST. Raises Error with the server's message and the HTTP status;
- * asks for the key if the server wants one. */
+/** Send a request, or POST a body: an object or a form. `path` has no leading slash, for proxies.
+ * Raises Error with the server's message and HTTP status; asks for the key if the server wants one. */
 async function request(path, {body, signal} = {}) {
+  const isForm = body instanceof FormData;
   for (;;) {
     const key = sessionStorage.getItem("key");
     const response = await fetch(path, {
       method: body ? "POST" : "GET",
-      headers: {...(body && {"Content-Type": "application/json"}), ...(key && {Authorization: `Bearer ${key}`})},
-      body: body && JSON.stringify(body), signal,
+      headers: {...(body && !isForm && {"Content-Type": "application/json"}), ...(key && {Authorization: `Bearer ${key}`})},
+      body: isForm ? body : body && JSON.stringify(body), signal,
     });
     if (response.ok) return response;
     const text = await response.text();
@@ -102,7 +99,6 @@ export async function* readEvents(response) {
 }
 export const json = async (path, options) => (await request(path, options)).json();
 export async function* events(path, options) { yield* readEvents(await request(path, options)); }
-/** Open a view, with a text for its `show`: open("explain", "chatcmpl-1"). */
 export function open(view, argument = "") {
   // With a slash: the browser would move the focus to an element of that id.
   location.hash = `/${view}${argument && `/${encodeURIComponent(argument)}`}`;

@@ -1,4 +1,4 @@
-// Benchmark view: results of `octavo bench`, drawn as in octavo/bench/plots.py, and compared.
+// Benchmark view: results of `octavo bench`, drawn and compared.
 import {byId, el, failure, parts, percent, say, scroll, table} from "./api.js";
 import {chart, short} from "./chart.js";
 
@@ -19,20 +19,18 @@ input.onchange = async () => {
   draw();
 };
 clear.onclick = () => { files = []; draw(); };
-
 function draw() {
   const pictures = PICTURES.flatMap(make => {
     try { return make(); } catch (error) { return failure(`A file cannot be drawn: ${error.message}`); }
   });
   shown.replaceChildren(el("div.cards", pictures), compare(!pictures.length || files.length > 1));
 }
-/** Return the pairs of name and number in a result; lists of numbers are left out. */
+/** Return the pairs of name and number in a result. */
 function figures(value, name = "") {
   if (typeof value === "number") return [[name, value]];
   const isOther = !value || typeof value !== "object" || (Array.isArray(value) && typeof value[0] !== "object");
   return isOther ? [] : Object.entries(value).flatMap(([key, inner]) => figures(inner, `${name} ${key}`.trim()));
 }
-
 function compare(open) {
   const found = files.map(([, result]) => new Map(figures({...result, picture: null}))), [first] = found;
   const difference = (value, base) => el("span.dim", ` ${value >= base ? "+" : "−"}${percent(Math.abs(value / base - 1))}`);
@@ -46,9 +44,7 @@ const unique = list => [...new Set(list)];
 const words = key => key.replaceAll("_", " ");
 const number = value => value ?? NaN;
 const sorted = values => values.filter(Number.isFinite).sort((a, b) => a - b);
-/** Return the seconds of a request from its first token to the last. */
 const decode = ({ttfts, e2els, itls}, i) => (e2els ? number(e2els[i]) - number(ttfts[i]) : itls[i].reduce((sum, gap) => sum + gap, 0));
-/** Return the milliseconds of each latency of the requests that succeeded, sorted. */
 function latencies(result) {
   const {ttfts, itls = [], errors = [], output_lens: lengths} = result, good = [...ttfts.keys()].filter(i => !errors[i]);
   const found = {
@@ -57,16 +53,13 @@ function latencies(result) {
   };
   return Object.fromEntries(Object.entries(found).map(([unit, list]) => [unit, sorted(list).map(value => 1000 * value)]));
 }
-/** Return the value at a share of sorted values, interpolated as numpy does. */
 function percentile(values, share) {
   const at = share * (values.length - 1), low = Math.floor(at);
   return values.length ? values[low] + (at - low) * ((values[low + 1] ?? 0) - values[low]) : NaN;
 }
-/** Return a series for each label of some rows; point(row) is its point. */
 function grouped(rows, point, more) {
   return [...Map.groupBy(rows, row => row.label)].map(([label, own], i) => ({label, colour: i % 7 + 1, points: own.map(point), ...more}));
 }
-
 function distributions() {
   const measured = having("ttfts", "output_lens").map(([label, result]) => ({label, found: latencies(result)}));
   return Object.entries(measured[0]?.found ?? {}).map(([unit, values]) => {
@@ -77,7 +70,6 @@ function distributions() {
     return chart(unit, {name: `${unit} (ms)`, log: at(1) > 30 * at(0.5)}, {name: "Share at or below (%)"}, series, {marks});
   });
 }
-
 function timelines() {
   return having("ttfts", "start_times").map(([name, result]) => {
     const start = result.start_times.slice(0, MOST_REQUESTS), planned = result.scheduled_times ?? start;
@@ -92,7 +84,6 @@ function timelines() {
     ], {height: Math.min(700, 110 + 5 * start.length)});
   });
 }
-
 function sweeps() {
   const runs = having("runs").flatMap(([file, result]) => result.runs.map(run => (
     {...run, label: files.length > 1 ? `${file}: ${run.label}` : run.label, rate: Number(run.request_rate ?? Infinity)})));
@@ -108,7 +99,6 @@ function sweeps() {
     return chart(name, {name: "Output throughput (tokens/s)", zero: true}, {name: `${name} (ms)`, log: true}, series);
   });
 }
-
 function trials() {
   return having("trials", "slo").flatMap(([name, {trials: all, slo, objective, ...ends}]) => Object.entries(slo).map(([limit, value]) => {
     const rows = all.map(trial => ({...trial, label: `${trial.budget} requests`})).sort((a, b) => a.budget - b.budget);
@@ -117,8 +107,6 @@ function trials() {
     return chart(name, {name: words(limit), log: true}, {name: words(objective)}, series, {marks: [[value, "limit"]]});
   }));
 }
-
-/** Draw the pictures that results hold; see octavo/bench/pictures.py. */
 function ready() {
   return having("picture").map(([name, {picture: {title, x, y, series, marks}}]) => chart(`${name}: ${title}`, x, y, series, {marks}));
 }

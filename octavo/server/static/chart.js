@@ -3,7 +3,6 @@ import {el, whole} from "./api.js";
 
 const WIDTH = 560, LEFT = 62, RIGHT = 12, TOP = 28, BOTTOM = 42;
 export const short = value => (Math.abs(value) >= 1000 ? whole(value) : String(Number(value.toPrecision(4))));
-/** Return an axis: {place, ticks} with a value's coordinate from `begin` to `end`, and round values. */
 function axis(values, {log}, begin, end) {
   const good = values.filter(value => Number.isFinite(value) && (!log || value > 0)), map = log ? Math.log10 : Number;
   let low = Math.min(...good), high = Math.max(...good);
@@ -17,7 +16,7 @@ function axis(values, {log}, begin, end) {
   return {place, ticks: ticks.filter(tick => tick >= low && tick <= high)};
 }
 /** Return a chart. The axes are {name, log, zero, down, names}; `marks` are vertical lines [x, text].
- * A series is {label, points, kind, colour (1 to 7), open}: points [x, y, text, end of the bar] as "line", "dots", "both" or "bars". */
+ * A series is {label, points, kind, colour (1 to 7), open}: points [x, y, text, end of a bar]. */
 export function chart(title, x, y, series, {marks = [], height = 300} = {}) {
   const bottom = height - BOTTOM, points = series.flatMap(one => one.points);
   const xs = points.flatMap(([at, , , end = at]) => [at, end]), ys = points.map(([, at]) => at);

@@ -2,13 +2,13 @@
 import {arrow, byId, el, events, failure, fromTemplate, json, open, parts, percent, say, sentence, table} from "./api.js";
 import * as store from "./conversations.js";
 import {copy, render} from "./markdown.js";
+import * as media from "./media.js";
 import {readSettings, showSettings} from "./settings.js";
-
 function callCard({name, arguments: given}) {
   try { given = JSON.stringify(JSON.parse(given), null, 2); } catch { /* not complete */ }
   return fromTemplate("call", {name, given});
 }
-/** Show tokens; the one under the pointer, or chosen with the arrow keys, shows its alternatives. */
+/** Return tokens that show their alternatives. */
 function tokenView(rows) {
   const visible = text => text.replaceAll("\n", "↵").replaceAll(" ", "␣") || "(empty)";
   const probable = ([token, logprob]) => `${visible(token)} ${percent(Math.exp(logprob))}`;
@@ -33,12 +33,11 @@ function tokenView(rows) {
     event.preventDefault();
   }}, spans));
 }
-/** Return a message as the API takes it. */
-function wire({role, content, reasoning, calls, call_id}) {
+function wire({role, content: text, images, reasoning, calls, call_id}) {
+  const content = images ? [...images.map(url => ({type: "image_url", image_url: {url}})), {type: "text", text}] : text;
   const tool_calls = calls?.map(({id, name, arguments: given}) => ({id, type: "function", function: {name, arguments: given}}));
   return {role, content, tool_calls, tool_call_id: call_id, reasoning_content: reasoning};
 }
-
 function merge(node, {delta = {}, logprobs, finish_reason}) {
   node.content += delta.content ?? "";
   const reasoning = delta.reasoning ?? delta.reasoning_content;
@@ -54,12 +53,10 @@ function merge(node, {delta = {}, logprobs, finish_reason}) {
   }
   if (finish_reason) node.finish = finish_reason;
 }
-
 function describe(usage, wait, time) {
   const {cached_tokens: count} = usage.prompt_tokens_details ?? {}, cached = count ? `, ${count} from the cache` : "";
   return sentence("usage", {...usage, cached, seconds: (time / 1000).toFixed(2), wait: Math.round(wait)});
 }
-
 const {side, fresh, list, exportOne, exportAll, choose, file, sideButton, picker, settingsButton, log, live, input, button, settings} = parts(byId("chat"));
 let chats = [], chat = store.create(), models = [];
 // From conversation to AbortController of its answer; from node to function that shows its changes.
@@ -80,7 +77,7 @@ file.onchange = () => attempt(async () => {
   if (added.length) showChat(added[0], true);
   say(`Imported conversations: ${added.length}.`);
 });
-picker.onchange = () => { chat.settings.model = picker.value; save(); };
+picker.onchange = () => { media.offer(models, chat.settings.model = picker.value); save(); };
 button.onclick = () => (runs.has(chat) ? stop() : send());
 input.onkeydown = event => {
   if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); send(); }
@@ -98,7 +95,6 @@ async function start() {
   chats = await attempt(store.load) ?? [];
   if (chats.length && !chat.nodes.length) showChat(chats[0]);
 }
-/** Ask for the models; at first the key may have been missing. */
 export async function show() {
   models = (await attempt(() => json("v1/models")))?.data ?? models;
   if (models.length) showModels();
@@ -108,8 +104,8 @@ function showModels() {
   if (!models.some(({id}) => id === chat.settings.model)) chat.settings.model = models[0].id;
   picker.replaceChildren(...models.map(({id, state}) => el("option", {value: id}, state && state !== "loaded" ? `${id} (${state})` : id)));
   picker.value = chat.settings.model;
+  media.offer(models, picker.value);
 }
-
 function showChat(next, focus) {
   chat = next;
   if (models.length) showModels();
@@ -121,7 +117,6 @@ function showChat(next, focus) {
   log.scrollTop = log.scrollHeight;
   if (focus) input.focus();
 }
-
 async function remove(other) {
   if (!confirm(`Delete “${other.title}”?`)) return;
   runs.get(other)?.abort();
@@ -129,13 +124,11 @@ async function remove(other) {
   chats = chats.filter(kept => kept !== other);
   showChat(chat === other ? chats[0] ?? store.create(chat.settings) : chat);
 }
-
 function draw() {
   shown.clear();
   log.replaceChildren(...store.path(chat).map(message));
   button.textContent = runs.has(chat) ? "Stop" : "Send";
 }
-
 function message(i) {
   const owner = chat, node = owner.nodes[i], others = store.branches(owner, node.parent), place = others.indexOf(i);
   const article = fromTemplate("message"), part = parts(article), {body, tokens, counted} = part, isAnswer = node.role === "assistant";
@@ -166,7 +159,7 @@ function message(i) {
     part.explain.hidden = !node.request;
     part.meta.textContent = node.meta;
     const isRunning = runs.has(owner) && owner.leaf === i;
-    part.extra.replaceChildren(...(node.calls ?? []).map(callCard), node.error ? failure(node.error) : "",
+    part.extra.replaceChildren(...media.images(node.images), ...(node.calls ?? []).map(callCard), node.error ? failure(node.error) : "",
       node.calls && !isRunning && owner.leaf === i ? resultForm(i) : "");
     article.ariaBusy = String(isRunning);
   };
@@ -174,23 +167,21 @@ function message(i) {
   update();
   return article;
 }
-
 function resultForm(i) {
-  const {calls} = chat.nodes[i], area = label => el("textarea", {rows: 2, class: "mono", "aria-label": label, placeholder: label});
-  const areas = calls.map(({name}) => area(`Result of ${name}`));
+  const {calls} = chat.nodes[i], labels = calls.map(({name}) => `Result of ${name}`);
+  const areas = labels.map(label => el("textarea", {rows: 2, class: "mono", "aria-label": label, placeholder: label}));
   return el("div.results", areas, el("button.primary", {onclick: () => {
     let last = i;
     calls.forEach(({id}, k) => { last = store.add(chat, last, {role: "tool", call_id: id, content: areas[k].value}); });
     answer(last);
   }}, "Send results"));
 }
-/** Let the visitor change a message, as a new branch. */
 function edit(i, body, foot) {
-  const owner = chat, {content, parent, role, call_id} = owner.nodes[i], isAnswer = role === "assistant";
+  const owner = chat, {content, parent, role, call_id, images} = owner.nodes[i], isAnswer = role === "assistant";
   const form = fromTemplate("edit", {area: content, keep: isAnswer ? "Save" : "Send"}), {area, cancel, keep} = parts(form);
   cancel.onclick = draw;
   keep.onclick = () => {
-    store.add(owner, parent, {role, content: area.value, ...(call_id && {call_id})});
+    store.add(owner, parent, {role, content: area.value, ...(call_id && {call_id}), ...(images && {images})});
     if (!isAnswer) return answer(owner.leaf);
     save();
     draw();
@@ -200,23 +191,23 @@ function edit(i, body, foot) {
   foot.hidden = true;
   area.focus();
 }
-/** Return the request's fields of a conversation's settings; undefined, and a message, if one is wrong. */
+/** Return the request's fields that settings stand for; undefined if one is wrong. */
 function fieldsOf(owner) { try { return readSettings(owner.settings); } catch (error) { say(error.message); } }
 function send() {
   const content = input.value;
-  if (!content.trim() || runs.has(chat) || !fieldsOf(chat)) return;
+  if (runs.has(chat) || !fieldsOf(chat)) return;
+  const images = media.take();
+  if (!content.trim() && !images.length) return;
   input.value = "";
   if (!chats.includes(chat)) chats.unshift(chat);
-  answer(store.add(chat, chat.leaf, {role: "user", content}));
+  answer(store.add(chat, chat.leaf, {role: "user", content, ...(images.length && {images})}));
 }
 function stop() { runs.get(chat).abort(); input.focus(); }
-/** Do work that changes the log; stay at its end. */
 function following(work) {
   const atEnd = log.scrollHeight - log.scrollTop - log.clientHeight < 80;
   work();
   if (atEnd) log.scrollTop = log.scrollHeight;
 }
-/** Generate the answer, or the n answers, to a node. */
 async function answer(parent) {
   const owner = chat, nodes = new Map(), abort = new AbortController(), begin = performance.now();
   if (runs.has(owner)) return;

@@ -1,6 +1,5 @@
-// Conversations: trees of messages, kept in the browser, moved as JSON.
-// A conversation is {id, title, updated, settings, nodes, leaf}. A node is a message with the index
-// of its `parent` (-1: none), which precedes it; `leaf` is the index of the last shown node.
+// Conversations: trees of messages, kept in the browser, moved as JSON. A node is a message with the
+// index of its `parent` (-1: none), which precedes it; `leaf` is the last shown node.
 import {el, sentence} from "./api.js";
 
 const FORMAT = "octavo-conversations", MAX_CONVERSATIONS = 200, MAX_CHARS = 8_000_000;
@@ -16,13 +15,11 @@ export function add(chat, parent, message) {
   if (message.role === "user" && parent < 0) chat.title = message.content.trim().slice(0, 60) || "New chat";
   return chat.leaf;
 }
-/** Return the indices of the messages up to a node. */
 export function path(chat, leaf = chat.leaf) {
   const found = [];
   for (let i = leaf; i >= 0; i = chat.nodes[i].parent) found.unshift(i);
   return found;
 }
-/** Return the indices of the messages after a node (-1: of the first ones). */
 export const branches = (chat, parent) => [...chat.nodes.keys()].filter(i => chat.nodes[i].parent === parent);
 /** Show a node, with the newest messages after it. */
 export function select(chat, node) {
@@ -40,7 +37,6 @@ async function store(mode, work) {
   database ??= finished(opening);
   return finished(work((await database).transaction("conversations", mode).objectStore("conversations")));
 }
-/** Return the kept conversations, the newest first; delete those beyond the limit. */
 export async function load() {
   const all = (await store("readonly", kept => kept.getAll())).sort((a, b) => b.updated - a.updated);
   for (const old of all.slice(MAX_CONVERSATIONS)) await remove(old);
@@ -62,7 +58,7 @@ const isText = value => typeof value === "string";
 const isIndex = (value, end) => Number.isInteger(value) && value >= -1 && value < end;
 const isRow = ([token, logprob]) => isText(token) && Number.isFinite(logprob);
 const texts = (names, from = {}) => Object.fromEntries(names.filter(name => isText(from[name])).map(name => [name, from[name]]));
-/** Return the conversations of a file's text: known fields of the right type. Raises Error, which names what is wrong. */
+/** Return the conversations of a file's text: known fields of the right type. */
 export function importText(text) {
   let where = "it is not JSON";
   const check = (good, what) => { if (!good) throw new Error(where = what); };
@@ -73,12 +69,13 @@ export function importText(text) {
       const chat = create(), here = `conversation ${number + 1}`, {nodes, leaf, title, settings = {}} = given;
       where = here;
       nodes.forEach((node, i) => {
-        const {role, parent, calls, logprobs} = node, message = {role, ...texts(TEXTS, node)}, place = `message ${i + 1} of ${here}`;
+        const {role, parent, calls, logprobs, images} = node, message = {role, ...texts(TEXTS, node)}, place = `message ${i + 1} of ${here}`;
         check(["user", "assistant", "tool"].includes(role) && isText(message.content), place);
         check(isIndex(parent, i), `the parent of ${place}`);
+        check(!images || images.every(isText), `pictures of ${here}`);
         check(!calls || calls.every(call => CALL.every(name => isText(call[name]))), `calls of ${here}`);
         check(!logprobs || logprobs.every(row => isRow(row) && row[2].every(isRow)), `logprobs of ${here}`);
-        add(chat, parent, {...message, ...(calls && {calls: calls.map(call => texts(CALL, call))}), ...(logprobs && {logprobs})});
+        add(chat, parent, {...message, ...(calls && {calls: calls.map(call => texts(CALL, call))}), ...(logprobs && {logprobs}), ...(images && {images})});
       });
       check(isIndex(leaf, nodes.length), `leaf of ${here}`);
       const {sampling = {}} = settings, taken = {...texts(Object.keys(SETTINGS), settings), sampling: texts(Object.keys(sampling), sampling)};

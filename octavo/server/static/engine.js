@@ -1,4 +1,4 @@
-// Engine view: KV blocks, steps and requests, live from /v1/engine/view or from a recording.
+// Engine view: KV blocks, steps and requests, live or from a recording.
 import {arrow, byId, clock, el, events, fromTemplate, ms, parts, percent, readEvents, sentence, table, whole} from "./api.js";
 import {flags, History, isPrompt, split} from "./engine_history.js";
 
@@ -17,7 +17,6 @@ function key(name, text = name) {
   mark.style.background = colour(name);
   return el("span.key-item", mark, `${text} `);
 }
-/** Clear a canvas; return a function that fills a rectangle of it with a colour. */
 function prepare(canvas, height) {
   const scale = devicePixelRatio || 1, style = getComputedStyle(document.documentElement), tones = new Map();
   const context = canvas.getContext("2d");
@@ -30,7 +29,6 @@ function prepare(canvas, height) {
     context.fillRect(x, y, w, h);
   };
 }
-
 const history = new History(), panels = new Map(), element = byId("engine");
 const {layout, health, time, hold, back, slider, on, when, file, server, status, alive, deaths, engines, detail, requests, more} = parts(element);
 let held = null, stream = null, fromFile = false, drawing = false, spoken = 0, width = 0;
@@ -46,13 +44,11 @@ time.onkeydown = event => {
 file.onchange = open;
 server.onclick = watch;
 addEventListener("resize", draw);
-
 export function show() { if (!fromFile) watch(); draw(); }
 export function hide() { if (held === null) stop(); }
 const last = () => history.first + history.steps.length - 1;
 function holdAt(number) { held = Math.max(history.first, Math.min(last(), number)); draw(); }
 function move(by) { holdAt((held ?? last()) + by); }
-
 async function open() {
   const chosen = file.files[0];
   if (!chosen) return;
@@ -67,7 +63,6 @@ async function open() {
   holdAt(history.first);
 }
 function stop() { stream?.abort(); stream = null; draw(); }
-/** Follow the server until `stop`; connect again when the stream ends. */
 async function watch() {
   if (stream) return;
   [held, fromFile] = [null, false];
@@ -88,12 +83,10 @@ async function watch() {
     await new Promise(done => setTimeout(done, RETRY_MS));
   }
 }
-
 function draw() {
   if (!drawing) requestAnimationFrame(() => { drawing = false; if (!element.hidden) render(); });
   drawing = true;
 }
-
 function render() {
   const shown = held ?? last(), step = history.step(shown), {frames} = history;
   Object.assign(hold, {textContent: held === null ? "Hold" : "Live", disabled: fromFile, ariaPressed: String(held !== null)});
@@ -118,7 +111,6 @@ function describe({models, pipeline_parallel: stages = 1, tensor_parallel: worke
   return !models ? "" : [sentence("layout", {...hello, models: models.join(", "), stages, workers, count}),
     fronts > 1 && sentence("fronts", {fronts}), hello.all_requests === false && sentence("others")].filter(Boolean).join("; ");
 }
-/** Return the figures of an engine: the state, and the rates of the last seconds. */
 function figures(engine, index) {
   const {frames, steps, first} = history, frame = frames[index], now = frame?.stats[engine];
   if (!now) return [];
@@ -136,7 +128,6 @@ function figures(engine, index) {
     "balance of experts": now.expert_balance && Math.min(...now.expert_balance).toFixed(2), snapshots: now.snapshots && count("snapshots"),
   }).filter(([, value]) => value);
 }
-
 function makePanel(engine) {
   const root = fromTemplate("engine-panel"), panel = {root, ...parts(root)};
   panel.batch.onclick = ({offsetX}) => holdAt(panel.bars[Math.floor(offsetX / BAR)] ?? last());
@@ -150,7 +141,6 @@ function makePanel(engine) {
   engines.append(root);
   return panel;
 }
-
 function renderEngine(engine, shown, index) {
   if (!panels.has(engine)) panels.set(engine, makePanel(engine));
   const panel = panels.get(engine), frame = history.frames[index], map = frame?.maps[engine], experts = frame?.experts[engine];
@@ -164,7 +154,6 @@ function renderEngine(engine, shown, index) {
     if (!box.hidden) draw(panel, content);
   }
 }
-
 function drawSteps(panel, engine, shown) {
   const count = Math.floor(width / BAR), bars = panel.bars = [], budget = history.hello.max_num_batched_tokens ?? 0;
   let number = held === null ? shown : Math.min(last(), shown + (count >> 2));
@@ -194,7 +183,7 @@ function drawSteps(panel, engine, shown) {
   panel.longest.textContent = `up to ${ms(longest)}`;
 }
 const label = owner => history.owners[owner] ?? "?", colourOf = owner => colour(label(owner));
-/** Draw squares in rows; paint(cell, fill) fills rectangles (colour, x, y, width, height, alpha) of one. */
+/** Draw squares in rows; paint(cell, fill) fills rectangles of one. */
 function drawSquares(canvas, cells, size, columns, paint, chosen) {
   const fill = prepare(canvas, Math.ceil(cells.length / columns) * size), marked = Number(chosen?.value);
   cells.forEach((cell, i) => {
@@ -204,7 +193,6 @@ function drawSquares(canvas, cells, size, columns, paint, chosen) {
   });
   Object.assign(canvas, {size, columns});
 }
-/** Tell about the chosen square; nameOf(flags) names the sentence. */
 function tellOf(cells, perCell, chosen, text, nameOf) {
   chosen.max = cells.length - 1;
   const place = Number(chosen.value), found = flags(cells[place]), first = 1 + place * perCell;
@@ -242,7 +230,6 @@ function drawStates(panel, states) {
   const {[STATE]: live, [SNAPSHOT]: kept} = counts;
   panel.states.ariaLabel = sentence("stateMap", {count: states.length, live, kept});
 }
-/** Draw the load of each expert since the sample before, relative to the mean of its layer. */
 function drawExperts(panel, {layers, before = []}) {
   const past = new Map(before), [[, {length}]] = layers, size = Math.max(3, Math.min(SLOT, Math.floor(width / length)));
   const loads = layers.flatMap(([layer, counts]) => {
@@ -253,7 +240,6 @@ function drawExperts(panel, {layers, before = []}) {
   const most = Math.max(...loads), at = loads.indexOf(most), [layer] = layers[Math.floor(at / length)];
   panel.hottest.textContent = sentence("hottest", {expert: at % length, layer, load: most.toFixed(1)});
 }
-
 function renderStep(step) {
   if (!step) return detail.replaceChildren(el("p.dim", sentence("noSteps")));
   const times = TIMES.map(([name]) => `${name} ${ms(step[name] ?? 0)}`).join(", ");
@@ -264,7 +250,6 @@ function renderStep(step) {
     `#${part[0]}: ${part[1]}${isPrompt(part) ? " prompt" : ""}${part[2] ? ` (${part[2]} drafts)` : ""}`));
   detail.replaceChildren(...lines.map(line => el("p", line)), el("p", sentence("byRequest"), parts));
 }
-
 function renderRequests(frame) {
   const {rows = [], others = [], more: hidden = 0} = frame?.requests ?? {}, own = new Set(rows.map(row => row[0]));
   const known = rows.map(([name, engine, state, id, prompt, computed, output, cached, arrived]) => {
@@ -277,7 +262,7 @@ function renderRequests(frame) {
   requests.replaceChildren(all.length ? table("requestColumns", all) : "");
   more.textContent = hidden ? `and ${whole(hidden)} more` : all.length ? "" : sentence("idle");
 }
-/** Tell screen readers the step if the time is held; else the state, not too often. */
+/** Tell screen readers the held step, or the state. */
 function speak(found) {
   detail.ariaLive = held === null ? "off" : "polite";
   if (held !== null || performance.now() - spoken < 10000) return;

@@ -46,7 +46,6 @@ export class History {
     this.bytes += size;
     this.drop();
   }
-  /** Drop what is too old or too much. */
   drop() {
     const {frames, steps} = this, oldest = frames.at(-1).time - MAX_SECONDS;
     while (frames.length > 1 && (this.bytes > MAX_BYTES || frames[0].time < oldest)) this.bytes -= frames.shift().size;
@@ -55,13 +54,12 @@ export class History {
   }
 
   step(number) { return this.steps[number - this.first]; }
-  /** Return the frame that shows a step first; -1: no frame was recorded then. */
+  /** Return the frame that shows a step first, or -1. */
   frameOf(number) {
     if (!this.frames.length || number < this.frames[0].begin) return -1;
     return this.frames.findIndex(frame => frame.end > number);
   }
 }
-/** Return the steps of an event, with absolute times and all parts. */
 function stepsOf({steps = [], time}) {
   const last = {};
   return steps.map(step => {
@@ -69,7 +67,6 @@ function stepsOf({steps = [], time}) {
     return {...step, parts, time: time + step.at / 1000};
   });
 }
-/** Return a map with changes, as a copy; a whole map replaces it. */
 function changed(map, {num_cells, num_states, blocks_per_cell: perCell, runs, states = []}) {
   return {cells: filled(map?.cells, num_cells, runs), states: filled(map?.states, num_states, states), perCell};
 }
@@ -79,7 +76,6 @@ function filled(old = new Float64Array(0), size, runs) {
   return cells;
 }
 export const isPrompt = ([, tokens, drafts = 0, first = 0]) => Boolean(first) || tokens !== 1 + drafts;
-
 export function split({parts}) {
   const found = {prompt: 0, answer: 0, drafts: 0};
   for (const part of parts) {
@@ -90,8 +86,7 @@ export function split({parts}) {
   }
   return found;
 }
-
-/** Return the parts of a cell; `known` of a recurrent state is the kind of its content. */
+/** Return the parts of a cell; of a state, `known` is the kind. */
 export const flags = cell => {
   const low = cell % OWNER;
   return {age: low & 7, known: low >> 3 & 7, used: low >> 6 & 7, refs: low >> 9 & 7, owner: Math.floor(cell / OWNER)};

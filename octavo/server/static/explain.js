@@ -1,4 +1,4 @@
-// Explain view: recent requests of the key, and the time line of one.
+// Explain view: recent requests, and the time line of one.
 import {byId, clock, el, failure, json, ms, open, parts, percent, sentence, table} from "./api.js";
 
 function cacheLines({text, difference}) {
@@ -18,7 +18,6 @@ export function show(id) {
   if (id) tell(id).catch(error => { if (input.value === id) state.replaceChildren(el("span.error", error.message)); });
 }
 
-/** Show the recent requests; an older answer does not replace a newer one. */
 async function refresh() {
   const asked = newest = json("v1/requests");
   let shown;
@@ -30,7 +29,6 @@ async function refresh() {
   } catch (error) { shown = failure(error.message); }
   if (asked === newest) list.replaceChildren(shown);
 }
-/** Tell of a request. Each part of the time line is also a row of the table. */
 async function tell(id) {
   input.value = id;
   const found = await json(`v1/requests/${encodeURIComponent(id)}/explain`), {wall_ms: wall, first_token_ms: first, timeline} = found;

@@ -1,4 +1,4 @@
-// Formulas of TeX's common subset, as MathML.
+// Formulas of TeX's common subset, as MathML; others as source text.
 import {byId, el, parts} from "./api.js";
 
 const MAX_LENGTH = 4000, MAX_DEPTH = 24;
@@ -9,11 +9,9 @@ const [letters, operators, large, accents, spaces, board] = Object.values(parts(
 const m = (name, ...children) => el(`math:${name}`, children);
 const sign = (text, stretchy = false) => el("math:mo", {stretchy: String(stretchy)}, text);
 const fail = () => { throw new Error("not of the subset"); };
-/** Return a formula as MathML; as source text if a part of it is unknown. */
 export function formula(source, display) {
   try { return parse(source, display); } catch { return el("code", source); }
 }
-
 function parse(source, display) {
   if (source.length > MAX_LENGTH) fail();
   const tokens = source.trim().match(/\\[a-zA-Z]+|\\.|\d+(?:\.\d+)?|\s+|[^]/gu) ?? [];
@@ -24,7 +22,7 @@ function parse(source, display) {
     return token;
   };
   const expect = token => next() === token || fail();
-  /** Return a row of atoms with their scripts, up to a token that ends it. */
+  /** Return atoms with scripts up to a token. */
   function row(...ends) {
     if (++depth > MAX_DEPTH) fail();
     const parts = [];
@@ -32,7 +30,6 @@ function parse(source, display) {
     depth--;
     return m("mrow", parts);
   }
-
   function scripts(base) {
     let below, above;
     for (;;) {
@@ -45,7 +42,6 @@ function parse(source, display) {
     if (below && above) return m(both, base, below, above);
     return below ? m(sub, base, below) : above ? m(sup, base, above) : base;
   }
-
   function argument() {
     if (/^\d./.test(tokens[at] ?? "")) tokens.splice(at, 1, ...tokens[at]);  // as in \frac12
     return tokens[at] === "{" ? group("{", "}") : atom();
@@ -56,7 +52,6 @@ function parse(source, display) {
     expect(close);
     return inner;
   }
-  /** Return the text of a group without formulas. */
   function text() {
     let words = "";
     if (tokens[at] !== "{") fail();
@@ -64,7 +59,6 @@ function parse(source, display) {
     next();
     return words.replaceAll("\\", "");
   }
-
   function atom() {
     if (tokens[at] === "{") return argument();
     const token = next();
@@ -73,7 +67,6 @@ function parse(source, display) {
     if (/^\p{L}$/u.test(token)) return m("mi", token);
     return /[\^_&]/.test(token) ? fail() : sign({"-": "−", "*": "∗", "~": " "}[token] ?? token);
   }
-
   function command(name) {
     if (letters.has(name)) return m("mi", letters.get(name));
     if (operators.has(name)) return sign(operators.get(name));
@@ -89,7 +82,6 @@ function parse(source, display) {
     if (name === "left") return m("mrow", fence(), row("\\right"), expect("\\right") && fence());
     return fail();
   }
-  /** Return a bracket that is as high as its content. */
   function fence() {
     const token = next();
     return sign(token === "." ? "" : token[0] === "\\" ? operators.get(token.slice(1)) ?? fail() : token, true);

@@ -1,4 +1,4 @@
-// Tabs. A view is a module, loaded when first opened; it may export show(argument) and hide().
+// Tabs. A view is a module; it may export show(argument) and hide().
 import {arrow, askKey, byId, failure, open, say, sentence} from "./api.js";
 
 const VIEWS = ["chat", "engine", "explain", "bench"];

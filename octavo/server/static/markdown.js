@@ -1,5 +1,5 @@
-// Markdown, rendered as elements. The text is never parsed as HTML: tags are shown as text, images
-// as links, and links lead to the web or to mail only. The time is linear in the text's length.
+// Markdown as elements. Tags are shown as text, images as links, and links lead to the web or to
+// mail only. The time is linear in the text's length.
 import {el, say, scroll} from "./api.js";
 import {formula} from "./formula.js";
 
@@ -12,7 +12,7 @@ const QUOTE = /^ {0,3}>/;
 const FORMULA = /^ {0,3}(\$\$|\\\[)/;
 const SPECIAL = /[\\`*_~[!$\n]|https?:\/\//g;
 const WORD = /[\p{L}\p{N}]/u;
-/** Show a Markdown text in an element. Unchanged blocks stay. */
+/** Show a text in an element. Unchanged blocks stay. */
 export function render(element, text) {
   const blocks = split(text.split(/\r\n|\n|\r/), 0), shown = [...element.children];
   blocks.forEach(([source, make], i) => {
@@ -34,7 +34,7 @@ function split(lines, depth) {
   return blocks;
 }
 const build = (lines, depth) => split(lines, depth).map(([, make]) => make());
-/** Return the end of the block that begins at a line, and the function that makes it. */
+/** Return the end of the block at a line, and the function that makes it. */
 function blockAt(lines, i, depth) {
   const line = lines[i], paragraph = (...content) => el("p", content);
   const until = test => {
@@ -71,7 +71,6 @@ function blockAt(lines, i, depth) {
   end = until(other => ends.some(start => start.test(other)));
   return [end, () => paragraph(inline(lines.slice(i, end).map(other => other.trimStart()).join("\n"), depth))];
 }
-
 function codeBlock(code, language) {
   const button = el("button.quiet", {onclick: () => copy(code)}, "Copy");
   return el("div.code", el("div.row", el("span.dim", language || "code"), el("span.space"), button),
@@ -88,14 +87,13 @@ export async function copy(text) {
   }
   say("Copied.");
 }
-/** Return the line after a displayed formula; undefined if it is not closed or text follows. */
+/** Return the line after a displayed formula; undefined if it is none. */
 function formulaEnd(lines, start, closing) {
   for (let i = start; i < Math.min(lines.length, start + MAX_FORMULA_LINES); i++) {
     const text = lines[i].trim().slice(i === start ? 2 : 0), at = text.indexOf(closing);
     if (at >= 0) return at === text.length - 2 ? i + 1 : undefined;
   }
 }
-/** Return the line after a list. */
 function listEnd(lines, start) {
   const [, {length: outer}, mark] = ITEM.exec(lines[start]);
   let end = start + 1;
@@ -109,7 +107,6 @@ function listEnd(lines, start) {
   }
   return end;
 }
-
 function list(lines, depth) {
   const [, {length: outer}, mark] = ITEM.exec(lines[0]), items = [], start = parseInt(mark, 10);
   for (const line of lines) {
@@ -123,7 +120,6 @@ function list(lines, depth) {
     return el("li", isTight ? [...first.childNodes] : first, others);
   }));
 }
-
 function cells(line) {
   return line.trim().replace(/^\|/, "").replace(/(?<!\\)\|$/, "").split(/(?<!\\)\|/).map(cell => cell.trim().replaceAll("\\|", "|"));
 }
@@ -133,13 +129,11 @@ function table([head, delimiter, ...body], depth) {
   const row = (texts, name) => el("tr", sides.map((side, i) => el(name, {class: side}, inline(texts[i] ?? "", depth))));
   return scroll("Table", el("table", el("thead", row(cells(head), "th")), el("tbody", body.map(line => row(cells(line), "td")))));
 }
-/** Return a link, or its text alone if the address is not one of the web or of mail. */
 function link(address, children) {
   const url = URL.canParse(address) ? new URL(address) : null;
   if (!url || !["http:", "https:", "mailto:"].includes(url.protocol)) return el("span", children);
   return el("a", {href: url.href, rel: "noopener noreferrer", target: "_blank"}, children);
 }
-
 function inline(text, depth) {
   const found = [], absent = new Set(), special = new RegExp(SPECIAL);
   let plain = "", i = 0;
@@ -160,7 +154,7 @@ function inline(text, depth) {
   found.push(plain + text.slice(i));
   return found.filter(part => part !== "");
 }
-/** Return the text or element at a mark, and where it ends; undefined if the mark is plain text. */
+/** Return the text or element at a mark, and its end; undefined: plain text. */
 function spanAt(text, i, find, depth) {
   const mark = text[i], after = text[i + 1] ?? "", before = text[i - 1] ?? "";
   const inner = words => (depth < MAX_DEPTH ? inline(words, depth + 1) : [words]);

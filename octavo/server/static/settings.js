@@ -1,4 +1,4 @@
-// Settings of a conversation. A field in index.html with `data-json` holds JSON (also numbers), if it begins with that text.
+// Settings of a conversation. A field with `data-json` holds JSON if it begins with that text.
 import {byId, el} from "./api.js";
 
 const inputs = [...byId("settings").querySelectorAll("[name]")];
@@ -6,7 +6,6 @@ for (const input of inputs) {
   input.setAttribute("aria-describedby", `${input.id}-error`);
   input.after(el("p.bad", {id: `${input.id}-error`}));
 }
-/** Show the settings of a conversation; `changed` is called after each change. */
 export function showSettings(settings, changed) {
   for (const input of inputs) {
     const {name} = input, holder = name in settings ? settings : settings.sampling;
@@ -15,7 +14,7 @@ export function showSettings(settings, changed) {
     input.oninput = () => { holder[name] = input.value; fail(input, ""); changed(); };
   }
 }
-/** Show what is wrong with a setting; an empty text: nothing. */
+/** Show what is wrong with a setting. */
 function fail(input, text) {
   byId(`${input.id}-error`).textContent = text;
   input.ariaInvalid = String(Boolean(text));
@@ -24,7 +23,7 @@ function fail(input, text) {
   input.closest("details")?.setAttribute("open", "");
   input.focus();
 }
-/** Return the fields of a request that the settings stand for. Raises Error, shown at its field. */
+/** Return the fields of a request that settings stand for. Raises Error, shown at its field. */
 export function readSettings({sampling, ...own}) {
   const texts = {...sampling, ...own}, given = {};
   let current;
