@@ -219,8 +219,8 @@ class LinearSpec:
                     if kind == "weight":
                         shape = (rows, inputs // self.groups, self.groups)
                         side = math.isqrt(self.groups)
-                        others = (rows, inputs), (*shape[:2], side, side)
-                        source = replace(source, shape=shape, other_shapes=others, transform="taps")
+                        flat = (rows, inputs), (*shape[:2], side, side)
+                        source = replace(source, shape=shape, other_shapes=flat, transform="taps")
                 elif self.layout == "conv1d" and source.shape == (rows, inputs):
                     source = replace(source, shape=(inputs, rows), transform="transpose")
                 if self.expert is not None:
