@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +156,24 @@ CASES = {
     ),
 }
 MORE_CASES = {
+    "qwen3_vl_moe": Case(
+        "Qwen3VLMoeForConditionalGeneration",
+        {
+            "vision_config": QWEN3,
+            "text_config": _text(
+                rope_parameters=SECTIONS | {"mrope_section": [3, 3, 2]},
+                head_dim=16,
+                num_experts=6,
+                num_experts_per_tok=2,
+                moe_intermediate_size=24,
+                mlp_only_layers=[1],
+            ),
+            **QWEN_IDS,
+        },
+        QWEN_PICTURES,
+        _join_patches,
+        "<|vision_start|><|image_pad|><|vision_end|>",
+    ),
     "qwen3_5": Case(
         "Qwen3_5ForConditionalGeneration",
         {
@@ -218,6 +236,15 @@ MORE_CASES = {
         "<IMG_CONTEXT>",
     ),
 }
+_QWEN3_5 = MORE_CASES["qwen3_5"]
+_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+_EXPERTS |= {"shared_expert_intermediate_size": 24}
+_EXPERTS |= {k: v for k, v in _QWEN3_5.config["text_config"].items() if k != "intermediate_size"}
+MORE_CASES["qwen3_5_moe"] = replace(
+    _QWEN3_5,
+    architecture="Qwen3_5MoeForConditionalGeneration",
+    config=_QWEN3_5.config | {"text_config": _EXPERTS},
+)
 """Models whose decoders read rows as those of other cases do."""
 
 

@@ -230,6 +230,7 @@ QWEN3 = {
     "-odd": (QWEN_ODD | {"num_position_embeddings": 36, "deepstack_visual_indexes": [1]}, {}),
 }
 add("Qwen3VL", GRIDS, grid_features, QWEN3, MROPE)
+add("Qwen3VLMoe", GRIDS, grid_features, {"": QWEN3[""]}, MROPE | {"num_experts": 4})
 add("Qwen3_5", GRIDS, grid_features, {"": QWEN3[""]}, MROPE)
 pixtral = {"model_type": "pixtral"}
 PIXTRAL = {

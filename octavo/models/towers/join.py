@@ -20,6 +20,7 @@ _SECTIONS: Mapping[str, tuple[int, ...] | None] = {
     "Qwen2VL": None,
     "Qwen2_5_VL": None,
     "Qwen3VL": (24, 20, 20),
+    "Qwen3VLMoe": (24, 20, 20),
     "Qwen3_5": (11, 11, 10),
     "Qwen3_5Moe": (11, 11, 10),
 }
