@@ -59,6 +59,17 @@ def _join_crops(pictures: Sequence[Arrays]) -> Arrays:
     return {"pixel_values": torch.from_numpy(tiles)}
 
 
+def _join_anyres(pictures: Sequence[Arrays]) -> Arrays:
+    """Return pictures with as many tiles as the one with most of them."""
+    most = max(len(picture["pixel_values"]) for picture in pictures)
+    shape = len(pictures), most, *pictures[0]["pixel_values"].shape[1:]
+    pixels = np.zeros(shape, np.float32)
+    for tiles, one in zip(pixels, pictures, strict=True):
+        tiles[: len(one["pixel_values"])] = one["pixel_values"]
+    sizes = np.stack([picture["image_sizes"] for picture in pictures])
+    return {"pixel_values": torch.from_numpy(pixels), "image_sizes": torch.from_numpy(sizes)}
+
+
 def _join_sizes(pictures: Sequence[Arrays]) -> Arrays:
     """Return pictures of several sizes in the upper left corners of equal ones."""
     sizes = np.stack([picture["image_sizes"] for picture in pictures])
@@ -155,7 +166,31 @@ CASES = {
         "<|vision_start|><|image_pad|><|vision_end|>",
     ),
 }
+CLIP_TILES = {"image_grid_pinpoints": [[16, 32], [32, 16], [32, 32], [48, 16]]}
+CASES["llava_next"] = Case(
+    "LlavaNextForConditionalGeneration",
+    CASES["llava"].config | CLIP_TILES,
+    CASES["llava"].preprocessor | CLIP_TILES,
+    _join_anyres,
+)
+SIGLIP_TILES = {"image_grid_pinpoints": [[16 * y, 16 * x] for y in (1, 2, 3) for x in (1, 2, 3)]}
 MORE_CASES = {
+    "llava_onevision": Case(
+        "LlavaOnevisionForConditionalGeneration",
+        {
+            "vision_config": SIGLIP
+            | {"model_type": "siglip_vision_model", "vision_use_head": False},
+            "text_config": _text(model_type="qwen2"),
+            "vision_aspect_ratio": "anyres_max_2",
+            "image_token_id": ID["<image>"],
+            "video_token_id": ID["<video>"],
+            "tie_word_embeddings": True,
+            **SIGLIP_TILES,
+        },
+        {"size": {"height": 16, "width": 16}, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+        | SIGLIP_TILES,
+        _join_anyres,
+    ),
     "qwen3_vl_moe": Case(
         "Qwen3VLMoeForConditionalGeneration",
         {

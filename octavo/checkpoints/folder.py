@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -228,10 +227,10 @@ def _divide(
     """
     count, rows, columns = tensor.shape
     size = itemsize(tensor.dtype)
-    swapped = columns % parts == 0 and (columns // parts, rows) == shape
-    if swapped and (rows // parts, columns) != shape:
+    one_swapped = columns // parts, rows
+    if columns % parts == 0 and one_swapped == shape != (rows // parts, columns):
         step, strides = columns // parts * size, (size, columns * size)
-        one = replace(tensor, shape=shape, strides=strides)
+        one = replace(tensor, shape=one_swapped, strides=strides)
     elif rows % parts == 0:
         step = rows // parts * columns * size
         one = replace(tensor, shape=(rows // parts, columns))

@@ -22,6 +22,8 @@ TOWERS: dict[str, Callable[[ConfigJson], EncoderSpec]] = {
     "Idefics3": siglip.read_idefics3,
     "InternVL": internvl.read_internvl,
     "Llava": _read_llava,
+    "LlavaNext": siglip.read_llava_next,
+    "LlavaOnevision": siglip.read_llava_onevision,
     "Mistral3": pixtral.read_mistral3,
     "PaliGemma": siglip.read_paligemma,
     "Qwen2VL": qwen_vl.read_qwen2,

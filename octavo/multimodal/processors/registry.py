@@ -14,6 +14,7 @@ from octavo.multimodal.processors.clip import ClipProcessor, SiglipProcessor
 from octavo.multimodal.processors.gemma3 import Gemma3Processor
 from octavo.multimodal.processors.idefics3 import Idefics3Processor
 from octavo.multimodal.processors.internvl import InternVLProcessor
+from octavo.multimodal.processors.llava_next import LlavaNextProcessor, OneVisionProcessor
 from octavo.multimodal.processors.pixtral import PixtralProcessor
 from octavo.multimodal.processors.qwen2_vl import Qwen2VLProcessor
 
@@ -23,6 +24,8 @@ PROCESSORS: Mapping[str, type[ImageProcessor]] = {
     "gemma3": Gemma3Processor,
     "idefics3": Idefics3Processor,
     "internvl": InternVLProcessor,
+    "llava_next": LlavaNextProcessor,
+    "llava_onevision": OneVisionProcessor,
     "pixtral": PixtralProcessor,
     "qwen2_vl": Qwen2VLProcessor,
 }
@@ -32,6 +35,8 @@ _OF_MODELS = {
     "gemma3": "gemma3",
     "idefics3": "idefics3",
     "internvl": "internvl",
+    "llava_next": "llava_next",
+    "llava_onevision": "llava_onevision",
     "mistral3": "pixtral",
     "qwen2_vl": "qwen2_vl",
     "qwen2_5_vl": "qwen2_vl",
