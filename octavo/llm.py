@@ -155,7 +155,7 @@ class LLM(PoolingMethods, SpeechMethods):
             priority: one for each prompt, lower ones are served earlier; with
                 `scheduling_policy="priority"`.
             tokenization_kwargs: `truncate_prompt_tokens` and `add_special_tokens`.
-            mm_processor_kwargs: settings of the processor of pictures.
+            mm_processor_kwargs: settings of the processors of media.
 
         If a single request fails, such as for a grammar that cannot be compiled, its answer has
         `finish_reason` "error" and the reason as `stop_reason`.
@@ -615,13 +615,13 @@ class LLM(PoolingMethods, SpeechMethods):
         mm_processor_kwargs: Mapping[str, Any] | None,
         **options: Any,
     ) -> str | dict[str, Any]:
-        """Return the prompt of a conversation, with its pictures."""
+        """Return the prompt of a conversation, with its media."""
         pieces, items = self._render(messages, **options)
-        pictures = self.llm_engine.chat_pictures
-        check_processor_kwargs(pictures, mm_processor_kwargs)
-        if pictures is None or (not items and len(pieces) == 1):
+        media = self.llm_engine.chat_media
+        check_processor_kwargs(media, mm_processor_kwargs)
+        if media is None or (not items and len(pieces) == 1):
             return "".join(pieces)
-        return pictures.read_prompt_now(pieces, items, mm_processor_kwargs)
+        return media.read_prompt_now(pieces, items, mm_processor_kwargs)
 
     def _render(
         self,
@@ -639,8 +639,8 @@ class LLM(PoolingMethods, SpeechMethods):
         template = ChatTemplate.from_tokenizer(
             self.get_tokenizer(), chat_template or self._chat_template
         )
-        pictures = self.llm_engine.chat_pictures
-        kinds = {} if pictures is None else pictures.kinds
+        media = self.llm_engine.chat_media
+        kinds = {} if media is None else media.kinds
         # The template refuses anything else.
         are_messages = isinstance(messages, Sequence) and not isinstance(messages, str)
         chat = read_media(messages if are_messages else [], kinds)

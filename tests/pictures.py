@@ -316,7 +316,7 @@ def hf_logprobs(
     model: Any, name: str, llm: LLM, ids: Sequence[int], pictures: Sequence[Any]
 ) -> torch.Tensor:
     """Return transformers' log-probabilities after each token: [tokens, vocab]."""
-    processor = llm.llm_engine.input_processor._pictures.processor
+    processor = llm.llm_engine.input_processor._media.readers["image"].processor
     arrays: Arrays = {}
     if pictures:
         arrays = (CASES | MORE_CASES)[name].join([processor.process(image) for image in pictures])

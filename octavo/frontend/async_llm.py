@@ -56,9 +56,9 @@ from octavo.frontend.forecast import Forecast
 from octavo.frontend.input_processor import (
     InputProcessor,
     Prompt,
+    open_chat_media,
+    open_media,
     processing_time,
-    read_chat_pictures,
-    read_pictures,
 )
 from octavo.frontend.output_processor import (
     LiveAnswer,
@@ -158,11 +158,9 @@ class AsyncLLM(AsyncPooling):
         self.tokenizer: Tokenizer | None = None
         if not model.skip_tokenizer_init:
             self.tokenizer = Tokenizer.from_folder(tokenizer_path)
-        self._pictures = read_pictures(self.checkpoint, model, self.spec, self.tokenizer)
-        self.chat_pictures = read_chat_pictures(
-            self._pictures, model, self.tokenizer, self.max_model_len
-        )
-        """Reader of the pictures in chats; None: the model reads none."""
+        self._media = open_media(self.checkpoint, model, self.spec, self.tokenizer)
+        self.chat_media = open_chat_media(self._media, model, self.tokenizer, self.max_model_len)
+        """Reader of the media in chats; None: the model reads none."""
         names = model.served_model_name
         self.metrics = EngineMetrics(
             names[0] if names else model.model,
@@ -792,8 +790,8 @@ class AsyncLLM(AsyncPooling):
             self._recorder.close()
         if self._tracer is not None:
             self._tracer.close()
-        if self.chat_pictures is not None:
-            self.chat_pictures.close()
+        if self.chat_media is not None:
+            self.chat_media.close()
 
     def _begin(self) -> None:
         """Begin a call: raise the error that ended the engine, and attach it to the event loop."""
@@ -918,7 +916,7 @@ class AsyncLLM(AsyncPooling):
 
     def _make_input_processor(self) -> InputProcessor:
         return InputProcessor(
-            *(self.config.model, self.spec, self.tokenizer, self.max_model_len, self._pictures)
+            *(self.config.model, self.spec, self.tokenizer, self.max_model_len, self._media)
         )
 
     async def _handle_outputs(self) -> None:

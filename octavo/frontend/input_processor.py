@@ -45,8 +45,8 @@ from octavo.text.tokenizer import MAX_TOKENS, Tokenizer, is_longer
 
 if TYPE_CHECKING:
     from octavo.checkpoints.base import Checkpoint
-    from octavo.frontend.chat_pictures import ChatPictures
-    from octavo.frontend.pictures import Pictures
+    from octavo.frontend.chat_media import ChatMedia
+    from octavo.frontend.prompt_media import MediaReader, PromptMedia
     from octavo.models.spec import ModelSpec
 
 # Last tokens of a prompt in which a marker may be.
@@ -61,11 +61,11 @@ class TextPrompt(TypedDict):
     cache_salt: NotRequired[str]
     """Scope of the prefix cache, as in `SamplingParams.cache_salt`."""
     multi_modal_data: NotRequired[Mapping[str, Any]]
-    """Pictures, in order of their placeholders in the prompt: {"image": one or a list}."""
+    """Media, in order of their placeholders in the prompt: {"image": one or a list}."""
     mm_processor_kwargs: NotRequired[Mapping[str, Any]]
-    """Settings of the processor of pictures for this prompt."""
+    """Settings of the processors of media for this prompt."""
     multi_modal_uuids: NotRequired[Mapping[str, Any]]
-    """Names of the pictures. They choose nothing: equal pictures are found by their content."""
+    """Names of the media. They choose nothing: equal media are found by their content."""
 
 
 class TokensPrompt(TypedDict):
@@ -75,7 +75,7 @@ class TokensPrompt(TypedDict):
     prompt: NotRequired[str]
     cache_salt: NotRequired[str]
     multi_modal_data: NotRequired[Mapping[str, Any]]
-    """As in `TextPrompt`; each picture has one placeholder."""
+    """As in `TextPrompt`; each item has one placeholder."""
     mm_processor_kwargs: NotRequired[Mapping[str, Any]]
     multi_modal_uuids: NotRequired[Mapping[str, Any]]
 
@@ -187,12 +187,12 @@ class InputSpec(Protocol):
 def with_processor_kwargs(
     prompts: Sequence[Prompt], settings: Mapping[str, Any] | None
 ) -> Sequence[Prompt]:
-    """Return prompts with settings of the processor of pictures; those without pictures unchanged.
+    """Return prompts with settings of the processors of media; those without media unchanged.
 
     The settings of a prompt itself precede.
 
     Raises:
-        UnsupportedError: no prompt has pictures.
+        UnsupportedError: no prompt has media.
     """
     if not settings:
         return prompts
@@ -207,8 +207,7 @@ def with_processor_kwargs(
             found.append(prompt)
     if all(prompt is given for prompt, given in zip(prompts, found, strict=True)):
         raise UnsupportedError(
-            f"mm_processor_kwargs={settings!r} is for pictures, and no prompt has some; leave it "
-            "out.",
+            f"mm_processor_kwargs={settings!r} is for media, and no prompt has some; leave it out.",
             "mm_processor_kwargs",
         )
     return found
@@ -229,59 +228,65 @@ def processing_time(prompt: Prompt, params: SamplingParams) -> int:
     tokens = sum(len(ids) for ids in lists if ids is not None)
     nbytes = getattr(embeds, "nbytes", 0)
     if isinstance(prompt, Mapping) and prompt.get("multi_modal_data"):
-        nbytes += 10**8  # pictures may have to be scaled
+        nbytes += 10**8  # pictures may have to be scaled, and sounds resampled
     return chars + sum(map(len, params.bad_words or ())) + tokens // 2 + nbytes // 1000
 
 
-def read_pictures(
+def open_media(
     checkpoint: Checkpoint, settings: ModelConfig, spec: ModelSpec, tokenizer: Tokenizer | None
-) -> Pictures | None:
-    """Return the reader of a model's pictures; None: the model reads none.
+) -> PromptMedia | None:
+    """Return the reader of the media in a model's prompts; None: the model reads none.
 
     Raises:
         ModelError: a file of the model is missing or wrong.
         RequestError: a setting of `mm_processor_kwargs` is wrong.
     """
-    encoder = spec.encoder("image")
-    if encoder is None or tokenizer is None:
+    if not spec.encoders or spec.is_encoder_decoder or tokenizer is None:
         return None
-    from octavo.frontend.pictures import Pictures  # few models read pictures
+    # Few models read media.
+    from octavo.frontend.pictures import Pictures
+    from octavo.frontend.prompt_media import PromptMedia
+    from octavo.frontend.sounds import Sounds
 
-    return Pictures.of_model(checkpoint, settings, encoder, tokenizer)
+    readers: list[MediaReader[Any] | None] = []
+    if (encoder := spec.encoder("image")) is not None:
+        readers.append(Pictures.of_model(checkpoint, settings, encoder))
+    if (encoder := spec.encoder("audio")) is not None:
+        readers.append(Sounds.of_model(checkpoint, settings, encoder))
+    found = [reader for reader in readers if reader is not None]
+    return PromptMedia(found, tokenizer) if found else None
 
 
-def read_chat_pictures(
-    pictures: Pictures | None,
+def open_chat_media(
+    media: PromptMedia | None,
     settings: ModelConfig,
     tokenizer: Tokenizer | None,
     max_model_len: int,
-) -> ChatPictures | None:
-    """Return the reader of the pictures in a model's chats; None: the model reads none."""
-    if pictures is None or tokenizer is None:
+) -> ChatMedia | None:
+    """Return the reader of the media in a model's chats; None: the model reads none."""
+    if media is None or tokenizer is None:
         return None
-    from octavo.frontend.chat_pictures import ChatPictures  # few models read pictures
+    from octavo.frontend.chat_media import ChatMedia  # few models read media
 
-    return ChatPictures(pictures, settings, tokenizer, max_model_len)
+    return ChatMedia(media, settings, tokenizer, max_model_len)
 
 
-def check_processor_kwargs(
-    pictures: ChatPictures | None, settings: Mapping[str, Any] | None
-) -> None:
-    """Check `mm_processor_kwargs` of a chat, with or without pictures.
+def check_processor_kwargs(media: ChatMedia | None, settings: Mapping[str, Any] | None) -> None:
+    """Check `mm_processor_kwargs` of a chat, with or without media.
 
     Raises:
-        UnsupportedError: the model reads no pictures.
+        UnsupportedError: the model reads text only.
         RequestError: a setting is wrong.
     """
     if not settings:
         return
-    if pictures is None:
+    if media is None:
         raise UnsupportedError(
             "mm_processor_kwargs is not supported by this model, which reads text only; leave it "
             "out.",
             "mm_processor_kwargs",
         )
-    pictures.check_settings(settings)
+    media.check_settings(settings)
 
 
 class InputProcessor:
@@ -293,7 +298,7 @@ class InputProcessor:
         spec: vocabulary size, end-of-sequence ids and size of the embeddings of the model.
         tokenizer: encodes prompts; None if prompts are token ids only (`skip_tokenizer_init`).
         max_model_len: most tokens of prompt and answer together.
-        pictures: reader of pictures; None: the model reads none.
+        media: reader of media; None: the model reads none.
     """
 
     def __init__(
@@ -302,9 +307,9 @@ class InputProcessor:
         spec: InputSpec,
         tokenizer: Tokenizer | None,
         max_model_len: int,
-        pictures: Pictures | None = None,
+        media: PromptMedia | None = None,
     ) -> None:
-        self._pictures = pictures
+        self._media = media
         self._tokenizer = tokenizer
         self._spec, self._sees_all = spec, spec.sees_all
         self._max_model_len = max_model_len
@@ -371,7 +376,7 @@ class InputProcessor:
             if prompt.get("multi_modal_data"):
                 raise UnsupportedError(
                     "A prompt of both prompt_embeds and multi_modal_data is not supported; send "
-                    "token ids or text with the pictures.",
+                    "token ids or text with the media.",
                     "multi_modal_data",
                 )
             text, ids = _read_text(prompt), [0] * embeds.num_tokens
@@ -384,7 +389,7 @@ class InputProcessor:
                 self._check_ids("prompt", piece)
             ids = given[self._kept(len(given), params)]
             if isinstance(prompt, Mapping) and prompt.get("multi_modal_data"):
-                ids, features = self._read_pictures(prompt, given, params, options)
+                ids, features = self._read_media(prompt, given, params, options)
         options = activate(options, None if embeds is not None else ids)
         max_tokens = self._max_tokens(len(ids), params)
         seed = self._derive_seed(request_id) if params.seed is None else params.seed
@@ -768,25 +773,25 @@ class InputProcessor:
             "prompt",
         )
 
-    def _read_pictures(
+    def _read_media(
         self,
         prompt: Mapping[str, object],
         ids: list[int],
         params: SamplingParams,
         options: RequestOptions,
     ) -> tuple[list[int], list[MultiModalFeatureSpec]]:
-        """Return a prompt's tokens with those of its pictures, and the pictures."""
-        if self._pictures is None:
+        """Return a prompt's tokens with those of its media, and the parts of the media."""
+        if self._media is None:
             raise UnsupportedError(
                 f"multi_modal_data: this model ({self._spec.architecture}) reads text only here.",
                 "multi_modal_data",
             )
         if params.truncate_prompt_tokens is not None:
             raise RequestError(
-                "truncate_prompt_tokens would cut the pictures of a prompt; leave it out.",
+                "truncate_prompt_tokens would cut the media of a prompt; leave it out.",
                 "truncate_prompt_tokens",
             )
-        return self._pictures.expand(prompt, ids, options.cache_salt)
+        return self._media.expand(prompt, ids, options.cache_salt)
 
     def _read_embeds(self, prompt: Prompt, params: SamplingParams) -> PromptEmbeds | None:
         """Return the embeddings of a prompt of embeddings, else None."""

@@ -24,8 +24,8 @@ from octavo.frontend.environment import apply_environment
 from octavo.frontend.input_processor import (
     InputProcessor,
     Prompt,
-    read_chat_pictures,
-    read_pictures,
+    open_chat_media,
+    open_media,
 )
 from octavo.frontend.interrupts import late_interrupts
 from octavo.frontend.output_processor import OutputProcessor
@@ -133,12 +133,12 @@ class LLMEngine:
             settings, max_model_len=max_model_len
         )
         """Settings of the model, with the resolved `max_model_len`."""
-        pictures = read_pictures(self.checkpoint, settings, self.spec, self.tokenizer)
+        media = open_media(self.checkpoint, settings, self.spec, self.tokenizer)
         self.input_processor = InputProcessor(
-            settings, self.spec, self.tokenizer, max_model_len, pictures
+            settings, self.spec, self.tokenizer, max_model_len, media
         )
-        self.chat_pictures = read_chat_pictures(pictures, settings, self.tokenizer, max_model_len)
-        """Reader of the pictures in chats; None: the model reads none."""
+        self.chat_media = open_chat_media(media, settings, self.tokenizer, max_model_len)
+        """Reader of the media in chats; None: the model reads none."""
         self.adapters = AdapterFiles(config, self.spec)
         """Adapters of requests."""
         self._request_ids = itertools.count()
@@ -454,8 +454,8 @@ class LLMEngine:
         complete(self.client.shutdown())
         if self._tracer is not None:
             self._tracer.close()
-        if self.chat_pictures is not None:
-            self.chat_pictures.close()
+        if self.chat_media is not None:
+            self.chat_media.close()
 
     def process(
         self,

@@ -6,7 +6,9 @@ FFmpeg's libraries, which PyAV brings, decode, mix and resample in a helper proc
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +24,7 @@ MAX_SECONDS = 7200
 _LIMITS = Limits(seconds=60.0, nbytes=2 * 2**30, output_nbytes=4 * SAMPLE_RATE * MAX_SECONDS)
 
 Samples = NDArray[np.float32]
+T = TypeVar("T")
 
 
 class AudioReader:
@@ -33,9 +36,17 @@ class AudioReader:
     def submit(self, data: Buffer, param: str = "file") -> Future[Samples]:
         """Start to read a sound; the future's result is float32 [samples], finite.
 
+        The arguments and the errors are those of `read`.
+        """
+        return self.read(data, lambda samples: samples, param)
+
+    def read(self, data: Buffer, make: Callable[[Samples], T], param: str = "file") -> Future[T]:
+        """Start to read a sound; return a future of what `make` makes of it on a thread.
+
         Args:
             data: WAV, FLAC, MP3, Ogg (Vorbis, Opus, FLAC), M4A or MP4, WebM, or AAC (ADTS). Of a
                 video, the sound is read.
+            make: gets the samples, float32 [samples], finite.
             param: field of the request that has the sound, for errors.
 
         The future's errors:
@@ -43,14 +54,14 @@ class AudioReader:
             UnsupportedError: PyAV is not installed.
         """
         if not len(data):
-            failed: Future[Samples] = Future()
+            failed: Future[T] = Future()
             failed.set_exception(RequestError(f"{param} is empty; send a sound.", param))
             return failed
 
-        def make(result: Result) -> Samples:
-            return result[1][0]
+        def made(result: Result) -> T:
+            return make(result[1][0])
 
-        return self._processes.submit("decode", [data], MAX_SECONDS, param=param, make=make)
+        return self._processes.submit("decode", [data], MAX_SECONDS, param=param, make=made)
 
     def close(self) -> None:
         """End the processes."""

@@ -104,24 +104,28 @@ class LogMel:
         """Bytes of the features of a window."""
         return 4 * self.feature_size * self.num_frames
 
-    def compute(self, samples: Floats) -> Floats:
-        """Return the features of one window, float32 [feature_size, num_frames].
+    def compute(self, samples: Floats, num_windows: int = 1) -> Floats:
+        """Return the features of successive windows, float32 [feature_size, windows * num_frames].
+
+        They are those of one long window: all have the same maximum.
 
         Args:
-            samples: float32 [samples], at most `num_samples`; silence follows.
+            samples: float32 [samples], at most `num_samples` a window; silence follows.
+            num_windows: number of windows.
         """
         assert samples.ndim == 1
-        assert len(samples) <= self.num_samples
+        num_samples, num_frames = num_windows * self.num_samples, num_windows * self.num_frames
+        assert len(samples) <= num_samples
         half = self.n_fft // 2
-        padded = np.zeros(self.num_samples + 2 * half, np.float32)
+        padded = np.zeros(num_samples + 2 * half, np.float32)
         padded[half : half + len(samples)] = samples
         # The window continues in both directions with its mirror image.
         padded[:half] = padded[half + 1 : 2 * half + 1][::-1]
         padded[-half:] = padded[-2 * half - 1 : -half - 1][::-1]
         frames = np.lib.stride_tricks.sliding_window_view(padded, self.n_fft)[:: self.hop_length]
-        mel = np.empty((self.feature_size, self.num_frames), np.float32)
-        for begin in range(0, self.num_frames, _FRAMES_AT_ONCE):
-            end = min(begin + _FRAMES_AT_ONCE, self.num_frames)
+        mel = np.empty((self.feature_size, num_frames), np.float32)
+        for begin in range(0, num_frames, _FRAMES_AT_ONCE):
+            end = min(begin + _FRAMES_AT_ONCE, num_frames)
             spectrum = np.fft.rfft(frames[begin:end] * _window(self.n_fft), axis=1)
             power = (spectrum.real**2 + spectrum.imag**2).astype(np.float32, copy=False)
             mel[:, begin:end] = _bands(np.ascontiguousarray(power.T), self)

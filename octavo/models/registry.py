@@ -181,6 +181,10 @@ def read_spec(checkpoint: Checkpoint, settings: ModelConfig = _DEFAULTS) -> Mode
         from octavo.models.towers.join import with_pictures  # few models read pictures
 
         spec = with_pictures(spec, config)
+    if settings.limit("audio"):
+        from octavo.models.towers.whisper import with_sounds  # few models read sounds
+
+        spec = with_sounds(spec, config)
     spec = complete_spec(spec, config, checkpoint, settings)
     return add_poolers(spec, config, checkpoint, settings)
 

@@ -2,52 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any
 
-import msgspec
-
-from octavo.media.process import Array, Limits, MediaProcesses, Result
-from octavo.messages import MultiModalFeatureSpec, PlaceholderRange, TensorData
-from octavo.multimodal.processors.base import Place
+from octavo.media.process import Limits, MediaProcesses, Result
+from octavo.multimodal.items import Item, make_part
 from octavo.multimodal.processors.registry import make_processor
 from octavo.system.limited_process import Buffer
 
 LIMITS = Limits(seconds=20.0, nbytes=2**31, output_nbytes=2**29)
 """Limits of one picture: processor time, memory of the process, and the encoder's input."""
-
-
-@dataclass(frozen=True)
-class Picture:
-    """Picture as an encoder reads it."""
-
-    place: Place
-    fields: dict[str, TensorData]
-    """Input of the encoder, with transformers' names."""
-    digest: str
-    """Digest of `fields`; equal pictures have the same one, whatever their files."""
-
-    def feature(
-        self, position: PlaceholderRange, identifier: str | None = None
-    ) -> MultiModalFeatureSpec:
-        """Return the message for the engine.
-
-        Args:
-            position: tokens of the prompt.
-            identifier: name of the content instead of `digest`.
-        """
-        return MultiModalFeatureSpec(
-            "image",
-            identifier or self.digest,
-            position,
-            self.fields,
-            self.place.num_encoder_tokens,
-            self.place.grid,
-        )
 
 
 class PictureReader:
@@ -71,7 +37,7 @@ class PictureReader:
 
     def read(
         self, file: Buffer, param: str, mm_processor_kwargs: Mapping[str, Any] | None = None
-    ) -> Future[Picture]:
+    ) -> Future[Item]:
         """Start to read a picture.
 
         Args:
@@ -89,10 +55,10 @@ class PictureReader:
         processor = self.processor.changed(mm_processor_kwargs or {})
         settings = json.dumps(processor.settings.fields, sort_keys=True)
 
-        def make(result: Result) -> Picture:
+        def make(result: Result) -> Item:
             (height, width, *names), arrays = result
             fields = dict(zip(names, arrays, strict=True))
-            return make_picture(processor.place(height, width), fields)
+            return Item("image", (make_part(processor.place(height, width), fields),))
 
         return self._processes.submit(
             "process", [file], [self._kind, settings, param], param=param, make=make
@@ -101,16 +67,3 @@ class PictureReader:
     def close(self) -> None:
         """End the helper processes."""
         self._processes.close()
-
-
-def make_picture(place: Place, fields: Mapping[str, Array]) -> Picture:
-    """Return a picture from its place and the encoder's input."""
-    data = {
-        name: TensorData(array.dtype.name, array.shape, array.tobytes())
-        for name, array in fields.items()
-    }
-    digest = hashlib.sha256(b"octavo-picture")
-    for name, tensor in data.items():
-        digest.update(msgspec.msgpack.encode((name, tensor.dtype, tensor.shape)))
-        digest.update(tensor.data)
-    return Picture(place, data, digest.hexdigest())

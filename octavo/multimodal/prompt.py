@@ -1,8 +1,10 @@
-"""Prompts with pictures: placeholders become as many tokens as the encoder has rows."""
+"""Prompts with media: placeholders become as many tokens as the encoder has rows."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from octavo.errors import RequestError
@@ -20,57 +22,68 @@ class TextTokenizer(Protocol):
         """Return the text of tokens."""
 
 
+@dataclass(frozen=True)
+class Placeholders:
+    """Items of one modality in a prompt."""
+
+    name: str
+    """Name of an item, for errors."""
+    embed_id: int
+    """Token that the encoder's rows replace."""
+    items: Sequence[Sequence[Place]]
+    """Places of the parts of each item, in the order of the prompt."""
+
+
 def expand_prompt(
-    token_ids: Sequence[int],
-    places: Sequence[Place],
-    placeholder_id: int,
-    embed_id: int,
-    tokenizer: TextTokenizer,
-) -> tuple[list[int], list[PlaceholderRange]]:
-    """Replace each placeholder of a prompt by the tokens of its picture.
+    token_ids: Sequence[int], placeholders: Mapping[int, Placeholders], tokenizer: TextTokenizer
+) -> tuple[list[int], list[tuple[int, PlaceholderRange]]]:
+    """Replace each placeholder of a prompt by the tokens of its item.
 
     The result has the tokens of the text in which the placeholders are replaced. So line ends at
-    the edges of a picture's text are tokenised together with the prompt's line ends beside them.
+    the edges of an item's text are tokenised together with the prompt's line ends beside them.
 
     Args:
-        token_ids: the prompt, with one placeholder for each picture.
-        places: places of the pictures, in the order of the prompt.
-        placeholder_id: token of a placeholder.
-        embed_id: token that the encoder's rows replace.
+        token_ids: the prompt, with one placeholder for each item.
+        placeholders: the items, by the token of their placeholders.
         tokenizer: the model's tokenizer.
 
     Returns:
-        The tokens, and for each picture the range from its first to its last row.
+        The tokens, and for each part of an item, in the order of the prompt, the token of its
+        placeholder and the range from its first to its last row.
 
     Raises:
-        RequestError: the numbers of placeholders and of pictures differ.
+        RequestError: the numbers of placeholders and of items differ.
     """
-    count = list(token_ids).count(placeholder_id)
-    if count != len(places):
-        raise RequestError(
-            f"The prompt has {count} placeholders for pictures, and the request has {len(places)} "
-            "pictures; give as many of one as of the other.",
-            "prompt",
-        )
-    writer = _Writer(tokenizer, embed_id)
-    following = iter(places)
+    counts = Counter(token for token in token_ids if token in placeholders)
+    for token, given in placeholders.items():
+        if counts[token] != len(given.items):
+            raise RequestError(
+                f"The prompt has {counts[token]} placeholders for {given.name}s, and the request "
+                f"has {len(given.items)} {given.name}s; give as many of one as of the other.",
+                "prompt",
+            )
+    writer = _Writer(tokenizer)
+    following = {token: iter(given.items) for token, given in placeholders.items()}
+    owners: list[int] = []
     for token in token_ids:
-        if token == placeholder_id:
-            writer.add_place(next(following))
-        else:
+        if token not in placeholders:
             writer.add_token(token)
+            continue
+        for place in next(following[token]):
+            writer.add_place(place, placeholders[token].embed_id)
+            owners.append(token)
     writer.write_text()
-    return writer.token_ids, writer.ranges
+    return writer.token_ids, list(zip(owners, writer.ranges, strict=True))
 
 
 class _Writer:
     """Tokens of a prompt, as they are written.
 
-    Text of pictures is held back until a token or a row follows, since it is tokenised as a whole.
+    Text of items is held back until a token or a row follows, since it is tokenised as a whole.
     """
 
-    def __init__(self, tokenizer: TextTokenizer, embed_id: int) -> None:
-        self._tokenizer, self._embed_id = tokenizer, embed_id
+    def __init__(self, tokenizer: TextTokenizer) -> None:
+        self._tokenizer = tokenizer
         self._text = ""
         self.token_ids: list[int] = []
         self._is_embed = bytearray()
@@ -85,8 +98,8 @@ class _Writer:
         self.write_text()
         self._append([token], 0)
 
-    def add_place(self, place: Place) -> None:
-        """Append the tokens of a picture."""
+    def add_place(self, place: Place, embed_id: int) -> None:
+        """Append the tokens of an item, or of a part of it."""
         first = place.pieces[0]
         if not self._text and isinstance(first, str) and first.startswith("\n"):
             while self.token_ids and (line_ends := self._line_ends(self.token_ids[-1])):
@@ -99,7 +112,7 @@ class _Writer:
                 continue
             self.write_text()
             begin = len(self.token_ids) if begin < 0 else begin
-            self._append([self._embed_id] * piece, 1)
+            self._append([embed_id] * piece, 1)
             end = len(self.token_ids)
         is_embed = bytes(self._is_embed[begin:end])
         self.ranges.append(

@@ -164,8 +164,8 @@ async def read_chat(
     template = await state.chat_template(tokenizer)
     without_tools = body.tool_choice == "none" and state.config.exclude_tools_when_tool_choice_none
     prompts: list[Prompt] = []
-    pictures = engine.chat_pictures
-    check_processor_kwargs(pictures, body.mm_processor_kwargs)
+    media = engine.chat_media
+    check_processor_kwargs(media, body.mm_processor_kwargs)
     for messages in body.conversations:
         rendered = await render_messages(
             template,
@@ -175,15 +175,15 @@ async def read_chat(
             state.template_kwargs(body.chat_template_kwargs, body.reasoning_effort),
             None if without_tools else body.tools,
             body.documents,
-            None if pictures is None else pictures.kinds,
+            None if media is None else media.kinds,
         )
-        if pictures is None or (not rendered.items and len(rendered.pieces) == 1):
+        if media is None or (not rendered.items and len(rendered.pieces) == 1):
             prompts.append(rendered.text)
             continue
         # Until the engine counts the request's own memory.
-        with engine.request_memory.collect("pictures") as add:
+        with engine.request_memory.collect("media") as add:
             prompts.append(
-                await pictures.read_prompt(
+                await media.read_prompt(
                     rendered.pieces, rendered.items, body.mm_processor_kwargs, add
                 )
             )

@@ -522,7 +522,7 @@ class Generation(Call, ABC, Generic[B]):
             engine.config.cache.enable_prefix_caching
             and params.prompt_logprobs is None  # such a prompt is computed completely
             and not self.body.use_beam_search
-            and not isinstance(prompt, dict)  # embeddings, or pictures
+            and not isinstance(prompt, dict)  # embeddings, or media
         )
 
     def message_at(self, text: str, position: int) -> int | None:
@@ -534,7 +534,7 @@ class Generation(Call, ABC, Generic[B]):
 
         Raises:
             RequestError: the request is wrong.
-            UnsupportedError: it has pictures.
+            UnsupportedError: it has media.
         """
         engine = await self.state.get_engine()
         self.tokenizer = engine.tokenizer
@@ -547,8 +547,8 @@ class Generation(Call, ABC, Generic[B]):
                 token_ids = encoder_token_ids(request.mm_features)
                 if token_ids is None and request.mm_features:
                     raise UnsupportedError(
-                        "A prompt with pictures cannot be rendered: its tokens are only their "
-                        "places. Send the request itself, or leave the pictures out.",
+                        "A prompt with pictures or sounds cannot be rendered: its tokens are only "
+                        "their places. Send the request itself, or leave them out.",
                         "prompt",
                     )
                 found.append(Rendered(text, token_ids or request.prompt_token_ids, params))

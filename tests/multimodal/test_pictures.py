@@ -43,7 +43,8 @@ def reader():
 def test_feature_is_the_processed_picture(reader):
     picture = reader.read(save(), "messages").result()
     expected = make_processor("qwen2_vl", SETTINGS).process(PIXELS)
-    feature = picture.feature(PlaceholderRange(3, 15))
+    (part,) = picture.parts
+    feature = part.feature(picture.modality, PlaceholderRange(3, 15), part.digest)
     assert feature.modality == "image"
     assert feature.grid == (1, 3, 5)
     assert feature.num_encoder_tokens == 60
@@ -58,16 +59,16 @@ def test_feature_is_the_processed_picture(reader):
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF"])
 def test_helper_has_the_decoder_of_every_format(reader, kind):
-    assert reader.read(save(kind), "messages").result().place.num_embeds == 15
+    assert reader.read(save(kind), "messages").result().num_embeds == 15
 
 
 def test_digest_is_of_the_content(reader):
     first = reader.read(save(), "messages").result()
     same = reader.read(save("BMP"), "messages").result()
     other = reader.read(save(), "messages", {"max_pixels": 5000}).result()
-    assert first.digest == same.digest
-    assert first.digest != other.digest
-    assert other.place.num_embeds < first.place.num_embeds
+    assert first.parts[0].digest == same.parts[0].digest
+    assert first.parts[0].digest != other.parts[0].digest
+    assert other.num_embeds < first.num_embeds
 
 
 def test_jpeg_with_several_pictures_and_rotation(reader):
@@ -76,7 +77,7 @@ def test_jpeg_with_several_pictures_and_rotation(reader):
     file = io.BytesIO()
     one = Image.fromarray(PIXELS)
     one.save(file, "MPO", save_all=True, append_images=[one], exif=exif)
-    assert reader.read(file.getvalue(), "messages").result().place.grid == (1, 5, 3)
+    assert reader.read(file.getvalue(), "messages").result().parts[0].place.grid == (1, 5, 3)
 
 
 @pytest.mark.parametrize(
@@ -117,7 +118,7 @@ def test_bomb_and_narrow_picture_harm_no_other(reader):
         futures[0].result()
     with pytest.raises(RequestError, match="at most 200 times"):
         futures[1].result()
-    assert futures[2].result().place.num_embeds == 15
+    assert futures[2].result().num_embeds == 15
 
 
 def test_wrong_kwargs_are_refused_at_once(reader):

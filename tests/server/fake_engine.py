@@ -115,7 +115,7 @@ class FakeAsyncLLM:
             weight_nbytes=lambda dtype: 258 * 4 * 4,
         )
         self.max_model_len = MAX_MODEL_LEN
-        self.chat_pictures = None
+        self.chat_media = None
         self.request_memory = RequestMemory(2**30)
         self.metrics = EngineMetrics("fake", MAX_MODEL_LEN)
         self.stats = SchedulerStats()

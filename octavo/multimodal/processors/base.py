@@ -1,8 +1,8 @@
-"""Interface of a processor of pictures, and what all of them share.
+"""Interfaces of processors of media, and what all of them share.
 
 A processor is made of a plain dict of settings, so that the front end and the process that decodes
-pictures can each make it. The front end asks it for the places of pictures in prompts; the other
-process asks it for the encoder's input.
+pictures can each make it. The front end asks it for the places of media in prompts; the process
+that decodes a file asks it for the encoder's input.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +20,7 @@ from octavo.errors import ModelError, RequestError
 from octavo.multimodal.pixels import MAX_SIDE, Image, Levels
 
 Piece = str | int
-"""Part of a picture's place in a prompt: a text, in which special tokens may be written, or a
+"""Part of an item's place in a prompt: a text, in which special tokens may be written, or a
 number of tokens that rows of the encoder replace."""
 
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
@@ -30,12 +30,12 @@ HALF = (0.5, 0.5, 0.5)
 
 @dataclass(frozen=True)
 class Place:
-    """Place of one picture in a prompt."""
+    """Place of one item in a prompt, or of a part of it."""
 
     pieces: tuple[Piece, ...]
     """Replacement of the placeholder that the chat template writes."""
     num_encoder_tokens: int
-    """Patches in the layers of the encoder."""
+    """Patches or frames in the layers of the encoder."""
     grid: tuple[int, int, int] | None = None
     """Sizes of the encoder's rows in time, height and width, for models with m-RoPE."""
 
@@ -57,22 +57,20 @@ class ModelFiles:
     """processor_config.json; empty without this file."""
 
 
-class ImageProcessor(ABC):
-    """Processor of pictures.
+class Processor:
+    """Processor of media of one modality.
 
     Args:
-        settings: of JSON's types, by name; see `read_settings`.
+        settings: of JSON's types, by name.
 
     Attributes:
-        placeholder: text in a rendered chat that stands for one picture.
+        placeholder: text in a rendered chat that stands for one item.
         embed_token: special token whose embeddings the encoder's rows replace.
 
     Raises:
         ModelError: a setting has an impossible value.
     """
 
-    defaults: ClassVar[Mapping[str, Any]]
-    """Settings of preprocessor_config.json that a model may leave out; others are ignored."""
     request_settings: ClassVar[tuple[str, ...]] = ()
     """Settings that a request may change (`mm_processor_kwargs`)."""
 
@@ -80,6 +78,38 @@ class ImageProcessor(ABC):
         self.settings = settings
         self.placeholder: str = settings.get("placeholder")
         self.embed_token: str = settings.get("embed_token")
+
+    def changed(self, given: Mapping[str, Any]) -> Self:
+        """Return the processor for a request's `mm_processor_kwargs`.
+
+        Raises:
+            RequestError: a name is unknown, or a value is impossible.
+        """
+        for name in given:
+            if name not in self.request_settings:
+                allowed = ", ".join(self.request_settings) or "none"
+                raise RequestError(
+                    f"mm_processor_kwargs.{name} is not allowed for this model; allowed: "
+                    f"{allowed}.",
+                    "mm_processor_kwargs",
+                )
+        if not given:
+            return self
+        fields = {**self.settings.fields, **given}
+        try:
+            return type(self)(ConfigJson(fields, "mm_processor_kwargs"))
+        except ModelError as error:
+            raise RequestError(str(error), "mm_processor_kwargs") from None
+
+
+class ImageProcessor(Processor, ABC):
+    """Processor of pictures; see `read_settings` for its settings."""
+
+    defaults: ClassVar[Mapping[str, Any]]
+    """Settings of preprocessor_config.json that a model may leave out; others are ignored."""
+
+    def __init__(self, settings: ConfigJson) -> None:
+        super().__init__(settings)
         mean = std = None
         if settings.flag("do_normalize", True):
             mean, std = settings.numbers("image_mean", 3), settings.numbers("image_std", 3)
@@ -121,28 +151,6 @@ class ImageProcessor(ABC):
     @abstractmethod
     def most_embeds(self) -> int:
         """Upper bound of `Place.num_embeds`."""
-
-    def changed(self, given: Mapping[str, Any]) -> ImageProcessor:
-        """Return the processor for a request's `mm_processor_kwargs`.
-
-        Raises:
-            RequestError: a name is unknown, or a value is impossible.
-        """
-        for name in given:
-            if name not in self.request_settings:
-                allowed = ", ".join(self.request_settings) or "none"
-                raise RequestError(
-                    f"mm_processor_kwargs.{name} is not allowed for this model; allowed: "
-                    f"{allowed}.",
-                    "mm_processor_kwargs",
-                )
-        if not given:
-            return self
-        fields = {**self.settings.fields, **given}
-        try:
-            return type(self)(ConfigJson(fields, "mm_processor_kwargs"))
-        except ModelError as error:
-            raise RequestError(str(error), "mm_processor_kwargs") from None
 
 
 _COMMON = ("do_resize", "do_rescale", "rescale_factor", "do_normalize")

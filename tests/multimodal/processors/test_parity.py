@@ -13,7 +13,7 @@ from tokenizers import Tokenizer as Backend
 from octavo.checkpoints.registry import open_checkpoint
 from octavo.errors import RequestError
 from octavo.multimodal.processors.registry import make_processor, read_processor
-from octavo.multimodal.prompt import expand_prompt
+from octavo.multimodal.prompt import Placeholders, expand_prompt
 from octavo.text.tokenizer import Tokenizer
 
 SIZES = [(37, 53), (224, 224), (640, 480), (101, 700), (900, 333), (1, 1), (1, 90), (1500, 1201)]
@@ -388,9 +388,9 @@ def test_tokens_equal_transformers(name, tmp_path, backend):
     places = [ours.place(height, width) for height, width in [*sizes, sizes[-1], sizes[-1]]]
     ids = {token: tokenizer.get_added_vocab()[token] for token in SPECIAL}
     embed = ids[ours.embed_token]
-    found, ranges = expand_prompt(
-        tokenizer.encode(text), places, ids[ours.placeholder], embed, tokenizer
-    )
+    given = Placeholders("picture", embed, [[place] for place in places])
+    found, owned = expand_prompt(tokenizer.encode(text), {ids[ours.placeholder]: given}, tokenizer)
+    ranges = [range_ for _, range_ in owned]
     assert found == tokenizer.encode(replaced)
     rows = [
         range_.offset + i
@@ -420,8 +420,9 @@ def test_tokens_of_pixtral(name, step, tmp_path):
 
 def test_number_of_placeholders_must_be_that_of_the_pictures(tmp_path, backend):
     ours, tokenizer = make("clip", tmp_path), Tokenizer(backend)
+    places = [[ours.place(4, 4)]] * 2
     with pytest.raises(RequestError, match=r"has 1 placeholders for pictures.* 2 pictures"):
-        expand_prompt([5, 1, 6], [ours.place(4, 4)] * 2, 1, 1, tokenizer)
+        expand_prompt([5, 1, 6], {1: Placeholders("picture", 1, places)}, tokenizer)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -1,4 +1,4 @@
-"""Pictures of chats in prompts: order, bounds, and errors that name the picture."""
+"""Media of chats in prompts: order, bounds, and errors that name the picture."""
 
 import asyncio
 import base64
@@ -12,7 +12,9 @@ from PIL import Image
 
 from octavo.config import ModelConfig
 from octavo.errors import ContextLengthError, RequestError
-from octavo.frontend.chat_pictures import ChatPictures
+from octavo.frontend.chat_media import ChatMedia
+from octavo.frontend.pictures import Pictures
+from octavo.frontend.prompt_media import PromptMedia
 from octavo.media.content import MediaItem
 from octavo.multimodal.processors.registry import make_processor
 
@@ -41,7 +43,7 @@ class Letters:
 
     def encode(self, text, add_special_tokens=True, max_tokens=None):
         assert not add_special_tokens
-        return [ord(letter) for letter in text]
+        return [7] if text == "<pad>" else [ord(letter) for letter in text]
 
 
 @pytest.fixture(scope="module")
@@ -52,16 +54,15 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def chat_pictures(folder):
-    pictures = SimpleNamespace(
-        kind="qwen2_vl", processor=make_processor("qwen2_vl", SETTINGS), limit=3
-    )
+def chat_media(folder):
+    processor = make_processor("qwen2_vl", SETTINGS)
+    pictures = Pictures("qwen2_vl", processor, SimpleNamespace(max_num_tokens=1000), 3)
     settings = ModelConfig(allowed_local_media_path=str(folder))
-    return ChatPictures(pictures, settings, Letters(), 40)
+    return ChatMedia(PromptMedia([pictures], Letters()), settings, Letters(), 40)
 
 
-def read(chat_pictures, *sources, pieces=("a<pad>",), **options):
-    return chat_pictures.read_prompt_now(pieces, items_of(sources), **options)
+def read(chat_media, *sources, pieces=("a<pad>",), **options):
+    return chat_media.read_prompt_now(pieces, items_of(sources), **options)
 
 
 def items_of(sources):
@@ -70,32 +71,36 @@ def items_of(sources):
     ]
 
 
-def test_kinds(chat_pictures):
-    kind = chat_pictures.kinds["image"]
+def test_kinds(chat_media):
+    kind = chat_media.kinds["image"]
     assert (kind.placeholder, kind.limit, kind.reserved) == ("<pad>", 3, ("<pad>",))
 
 
-def test_pictures_are_in_order(chat_pictures, folder):
+def test_pictures_are_in_order(chat_media, folder):
     image = Image.new("RGB", (9, 9))
-    prompt = read(chat_pictures, url(56, 84), image, f"file://{folder}/a.png")
+    prompt = read(chat_media, url(56, 84), image, f"file://{folder}/a.png")
     first, second, third = prompt["multi_modal_data"]["image"]
-    assert (first.place.grid, second, third.place.grid) == ((1, 2, 3), image, (1, 2, 4))
+    assert (first.parts[0].place.grid, second, third.parts[0].place.grid) == (
+        (1, 2, 3),
+        image,
+        (1, 2, 4),
+    )
     assert prompt["prompt"] == "a<pad>"
     assert "prompt_token_ids" not in prompt
 
 
-def test_pieces_are_tokenised_separately(chat_pictures):
-    prompt = read(chat_pictures, pieces=["a<", "pad>"])
+def test_pieces_are_tokenised_separately(chat_media):
+    prompt = read(chat_media, pieces=["a<", "pad>"])
     assert prompt == {"prompt": "a<pad>", "prompt_token_ids": list(map(ord, "a<pad>"))}
 
 
-def test_settings_of_a_request(chat_pictures):
+def test_settings_of_a_request(chat_media):
     settings = {"max_pixels": 3136}
-    prompt = read(chat_pictures, url(112, 112), mm_processor_kwargs=settings)
-    assert prompt["multi_modal_data"]["image"][0].place.grid == (1, 2, 2)
+    prompt = read(chat_media, url(112, 112), mm_processor_kwargs=settings)
+    assert prompt["multi_modal_data"]["image"][0].parts[0].place.grid == (1, 2, 2)
     assert prompt["mm_processor_kwargs"] == settings
     with pytest.raises(RequestError, match="nonsense is not allowed") as error:
-        read(chat_pictures, url(9, 9), mm_processor_kwargs={"nonsense": 1})
+        read(chat_media, url(9, 9), mm_processor_kwargs={"nonsense": 1})
     assert error.value.param == "mm_processor_kwargs"
 
 
@@ -109,62 +114,62 @@ def test_settings_of_a_request(chat_pictures):
         (url(1, 300), "picture 2: .* at most 200 times"),
     ],
 )
-def test_errors_name_the_picture(chat_pictures, source, match):
+def test_errors_name_the_picture(chat_media, source, match):
     with pytest.raises(RequestError, match=match) as error:
-        read(chat_pictures, url(28, 28), source)
+        read(chat_media, url(28, 28), source)
     assert error.value.param == "messages"
 
 
-def test_limits_of_the_process_name_the_picture(chat_pictures, monkeypatch):
+def test_limits_of_the_process_name_the_picture(chat_media, monkeypatch):
     failed = Future()
     failed.set_exception(RequestError("The file was given up.", "picture 2"))
-    monkeypatch.setattr(chat_pictures._reader, "read", lambda *_: failed)
+    monkeypatch.setattr(chat_media._files["image"], "read", lambda *_: failed)
     with pytest.raises(RequestError, match=r"^picture 2: The file was given up\.$") as error:
-        read(chat_pictures, Image.new("RGB", (9, 9)), url(28, 28))
+        read(chat_media, Image.new("RGB", (9, 9)), url(28, 28))
     assert error.value.param == "messages"
 
 
-def test_pictures_are_bounded_while_they_are_read(chat_pictures):
+def test_pictures_are_bounded_while_they_are_read(chat_media):
     found = []
     items = items_of([url(112, 112)] * 2)
-    asyncio.run(chat_pictures.read_prompt(["a"], items, None, found.append))
+    asyncio.run(chat_media.read_prompt(["a"], items, None, found.append))
     assert found == [64 * 1176 * 4 + 3 * 8] * 2
     with pytest.raises(ContextLengthError, match=r"first 3 pictures have 48 tokens; .* has 40"):
-        read(chat_pictures, *[url(112, 112)] * 9)
+        read(chat_media, *[url(112, 112)] * 9)
 
     def full(nbytes):
         raise RequestError("full")
 
     with pytest.raises(RequestError, match="full"):
-        asyncio.run(chat_pictures.read_prompt(["a"], items, None, full))
+        asyncio.run(chat_media.read_prompt(["a"], items, None, full))
 
 
-def test_slow_hosts_delay_no_files(chat_pictures, monkeypatch):
-    fetch = chat_pictures._fetcher.fetch
+def test_slow_hosts_delay_no_files(chat_media, monkeypatch):
+    fetch = chat_media._fetcher.fetch
 
     async def never(source, param):
         if source.startswith("https:"):
             await asyncio.Event().wait()
         return await fetch(source, param)
 
-    monkeypatch.setattr(chat_pictures._fetcher, "fetch", never)
+    monkeypatch.setattr(chat_media._fetcher, "fetch", never)
 
     async def main():
         slow = [
-            asyncio.create_task(chat_pictures.read_prompt(["a"], items_of(["https://a.example/"])))
+            asyncio.create_task(chat_media.read_prompt(["a"], items_of(["https://a.example/"])))
             for _ in range(40)
         ]
         await asyncio.sleep(0)
-        prompt = await chat_pictures.read_prompt(["a"], items_of([url(56, 84)]))
+        prompt = await chat_media.read_prompt(["a"], items_of([url(56, 84)]))
         for task in slow:
             task.cancel()
         return prompt
 
-    assert asyncio.run(main())["multi_modal_data"]["image"][0].place.num_embeds == 6
+    assert asyncio.run(main())["multi_modal_data"]["image"][0].num_embeds == 6
 
 
-def test_callers_with_an_event_loop(chat_pictures):
+def test_callers_with_an_event_loop(chat_media):
     async def main():
-        return read(chat_pictures, url(56, 84))
+        return read(chat_media, url(56, 84))
 
-    assert asyncio.run(main())["multi_modal_data"]["image"][0].place.num_embeds == 6
+    assert asyncio.run(main())["multi_modal_data"]["image"][0].num_embeds == 6

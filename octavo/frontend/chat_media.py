@@ -1,4 +1,4 @@
-"""Pictures that chats name by URL: fetched, decoded in helper processes, and put into prompts."""
+"""Media that chats name by URL: fetched, decoded in helper processes, and put into prompts."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 
 from octavo.config import ModelConfig
 from octavo.errors import ContextLengthError, RequestError
-from octavo.frontend.pictures import Pictures
-from octavo.media.content import MediaItem, MediaKind, Modality
+from octavo.frontend.prompt_media import DATA, KWARGS, FileReader, PromptMedia
+from octavo.media.content import NAMES, MediaItem, MediaKind, Modality
 from octavo.media.fetch import MediaFetcher
-from octavo.multimodal.pictures import PictureReader
+from octavo.multimodal.items import Item
 from octavo.system.offload import offload
 from octavo.text.tokenizer import MAX_TOKENS, Tokenizer
 
@@ -21,42 +21,47 @@ from octavo.text.tokenizer import MAX_TOKENS, Tokenizer
 _MOST_FILES = 16
 
 
-class ChatPictures:
-    """Reader of the pictures in the chats of one model.
+class ChatMedia:
+    """Reader of the media in the chats of one model.
 
     Args:
-        pictures: reader of the pictures in its prompts.
+        media: reader of the media in its prompts.
         settings: settings of the model.
         tokenizer: its tokenizer.
         max_model_len: most tokens of prompt and answer together.
     """
 
     def __init__(
-        self, pictures: Pictures, settings: ModelConfig, tokenizer: Tokenizer, max_model_len: int
+        self, media: PromptMedia, settings: ModelConfig, tokenizer: Tokenizer, max_model_len: int
     ) -> None:
-        processor = pictures.processor
+        self._media = media
         self.kinds: Mapping[Modality, MediaKind] = {
-            "image": MediaKind(processor.placeholder, pictures.limit, (processor.embed_token,))
+            modality: MediaKind(
+                reader.processor.placeholder, reader.limit, (reader.processor.embed_token,)
+            )
+            for modality, reader in media.readers.items()
         }
         """Media that the model reads, for `read_media`."""
         self._tokenizer, self._max_model_len = tokenizer, max_model_len
         self._fetcher = MediaFetcher(
             settings.allowed_media_domains, settings.allowed_local_media_path
         )
-        self._reader = PictureReader(pictures.kind, processor.settings.fields)
+        self._files: Mapping[Modality, FileReader] = {
+            modality: reader.open_files() for modality, reader in media.readers.items()
+        }
         self._slots = asyncio.Semaphore(_MOST_FILES)
         self._slots_of_hosts = asyncio.Semaphore(_MOST_FILES)
         # Also without a call.
-        self.close = weakref.finalize(self, self._reader.close)
+        self.close = weakref.finalize(self, _close, list(self._files.values()))
         """Function that ends the helper processes. A second call is harmless."""
 
     def check_settings(self, mm_processor_kwargs: Mapping[str, Any]) -> None:
-        """Check settings of the processor of pictures.
+        """Check settings of the processors.
 
         Raises:
             RequestError: a name is unknown, or a value is impossible.
         """
-        self._reader.processor.changed(mm_processor_kwargs)
+        self._media.check_settings(mm_processor_kwargs)
 
     async def read_prompt(
         self,
@@ -65,20 +70,20 @@ class ChatPictures:
         mm_processor_kwargs: Mapping[str, Any] | None = None,
         add_nbytes: Callable[[int], None] = lambda nbytes: None,
     ) -> dict[str, Any]:
-        """Return the prompt of a chat, with its pictures.
+        """Return the prompt of a chat, with its media.
 
-        The pictures of a request are read one after the other, so that requests with many of them
+        The files of a request are read one after the other, so that requests with many of them
         leave the helper processes to others in between.
 
         Args:
             pieces: pieces of the rendered chat that are tokenised separately.
-            items: its pictures, in the order of the text.
-            mm_processor_kwargs: settings of the processor of pictures.
-            add_nbytes: called with the bytes of each picture that is kept; it may raise an error.
+            items: its media, in the order of the text.
+            mm_processor_kwargs: settings of the processors.
+            add_nbytes: called with the bytes of each item that is kept; it may raise an error.
 
         Raises:
-            RequestError: a picture cannot be had or read, or a setting is wrong.
-            ContextLengthError: the pictures have more tokens than the context.
+            RequestError: a file cannot be had or read, or a setting is wrong.
+            ContextLengthError: the items have more tokens than the context.
         """
         text = "".join(pieces)
         prompt: dict[str, Any] = {"prompt": text}
@@ -86,37 +91,44 @@ class ChatPictures:
             prompt["prompt_token_ids"] = await offload(len(text), self._encode, pieces)
         if not items:
             return prompt
-        images: list[object] = []
+        found: dict[Modality, list[object]] = {}
         num_embeds = 0
         for item in items:
-            image = item.source
-            if isinstance(image, str):
-                is_of_host = image[:4].lower() == "http"
-                try:
-                    async with self._slots_of_hosts if is_of_host else self._slots:
-                        file = await self._fetcher.fetch(image, item.name)
-                        reading = self._reader.read(file, item.name, mm_processor_kwargs)
-                        image = picture = await asyncio.wrap_future(reading)
-                except RequestError as error:
-                    if error.param == item.name:
-                        error.param = "messages"
-                        if item.name not in error.message:  # limits of the helper process
-                            error.message = f"{item.name}: {error.message}"
-                            error.args = (error.message,)
-                    raise
-                num_embeds += picture.place.num_embeds
+            source = item.source
+            if isinstance(source, str):
+                read = await self._read(item, mm_processor_kwargs or {})
+                num_embeds += read.num_embeds
                 if num_embeds > self._max_model_len:
+                    count = len(found.get(item.modality, ())) + 1
                     raise ContextLengthError(
-                        f"The first {len(images) + 1} pictures have {num_embeds} tokens; the "
+                        f"The first {count} {NAMES[item.modality]}s have {num_embeds} tokens; the "
                         f"model's context has {self._max_model_len}. Send fewer or smaller ones.",
                         "messages",
                     )
-                add_nbytes(sum(len(tensor.data) for tensor in picture.fields.values()))
-            images.append(image)
-        prompt["multi_modal_data"] = {"image": images}
+                add_nbytes(read.nbytes)
+                source = read
+            found.setdefault(item.modality, []).append(source)
+        prompt[DATA] = found
         if mm_processor_kwargs:
-            prompt["mm_processor_kwargs"] = mm_processor_kwargs
+            prompt[KWARGS] = mm_processor_kwargs
         return prompt
+
+    async def _read(self, item: MediaItem, settings: Mapping[str, Any]) -> Item:
+        """Return an item that a chat names by URL."""
+        is_of_host = item.source[:4].lower() == "http"
+        own = self._media.settings_of(item.modality, settings)
+        try:
+            async with self._slots_of_hosts if is_of_host else self._slots:
+                file = await self._fetcher.fetch(item.source, item.name)
+                reading = self._files[item.modality].read(file, item.name, own)
+                return await asyncio.wrap_future(reading)
+        except RequestError as error:
+            if error.param == item.name:
+                error.param = "messages"
+                if item.name not in error.message:  # limits of the helper process
+                    error.message = f"{item.name}: {error.message}"
+                    error.args = (error.message,)
+            raise
 
     def read_prompt_now(
         self,
@@ -134,3 +146,8 @@ class ChatPictures:
         for piece in pieces:
             ids += self._tokenizer.encode(piece, False, max(self._max_model_len, MAX_TOKENS))
         return ids
+
+
+def _close(readers: Sequence[FileReader]) -> None:
+    for reader in readers:
+        reader.close()

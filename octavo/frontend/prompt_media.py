@@ -1,0 +1,285 @@
+"""Media in prompts: from `multi_modal_data` to the items that encoders read."""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
+
+import msgspec
+
+from octavo.errors import RequestError, UnsupportedError
+from octavo.media.content import NAMES, Modality
+from octavo.messages import MultiModalFeatureSpec
+from octavo.models.encoder import EncoderSpec
+from octavo.multimodal.items import Item
+from octavo.multimodal.processors.base import Processor
+from octavo.multimodal.prompt import Placeholders, expand_prompt
+from octavo.system.limited_process import Buffer
+from octavo.text.tokenizer import Tokenizer
+
+DATA, KWARGS, UUIDS = "multi_modal_data", "mm_processor_kwargs", "multi_modal_uuids"
+"""Keys in a prompt's dict."""
+
+P = TypeVar("P", bound=Processor)
+
+
+class FileReader(Protocol):
+    """Reader of the files of one modality, in helper processes."""
+
+    def read(
+        self, file: Buffer, param: str, mm_processor_kwargs: Mapping[str, Any] | None = None
+    ) -> Future[Item]:
+        """Start to read a file.
+
+        Args:
+            file: the file's content.
+            param: field of the request that has the file, for errors.
+            mm_processor_kwargs: other values of the processor's settings.
+
+        Raises:
+            RequestError: mm_processor_kwargs is wrong.
+
+        The future's errors:
+            RequestError: the file cannot be read within the limits.
+            UnsupportedError: its format is not supported, or a library is not installed.
+        """
+
+    def close(self) -> None:
+        """End the helper processes."""
+
+
+class MediaReader(ABC, Generic[P]):
+    """Reader of the media of one modality in the prompts of a model.
+
+    Args:
+        processor: the model's processor.
+        encoder: the encoder of the items.
+        limit: most items of a prompt.
+    """
+
+    modality: ClassVar[Modality]
+
+    def __init__(self, processor: P, encoder: EncoderSpec, limit: int) -> None:
+        self.processor, self.encoder, self.limit = processor, encoder, limit
+
+    @property
+    def name(self) -> str:
+        """Name of an item, for errors."""
+        return NAMES[self.modality]
+
+    @abstractmethod
+    def open_files(self) -> FileReader:
+        """Return a new reader of files."""
+
+    @abstractmethod
+    def items_of(self, data: object) -> Sequence[object]:
+        """Return the items in the value of `multi_modal_data`: one item, or a list."""
+
+    @abstractmethod
+    def process(self, processor: P, source: Any) -> Item:
+        """Return an item that a caller gives.
+
+        Raises:
+            RequestError: it is of a wrong kind, or the model cannot read it.
+            UnsupportedError: a library is not installed.
+        """
+
+    def read(self, source: object, settings: Mapping[str, Any], index: int) -> Item:
+        """Return an item as the encoder reads it.
+
+        Args:
+            source: what a caller gives, or what a reader of files has read.
+            settings: other values of the processor's settings.
+            index: its number among the items of the prompt.
+
+        Raises:
+            RequestError: the item, or a setting, is wrong.
+            UnsupportedError: a library is not installed.
+        """
+        processor = self.processor.changed(settings)
+        try:
+            item = source if isinstance(source, Item) else self.process(processor, source)
+            for part in item.parts:
+                self.check_size(part.place.num_encoder_tokens)
+        except RequestError as error:
+            raise self.named(error, index, source) from None
+        return item
+
+    def check_size(self, num_tokens: int) -> None:
+        """Check the number of tokens of a part in the layers of the encoder.
+
+        Raises:
+            RequestError: the encoder reads fewer.
+        """
+        most = self.encoder.max_num_tokens
+        if num_tokens > most:
+            raise RequestError(
+                f"it is cut into {num_tokens} patches, and the model's encoder reads at most "
+                f"{most}. Make it smaller."
+            )
+
+    def named(self, error: RequestError, index: int, source: object) -> RequestError:
+        """Return an error that names an item by its index."""
+        where = "" if isinstance(source, Item) else f"{DATA}: "  # the first are of chats
+        return type(error)(f"{where}{self.name} {index + 1}: {error.message}", DATA)
+
+
+class PromptMedia:
+    """Reader of all media in the prompts of one model.
+
+    Args:
+        readers: readers of the modalities that it reads.
+        tokenizer: its tokenizer.
+
+    Raises:
+        RequestError: a placeholder is not one token.
+    """
+
+    def __init__(self, readers: Sequence[MediaReader[Any]], tokenizer: Tokenizer) -> None:
+        self.readers: Mapping[Modality, MediaReader[Any]] = {
+            reader.modality: reader for reader in readers
+        }
+        self._tokenizer = tokenizer
+        self._ids = {
+            reader.modality: (
+                self._token(reader.processor.placeholder, reader.name),
+                self._token(reader.processor.embed_token, reader.name),
+            )
+            for reader in readers
+        }
+
+    def settings_of(self, modality: Modality, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return those of a request's `mm_processor_kwargs` that are for one modality.
+
+        A name that no processor knows is for each of them, which refuses it.
+        """
+        known = {m: reader.processor.request_settings for m, reader in self.readers.items()}
+        return {
+            name: value
+            for name, value in given.items()
+            if name in known[modality] or not any(name in names for names in known.values())
+        }
+
+    def check_settings(self, given: Mapping[str, Any]) -> None:
+        """Check a request's `mm_processor_kwargs`.
+
+        Raises:
+            RequestError: a name is unknown, or a value is impossible.
+        """
+        for modality, reader in self.readers.items():
+            reader.processor.changed(self.settings_of(modality, given))
+
+    def expand(
+        self, prompt: Mapping[str, Any], token_ids: Sequence[int], salt: str | None
+    ) -> tuple[list[int], list[MultiModalFeatureSpec]]:
+        """Replace the placeholders of a prompt by the tokens of its items.
+
+        Args:
+            prompt: a prompt's dict with `multi_modal_data`.
+            token_ids: its tokens, with one placeholder for each item.
+            salt: scope of the prefix cache; other scopes do not share the encoder's results.
+
+        Returns:
+            The tokens, and the parts of the items in order of their places.
+
+        Raises:
+            RequestError: the items are wrong, or not as many as the placeholders.
+            UnsupportedError: the data holds items that the model does not read.
+        """
+        given = self._given(prompt)
+        settings = _settings_of(prompt)
+        items: dict[int, list[Item]] = {}
+        placeholders: dict[int, Placeholders] = {}
+        for modality, sources in given.items():
+            reader = self.readers[modality]
+            own = self.settings_of(modality, settings)
+            placeholder, embed_id = self._ids[modality]
+            read = [reader.read(source, own, i) for i, source in enumerate(sources)]
+            items[placeholder] = read
+            places = [[part.place for part in item.parts] for item in read]
+            placeholders[placeholder] = Placeholders(reader.name, embed_id, places)
+        ids, ranges = expand_prompt(token_ids, placeholders, self._tokenizer)
+        following = {
+            token: iter([(i, item, part) for i, item in enumerate(found) for part in item.parts])
+            for token, found in items.items()
+        }
+        features = []
+        for token, place in ranges:
+            i, item, part = next(following[token])
+            reader = self.readers[item.modality]
+            feature = part.feature(item.modality, place, _identifier(part.digest, salt))
+            try:
+                reader.encoder.check(feature)
+            except RequestError as error:
+                raise reader.named(error, i, given[item.modality][i]) from None
+            features.append(feature)
+        return ids, features
+
+    def _given(self, prompt: Mapping[str, Any]) -> dict[Modality, Sequence[object]]:
+        """Return the items in a prompt's dict, of all modalities that the model reads."""
+        data = prompt[DATA]
+        names = [repr(modality) for modality in self.readers]
+        if not isinstance(data, Mapping):
+            raise RequestError(
+                f"{DATA} is a {type(data).__name__}; give a dict such as {{{names[0]}: [...]}}.",
+                DATA,
+            )
+        others = [name for name, items in data.items() if name not in self.readers and items]
+        if others:
+            raise UnsupportedError(
+                f"{DATA}: {others[0]!r} is not supported by this model; give {' or '.join(names)}.",
+                DATA,
+            )
+        found: dict[Modality, Sequence[object]] = {}
+        for modality, reader in self.readers.items():
+            value = data.get(modality)
+            items = [] if value is None else reader.items_of(value)
+            if len(items) > reader.limit:
+                raise RequestError(
+                    f"The prompt has {len(items)} {reader.name}s; at most {reader.limit} are "
+                    "allowed (limit_mm_per_prompt).",
+                    DATA,
+                )
+            _check_uuids(prompt.get(UUIDS), modality, reader.name, len(items))
+            found[modality] = items
+        return found
+
+    def _token(self, text: str, name: str) -> int:
+        ids = self._tokenizer.encode(text, False)
+        if len(ids) != 1:
+            raise RequestError(f"{text!r}, the placeholder of {name}s, is not one token.", DATA)
+        return ids[0]
+
+
+def _settings_of(prompt: Mapping[str, Any]) -> Mapping[str, Any]:
+    settings = prompt.get(KWARGS) or {}
+    if not isinstance(settings, Mapping):
+        raise RequestError(f"{KWARGS} is a {type(settings).__name__}, not a dict.", KWARGS)
+    return settings
+
+
+def _check_uuids(uuids: object, modality: Modality, name: str, count: int) -> None:
+    """Check names that a client gives to its items.
+
+    They choose nothing: the content of an item is its identity.
+    """
+    if uuids is None or (isinstance(uuids, Mapping) and not count and modality not in uuids):
+        return
+    names = uuids.get(modality) if isinstance(uuids, Mapping) else uuids
+    names = [names] if isinstance(names, str) else names
+    if not isinstance(names, list | tuple) or len(names) != count:
+        raise RequestError(
+            f"{UUIDS} must have one text, or None, for each of the {count} {name}s, as "
+            f"{{{modality!r}: [...]}}.",
+            UUIDS,
+        )
+
+
+def _identifier(digest: str, salt: str | None) -> str:
+    """Return the identifier of a part in a scope of the prefix cache."""
+    if salt is None:
+        return digest
+    return hashlib.sha256(msgspec.msgpack.encode((digest, salt))).hexdigest()

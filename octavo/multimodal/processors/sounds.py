@@ -1,0 +1,147 @@
+"""Processors of sounds: samples to log-mel features, and their places in prompts.
+
+Sources: `Qwen2AudioProcessor` and `VoxtralProcessor` of transformers.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from octavo.checkpoints.base import Checkpoint
+from octavo.checkpoints.config_json import ConfigJson
+from octavo.errors import ModelError, RequestError
+from octavo.media.log_mel import Floats, LogMel
+from octavo.multimodal.items import Item, Part, make_part
+from octavo.multimodal.processors.base import Place, Processor
+
+_FILE = "preprocessor_config.json"
+
+
+class SoundProcessor(Processor, ABC):
+    """Processor of sounds.
+
+    Args:
+        settings: those of preprocessor_config.json, `placeholder` and `embed_token`.
+
+    Raises:
+        ModelError: a setting has an impossible value.
+    """
+
+    token: str
+    """Special token that stands for a sound, and for a row of it."""
+
+    def __init__(self, settings: ConfigJson) -> None:
+        super().__init__(settings)
+        self.features = LogMel.from_config(settings.fields, _FILE)
+
+    @property
+    def sampling_rate(self) -> int:
+        """Samples a second that it reads."""
+        return self.features.sampling_rate
+
+    def process(self, samples: Floats) -> Item:
+        """Return a sound as the encoder reads it.
+
+        Args:
+            samples: float32 [samples], finite; at least one.
+
+        Raises:
+            RequestError: the sound is too short or too long for the model.
+        """
+        return Item("audio", self.parts(samples))
+
+    @abstractmethod
+    def parts(self, samples: Floats) -> tuple[Part, ...]:
+        """Return the parts of a sound; see `process`."""
+
+    def _frames(self, samples: Floats, num_windows: int = 1) -> Floats:
+        """Return the features of windows, float32 [frames, mel bands]."""
+        return self.features.compute(samples, num_windows).T
+
+
+class Qwen2AudioProcessor(SoundProcessor):
+    """Sounds of at most one window, which the encoder reads without silence after them."""
+
+    token = "<|AUDIO|>"
+
+    def parts(self, samples: Floats) -> tuple[Part, ...]:
+        """Return one part; a token of the encoder has two frames, and a row two tokens."""
+        if len(samples) > self.features.num_samples:
+            raise RequestError(
+                f"it has {len(samples) / self.sampling_rate:.1f} s, and the model reads at most "
+                f"{self.features.chunk_length} s. Send parts of it."
+            )
+        num_frames = -(-len(samples) // self.features.hop_length)
+        num_tokens = -(-num_frames // 2)
+        if num_tokens < 2:
+            least = 2 * self.features.hop_length + 1
+            raise RequestError(
+                f"it has {len(samples)} samples, and the model reads at least {least}."
+            )
+        # The last token also sees the frame after it.
+        frames = self._frames(samples)[: 2 * num_tokens + 1]
+        return (_part(frames, num_tokens, num_tokens // 2),)
+
+
+class VoxtralProcessor(SoundProcessor):
+    """Sounds of any length, in windows that are filled with silence."""
+
+    token = "[AUDIO]"
+    _GROUP = 4
+    """Tokens of the encoder that become one row."""
+
+    def parts(self, samples: Floats) -> tuple[Part, ...]:
+        """Return a part for each window."""
+        features = self.features
+        num_windows = -(-len(samples) // features.num_samples)
+        frames = self._frames(samples, num_windows).reshape(num_windows, features.num_frames, -1)
+        tokens = features.num_frames // 2
+        return tuple(_part(window, tokens, tokens // self._GROUP) for window in frames)
+
+
+def _part(frames: Floats, num_tokens: int, num_rows: int) -> Part:
+    data = {"input_features": np.ascontiguousarray(frames)}
+    return make_part(Place((num_rows,), num_tokens), data)
+
+
+PROCESSORS: Mapping[str, type[SoundProcessor]] = {
+    "qwen2_audio": Qwen2AudioProcessor,
+    "voxtral": VoxtralProcessor,
+}
+"""model_type -> processor."""
+
+
+def read_sound_processor(checkpoint: Checkpoint) -> SoundProcessor | None:
+    """Return a model's processor of sounds; None: it has none here.
+
+    Raises:
+        ModelError: a file of the model is missing or wrong.
+    """
+    make = PROCESSORS.get(str(checkpoint.config.get("model_type")))
+    if make is None:
+        return None
+    return make(_read_settings(checkpoint, make.token))
+
+
+def _read_settings(checkpoint: Checkpoint, token: str) -> ConfigJson:
+    text = checkpoint.read_text(_FILE)
+    found: Any = None
+    try:
+        if text is None:  # transformers 5 writes one file for all
+            whole = json.loads(checkpoint.read_text("processor_config.json") or "{}")
+            found = whole.get("feature_extractor") if isinstance(whole, dict) else None
+        else:
+            found = json.loads(text)
+    except ValueError as error:
+        raise ModelError(f"{checkpoint.path / _FILE} is not valid JSON: {error}.") from None
+    if not isinstance(found, dict):
+        raise ModelError(
+            f"{checkpoint.path / _FILE} is missing, or is not a JSON object: it has the settings "
+            "of the model's sounds; download it, or start with --language-model-only."
+        )
+    return ConfigJson({**found, "placeholder": token, "embed_token": token}, _FILE)

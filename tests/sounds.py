@@ -1,0 +1,140 @@
+"""Tiny models of sounds and texts with random weights, and transformers' answers of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers
+from transformers import WhisperFeatureExtractor
+
+from octavo import SamplingParams
+from tests.models.harness import make_hf
+
+SPECIAL = ("<s>", "</s>", "<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>", "[AUDIO]")
+SPECIAL += ("[BEGIN_AUDIO]", "[INST]", "[/INST]", "[TRANSCRIBE]", "<|im_start|>", "<|im_end|>")
+VOCAB = 256 + len(SPECIAL)
+ID = {text: 256 + i for i, text in enumerate(SPECIAL)}
+SECONDS, RATE = 2, 16_000
+
+
+def _text(**fields: Any) -> dict[str, Any]:
+    text: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48}
+    text |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    text |= {"max_position_embeddings": 512, "pad_token_id": 0, "bos_token_id": ID["<s>"]}
+    return text | {"eos_token_id": None} | fields
+
+
+def _qwen(mel: int, size: int, heads: int, layers: int, **text: Any) -> dict[str, Any]:
+    audio = {"model_type": "qwen2_audio_encoder", "d_model": size, "encoder_layers": layers}
+    audio |= {"encoder_attention_heads": heads, "encoder_ffn_dim": 40, "num_mel_bins": mel}
+    audio |= {"max_source_positions": 50 * SECONDS}
+    text = _text(model_type="qwen2", **text)
+    return {"audio_config": audio, "text_config": text, "audio_token_index": ID["<|AUDIO|>"]}
+
+
+def _voxtral(mel: int, size: int, heads: int, layers: int, **text: Any) -> dict[str, Any]:
+    audio = {"model_type": "voxtral_encoder", "hidden_size": size, "num_hidden_layers": layers}
+    audio |= {"num_attention_heads": heads, "intermediate_size": 4 * size, "num_mel_bins": mel}
+    audio |= {"max_source_positions": 50 * SECONDS}
+    text = _text(model_type="llama", head_dim=8, **text)
+    return {"audio_config": audio, "text_config": text, "audio_token_id": ID["[AUDIO]"]}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model with its placeholder."""
+
+    architecture: str
+    config: dict[str, Any]
+    placeholder: str
+
+    @property
+    def mel(self) -> int:
+        """Number of mel bands."""
+        return int(self.config["audio_config"]["num_mel_bins"])
+
+
+def _cases() -> dict[str, Case]:
+    qwen, bos = "Qwen2AudioForConditionalGeneration", "<|audio_bos|><|AUDIO|><|audio_eos|>"
+    voxtral, begin = "VoxtralForConditionalGeneration", "[BEGIN_AUDIO][AUDIO]"
+    wide = {"hidden_size": 64, "num_key_value_heads": 1, "num_hidden_layers": 1}
+    deep = {"hidden_size": 48, "num_attention_heads": 3, "num_key_value_heads": 3}
+    return {
+        "qwen2_audio": Case(qwen, _qwen(8, 24, 3, 2), bos),
+        "qwen2_audio wide": Case(qwen, _qwen(16, 32, 2, 1, **wide), bos),
+        "qwen2_audio deep": Case(qwen, _qwen(128, 16, 4, 3, **deep), bos),
+        "voxtral": Case(voxtral, _voxtral(8, 24, 3, 2), begin),
+        "voxtral wide": Case(voxtral, _voxtral(16, 32, 2, 1, **wide), begin),
+        "voxtral deep": Case(voxtral, _voxtral(128, 16, 4, 3, **deep), begin),
+    }
+
+
+CASES = _cases()
+
+
+def save_model(name: str, folder: Path) -> Any:
+    """Save a model with its files; return transformers' model."""
+    case = CASES[name]
+    model = make_hf(case.architecture, **case.config)
+    model.save_pretrained(folder)
+    preprocessor = {"feature_extractor_type": "WhisperFeatureExtractor", "feature_size": case.mel}
+    preprocessor |= {"chunk_length": SECONDS}
+    (folder / "preprocessor_config.json").write_text(json.dumps(preprocessor))
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {char: i for i, char in enumerate(alphabet)} | ID
+    backend = Backend(models.BPE(vocab=vocab, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(list(SPECIAL))
+    backend.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>"}))
+    return model
+
+
+def sound(seconds: float, seed: int = 0) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """Return noise whose loudness changes, float32 [samples] at 16 kHz."""
+    count = round(seconds * RATE)
+    noise = np.random.default_rng(seed).normal(0, 0.1, count)
+    return (noise * (1 + np.sin(np.arange(count) / (900 + 100 * seed)))).astype(np.float32)
+
+
+def hf_logprobs(
+    model: Any, name: str, ids: Sequence[int], sounds: Sequence[np.ndarray]
+) -> torch.Tensor:
+    """Return transformers' log-probabilities after each token: [tokens, vocab]."""
+    arrays: dict[str, Any] = {}
+    case = CASES[name]
+    reader = WhisperFeatureExtractor(feature_size=case.mel, chunk_length=SECONDS)
+    options = {"sampling_rate": RATE, "return_tensors": "pt"}
+    if sounds and "qwen2" in name:
+        found = reader(list(sounds), padding="max_length", return_attention_mask=True, **options)
+        arrays["input_features"] = found["input_features"]
+        arrays["feature_attention_mask"] = found["attention_mask"]
+    elif sounds:
+        options |= {"padding": True, "truncation": False, "pad_to_multiple_of": SECONDS * RATE}
+        windows = [
+            reader(one, **options)["input_features"]
+            .reshape(case.mel, -1, 100 * SECONDS)
+            .transpose(0, 1)
+            for one in sounds
+        ]
+        arrays["input_features"] = torch.cat(windows)
+    tokens = torch.tensor([list(ids)])
+    with torch.inference_mode():
+        logits = model(input_ids=tokens, attention_mask=torch.ones_like(tokens), **arrays).logits[0]
+    return logits.float().log_softmax(-1)
+
+
+def params(tokens: int = 8, **fields: Any) -> SamplingParams:
+    """Return parameters of a greedy answer with logprobs, without special tokens."""
+    bias = dict.fromkeys(ID.values(), -100.0)
+    return SamplingParams(
+        temperature=0, max_tokens=tokens, logprobs=0, ignore_eos=True, logit_bias=bias, **fields
+    )
