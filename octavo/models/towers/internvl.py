@@ -78,4 +78,5 @@ def read_internvl(config: ConfigJson) -> EncoderSpec:
         output,
         max_num_tokens=MAX_TILES * layout.num_tokens,
         prefixes=(*TOWER_PREFIXES, PROJECTOR_PREFIX),
+        modalities=("video",),
     )

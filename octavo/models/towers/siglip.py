@@ -63,6 +63,8 @@ class _Tower:
     prefix: str = "vision_tower."
     normed: bool = True
     """True if a norm follows the last layer."""
+    reads_videos: bool = False
+    """True if it also reads frames of videos, which are pictures."""
 
     def read(self) -> EncoderSpec:
         """Return the tower."""
@@ -94,6 +96,7 @@ class _Tower:
             self.output,
             max_num_tokens=self.max_tiles * layout.num_tokens,
             prefixes=(*TOWER_PREFIXES, PROJECTOR_PREFIX),
+            modalities=("video",) if self.reads_videos else (),
         )
 
 
@@ -124,6 +127,7 @@ def read_idefics3(config: ConfigJson) -> EncoderSpec:
         layout=layout,
         output=ProjectorSpec(((linear, None),), gathers=True, group=factor**2),
         max_tiles=17,
+        reads_videos=True,
         prefix="model.vision_model.",
     ).read()
 
@@ -227,7 +231,8 @@ def read_limit(config: ConfigJson) -> int:
 def read_llava_onevision(config: ConfigJson) -> EncoderSpec:
     """Read the tower of LLaVA-OneVision: SigLIP, and pictures of many tiles are shrunk."""
     config = config.filled(_ONEVISION)
-    return _with_tiles(_read_llava(config, "full"), config, read_limit(config))
+    tower = replace(_read_llava(config, "full"), reads_videos=True)
+    return _with_tiles(tower, config, read_limit(config))
 
 
 def read_paligemma(config: ConfigJson) -> EncoderSpec:

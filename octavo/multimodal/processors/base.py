@@ -38,6 +38,10 @@ class Place:
     """Patches or frames in the layers of the encoder."""
     grid: tuple[int, int, int] | None = None
     """Sizes of the encoder's rows in time, height and width, for models with m-RoPE."""
+    follows: int = 0
+    """See `MultiModalFeatureSpec`."""
+    time: int = 0
+    """See `MultiModalFeatureSpec`."""
 
     @property
     def num_embeds(self) -> int:
@@ -55,6 +59,9 @@ class ModelFiles:
     """preprocessor_config.json, or the part `image_processor` of processor_config.json."""
     processor: ConfigJson
     """processor_config.json; empty without this file."""
+    video: ConfigJson
+    """video_preprocessor_config.json, or the part `video_processor` of processor_config.json; empty
+    without both."""
 
 
 class Processor:
@@ -71,6 +78,8 @@ class Processor:
         ModelError: a setting has an impossible value.
     """
 
+    around: ClassVar[tuple[str, str] | None] = None
+    """Tokens before and after a placeholder that an item's own text replaces."""
     request_settings: ClassVar[tuple[str, ...]] = ()
     """Settings that a request may change (`mm_processor_kwargs`)."""
 
