@@ -9,9 +9,6 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-import av
-import numpy as np
-
 import octavo.media.images  # noqa: F401 (Pillow's parts, which cannot be imported later)
 from octavo.errors import RequestError
 from octavo.media.process import Array
@@ -73,12 +70,14 @@ def _process(
 JOBS = {"process": process}
 
 
+_GIF = b"GIF89a\1\0\1\0\x80\0\0\0\0\0\xff\xff\xff!\xf9\4\1\0\0\0\0,\0\0\0\0\1\0\1\0\0\2\1D\0;"
+"""Smallest picture."""
+
+
 def _import_all() -> None:
     """Decode a GIF and a wrong file, so that the libraries import now all that they need later."""
-    frame = av.VideoFrame.from_ndarray(np.zeros((16, 16, 3), np.uint8), format="rgb24")
-    frame.to_ndarray(format="rgb24")
-    with contextlib.suppress(RequestError):
-        read_index(memoryview(b"GIF89a" + bytes(64)))
+    file = memoryview(_GIF)
+    list(read_frames(file, read_index(file), [0]))
     with contextlib.suppress(RequestError):
         read_index(memoryview(b"\0\0\0\x18ftypmp42" + bytes(64)))
 
