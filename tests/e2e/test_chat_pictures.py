@@ -6,18 +6,22 @@ import io
 import json
 import signal
 
+import numpy as np
 import psutil
 import pytest
 from PIL import Image
 
 from octavo import SamplingParams
 from octavo.errors import RequestError
+from octavo.media.videos import read_frames, read_index
 from tests.e2e.harness import serve
 from tests.pictures import ID, make_llm, picture, save_model
+from tests.videos import smooth_frames, video_file
 
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }}:{% if m['content'] is string %}{{ m['content'] }}"
-    "{% else %}{% for p in m['content'] %}{% if p['type'] == 'image' %}<image>{% else %}"
+    "{% else %}{% for p in m['content'] %}{% if p['type'] == 'image' %}<image>"
+    "{% elif p['type'] == 'video' %}<video>{% else %}"
     "{{ p['text'] }}{% endif %}{% endfor %}{% endif %};{% endfor %}"
 )
 FIRST, SECOND = picture(48, 30), picture(20, 40, 1)
@@ -92,7 +96,7 @@ def test_placeholders_of_users_are_text(llm):
 @pytest.mark.parametrize(
     ("content", "match"),
     [
-        ([part(FIRST), {"type": "video_url", "video_url": {"url": "x"}}], "send text and pict"),
+        ([{"type": "audio_url", "audio_url": {"url": "x"}}], "send text and pictures and videos"),
         ([{"type": "image_url", "image_url": "http://a.example/"}], "--allowed-media-domains a.ex"),
         ([{"type": "image_url", "image_url": "file:///etc/passwd"}], "--allowed-local-media-path"),
         ([{"type": "image_url", "image_url": "data:;base64,AAAA"}], "picture 1: the file is no"),
@@ -104,6 +108,31 @@ def test_errors_offline(llm, content, match):
     with pytest.raises(RequestError, match=match) as error:
         ask(llm, *content)
     assert error.value.param == "messages"
+
+
+def video(file, **more):
+    url = f"data:video/mp4;base64,{base64.b64encode(file).decode()}"
+    return {"type": "video_url", "video_url": {"url": url}, **more}
+
+
+def test_videos(llm):
+    """A file gives the answer of its frames as an array; users cannot write the placeholder."""
+    file = video_file(smooth_frames(9, 32, 48), codec="gif", kind="gif")
+    index = read_index(memoryview(file))
+    pixels = np.stack(list(read_frames(memoryview(file), index, range(9))))
+    given = {"multi_modal_data": {"image": FIRST, "video": (pixels, {"fps": 4})}}
+    given |= {"prompt": "user:<image>and<video>?;", "mm_processor_kwargs": {"num_frames": 2}}
+    (output,) = llm.generate(given, PARAMS, use_tqdm=False)
+    expected = output.prompt_token_ids, output.outputs[0].text
+    chat = [part(FIRST), text("and"), video(file), text("?")]
+    messages = [{"role": "user", "content": chat}]
+    settings = {"num_frames": 2}
+    (output,) = llm.chat(messages, PARAMS, mm_processor_kwargs=settings, use_tqdm=False)
+    assert (output.prompt_token_ids, output.outputs[0].text) == expected
+    alone, _ = ask(llm, text("<video>"))
+    assert ID["<video>"] not in alone
+    with pytest.raises(RequestError, match=r"video 1: the file is a picture"):
+        ask(llm, video(png(FIRST)))
 
 
 def test_settings_of_the_processor(llm, expected):

@@ -6,8 +6,7 @@ import json
 import pytest
 import torch
 
-from octavo.errors import RequestError
-from tests.pictures import make_llm, params, picture, save_model
+from tests.pictures import make_llm, params, save_model
 from tests.videos import FPS, VIDEO_CASES, frames, hf_video_logprobs
 
 # Grids with fewer parts than rows or columns, where transformers and the paper of Qwen2-VL agree on
