@@ -112,7 +112,7 @@ _TOOLS: Unsupported = {
     "tool_choice": (None, "none"),
     **_FUNCTIONS,
 }
-_TEMPLATE = _all(_NOTHING, "chat_template media_io_kwargs")
+_TEMPLATE = _all(_NOTHING, "chat_template")
 
 COMPLETION: Unsupported = {
     **GENERATION,
@@ -154,8 +154,7 @@ TOKENIZE: Unsupported = {
     "tool_choice": (None, "none"),
     **_FUNCTIONS,
     **_TEMPLATE,
-    "mm_processor_kwargs": _NOTHING,
-    **_all(_NOTHING, "content add_special"),
+    **_all(_NOTHING, "mm_processor_kwargs media_io_kwargs content add_special"),
     "with_pieces": _OFF,
     "parse_special": (None, True),
     "return_token_offsets": _OFF,

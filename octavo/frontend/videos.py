@@ -13,6 +13,7 @@ from octavo.config import ModelConfig
 from octavo.errors import RequestError, UnsupportedError
 from octavo.frontend.pictures import pixels_of
 from octavo.frontend.prompt_media import DATA, MediaReader
+from octavo.media.content import with_media_io
 from octavo.models.encoder import EncoderSpec
 from octavo.multimodal.items import Item
 from octavo.multimodal.processors.registry import make_video_processor, read_video_processor
@@ -80,9 +81,8 @@ class Videos(MediaReader[VideoProcessor]):
         values["placeholder"] = placeholder
         own = msgspec.json.decode(msgspec.json.encode(values))  # lists, not tuples
         processor = make_video_processor(kind, own)
-        known = {
-            k: v for k, v in settings.mm_processor_kwargs.items() if k in processor.request_settings
-        }
+        given = with_media_io(settings.mm_processor_kwargs, settings.media_io_kwargs) or {}
+        known = {name: x for name, x in given.items() if name in processor.request_settings}
         return cls(kind, processor.changed(known), encoder, settings.limit("video"))
 
     def open_files(self) -> VideoReader:
