@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
@@ -256,7 +258,7 @@ MORE_CASES = {
     "internvl": Case(
         "InternVLForConditionalGeneration",
         {
-            "vision_config": SIGLIP | {"model_type": "internvl_vision"},
+            "vision_config": SIGLIP | {"model_type": "internvl_vision", "attention_bias": True},
             "text_config": _text(model_type="qwen2"),
             "downsample_ratio": 0.5,
             "image_seq_length": 4,
@@ -264,6 +266,8 @@ MORE_CASES = {
         },
         {
             "image_processor_type": "GotOcr2ImageProcessor",
+            "image_mean": [0.485, 0.456, 0.406],
+            "image_std": [0.229, 0.224, 0.225],
             "size": {"height": 16, "width": 16},
             "max_patches": 4,
         },
@@ -298,6 +302,60 @@ def save_model(name: str, folder: Path) -> Any:
     backend.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>"}))
     return model
+
+
+_PUBLISHED = (
+    (r"^(model\.)?language_model\.(?!model\.|lm_head)", "language_model.model."),
+    (r"^lm_head\.", "language_model.lm_head."),
+    (r"^model\.", ""),
+    (r"^vision_tower\.embeddings\.cls_token", "vision_model.embeddings.class_embedding"),
+    (
+        r"^vision_tower\.embeddings\.position_embeddings",
+        "vision_model.embeddings.position_embedding",
+    ),
+    (
+        r"^vision_tower\.embeddings\.patch_embeddings\.projection",
+        "vision_model.embeddings.patch_embedding",
+    ),
+    (r"^vision_tower\.encoder\.layer\.", "vision_model.encoder.layers."),
+    (r"\.attention\.projection_layer\.", ".attn.proj."),
+    (r"\.layernorm_before\.", ".norm1."),
+    (r"\.layernorm_after\.", ".norm2."),
+    (r"\.lambda_", ".ls"),
+    (r"^multi_modal_projector\.layer_norm", "mlp1.0"),
+    (r"^multi_modal_projector\.linear_1", "mlp1.1"),
+    (r"^multi_modal_projector\.linear_2", "mlp1.3"),
+)
+"""Names of weights of InternVL in transformers -> those that OpenGVLab publishes."""
+
+
+def publish_internvl(folder: Path) -> None:
+    """Turn a saved InternVL into the format that OpenGVLab publishes."""
+    file = folder / "model.safetensors"
+    state, found = load_file(file), {}
+    for name, tensor in state.items():
+        for pattern, new in _PUBLISHED:
+            name = re.sub(pattern, new, name)
+        found[name] = tensor
+    for name in [name for name in found if ".attention.q_proj." in name]:
+        parts = [found.pop(name.replace(".q_proj.", f".{part}_proj.")) for part in "qkv"]
+        found[name.replace(".attention.q_proj.", ".attn.qkv.")] = torch.cat(parts)
+    save_file(found, file)
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    vision, text = config["vision_config"], config["text_config"]
+    text["tie_word_embeddings"] = config.get("tie_word_embeddings", False)
+    size, patch = (value[0] for value in (vision["image_size"], vision["patch_size"]))
+    vision = {k: v for k, v in vision.items() if k != "model_type"}
+    vision |= {"image_size": size, "patch_size": patch, "qkv_bias": vision["attention_bias"]}
+    vision |= {"model_type": "intern_vit_6b", "qk_normalization": False}
+    config = {"architectures": ["InternVLChatModel"], "model_type": "internvl_chat"}
+    config |= {"auto_map": {"AutoModel": "modeling_internvl_chat.InternVLChatModel"}}
+    config |= {"vision_config": vision, "llm_config": text, "force_image_size": size}
+    config |= {"downsample_ratio": 0.5, "ps_version": "v2", "select_layer": -1}
+    config |= {"max_dynamic_patch": 4, "use_thumbnail": True, "dynamic_image_size": True}
+    file.write_text(json.dumps(config))
+    (folder / "preprocessor_config.json").unlink()
 
 
 def picture(height: int, width: int, seed: int = 0) -> np.ndarray[Any, np.dtype[np.uint8]]:

@@ -14,7 +14,15 @@ from octavo.models.blocks.base import BlockSpec
 from octavo.models.spec import ModelSpec
 from octavo.models.towers.registry import with_encoders
 
-_PLAIN = ("Idefics3", "InternVL", "Llava", "LlavaNext", "LlavaOnevision", "Mistral3", "SmolVLM")
+_PLAIN: tuple[str, ...] = (
+    "Idefics3",
+    "InternVL",
+    "InternVLChatModel",
+    "Llava",
+    "LlavaNext",
+    "LlavaOnevision",
+)
+_PLAIN += ("Mistral3", "SmolVLM")
 """Models whose text part reads rows as it reads embeddings."""
 _SECTIONS: Mapping[str, tuple[int, ...] | None] = {
     "Qwen2VL": None,

@@ -21,6 +21,7 @@ TOWERS: dict[str, Callable[[ConfigJson], EncoderSpec]] = {
     "Gemma3": siglip.read_gemma3,
     "Idefics3": siglip.read_idefics3,
     "InternVL": internvl.read_internvl,
+    "InternVLChatModel": internvl.read_internvl_chat,
     "Llava": _read_llava,
     "LlavaNext": siglip.read_llava_next,
     "LlavaOnevision": siglip.read_llava_onevision,

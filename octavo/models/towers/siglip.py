@@ -136,15 +136,18 @@ _ACTIVATIONS: dict[str, ProjectorActivation] = {"gelu": "gelu", "silu": "silu"}
 _ACTIVATIONS |= {"relu": "relu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
+_LINEARS = "multi_modal_projector.linear_1", "multi_modal_projector.linear_2"
+
+
 def two_layers(
-    config: ConfigJson, inputs: int, *, bias: bool
+    config: ConfigJson, inputs: int, *, bias: bool, modules: tuple[str, str] = _LINEARS
 ) -> tuple[tuple[LinearSpec, ProjectorActivation | None], ...]:
     """Return the layers of LLaVA's projector, with an activation between them."""
     size = config.integer("hidden_size")
     bias = config.flag("multimodal_projector_bias", bias)
     first, second = (
-        LinearSpec(((f"multi_modal_projector.linear_{i}", size),), width, bias)
-        for i, width in ((1, inputs), (2, size))
+        LinearSpec(((module, size),), width, bias)
+        for module, width in zip(modules, (inputs, size), strict=True)
     )
     activation = config.choice("projector_hidden_act", _ACTIVATIONS, "gelu")
     return (first, activation), (second, None)

@@ -13,7 +13,7 @@ from octavo.multimodal.processors.base import ImageProcessor, ModelFiles
 from octavo.multimodal.processors.clip import ClipProcessor, SiglipProcessor
 from octavo.multimodal.processors.gemma3 import Gemma3Processor
 from octavo.multimodal.processors.idefics3 import Idefics3Processor
-from octavo.multimodal.processors.internvl import InternVLProcessor
+from octavo.multimodal.processors.internvl import InternVLChatProcessor, InternVLProcessor
 from octavo.multimodal.processors.llava_next import LlavaNextProcessor, OneVisionProcessor
 from octavo.multimodal.processors.pixtral import PixtralProcessor
 from octavo.multimodal.processors.qwen2_vl import Qwen2VLProcessor
@@ -25,6 +25,7 @@ PROCESSORS: Mapping[str, type[ImageProcessor]] = {
     "gemma3": Gemma3Processor,
     "idefics3": Idefics3Processor,
     "internvl": InternVLProcessor,
+    "internvl_chat": InternVLChatProcessor,
     "llava_next": LlavaNextProcessor,
     "llava_onevision": OneVisionProcessor,
     "pixtral": PixtralProcessor,
@@ -36,6 +37,7 @@ _OF_MODELS = {
     "gemma3": "gemma3",
     "idefics3": "idefics3",
     "internvl": "internvl",
+    "internvl_chat": "internvl_chat",
     "llava_next": "llava_next",
     "llava_onevision": "llava_onevision",
     "mistral3": "pixtral",
@@ -121,7 +123,7 @@ def _read_files(checkpoint: Checkpoint) -> ModelFiles:
     preprocessor = _read(checkpoint, "preprocessor_config.json")
     if not preprocessor.fields:  # transformers 5 writes one file for all
         preprocessor = processor.section("image_processor")
-    if not preprocessor.fields:
+    if not preprocessor.fields and checkpoint.config.get("model_type") != "internvl_chat":
         raise ModelError(
             f"{checkpoint.path} has no preprocessor_config.json, which describes the pictures of "
             "the model; download it, or start with --language-model-only."
