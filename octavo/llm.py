@@ -514,6 +514,18 @@ class LLM(PoolingMethods, SpeechMethods):
         """
         return self.llm_engine.reset_prefix_cache(reset_running_requests, reset_connector)
 
+    def reset_encoder_cache(self) -> bool:
+        """Forget what encoders have computed for pictures and sounds.
+
+        Returns:
+            False if requests use some of it, and nothing is forgotten.
+        """
+        return self.llm_engine.reset_encoder_cache()
+
+    def reset_mm_cache(self) -> None:
+        """Forget the pictures and sounds that are kept because they have a uuid."""
+        self.llm_engine.reset_mm_cache()
+
     def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
         """Return memory to the system until `wake_up`; see `LLMEngine.sleep`."""
         self.llm_engine.sleep(level, mode)

@@ -17,10 +17,11 @@ from octavo.frontend.llm_engine import LLMEngine
 from octavo.media.audio import AudioReader, Samples
 from octavo.outputs import RequestOutput
 from octavo.sampling_params import SamplingParams
-from octavo.speech.model import SpeechModel
+from octavo.speech.interface import Question
+from octavo.speech.registry import open_speech_model
 from octavo.speech.segments import Transcript
 from octavo.speech.tokens import Task
-from octavo.speech.transcription import Ask, Transcription, TranscriptionOptions, run_all
+from octavo.speech.transcription import TranscriptionOptions, run_all
 
 Sound: TypeAlias = str | Path | bytes | NDArray[np.float32]
 
@@ -49,6 +50,7 @@ class SpeechMethods(ABC):
         prompt: str = "",
         temperature: float = 0.0,
         timestamps: bool = True,
+        word_timestamps: bool = False,
         seed: int = 0,
         condition_on_previous_text: bool = False,
         use_tqdm: bool = False,
@@ -68,6 +70,8 @@ class SpeechMethods(ABC):
             temperature: temperature of sampling; 0: greedy, and higher ones in turn for a window
                 whose text repeats itself or is improbable.
             timestamps: True for segments with times; False: each window is one segment.
+            word_timestamps: True for the times of words, `Segment.words`; each window takes one
+                more request.
             seed: seed of sampling.
             condition_on_previous_text: True if each window continues the text of the windows
                 before, which takes longer: the windows of a sound are computed in turn.
@@ -78,14 +82,21 @@ class SpeechMethods(ABC):
                 read, or a request fails.
             ModelError: a file of the model is missing or wrong.
         """
-        model = SpeechModel.open(
+        model = open_speech_model(
             self.llm_engine.checkpoint,
             self.llm_engine.spec,
             self.llm_engine.tokenizer,
             self.llm_engine.memory_plan.max_model_len,
         )
         options = TranscriptionOptions(
-            task, language, prompt, temperature, timestamps, seed, condition_on_previous_text
+            task=task,
+            language=language,
+            prompt=prompt,
+            temperature=temperature,
+            timestamps=timestamps,
+            seed=seed,
+            words=word_timestamps,
+            condition_on_previous_text=condition_on_previous_text,
         )
         given = [sounds] if isinstance(sounds, str | Path | bytes | np.ndarray) else list(sounds)
         reader = AudioReader()
@@ -94,9 +105,9 @@ class SpeechMethods(ABC):
             samples = [_wait(one, given[i], i) for i, one in enumerate(read)]
         finally:
             reader.close()
-        jobs = [Transcription(model, one, options) for one in samples]
+        jobs = [model.start(one, options) for one in samples]
 
-        def generate(asks: list[Ask]) -> list[RequestOutput]:
+        def generate(asks: list[Question]) -> list[RequestOutput]:
             prompts, params = [ask.prompt for ask in asks], [ask.params for ask in asks]
             return self.generate(prompts, params, use_tqdm=use_tqdm)
 

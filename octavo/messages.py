@@ -241,6 +241,15 @@ class MultiModalFeatureSpec(msgspec.Struct, array_like=True, frozen=True):
         return self.mm_position.num_embeds or self.num_encoder_tokens
 
 
+class AlignmentSpec(msgspec.Struct, array_like=True, frozen=True):
+    """Weights of cross attention that say when each token of a transcript is spoken."""
+
+    heads: tuple[tuple[int, int], ...]
+    """Layer and head of the weights to average."""
+    num_rows: int
+    """Number of the encoder's first rows to compare with."""
+
+
 class PoolingSpec(msgspec.Struct, array_like=True, frozen=True):
     """Result that the engine core computes for a request of a pooling model, instead of tokens."""
 
@@ -254,6 +263,8 @@ class PoolingSpec(msgspec.Struct, array_like=True, frozen=True):
     """Index of the first token of the second text of a pair; 0: there is one text."""
     bare: bool = False
     """True for the hidden states of the tokens, without the pooler's layers."""
+    alignment: AlignmentSpec | None = None
+    """Weights of cross attention, which are the result in place of a pooler's."""
 
 
 class AdapterRef(msgspec.Struct, array_like=True, frozen=True):

@@ -21,7 +21,7 @@ SPECIAL = ("<s>", "</s>", "<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>", "[AUDIO
 SPECIAL += ("[BEGIN_AUDIO]", "[INST]", "[/INST]", "[TRANSCRIBE]", "<|im_start|>", "<|im_end|>")
 VOCAB = 256 + len(SPECIAL)
 ID = {text: 256 + i for i, text in enumerate(SPECIAL)}
-SECONDS, RATE = 2, 16_000
+SECONDS, RATE = 6, 16_000
 
 
 def _text(**fields: Any) -> dict[str, Any]:

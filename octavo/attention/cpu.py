@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
 from octavo._native import kernels
 from octavo.attention.base import (
     AttentionMetadata,
@@ -13,7 +19,7 @@ from octavo.attention.base import (
 )
 from octavo.errors import ConfigError
 from octavo.kernels.native_base import DTYPE_CODES
-from octavo.system.tensor import Tensor
+from octavo.system.tensor import HostTensor, Tensor
 
 BLOCK_SIZES = (8, 16, 32, 64, 128)
 """Block sizes that the kernel supports: they fit its tiles of 64 positions."""
@@ -129,6 +135,30 @@ class CPUAttention:
             dtype=DTYPE_CODES[key.dtype],
             cache=_cache_code(kv_cache, key.dtype),
         )
+
+    def read_keys(
+        self, kv_cache: Tensor, block_ids: Sequence[int], head: int, count: int
+    ) -> NDArray[np.float32]:
+        """Return the first keys of a head that blocks hold, float32 [count, head_size].
+
+        Args:
+            kv_cache: a cache without 8-bit numbers.
+            block_ids: blocks of the keys, in order.
+            head: the head.
+            count: number of keys.
+        """
+        array: NDArray[Any] = cast(HostTensor, kv_cache).numpy()
+        blocks = array[list(block_ids), 0, head].astype(np.float32)
+        num_blocks, block_size, size = blocks.shape
+        pairs = size - size % 2 if kv_cache.dtype == "bfloat16" else 0
+        flat = blocks.reshape(num_blocks, -1)
+        paired = flat[:, : pairs * block_size].reshape(num_blocks, -1, block_size, 2)
+        single = flat[:, pairs * block_size :].reshape(num_blocks, -1, block_size)
+        keys = [
+            paired.transpose(0, 2, 1, 3).reshape(num_blocks * block_size, pairs),
+            single.transpose(0, 2, 1).reshape(num_blocks * block_size, size - pairs),
+        ]
+        return np.concatenate(keys, axis=1)[:count]
 
     def forward(
         self,

@@ -154,7 +154,7 @@ TOKENIZE: Unsupported = {
     "tool_choice": (None, "none"),
     **_FUNCTIONS,
     **_TEMPLATE,
-    **_all(_NOTHING, "mm_processor_kwargs media_io_kwargs content add_special"),
+    **_all(_NOTHING, "content add_special"),
     "with_pieces": _OFF,
     "parse_special": (None, True),
     "return_token_offsets": _OFF,

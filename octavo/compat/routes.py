@@ -36,11 +36,6 @@ ELSEWHERE: Mapping[str, str] = {
         "send whole sounds to POST /v1/audio/transcriptions",
         "/v1/realtime",
     ),
-    **_all("front ends keep no pictures", "/reset_mm_cache"),
-    **_all(
-        "use POST /reset_prefix_cache, which also empties the encoder cache",
-        "/reset_encoder_cache",
-    ),
     **_all("use POST /sleep with --enable-sleep-mode", "/release_kv_cache_memory"),
     **_all(
         "weights do not change while the server runs; restart it with the new weights",

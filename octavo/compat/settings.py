@@ -232,7 +232,6 @@ FOREIGN: dict[str, Foreign] = {
             mm_encoder_tp_mode=ANY,
             mm_hasher_algorithm=ANY,
             mm_ipc_gpu_memory_gb=ANY,
-            mm_processor_cache_gb=ANY,
             mm_processor_cache_type=ANY,
             mm_processor_device=ANY,
             mm_shm_cache_max_object_size_mb=ANY,

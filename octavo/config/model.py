@@ -205,6 +205,14 @@ class ModelConfig(Section, frozen=True):
             " in a second."
         ),
     ] = {}
+    mm_processor_cache_gb: Annotated[
+        float,
+        Meta(
+            description="Memory in GiB of media that clients sent with a uuid, so that they need"
+            " not send them again; several front ends divide it. 0: none are kept.",
+            ge=0,
+        ),
+    ] = 0.25
     enable_sleep_mode: Annotated[
         bool,
         Meta(

@@ -335,6 +335,9 @@ def _memory_items(setup: WorkerSetup) -> list[MemoryItem]:
     if (nbytes := setup.encoder_cache_nbytes * setup.rank.world_size) > 0:
         note = f" for {setup.encoder_cache_size:,} rows"
         items.append(MemoryItem("encoder cache", nbytes, note=note))
+    kept = int(config.model.mm_processor_cache_gb * 2**30)
+    if spec.encoders and not spec.is_encoder_decoder and kept:
+        items.append(MemoryItem("kept media", kept, "serving", " at most, by their uuids"))
     if not config.model.skip_tokenizer_init:
         items.append(MemoryItem("tokenizer", _TOKEN_NBYTES * spec.vocab_size))
     if spec.generates and not config.model.skip_tokenizer_init:

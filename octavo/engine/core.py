@@ -52,6 +52,7 @@ UTILITIES = frozenset(
     {
         "block_map",
         "expert_counts",
+        "reset_encoder_cache",
         "reset_prefix_cache",
         "is_sleeping",
         "sleep",
@@ -446,6 +447,10 @@ class EngineCore:
         for listener in self._listeners:
             listener.on_reset()
         return was_reset
+
+    def reset_encoder_cache(self) -> bool:
+        """Forget the results of encoders; see `Scheduler.reset_encoder_cache`."""
+        return self.scheduler.reset_encoder_cache()
 
     def trim_memory(self) -> None:
         """Return freed memory to the system."""

@@ -158,7 +158,9 @@ class AsyncLLM(AsyncPooling):
         self.tokenizer: Tokenizer | None = None
         if not model.skip_tokenizer_init:
             self.tokenizer = Tokenizer.from_folder(tokenizer_path)
-        self._media = open_media(self.checkpoint, model, self.spec, self.tokenizer)
+        self._media = open_media(
+            self.checkpoint, model, self.spec, self.tokenizer, self.max_model_len
+        )
         self.chat_media = open_chat_media(self._media, model, self.tokenizer, self.max_model_len)
         """Reader of the media in chats; None: the model reads none."""
         names = model.served_model_name
@@ -622,6 +624,16 @@ class AsyncLLM(AsyncPooling):
         if was_reset:
             self.cache_emptied_at = time.monotonic()
         return was_reset
+
+    async def reset_encoder_cache(self) -> bool:
+        """Forget the results of encoders; see `LLM.reset_encoder_cache`."""
+        self._attach()
+        return bool(await self._client.call_utility("reset_encoder_cache"))
+
+    async def reset_mm_cache(self) -> None:
+        """Forget the media of this front end that have a uuid; see `LLM.reset_mm_cache`."""
+        if self._media is not None:
+            self._media.cache.clear()
 
     async def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
         """Stop computing until `wake_up`, and return memory to the system.

@@ -6,19 +6,23 @@ import asyncio
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
 from typing import Any
 
 from octavo.config import ModelConfig
 from octavo.errors import ContextLengthError, RequestError
-from octavo.frontend.prompt_media import DATA, KWARGS, FileReader, PromptMedia
+from octavo.frontend.prompt_media import DATA, KWARGS, UUIDS, FileReader, PromptMedia
 from octavo.media.content import NAMES, MediaItem, MediaKind, Modality
 from octavo.media.fetch import MediaFetcher
 from octavo.multimodal.items import Item
+from octavo.scheduler.fairness import Tenant
+from octavo.system.fair_slots import FairSlots
 from octavo.system.offload import offload
 from octavo.text.tokenizer import MAX_TOKENS, Tokenizer
 
-# Files in memory that are fetched or read, and as many of hosts, which may answer slowly.
-_MOST_FILES = 16
+# Files in memory that are read; and of hosts, which may answer slowly. Tenants take turns at the
+# helper processes, so few files wait for these.
+_MOST_FILES, _MOST_OF_HOSTS = 4, 16
 
 
 class ChatMedia:
@@ -49,8 +53,7 @@ class ChatMedia:
         self._files: Mapping[Modality, FileReader] = {
             modality: reader.open_files() for modality, reader in media.readers.items()
         }
-        self._slots = asyncio.Semaphore(_MOST_FILES)
-        self._slots_of_hosts = asyncio.Semaphore(_MOST_FILES)
+        self._slots, self._slots_of_hosts = FairSlots(_MOST_FILES), FairSlots(_MOST_OF_HOSTS)
         # Also without a call.
         self.close = weakref.finalize(self, _close, list(self._files.values()))
         """Function that ends the helper processes. A second call is harmless."""
@@ -69,17 +72,19 @@ class ChatMedia:
         items: Sequence[MediaItem],
         mm_processor_kwargs: Mapping[str, Any] | None = None,
         add_nbytes: Callable[[int], None] = lambda nbytes: None,
+        share: Tenant = None,
     ) -> dict[str, Any]:
         """Return the prompt of a chat, with its media.
 
         The files of a request are read one after the other, so that requests with many of them
-        leave the helper processes to others in between.
+        leave the helper processes to others in between; tenants take turns.
 
         Args:
             pieces: pieces of the rendered chat that are tokenised separately.
             items: its media, in the order of the text.
             mm_processor_kwargs: settings of the processors.
             add_nbytes: called with the bytes of each item that is kept; it may raise an error.
+            share: the sender, as the scheduler divides tokens.
 
         Raises:
             RequestError: a file cannot be had or read, or a setting is wrong.
@@ -96,7 +101,7 @@ class ChatMedia:
         for item in items:
             source = item.source
             if isinstance(source, str):
-                read = await self._read(item, mm_processor_kwargs or {})
+                read = await self._read(item, mm_processor_kwargs or {}, share)
                 num_embeds += read.num_embeds
                 if num_embeds > self._max_model_len:
                     count = len(found.get(item.modality, ())) + 1
@@ -109,17 +114,27 @@ class ChatMedia:
                 source = read
             found.setdefault(item.modality, []).append(source)
         prompt[DATA] = found
+        if any(item.uuid is not None for item in items):
+            prompt[UUIDS] = {
+                modality: [item.uuid for item in items if item.modality == modality]
+                for modality in found
+            }
         if mm_processor_kwargs:
             prompt[KWARGS] = mm_processor_kwargs
         return prompt
 
-    async def _read(self, item: MediaItem, settings: Mapping[str, Any]) -> Item:
+    async def _read(self, item: MediaItem, settings: Mapping[str, Any], share: Tenant) -> Item:
         """Return an item that a chat names by URL."""
         is_of_host = item.source[:4].lower() == "http"
         own = self._media.settings_of(item.modality, settings)
         try:
-            async with self._slots_of_hosts if is_of_host else self._slots:
-                file = await self._fetcher.fetch(item.source, item.name)
+            async with AsyncExitStack() as places:
+                if is_of_host:
+                    await places.enter_async_context(self._slots_of_hosts.hold(share))
+                    file = await self._fetcher.fetch(item.source, item.name)
+                await places.enter_async_context(self._slots.hold(share))
+                if not is_of_host:
+                    file = await self._fetcher.fetch(item.source, item.name)
                 reading = self._files[item.modality].read(file, item.name, own)
                 return await asyncio.wrap_future(reading)
         except RequestError as error:
@@ -142,9 +157,13 @@ class ChatMedia:
             return thread.submit(asyncio.run, work).result()
 
     def _encode(self, pieces: Sequence[str]) -> list[int]:
-        ids: list[int] = []
+        ids, most = list[int](), max(self._max_model_len, MAX_TOKENS)
         for piece in pieces:
-            ids += self._tokenizer.encode(piece, False, max(self._max_model_len, MAX_TOKENS))
+            ids += self._tokenizer.encode(piece, False, most)
+            if len(ids) > most:
+                raise ContextLengthError(
+                    f"The text has more than {most} tokens, the limit. Shorten it.", "messages"
+                )
         return ids
 
 

@@ -17,6 +17,9 @@ from octavo.sampling_params import (
 
 KV_TRANSFER_PARAMS = "kv_transfer_params"
 """Key of `SamplingParams.extra_args` for the KV connector, as in vLLM."""
+ALIGNMENT = "alignment"
+"""Key of `SamplingParams.extra_args` with an `AlignmentSpec`: the request returns weights of cross
+attention."""
 
 
 # Fields of both classes: `make_core_params` copies them unless it packs them.
@@ -74,7 +77,8 @@ def make_core_params(
         if wanted is None
         else _grammar_spec(wanted, grammar_backend, additional_properties),
         "guard": guard,
-        "extra_args": {k: v for k, v in extra.items() if k != KV_TRANSFER_PARAMS} or None,
+        "extra_args": {k: v for k, v in extra.items() if k not in (KV_TRANSFER_PARAMS, ALIGNMENT)}
+        or None,
     }
     return CoreSamplingParams(**fields)
 

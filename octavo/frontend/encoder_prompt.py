@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.errors import RequestError
-from octavo.messages import Modality, MultiModalFeatureSpec, PlaceholderRange, TensorData
+from octavo.frontend.core_params import ALIGNMENT
+from octavo.messages import (
+    AlignmentSpec,
+    Modality,
+    MultiModalFeatureSpec,
+    PlaceholderRange,
+    PoolingSpec,
+    TensorData,
+)
 
 PARTS = ("encoder_prompt", "decoder_prompt")
 """Keys of a prompt with both parts."""
@@ -60,13 +68,17 @@ def text_feature(token_ids: list[int], cache_salt: str | None) -> MultiModalFeat
 
 
 def audio_feature(
-    features: Any, shape: tuple[int, int], cache_salt: str | None
+    features: Any,
+    shape: tuple[int, int],
+    num_tokens: Callable[[int], int],
+    cache_salt: str | None,
 ) -> MultiModalFeatureSpec:
     """Return the item of an encoder of sound.
 
     Args:
-        features: numbers [frames, size of a frame]; two frames are a token of the encoder.
-        shape: the shape that the encoder reads.
+        features: numbers [frames, size of a frame].
+        shape: the shape that the encoder reads; -1 frames: any number.
+        num_tokens: returns the number of the encoder's tokens for a number of frames.
         cache_salt: scope of the prefix cache.
 
     Raises:
@@ -76,7 +88,7 @@ def audio_feature(
         array = np.ascontiguousarray(np.asarray(features), np.float32)
     except (TypeError, ValueError):
         raise RequestError("'input_features' are no array of numbers.", "encoder_prompt") from None
-    if array.shape != shape:
+    if array.ndim != 2 or array.shape[1] != shape[1] or shape[0] not in (-1, len(array)):
         raise RequestError(
             f"'input_features' has the shape {array.shape}, and the encoder reads {shape}: frames, "
             "and numbers of a frame. Fill a short sound with silence; divide a long one.",
@@ -84,7 +96,7 @@ def audio_feature(
         )
     if not np.isfinite(array).all():
         raise RequestError("'input_features' has numbers that are not finite.", "encoder_prompt")
-    return _feature("audio", {"input_features": array}, len(array) // 2, cache_salt)
+    return _feature("audio", {"input_features": array}, num_tokens(len(array)), cache_salt)
 
 
 def read_features(feature: MultiModalFeatureSpec) -> NDArray[np.float32]:
@@ -100,6 +112,30 @@ def encoder_token_ids(features: list[MultiModalFeatureSpec]) -> list[int] | None
             ids: list[int] = np.frombuffer(feature.data["input_ids"].data, np.int64).tolist()
             return ids
     return None
+
+
+def read_alignment(
+    extra_args: Mapping[str, Any] | None, features: list[MultiModalFeatureSpec]
+) -> PoolingSpec | None:
+    """Return the result that a request asks for with `ALIGNMENT`; None: it asks for tokens.
+
+    Raises:
+        RequestError: the value is wrong, or the encoder has fewer rows.
+    """
+    given = (extra_args or {}).get(ALIGNMENT)
+    if given is None:
+        return None
+    try:
+        spec = msgspec.convert(given, AlignmentSpec)
+    except msgspec.ValidationError as error:
+        raise RequestError(f"extra_args.{ALIGNMENT}: {error}.", "extra_args") from None
+    rows = sum(feature.num_rows for feature in features)
+    if not spec.heads or min(map(min, spec.heads)) < 0 or not 0 < spec.num_rows <= rows:
+        raise RequestError(
+            f"extra_args.{ALIGNMENT} needs heads, and 1 to {rows} rows: {str(given)[:100]}.",
+            "extra_args",
+        )
+    return PoolingSpec(ALIGNMENT, reads_all=True, whole=True, alignment=spec)
 
 
 def scoped(feature: MultiModalFeatureSpec, cache_salt: str | None) -> MultiModalFeatureSpec:

@@ -20,6 +20,7 @@ from octavo.frontend.core_params import KV_TRANSFER_PARAMS, make_core_params
 from octavo.frontend.encoder_prompt import (
     audio_feature,
     encoder_token_ids,
+    read_alignment,
     read_features,
     read_parts,
     scoped,
@@ -162,7 +163,10 @@ class InputSpec(Protocol):
 
     @property
     def encoder_frames(self) -> tuple[int, int]:
-        """Shape of a sound: frames, numbers of a frame."""
+        """Shape of a sound: frames, numbers of a frame; -1 frames: any number."""
+
+    def num_encoder_tokens(self, frames: int) -> int:
+        """Return the number of tokens of a sound with so many frames."""
 
     @property
     def max_encoder_len(self) -> int:
@@ -233,7 +237,11 @@ def processing_time(prompt: Prompt, params: SamplingParams) -> int:
 
 
 def open_media(
-    checkpoint: Checkpoint, settings: ModelConfig, spec: ModelSpec, tokenizer: Tokenizer | None
+    checkpoint: Checkpoint,
+    settings: ModelConfig,
+    spec: ModelSpec,
+    tokenizer: Tokenizer | None,
+    max_model_len: int,
 ) -> PromptMedia | None:
     """Return the reader of the media in a model's prompts; None: the model reads none.
 
@@ -257,7 +265,10 @@ def open_media(
     if (encoder := spec.encoder("audio")) is not None:
         readers.append(Sounds.of_model(checkpoint, settings, encoder))
     found = [reader for reader in readers if reader is not None]
-    return PromptMedia(found, tokenizer) if found else None
+    if not found:
+        return None
+    cache_nbytes = int(settings.mm_processor_cache_gb * 2**30)
+    return PromptMedia(found, tokenizer, max_model_len, cache_nbytes)
 
 
 def open_chat_media(
@@ -417,6 +428,7 @@ class InputProcessor:
             n=params.n,
             prompt_embeds=embeds,
             mm_features=features,
+            pooling=read_alignment(params.extra_args, features),
         )
         return request, text
 
@@ -746,7 +758,10 @@ class InputProcessor:
                 "encoder_prompt",
             )
         if features is not None:
-            return None, audio_feature(features, self._spec.encoder_frames, salt)
+            shape, count = self._spec.encoder_frames, self._spec.num_encoder_tokens
+            feature = audio_feature(features, shape, count, salt)
+            self._spec.check_item(feature)
+            return None, feature
         text, ids = self._read_prompt(prompt)
         if ids is None:
             assert text is not None
@@ -776,6 +791,11 @@ class InputProcessor:
             "prompt",
         )
 
+    def reset_mm_cache(self) -> None:
+        """Forget the media that are kept because they have a uuid."""
+        if self._media is not None:
+            self._media.cache.clear()
+
     def _read_media(
         self,
         prompt: Mapping[str, object],
@@ -794,7 +814,7 @@ class InputProcessor:
                 "truncate_prompt_tokens would cut the media of a prompt; leave it out.",
                 "truncate_prompt_tokens",
             )
-        return self._media.expand(prompt, ids, options.cache_salt)
+        return self._media.expand(prompt, ids, options)
 
     def _read_embeds(self, prompt: Prompt, params: SamplingParams) -> PromptEmbeds | None:
         """Return the embeddings of a prompt of embeddings, else None."""

@@ -133,7 +133,7 @@ class LLMEngine:
             settings, max_model_len=max_model_len
         )
         """Settings of the model, with the resolved `max_model_len`."""
-        media = open_media(self.checkpoint, settings, self.spec, self.tokenizer)
+        media = open_media(self.checkpoint, settings, self.spec, self.tokenizer, max_model_len)
         self.input_processor = InputProcessor(
             settings, self.spec, self.tokenizer, max_model_len, media
         )
@@ -376,6 +376,14 @@ class LLMEngine:
         """Forget all cached prefixes; see `LLM.reset_prefix_cache`."""
         what = reset_running_requests, reset_connector
         return bool(complete(self.client.call_utility("reset_prefix_cache", *what)))
+
+    def reset_encoder_cache(self) -> bool:
+        """Forget the results of encoders; see `LLM.reset_encoder_cache`."""
+        return bool(complete(self.client.call_utility("reset_encoder_cache")))
+
+    def reset_mm_cache(self) -> None:
+        """Forget the media that have a uuid; see `LLM.reset_mm_cache`."""
+        self.input_processor.reset_mm_cache()
 
     def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
         """Stop computing until `wake_up`, and return memory to the system.

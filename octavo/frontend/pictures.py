@@ -100,7 +100,7 @@ def pixels_of(image: object) -> NDArray[np.uint8]:
             raise RequestError("it has no pixels.")
         return pixels
     if image is None:
-        raise RequestError("it is missing; send the picture, also if it has a uuid.")
+        raise RequestError("it is missing; send the picture, or the uuid of one sent before.")
     raise RequestError(
         f"it is a {kind.__name__}; give an image of Pillow, or an array uint8 [height, width, 3]."
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -10,9 +11,10 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import msgspec
 
-from octavo.errors import RequestError, UnsupportedError
-from octavo.media.content import NAMES, Modality
-from octavo.messages import MultiModalFeatureSpec
+from octavo.errors import ContextLengthError, RequestError, UnsupportedError
+from octavo.frontend.media_cache import MediaCache, MediaKey
+from octavo.media.content import MAX_UUID_CHARS, NAMES, Modality, is_uuid
+from octavo.messages import MultiModalFeatureSpec, RequestOptions
 from octavo.models.encoder import EncoderSpec
 from octavo.multimodal.items import Item
 from octavo.multimodal.processors.base import Processor
@@ -22,6 +24,8 @@ from octavo.text.tokenizer import Tokenizer
 
 DATA, KWARGS, UUIDS = "multi_modal_data", "mm_processor_kwargs", "multi_modal_uuids"
 """Keys in a prompt's dict."""
+UNKNOWN_UUID = "unknown_uuid"
+"""Code of the error of a uuid without its item."""
 
 P = TypeVar("P", bound=Processor)
 
@@ -133,12 +137,23 @@ class PromptMedia:
     Args:
         readers: readers of the modalities that it reads.
         tokenizer: its tokenizer.
+        max_num_embeds: most tokens of the items of a prompt.
+        cache_nbytes: most bytes of the items that are kept by their uuids.
 
     Raises:
         RequestError: a placeholder is not one token.
     """
 
-    def __init__(self, readers: Sequence[MediaReader[Any]], tokenizer: Tokenizer) -> None:
+    def __init__(
+        self,
+        readers: Sequence[MediaReader[Any]],
+        tokenizer: Tokenizer,
+        max_num_embeds: int,
+        cache_nbytes: int = 0,
+    ) -> None:
+        self.cache = MediaCache(cache_nbytes)
+        """Items that clients sent with a uuid."""
+        self._max_num_embeds = max_num_embeds
         self.readers: Mapping[Modality, MediaReader[Any]] = {
             reader.modality: reader for reader in readers
         }
@@ -175,14 +190,15 @@ class PromptMedia:
             reader.processor.changed(self.settings_of(modality, given))
 
     def expand(
-        self, prompt: Mapping[str, Any], token_ids: Sequence[int], salt: str | None
+        self, prompt: Mapping[str, Any], token_ids: Sequence[int], options: RequestOptions
     ) -> tuple[list[int], list[MultiModalFeatureSpec]]:
         """Replace the placeholders of a prompt by the tokens of its items.
 
         Args:
             prompt: a prompt's dict with `multi_modal_data`.
             token_ids: its tokens, with one placeholder for each item.
-            salt: scope of the prefix cache; other scopes do not share the encoder's results.
+            options: the envelope. Its `cache_salt` is the scope of the prefix cache: other scopes
+                do not share the encoder's results.
 
         Returns:
             The tokens, and the parts of the items in order of their places.
@@ -190,16 +206,35 @@ class PromptMedia:
         Raises:
             RequestError: the items are wrong, or not as many as the placeholders.
             UnsupportedError: the data holds items that the model does not read.
+            ContextLengthError: the items have more tokens than the context.
         """
         given = self._given(prompt)
         settings = _settings_of(prompt)
         items: dict[int, list[Item]] = {}
         placeholders: dict[int, Placeholders] = {}
+        kept: list[tuple[MediaKey, Item]] = []
+        num_embeds = 0
         for modality, sources in given.items():
             reader = self.readers[modality]
             own = self.settings_of(modality, settings)
             placeholder, embed_id, around = self._ids[modality]
-            read = [reader.read(source, own, i) for i, source in enumerate(sources)]
+            uuids = _uuids_of(prompt.get(UUIDS), modality, reader.name, len(sources))
+            form, read = json.dumps([modality, own], sort_keys=True), list[Item]()
+            for i, (source, uuid) in enumerate(zip(sources, uuids, strict=True)):
+                key = None if uuid is None else MediaKey(options.cache_salt, uuid, form)
+                if key is not None and source is None:
+                    read.append(self._recall(key, reader, i))
+                else:
+                    read.append(reader.read(source, own, i))
+                if key is not None:
+                    kept.append((key, read[-1]))
+                num_embeds += read[-1].num_embeds
+                if num_embeds > self._max_num_embeds:
+                    raise ContextLengthError(
+                        f"The first {i + 1} {reader.name}s have {num_embeds} tokens; the model's "
+                        f"context has {self._max_num_embeds}. Send fewer or smaller ones.",
+                        DATA,
+                    )
             items[placeholder] = read
             places = [[part.place for part in item.parts] for item in read]
             placeholders[placeholder] = Placeholders(reader.name, embed_id, places, around)
@@ -212,13 +247,32 @@ class PromptMedia:
         for token, place in ranges:
             i, item, part = next(following[token])
             reader = self.readers[item.modality]
-            feature = part.feature(item.modality, place, _identifier(part.digest, salt))
+            feature = part.feature(
+                item.modality, place, _identifier(part.digest, options.cache_salt)
+            )
             try:
                 reader.encoder.check(feature)
             except RequestError as error:
                 raise reader.named(error, i, given[item.modality][i]) from None
             features.append(feature)
+        for key, item in kept:
+            self.cache.put(key, item, item.nbytes, options.share)
         return ids, features
+
+    def _recall(self, key: MediaKey, reader: MediaReader[Any], index: int) -> Item:
+        """Return the item that was sent with a uuid before."""
+        found: Item | None = self.cache.get(key)
+        if found is None:
+            name = reader.name
+            raise RequestError(
+                f"{name} {index + 1}: no {name} with the uuid {key.uuid!r} is kept here for this "
+                f"client and these mm_processor_kwargs; send the {name} together with the uuid. "
+                "Each front end (--api-server-count) keeps its own, and gives up old ones "
+                "(--mm-processor-cache-gb).",
+                DATA,
+                UNKNOWN_UUID,
+            )
+        return found
 
     def _given(self, prompt: Mapping[str, Any]) -> dict[Modality, Sequence[object]]:
         """Return the items in a prompt's dict, of all modalities that the model reads."""
@@ -245,7 +299,6 @@ class PromptMedia:
                     "allowed (limit_mm_per_prompt).",
                     DATA,
                 )
-            _check_uuids(prompt.get(UUIDS), modality, reader.name, len(items))
             found[modality] = items
         return found
 
@@ -263,21 +316,26 @@ def _settings_of(prompt: Mapping[str, Any]) -> Mapping[str, Any]:
     return settings
 
 
-def _check_uuids(uuids: object, modality: Modality, name: str, count: int) -> None:
-    """Check names that a client gives to its items.
+def _uuids_of(uuids: object, modality: Modality, name: str, count: int) -> Sequence[str | None]:
+    """Return the names that a client gives to its items; None for those without one.
 
-    They choose nothing: the content of an item is its identity.
+    They do not identify an item: its content does.
     """
     if uuids is None or (isinstance(uuids, Mapping) and not count and modality not in uuids):
-        return
+        return [None] * count
     names = uuids.get(modality) if isinstance(uuids, Mapping) else uuids
     names = [names] if isinstance(names, str) else names
-    if not isinstance(names, list | tuple) or len(names) != count:
+    if (
+        not isinstance(names, list | tuple)
+        or len(names) != count
+        or not all(name is None or is_uuid(name) for name in names)
+    ):
         raise RequestError(
-            f"{UUIDS} must have one text, or None, for each of the {count} {name}s, as "
-            f"{{{modality!r}: [...]}}.",
+            f"{UUIDS} must have a text of 1 to {MAX_UUID_CHARS} characters, or None, for each of "
+            f"the {count} {name}s, as {{{modality!r}: [...]}}.",
             UUIDS,
         )
+    return names
 
 
 def _identifier(digest: str, salt: str | None) -> str:

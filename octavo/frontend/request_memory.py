@@ -183,14 +183,7 @@ class RequestMemory:
                 "in use; try again later, or lower n, max_tokens or logprobs."
             )
         if tenant is not None and not background:
-            held = self._of_tenants[tenant]
-            if not leaves_room(held, nbytes, self.limit - self.used):
-                raise QueueFullError(
-                    f"The request may take {nbytes / 2**20:,.1f} MiB. Requests with this API key "
-                    f"have {held / 2**20:,.1f} of the {self.limit / 2**20:,.0f} MiB for requests "
-                    "(--request-memory-bytes), and the rest is for other keys; try again later."
-                )
-            self._of_tenants[tenant] += nbytes
+            self._take_share("The request", nbytes, tenant)
         self._background += nbytes if background else 0
         try:
             with self.hold(nbytes):
@@ -198,16 +191,17 @@ class RequestMemory:
         finally:
             self._background -= nbytes if background else 0
             if tenant is not None and not background:
-                self._of_tenants[tenant] -= nbytes
-                if not self._of_tenants[tenant]:
-                    del self._of_tenants[tenant]
+                self._give_back(nbytes, tenant)
 
     @contextmanager
-    def collect(self, what: str = "results") -> Iterator[Callable[[int], None]]:
+    def collect(
+        self, what: str = "results", tenant: str | None = None
+    ) -> Iterator[Callable[[int], None]]:
         """Count parts of one request, such as its results, which stay until its answer is written.
 
         Args:
             what: name of the parts, for errors.
+            tenant: tenant of the request; each of several leaves room for the others.
 
         Yields:
             A function that adds bytes. It raises RequestError if the parts could never fit, and
@@ -231,6 +225,8 @@ class RequestMemory:
                     f"{self.limit / 2**20:,.0f} MiB for requests (--request-memory-bytes) are in "
                     "use; try again later, or split the request."
                 )
+            if tenant is not None:
+                self._take_share(f"The {what} of this request", nbytes, tenant)
             total += nbytes
             self.used += nbytes
 
@@ -238,6 +234,24 @@ class RequestMemory:
             yield add
         finally:
             self.used -= total
+            if tenant is not None:
+                self._give_back(total, tenant)
+
+    def _take_share(self, what: str, nbytes: int, tenant: str) -> None:
+        """Count bytes of a tenant, if they leave room for others."""
+        held = self._of_tenants[tenant]
+        if not leaves_room(held, nbytes, self.limit - self.used):
+            raise QueueFullError(
+                f"{what} may take {nbytes / 2**20:,.1f} MiB. Requests with this API key "
+                f"have {held / 2**20:,.1f} of the {self.limit / 2**20:,.0f} MiB for requests "
+                "(--request-memory-bytes), and the rest is for other keys; try again later."
+            )
+        self._of_tenants[tenant] += nbytes
+
+    def _give_back(self, nbytes: int, tenant: str) -> None:
+        self._of_tenants[tenant] -= nbytes
+        if not self._of_tenants[tenant]:
+            del self._of_tenants[tenant]
 
     def make_room(self, nbytes: int = 0) -> None:
         """Free optional data until `nbytes` more fit."""

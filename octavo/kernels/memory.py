@@ -7,13 +7,13 @@ import math
 import mmap
 import sys
 import weakref
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from octavo import _native
-from octavo.system.tensor import HostTensor, Tensor, empty, from_numpy, itemsize
+from octavo.system.tensor import HostTensor, Tensor, empty, from_numpy, itemsize, numpy_dtype
 
 _ALIGNMENT = 64  # a cache line
 _HUGE_PAGE = 2 * 2**20
@@ -72,6 +72,16 @@ def placeholder(*shape: int, dtype: str) -> HostTensor:
     """Return a tensor without memory, for calls that are recorded and never run; do not read it."""
     nbytes = math.prod(shape) * itemsize(dtype)
     return from_numpy(_NOWHERE[:nbytes]).view(dtype).view(shape)
+
+
+def borrow(tensor: Tensor) -> NDArray[Any]:
+    """Return an array on the memory of a dense tensor, which it does not keep alive.
+
+    It is for code that is a part of a recorded step, and reads the memory in its turn.
+    """
+    assert tensor.is_contiguous()
+    raw = (ctypes.c_uint8 * tensor.nbytes).from_address(tensor.data_ptr())
+    return np.frombuffer(raw, numpy_dtype(tensor.dtype)).reshape(tuple(tensor.shape))
 
 
 class Arena:

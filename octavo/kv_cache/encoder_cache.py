@@ -97,11 +97,13 @@ class EncoderCacheManager:
         for identifier in self._held.pop(request, {}).values():
             self._release(identifier)
 
-    def forget_all(self) -> None:
-        """Give up all items; no request may use one."""
-        assert not self._held, "rows are in use"
+    def forget_all(self) -> bool:
+        """Give up all items; return False, and give up none, if a request uses one."""
+        if self._held:
+            return False
         for identifier in list(self._unused):
             self._give_up(identifier)
+        return True
 
     def take_freed(self) -> list[str]:
         """Return the items that the worker must forget before the step being scheduled."""

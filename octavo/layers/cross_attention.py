@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from octavo.attention.base import AttentionBackend, AttentionParams
@@ -28,10 +29,13 @@ class CrossAttention:
     o_proj: Linear
     """Projection from the heads' results to the hidden size."""
     num_heads: int
+    num_kv_heads: int
     head_size: int
     params: AttentionParams
     columns: Columns | None = None
     """Columns of these heads in the result of all heads, if other ranks have the others."""
+    on_query: Callable[[Tensor], None] | None = None
+    """Called with the queries [T, heads, head_size] when a step runs, or is recorded."""
 
     def store(
         self, rows: Tensor, kv_cache: Tensor, slots: Tensor, backend: AttentionBackend
@@ -44,7 +48,7 @@ class CrossAttention:
             slots: int64 [rows], slot of each row in the cache.
             backend: the attention backend.
         """
-        heads = self.num_heads, self.head_size
+        heads = self.num_kv_heads, self.head_size
         key, value = self.kv_proj(rows).view(len(rows), 2, *heads).unbind(1)
         backend.write_kv(key, value, kv_cache, slots)
 
@@ -52,6 +56,8 @@ class CrossAttention:
         """Map [T, hidden_size] to [T, hidden_size]."""
         tokens = x.shape[0]
         query = self.q_proj(x).view(tokens, self.num_heads, self.head_size)
+        if self.on_query is not None:
+            self.on_query(query)
         if self.columns is None:
             out = self.ops.empty(tokens, self.num_heads, self.head_size, like=x)
             whole = out.view(tokens, -1)

@@ -49,6 +49,7 @@ class StepContext:
         rotary: rotary positions that the layers with `StepRope` use.
         deepstack: [T, hidden_size] for each of the first layers, added to its result (DeepStack,
             arXiv:2406.04334); zeros for tokens that no row of an encoder replaces.
+        item_sizes: sizes of the items of an encoder's run: `EncoderItem.size` of each.
     """
 
     positions: Tensor
@@ -65,3 +66,4 @@ class StepContext:
     layer_inputs: Tensor | None = None
     rotary: StepRotary | None = None
     deepstack: Sequence[Tensor] = ()
+    item_sizes: Sequence[int] = ()

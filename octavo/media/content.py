@@ -2,8 +2,9 @@
 
 The chat template writes a *placeholder* for each item, such as "<image>". A user may write the same
 text, and that must never stand for an item. So `read_media` puts a secret mark into such texts,
-which `split_rendered` removes from the rendered chat: the pieces around it are tokenised
-separately, and a placeholder that was cut in two is ordinary text.
+which `Chat.split` removes from the rendered chat: the pieces around it are tokenised separately,
+and a placeholder that was cut in two is ordinary text. Texts that may become a placeholder when
+the template joins them, such as "<ima" and "ge>", get the mark at their seam.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ HTTP_PARTS = frozenset(MEDIA_PARTS) - {"image_pil"}
 """Types of parts that JSON can hold."""
 NAMES: Mapping[Modality, str] = {"image": "picture", "audio": "sound", "video": "video"}
 _DETAILS = ("auto", "low", "high", "original")
-_MAX_UUID_CHARS = 256
+MAX_UUID_CHARS = 256
 _FORMAT = re.compile(r"[\w.+-]{1,32}", re.ASCII)
 
 
@@ -42,7 +43,8 @@ class MediaItem:
 
     modality: Modality
     source: Any
-    """URL as text; of an offline caller also an image of Pillow."""
+    """URL as text; of an offline caller also an image of Pillow; None: it was sent before, with the
+    same uuid."""
     uuid: str | None
     """Name that the client gives to its content."""
     name: str
@@ -92,6 +94,9 @@ class Chat:
             for text in self.reserved:
                 if text in value:
                     value = value.replace(text, text[:1] + self.mark + text[1:])
+            begin = value.rstrip()  # a template may strip texts
+            if any(begin.endswith(text[:i]) for text in self.reserved for i in range(1, len(text))):
+                value = begin + self.mark + value[len(begin) :]
             return value
         if isinstance(value, Mapping):
             return {self._mark(key): self._mark(item) for key, item in value.items()}
@@ -100,8 +105,27 @@ class Chat:
         return value
 
     def split(self, rendered: str) -> list[str]:
-        """Return the pieces of the rendered chat that are to be tokenised separately."""
-        return rendered.split(self.mark) if self.reserved else [rendered]
+        """Return the pieces of the rendered chat that are to be tokenised separately.
+
+        Only marks inside of reserved texts divide it, so that other texts stay whole.
+        """
+        pieces = rendered.split(self.mark)
+        if len(pieces) == 1:
+            return pieces
+        longest = max(map(len, self.reserved)) - 1
+        text, end = "".join(pieces), 0
+        parts, begin = list[str](), 0
+        for piece in pieces[:-1]:
+            end += len(piece)
+            left = text[max(0, end - longest) : end]
+            around = left + text[end : end + longest]
+            if any(
+                -1 < around.find(name, max(0, len(left) + 1 - len(name))) < len(left)
+                for name in self.reserved
+            ):
+                parts.append(text[begin:end])
+                begin = end
+        return [*parts, text[begin:]]
 
 
 def read_media(messages: Sequence[Any], kinds: Mapping[Modality, MediaKind]) -> Chat:
@@ -187,6 +211,11 @@ def with_media_io(
     return {**media_io.get("video", {}), **(settings or {})}
 
 
+def is_uuid(value: object) -> bool:
+    """Return True if a value may be the uuid of an item."""
+    return isinstance(value, str) and 0 < len(value) <= MAX_UUID_CHARS
+
+
 def _is_media(part: Any) -> bool:
     kind = str(part.get("type")) if isinstance(part, Mapping) else ""
     return kind in MEDIA_PARTS or kind in NAMES
@@ -205,16 +234,17 @@ def _read_part(part: Mapping[str, Any], where: str) -> tuple[Any, str | None]:
     """
     kind = part["type"]
     uuid = part.get("uuid")
-    if uuid is not None and not (isinstance(uuid, str) and 0 < len(uuid) <= _MAX_UUID_CHARS):
+    if uuid is not None and not is_uuid(uuid):
         raise RequestError(
-            f"{where}.uuid is not allowed; it is a string of 1 to {_MAX_UUID_CHARS} characters.",
+            f"{where}.uuid is not allowed; it is a string of 1 to {MAX_UUID_CHARS} characters.",
             "messages",
         )
     value = part.get("image_url" if kind == "input_image" else kind)
     if kind == "image_pil":
         source = value
     elif kind == "input_audio":
-        source = _audio_url(value, f"{where}.input_audio")
+        sent_before = value is None and uuid is not None
+        source = None if sent_before else _audio_url(value, f"{where}.input_audio")
     else:
         detail = part.get("detail")
         if isinstance(value, Mapping):
@@ -227,10 +257,7 @@ def _read_part(part: Mapping[str, Any], where: str) -> tuple[Any, str | None]:
             )
         source = value
     if source is None and uuid is not None:
-        raise UnsupportedError(
-            f"{where} has a uuid only; media are not kept by their uuids: send the content, too.",
-            "messages",
-        )
+        return None, uuid
     if kind != "image_pil" and not (isinstance(source, str) and source):
         name = "image_url" if kind == "input_image" else kind
         raise RequestError(

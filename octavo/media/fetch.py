@@ -186,11 +186,13 @@ class MediaFetcher:
                 f"--allowed-media-domains {host}, or send the file as a data: URL.",
                 param,
             )
-        # aiohttp asks no resolver for addresses.
+        # aiohttp asks no resolver for addresses, and older versions of it for no number either,
+        # which the system reads as an address: 127.1, 2130706433.
         try:
             ipaddress.ip_address(host.partition("%")[0])
         except ValueError:
-            return host
+            if not host.replace(".", "").isdigit():
+                return host
         if not self._is_allowed(host):
             raise _forbidden(host, host, param)
         return host

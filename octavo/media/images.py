@@ -15,7 +15,7 @@ import warnings
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from octavo.errors import RequestError, UnsupportedError
 
@@ -181,6 +181,8 @@ def _reason(error: Exception) -> str:
     """Return an error of a decoder as one short line."""
     cut = isinstance(error, struct.error | EOFError)
     text = "a part of it is missing" if cut else str(error) or type(error).__name__
+    if isinstance(error, UnidentifiedImageError):  # its text has an address in memory
+        text = "its head cannot be read"
     if isinstance(error, OSError) and error.strerror:
         text = error.strerror  # without the name of a file of this machine
     return " ".join(text.split())[:200].rstrip(".")

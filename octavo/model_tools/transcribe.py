@@ -48,6 +48,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="TEXT",
         help="Text before the sound, which shows names and style.",
     )
+    add(
+        "--word-timestamps",
+        action="store_true",
+        help="Write the times of words, too; with --format verbose_json.",
+    )
     add_engine_settings(parser)
 
 
@@ -61,6 +66,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         ConfigError, ModelError, HubError: a flag, a setting or a model is unusable.
         RequestError: a sound cannot be read, or the model cannot do what is asked.
     """
+    if args.word_timestamps and args.format != "verbose_json":
+        raise ConfigError(
+            f"--word-timestamps needs --format verbose_json, not {args.format}; leave it out."
+        )
     folder = None if args.out_dir is None else Path(args.out_dir)
     outs = _outputs(folder, args.files, args.format)
     with LLM(**engine_kwargs(args)) as llm:
@@ -70,9 +79,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             task="translate" if args.translate else "transcribe",
             prompt=args.prompt,
             timestamps=args.format in TIMED_FORMATS,
+            word_timestamps=args.word_timestamps,
         )
     for out, transcript in zip(outs, transcripts, strict=True):
-        text = write(transcript, args.format)
+        text = write(transcript, args.format, words=args.word_timestamps)
         if out is None:
             sys.stdout.write(text if text.endswith("\n") else text + "\n")
             continue

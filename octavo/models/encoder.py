@@ -13,6 +13,7 @@ from octavo.models.blocks.encoder_input import InputSpec, TextInputSpec, array_o
 from octavo.models.blocks.layer import LayerSpec
 from octavo.models.blocks.norm import NormSpec, build_norm
 from octavo.models.blocks.projector import ProjectorSpec
+from octavo.models.blocks.wave import WaveInputSpec
 from octavo.models.cache import EncoderCache
 from octavo.models.weights import Names, Weight
 
@@ -116,6 +117,8 @@ class EncoderSpec:
         tables: set[Table] = set()
         if isinstance(self.inputs, TextInputSpec):
             tables |= set(self.inputs.embed.tables())
+        if isinstance(self.inputs, WaveInputSpec):
+            tables.add(self.inputs.ones)
         for layer in self.layers:
             tables |= {table for block in layer.blocks for table in block.tables()}
         return sum(table.nbytes(self.max_num_tokens) for table in tables)

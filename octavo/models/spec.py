@@ -20,6 +20,7 @@ from octavo.models.blocks.frames import FramesInputSpec
 from octavo.models.blocks.head import HeadSpec
 from octavo.models.blocks.layer import LayerSpec
 from octavo.models.blocks.pooler import NO_SENTENCES, PoolerSpec, SentencesSpec
+from octavo.models.blocks.wave import WaveInputSpec, lengths
 from octavo.models.cache import CacheSpec, CrossCache, EncoderCache
 from octavo.models.encoder import EncoderSpec
 from octavo.models.weights import Names, Weight
@@ -110,12 +111,20 @@ class ModelSpec:
     def encoder_frames(self) -> tuple[int, int]:
         """Shape of a sound for an encoder-decoder's encoder: frames, numbers of a frame.
 
-        It is 0, 0 if the encoder reads no sound.
+        Frames are -1 if their number may vary, and a frame is then a sample. It is 0, 0 if the
+        encoder reads no sound.
         """
         inputs = self.encoders[0].inputs
+        if isinstance(inputs, WaveInputSpec):
+            return -1, 1
         if not isinstance(inputs, FramesInputSpec):
             return 0, 0
         return 2 * inputs.num_positions, inputs.frame_size
+
+    def num_encoder_tokens(self, frames: int) -> int:
+        """Return the number of tokens of a sound with so many frames."""
+        is_wave = isinstance(self.encoders[0].inputs, WaveInputSpec)
+        return lengths(frames)[-1] if is_wave else frames // 2
 
     @property
     def max_encoder_len(self) -> int:

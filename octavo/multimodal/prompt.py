@@ -61,7 +61,8 @@ def expand_prompt(
         if counts[token] != len(given.items):
             raise RequestError(
                 f"The prompt has {counts[token]} placeholders for {given.name}s, and the request "
-                f"has {len(given.items)} {given.name}s; give as many of one as of the other.",
+                f"has {len(given.items)} {given.name}s; give as many of one as of the other. A "
+                "text counts, too, if the tokenizer reads it as a placeholder.",
                 "prompt",
             )
     writer = _Writer(tokenizer)

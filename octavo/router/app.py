@@ -13,7 +13,8 @@ from starlette.responses import Response
 from octavo import __version__
 from octavo.observability.metrics import CONTENT_TYPE
 from octavo.router import explain
-from octavo.router.job import POOLING, Job, read_job
+from octavo.router.form import read_sound_job
+from octavo.router.job import POOLING, SOUNDS, Job, read_job
 from octavo.router.pool import KEY_HEADERS
 from octavo.router.proxy import ProxyResponse
 from octavo.router.proxy_state import proxy_state_of
@@ -24,6 +25,7 @@ from octavo.server.errors import RouteError
 from octavo.server.generation import EventStream
 from octavo.server.middleware import context_of
 from octavo.server.ui import or_page
+from octavo.server.upload import MAX_SOUND_BYTES, MemoryFile, check_origin, receive_form
 from octavo.server.view import check_view
 from octavo.system.offload import offload
 
@@ -130,11 +132,6 @@ async def adapters(request: Request) -> Response:
     )
 
 
-async def sounds(request: Request) -> Response:
-    """Reject: the router reads JSON only."""
-    raise RouteError(404, "A router does not pass on sound files; send them to one of its servers.")
-
-
 async def view(request: Request) -> Response:
     """Stream the engine views of all servers as one."""
     state, context = proxy_state_of(request), context_of(request)
@@ -161,19 +158,44 @@ async def proxy(request: Request) -> Response:
     return ProxyResponse(state, await job_of(request), state.answering, state.prefilling)
 
 
+async def sounds(request: Request) -> Response:
+    """Pass a form with a sound on, and the answer back."""
+    state = router_of(request)
+    job, _ = await sound_job_of(request)
+    return ProxyResponse(state, job, state.answering)
+
+
+async def sound_job_of(request: Request) -> tuple[Job, dict[str, bytes]]:
+    """Read a form with a sound to pass on; for errors see `receive_form`.
+
+    Returns:
+        The job, and the fields of the form besides the file.
+    """
+    check_origin(request)
+    sound = MemoryFile(request, MAX_SOUND_BYTES)
+    filename, fields = await receive_form(request, sound)
+    path, headers = _head_of(request)
+    query = request.url.query
+    job = await offload(
+        len(sound.data) // 1000,
+        read_sound_job,
+        f"{path}?{query}" if query else path,
+        headers,
+        fields,
+        filename,
+        sound.data,
+        context_of(request).api_key,
+    )
+    return job, fields
+
+
 async def job_of(request: Request) -> Job:
     """Read a request to pass on; for errors see `read_body` and `read_job`."""
     state, context = proxy_state_of(request), context_of(request)
     body = b""
     if request.method == "POST":
         body = await read_body(request, state.config.max_request_bytes)
-    headers = [
-        (name, value) for name, value in request.headers.items() if name not in _NOT_PASSED_ON
-    ]
-    headers += [("accept-encoding", "identity"), ("x-request-id", context.request_id)]
-    # Still percent-encoded; a proxy may have prepended its own path.
-    path = request.scope.get("raw_path", request.scope["path"].encode()).decode("latin-1")
-    path = path.removeprefix(state.config.root_path)
+    path, headers = _head_of(request)
     return await offload(
         len(body) // 8,
         read_job,
@@ -184,6 +206,18 @@ async def job_of(request: Request) -> Job:
         body,
         context.api_key,
     )
+
+
+def _head_of(request: Request) -> tuple[str, list[tuple[str, str]]]:
+    """Return the path without the query, and the headers, of a request to pass on."""
+    state, context = proxy_state_of(request), context_of(request)
+    headers = [
+        (name, value) for name, value in request.headers.items() if name not in _NOT_PASSED_ON
+    ]
+    headers += [("accept-encoding", "identity"), ("x-request-id", context.request_id)]
+    # Still percent-encoded; a proxy may have prepended its own path.
+    path = request.scope.get("raw_path", request.scope["path"].encode()).decode("latin-1")
+    return path.removeprefix(state.config.root_path), headers
 
 
 def _json(value: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -211,7 +245,7 @@ _ROUTES = (
     ),
     ("/v1/load_lora_adapter", adapters, "POST"),
     ("/v1/unload_lora_adapter", adapters, "POST"),
-    ("/v1/audio/{rest:path}", sounds, "POST"),
+    *((path, sounds, "POST") for path in SOUNDS),
     ("/v1/{rest:path}", proxy, "GET"),
     ("/v1/{rest:path}", proxy, "POST"),
     ("/v1/{rest:path}", proxy, "DELETE"),

@@ -49,6 +49,8 @@ POOLING = (
     "/api/embeddings",
 )
 """Paths with vectors or scores."""
+SOUNDS = ("/v1/audio/transcriptions", "/v1/audio/translations")
+"""Paths with forms (multipart/form-data) that have a sound."""
 _NAMING = frozenset(["/v1/responses", "/v1/responses/input_tokens"])
 # Fields that make up a prompt, in the order in which chat templates write them.
 _PROMPT_FIELDS = ("chat_template_kwargs", "tools", "system", "instructions", "messages", "input")

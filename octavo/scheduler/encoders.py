@@ -88,8 +88,12 @@ class EncoderInputs:
             chosen.append(index)
         return num_new
 
-    def add(self, request: Request, output: SchedulerOutput) -> None:
-        """Add the items that the last call of `fit` chose for a request to the step."""
+    def add(self, request: Request, output: SchedulerOutput) -> int:
+        """Add the items that the last call of `fit` chose for a request to the step.
+
+        Returns:
+            Number of the encoder tokens that are computed for the request for the first time.
+        """
         features, cache = request.mm_features, self.cache
         # Those in the cache first: they must not be given up for the others.
         chosen = sorted(self._chosen, key=lambda index: features[index].identifier not in cache)
@@ -98,6 +102,13 @@ class EncoderInputs:
             output.scheduled_encoder_inputs[request.request_id] = new
             self._budget -= sum(features[index].num_encoder_tokens for index in new)
         self._chosen = []
+        # Rows whose tokens were charged are computed again after a preemption.
+        begun = request.num_charged
+        return sum(
+            features[index].num_encoder_tokens
+            for index in new
+            if not features[index].mm_position.num_embeds_before(begun)
+        )
 
     def end_step(self, output: SchedulerOutput) -> None:
         """Complete a step, whose requests are all scheduled."""

@@ -12,6 +12,10 @@ from collections import Counter
 # Weights of a token of the prompt, when it is computed for the first time, and of the answer.
 PROMPT_WEIGHT = 1
 OUTPUT_WEIGHT = 2
+# Weight of a token of an encoder, such as a patch of a picture, when it is computed for the first
+# time. A step's limit of encoder tokens is its limit of tokens (`encoders.py`), so they weigh the
+# same: one step's worth of pictures costs as much as one step's worth of prompts.
+ENCODER_WEIGHT = 1
 # Number of steps of which a returning tenant may get the tokens before other tenants: enough for a
 # short prompt.
 CREDIT_STEPS = 4

@@ -43,7 +43,13 @@ from octavo.scheduler.adapters import AdapterSlots, AdapterTurns
 from octavo.scheduler.checks import check_books, check_fits
 from octavo.scheduler.deadlines import Deadlines, describe_expiry
 from octavo.scheduler.encoders import EncoderInputs, uncomputed
-from octavo.scheduler.fairness import CREDIT_STEPS, OUTPUT_WEIGHT, PROMPT_WEIGHT, TenantCounters
+from octavo.scheduler.fairness import (
+    CREDIT_STEPS,
+    ENCODER_WEIGHT,
+    OUTPUT_WEIGHT,
+    PROMPT_WEIGHT,
+    TenantCounters,
+)
 from octavo.scheduler.held import HELD, HeldRequests
 from octavo.scheduler.kv_loads import KVLoads
 from octavo.scheduler.listener import StepListener, WaitReason
@@ -412,7 +418,8 @@ class Scheduler:
         self._preempt_all()
         for later in self._in_flight:
             later.drop()
-        self._encoders.cache.forget_all()
+        was_reset = self._encoders.cache.forget_all()
+        assert was_reset, "rows are in use though nothing runs"
         was_reset = self.kv_cache_manager.reset_prefix_cache()
         assert was_reset, "blocks are in use though nothing runs"
         return outputs
@@ -509,8 +516,12 @@ class Scheduler:
             self._preempt_all()
         if not self.kv_cache_manager.reset_prefix_cache():
             return False
-        self._encoders.cache.forget_all()
+        self.reset_encoder_cache()
         return not reset_connector or self._connector is None or self._connector.reset_cache()
+
+    def reset_encoder_cache(self) -> bool:
+        """Forget the results of encoders; return False, and keep them, if requests use some."""
+        return self._encoders.cache.forget_all()
 
     def make_stats(self) -> SchedulerStats:
         """Return state and counters."""
@@ -795,6 +806,8 @@ class Scheduler:
                 inputs = [*range(len(request.mm_features))]
                 step.output.scheduled_encoder_inputs[request.request_id] = inputs
                 step.budget -= num_encoded
+                if not request.num_charged:
+                    self._tenants.charge(options.share, ENCODER_WEIGHT * num_encoded)
             else:
                 data.mm_features = [
                     msgspec.structs.replace(item, data={}) for item in request.mm_features
@@ -840,7 +853,8 @@ class Scheduler:
     ) -> None:
         """Add a request's tokens from `start`; `total` tokens are known or in flight."""
         if start < request.mm_end:
-            self._encoders.add(request, step.output)
+            num_encoded = self._encoders.add(request, step.output)
+            self._tenants.charge(request.options.share, ENCODER_WEIGHT * num_encoded)
         if self.kv_cache_manager.states is not None:
             scheduled.snapshots = self.kv_cache_manager.states.take_scheduled(request)
         request.num_computed_tokens = end = start + scheduled.num_tokens

@@ -24,7 +24,8 @@ def abilities(spec: ModelSpec) -> str:
     """Return the tasks of a model, each with a route."""
     can = ["generate (POST /v1/completions)"] if spec.generates else []
     if hears(spec):
-        can = ["transcribe (POST /v1/audio/transcriptions)"]
+        can = [] if spec.is_encoder_decoder else can
+        can.append("transcribe (POST /v1/audio/transcriptions)")
     can += [f"{pooler.task} ({_ROUTES[pooler.task]})" for pooler in spec.poolers]
     if any(pooler.sparse for pooler in spec.poolers):
         can.append("sparse vectors (POST /embed_sparse)")
@@ -39,7 +40,7 @@ def check_generates(spec: ModelSpec) -> None:
     """
     if not spec.generates:
         raise cannot(spec, "generates no text")
-    if hears(spec):
+    if spec.is_encoder_decoder and hears(spec):
         raise cannot(spec, "generates no text without a sound")
 
 

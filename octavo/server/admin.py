@@ -76,6 +76,20 @@ async def reset_prefix_cache(request: Request) -> Response:
     )
 
 
+async def reset_encoder_cache(request: Request) -> Response:
+    """Forget what encoders have computed; `success` is false while requests use some of it."""
+    check_admin(request)
+    engine = await state_of(request).get_engine()
+    return answers.respond(answers.CacheReset(success=await engine.reset_encoder_cache()))
+
+
+async def reset_mm_cache(request: Request) -> Response:
+    """Forget the media that clients sent with a uuid; each front end has its own."""
+    check_admin(request)
+    await (await state_of(request).get_engine()).reset_mm_cache()
+    return answers.respond(answers.CacheReset(success=True))
+
+
 def _flag(request: Request, name: str, default: str = "false") -> bool:
     """Return the value of a query parameter that is true or false.
 

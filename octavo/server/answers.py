@@ -102,14 +102,26 @@ class TranscriptionSegment(Answer):
     no_speech_prob: float
 
 
+class TranscriptionWord(Answer):
+    """Word of a transcript."""
+
+    word: str
+    start: float
+    end: float
+
+
 class VerboseTranscription(Answer):
-    """POST /v1/audio/transcriptions with response_format=verbose_json."""
+    """POST /v1/audio/transcriptions with response_format=verbose_json.
+
+    `timestamp_granularities` chooses words, segments or both.
+    """
 
     task: Literal["transcribe", "translate"]
     language: str
     duration: float
     text: str
-    segments: list[TranscriptionSegment]
+    words: NotRequired[list[TranscriptionWord]]
+    segments: NotRequired[list[TranscriptionSegment]]
     usage: DurationUsage
 
 
@@ -1123,7 +1135,7 @@ class TEIError(Answer):
 
 
 class CacheReset(Answer):
-    """POST /reset_prefix_cache."""
+    """POST /reset_prefix_cache, /reset_encoder_cache and /reset_mm_cache."""
 
     success: bool
 
@@ -1190,6 +1202,21 @@ class ProfileStopped(Answer):
     path: str
 
 
+class RenderedPlace(Answer):
+    """Tokens of a rendered prompt that stand for a picture, or a part of a sound."""
+
+    offset: int
+    length: int
+
+
+class RenderedFeatures(Answer):
+    """Pictures and sounds of a rendered prompt."""
+
+    mm_hashes: dict[str, list[str]]
+    """Identifiers of the contents, by modality."""
+    mm_placeholders: dict[str, list[RenderedPlace]]
+
+
 class RenderedPrompt(Answer):
     """POST /v1/chat/completions/render: a body for POST /inference/v1/generate."""
 
@@ -1205,6 +1232,9 @@ class RenderedPrompt(Answer):
     cache_salt: str | None
     priority: int
     kv_transfer_params: dict[str, Any] | None
+    features: NotRequired[RenderedFeatures | None]
+    """Pictures and sounds, if there are some. POST /inference/v1/generate refuses them; send the
+    chat."""
 
 
 class FileObject(Answer):

@@ -22,6 +22,7 @@ from octavo.server.anthropic_schema import (
     without_client_noise,
 )
 from octavo.server.body import read_model
+from octavo.server.call import unanswered_options
 from octavo.server.chat import ChatCompletion, count_prompt_tokens, read_chat
 from octavo.server.errors import anthropic_error_event
 from octavo.server.generation import EventStream, stopped_by_guard
@@ -60,8 +61,9 @@ async def count_tokens(request: Request) -> Response:
         with state.admit(1, "messages", state.tenant(context.api_key)):
             engine = await state.get_engine()
             tokenizer = state.tokenizer(engine, "messages")
-            reading = await read_chat(body, engine, state, context.body_bytes)
-            return await count_prompt_tokens(reading, engine, tokenizer)
+            options = unanswered_options(state, context, body.cache_salt)
+            reading = await read_chat(body, engine, state, context.body_bytes, options)
+            return await count_prompt_tokens(reading, engine, tokenizer, options)
 
     deadline = state.deadline(context.arrival, context.deadline_ms)
     num_tokens = await state.run(request.receive, count(), deadline)

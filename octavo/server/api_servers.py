@@ -182,8 +182,14 @@ class _Processes:
 
     def __init__(self, setup: APIServerSetup, count: int) -> None:
         self._whole = config = setup.config
+        self._engine_config = engine = setup.engine_config
+        model = engine.model
+        cache = model.mm_processor_cache_gb / count
         self._setup = msgspec.structs.replace(
             setup,
+            engine_config=msgspec.structs.replace(
+                engine, model=msgspec.structs.replace(model, mm_processor_cache_gb=cache)
+            ),
             config=msgspec.structs.replace(
                 config,
                 max_num_queued_reqs=-(-config.max_num_queued_reqs // count),
@@ -255,7 +261,7 @@ class _Processes:
             child.tell_message(
                 CoordinatorSetup(
                     self._whole,
-                    whole.engine_config,
+                    self._engine_config,
                     whole.model_path,
                     whole.tokenizer_path,
                     whole.folder,

@@ -174,6 +174,8 @@ ROUTES: tuple[tuple[str, Endpoint, str], ...] = (
     ("/tokenizer_info", model_list.tokenizer_info, "GET"),
     ("/server_info", admin.server_info, "GET"),
     ("/reset_prefix_cache", admin.reset_prefix_cache, "POST"),
+    ("/reset_encoder_cache", admin.reset_encoder_cache, "POST"),
+    ("/reset_mm_cache", admin.reset_mm_cache, "POST"),
     ("/sleep", admin.sleep, "POST"),
     ("/wake_up", admin.wake_up, "POST"),
     ("/is_sleeping", admin.is_sleeping, "GET"),

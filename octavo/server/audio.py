@@ -16,19 +16,17 @@ from octavo.outputs import RequestOutput
 from octavo.server.abilities import check_hears
 from octavo.server.audio_schema import AudioBody, read_fields
 from octavo.server.call import Call
-from octavo.server.file_store import FileTooLargeError
 from octavo.server.generation import EventStream
 from octavo.server.load_report import add_load_report
 from octavo.server.middleware import context_of
 from octavo.server.state import state_of
-from octavo.server.upload import check_origin, receive_form
+from octavo.server.upload import MAX_SOUND_BYTES, MemoryFile, check_origin, receive_form
 from octavo.speech.formats import MEDIA_TYPES, plain, write
+from octavo.speech.interface import Job, Question
 from octavo.speech.tokens import Task
 from octavo.speech.transcription import (
     TIMED_FORMATS,
     WINDOWS_AT_ONCE,
-    Ask,
-    Transcription,
     TranscriptionOptions,
     run,
 )
@@ -37,8 +35,6 @@ from octavo.system.offload import offload
 if TYPE_CHECKING:
     from octavo.frontend.async_llm import AsyncLLM
 
-MAX_FILE_BYTES = 25 * 2**20
-"""Most bytes of a sound file, as in OpenAI's API."""
 # Of the features of a window: here, in the request for the engine, and in transit.
 _FEATURE_COPIES = 3
 
@@ -53,42 +49,12 @@ async def create_translation(request: Request) -> Response:
     return await _respond(request, "translate")
 
 
-class _Sound:
-    """Sound file that is being uploaded; its bytes count as those of a body.
-
-    Args:
-        request: the request.
-    """
-
-    max_file_bytes = MAX_FILE_BYTES
-
-    def __init__(self, request: Request) -> None:
-        self._state, self._context = state_of(request), context_of(request)
-        self.data = bytearray()
-
-    def too_large(self) -> RequestError:
-        """Return the error of a larger file."""
-        return FileTooLargeError(MAX_FILE_BYTES, "compress it, or send it in parts")
-
-    def take(self, nbytes: int) -> None:
-        """Count bytes that have arrived."""
-        self._context.body_bytes += nbytes
-        self._state.body_bytes += nbytes
-        self._state.check_bodies(len(self.data) + nbytes)
-
-    def write(self, data: bytes) -> None:
-        """Add the next bytes."""
-        self.data += data
-        if len(self.data) > MAX_FILE_BYTES:
-            raise self.too_large()
-
-
 async def _respond(request: Request, task: Task) -> Response:
     check_origin(request)
     state = state_of(request)
     engine = await state.get_engine()
     check_hears(engine.spec)
-    sound = _Sound(request)
+    sound = MemoryFile(request, MAX_SOUND_BYTES)
     _, fields = await receive_form(request, sound)
     body, unknown = read_fields(fields)
     if unknown and state.config.strict_fields:
@@ -111,7 +77,7 @@ async def _respond(request: Request, task: Task) -> Response:
 class _Answer(Call):
     """Transcription or translation that is being made."""
 
-    def __init__(self, request: Request, body: AudioBody, task: Task, sound: _Sound) -> None:
+    def __init__(self, request: Request, body: AudioBody, task: Task, sound: MemoryFile) -> None:
         super().__init__(request, body, "trsc")
         self._body, self._sound = body, sound
         self._options = TranscriptionOptions(
@@ -121,8 +87,9 @@ class _Answer(Call):
             body.temperature,
             body.response_format in TIMED_FORMATS,
             body.seed,
+            body.has_times_of("word"),
         )
-        self._transcription: Transcription | None = None
+        self._transcription: Job | None = None
 
     async def whole(self, engine: AsyncLLM) -> Response:
         """Return the answer in the form that the request asks for."""
@@ -131,7 +98,8 @@ class _Answer(Call):
                 pass
         assert self._transcription is not None
         form = self._body.response_format
-        text = write(self._transcription.transcript(), form)
+        segments, words = map(self._body.has_times_of, ("segment", "word"))
+        text = write(self._transcription.transcript(), form, segments=segments, words=words)
         return Response(text.encode("utf-8", "replace"), media_type=MEDIA_TYPES[form])
 
     async def events(self, engine: AsyncLLM) -> AsyncGenerator[list[bytes], None]:
@@ -152,7 +120,7 @@ class _Answer(Call):
             self._sound.data = bytearray()
             headers, number, usage = self.trace_headers(engine), 0, [0, 0]
 
-            async def generate(ask: Ask) -> RequestOutput:
+            async def generate(ask: Question) -> RequestOutput:
                 nonlocal number
                 number += 1
                 result: RequestOutput | None = None
@@ -168,16 +136,18 @@ class _Answer(Call):
                         result = output
                 assert result is not None
                 usage[0] += len(result.prompt_token_ids)
-                usage[1] += len(result.outputs[0].token_ids)
+                usage[1] += sum(len(output.token_ids) for output in result.outputs)
                 self.context.prompt_tokens, self.context.completion_tokens = usage
                 return result
 
-            nbytes = samples.nbytes + _FEATURE_COPIES * WINDOWS_AT_ONCE * model.features.nbytes
+            nbytes = samples.nbytes + _FEATURE_COPIES * WINDOWS_AT_ONCE * model.window_nbytes
+            if self._options.words:
+                nbytes += WINDOWS_AT_ONCE * model.alignment_nbytes
             with engine.request_memory.reserve(
                 nbytes, self.tenant, background=self.context.background
             ):
                 self._transcription = transcription = await offload(
-                    len(samples) // 500, Transcription, model, samples, self._options
+                    len(samples) // 500, model.start, samples, self._options
                 )
                 async with aclosing(run(transcription, generate)) as texts:
                     async for text in texts:

@@ -41,7 +41,8 @@ class AudioBody(Body):
     """Temperature of sampling. Default 0: greedy, and higher ones in turn for a part of the sound
     whose text repeats itself or is improbable."""
     timestamp_granularities: list[Literal["segment", "word"]] | None = None
-    """Times in verbose_json: segment. Times of words are not supported."""
+    """Times in verbose_json: segment, word or both. Default segment. Times of words take more
+    time."""
     stream: bool = False
     """Send the text of each part of the sound as an event."""
     seed: Int = 0
@@ -59,11 +60,6 @@ class AudioBody(Body):
         """Raise RequestError if fields contradict each other, or are not supported."""
         if self.explain:
             raise UnsupportedError("explain=true is not supported here; leave it out.", "explain")
-        if "word" in (self.timestamp_granularities or ()):
-            raise UnsupportedError(
-                "timestamp_granularities=word is not supported; use segment.",
-                "timestamp_granularities",
-            )
         if self.timestamp_granularities and self.response_format != "verbose_json":
             raise RequestError(
                 f"timestamp_granularities needs response_format=verbose_json, not "
@@ -76,6 +72,10 @@ class AudioBody(Body):
                 "json, or leave stream out.",
                 "stream",
             )
+
+    def has_times_of(self, part: Literal["segment", "word"]) -> bool:
+        """Return True if the answer has the times of segments, or of words."""
+        return part in (self.timestamp_granularities or ["segment"])
 
 
 def read_fields(fields: Mapping[str, bytes]) -> tuple[AudioBody, list[str]]:

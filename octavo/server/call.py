@@ -13,13 +13,25 @@ from octavo.messages import RequestOptions
 from octavo.server import answers
 from octavo.server.auth import flow_of, private_salt
 from octavo.server.explain import disabled, explain_story, names_for
-from octavo.server.middleware import context_of
-from octavo.server.state import state_of
+from octavo.server.middleware import RequestContext, context_of
+from octavo.server.state import ServerState, state_of
 from octavo.server.stories import Counts, Story
 from octavo.system import clock
 
 if TYPE_CHECKING:
     from octavo.frontend.async_llm import AsyncLLM
+
+
+def unanswered_options(
+    state: ServerState, context: RequestContext, cache_salt: str | None
+) -> RequestOptions:
+    """Return the envelope of a prompt that is read, but not answered."""
+    return RequestOptions(
+        clock.now(),
+        tenant=state.tenant(context.api_key),
+        cache_salt=private_salt(context.api_key, cache_salt),
+        flow=flow_of(context.address),
+    )
 
 
 class CallFields(Protocol):

@@ -38,7 +38,6 @@ from octavo.server.parts import Delta, fold
 from octavo.server.recent_prompts import message_at
 from octavo.server.schema import BatchChatBody, ChatBody, ChatFields
 from octavo.server.state import ServerState, state_of
-from octavo.system import clock
 from octavo.system.offload import offload
 from octavo.text.chat_template import ChatTemplate
 from octavo.text.tokenizer import MAX_TOKENS, Tokenizer
@@ -103,7 +102,9 @@ async def render_messages(
     """
     num_calls = sum(len(message.tool_calls or ()) for message in messages)
     plain = await offload(len(messages) + num_calls, _plain_messages, messages)
-    chat = read_media(plain, kinds or {})
+    # Texts are searched for placeholders.
+    length = 0 if kinds is None else sum(len(message.text) for message in messages)
+    chat = await offload(length // 100, read_media, plain, kinds or {})
     if add_generation_prompt is None:
         add_generation_prompt = not continue_final_message
     rendered = await asyncio.wrap_future(
@@ -118,7 +119,7 @@ async def render_messages(
             placeholders={name: kind.placeholder for name, kind in (kinds or {}).items()},
         )
     )
-    return RenderedChat(chat.split(rendered), chat.items)
+    return RenderedChat(await offload(len(rendered), chat.split, rendered), chat.items)
 
 
 async def read_chat(
@@ -126,6 +127,7 @@ async def read_chat(
     engine: AsyncLLM,
     state: ServerState,
     num_bytes: int,
+    options: RequestOptions,
     preserved: list[int] | None = None,
 ) -> Reading:
     """Convert a body of `num_bytes` bytes to a request for an engine.
@@ -135,6 +137,7 @@ async def read_chat(
         engine: the engine.
         state: state of the server.
         num_bytes: size of the body.
+        options: envelope of its requests.
         preserved: special tokens that belong to the format of answers.
 
     Raises:
@@ -178,17 +181,36 @@ async def read_chat(
             body.documents,
             None if media is None else media.kinds,
         )
-        if media is None or (not rendered.items and len(rendered.pieces) == 1):
-            prompts.append(rendered.text)
-            continue
-        # Until the engine counts the request's own memory.
-        with engine.request_memory.collect("media") as add:
-            prompts.append(await media.read_prompt(rendered.pieces, rendered.items, settings, add))
+        prompts.append(await read_chat_media(engine, rendered, settings, options))
     # The template writes the special tokens itself.
     return Reading(prompts, params, bool(body.add_special_tokens))
 
 
-async def count_prompt_tokens(reading: Reading, engine: AsyncLLM, tokenizer: Tokenizer) -> int:
+async def read_chat_media(
+    engine: AsyncLLM,
+    rendered: RenderedChat,
+    mm_processor_kwargs: Mapping[str, Any] | None,
+    options: RequestOptions,
+) -> Prompt:
+    """Return the prompt of a rendered chat, with its media; a text if it has none.
+
+    Raises:
+        RequestError: a file cannot be had or read.
+    """
+    media = engine.chat_media
+    if media is None or (not rendered.items and len(rendered.pieces) == 1):
+        return rendered.text
+    # Until the engine counts the request's own memory.
+    tenant = None if options.background else options.tenant
+    with engine.request_memory.collect("media", tenant) as add:
+        return await media.read_prompt(
+            rendered.pieces, rendered.items, mm_processor_kwargs, add, options.share
+        )
+
+
+async def count_prompt_tokens(
+    reading: Reading, engine: AsyncLLM, tokenizer: Tokenizer, options: RequestOptions
+) -> int:
     """Return the number of tokens of a request's only prompt.
 
     Raises:
@@ -199,7 +221,6 @@ async def count_prompt_tokens(reading: Reading, engine: AsyncLLM, tokenizer: Tok
     if isinstance(prompt, str):
         most = max(engine.max_model_len, MAX_TOKENS)
         return len(await offload(len(prompt), tokenizer.encode, prompt, special, most))
-    options = RequestOptions(clock.now())
     request, _ = await engine.process(prompt, reading.params, "count", options, special)
     return len(request.prompt_token_ids)
 
@@ -299,11 +320,11 @@ class ChatCompletion(Generation[ChatFields]):
                 f'one\'s; send {choice}="none", or start the server with --tool-call-parser.',
                 field,
             )
-        num_bytes = self.context.body_bytes
+        num_bytes, options = self.context.body_bytes, self.options(0, None)
         if answer_format is None or not (tools or answer_format.thoughts):
-            return await read_chat(self.body, engine, self.state, num_bytes)
+            return await read_chat(self.body, engine, self.state, num_bytes, options)
         preserved = self.state.special_ids(tokenizer, answer_format)
-        reading = await read_chat(self.body, engine, self.state, num_bytes, preserved)
+        reading = await read_chat(self.body, engine, self.state, num_bytes, options, preserved)
         schemas = schemas_of([_plain_tool(tool) for tool in tools]) if tools else None
         self._parse_with(answer_format, schemas, reading.prompts)
         strict = next((tool for tool in tools if tool.function.strict), None)

@@ -15,11 +15,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from octavo.errors import RequestError, UnsupportedError
+from octavo.errors import RequestError
 from octavo.frontend.encoder_prompt import encoder_token_ids
 from octavo.frontend.input_processor import EmbedsPrompt
 from octavo.frontend.request_memory import logprobs_nbytes
-from octavo.messages import RequestOptions
+from octavo.messages import MultiModalFeatureSpec
 from octavo.outputs import (
     CompletionOutput,
     FlatLogprobs,
@@ -93,6 +93,8 @@ class Rendered(NamedTuple):
     """None: the client sent token ids."""
     token_ids: list[int]
     params: SamplingParams
+    media: list[MultiModalFeatureSpec]
+    """Pictures and sounds in order of their places."""
 
 
 class Generation(Call, ABC, Generic[B]):
@@ -534,24 +536,19 @@ class Generation(Call, ABC, Generic[B]):
 
         Raises:
             RequestError: the request is wrong.
-            UnsupportedError: it has media.
         """
         engine = await self.state.get_engine()
         self.tokenizer = engine.tokenizer
-        options = RequestOptions(clock.now())
+        options = self.options(0, None)
         try:
             prompts, params, special = await self.read(engine)
             found = []
             for prompt in prompts:
                 request, text = await engine.process(prompt, params, self.id, options, special)
                 token_ids = encoder_token_ids(request.mm_features)
-                if token_ids is None and request.mm_features:
-                    raise UnsupportedError(
-                        "A prompt with pictures or sounds cannot be rendered: its tokens are only "
-                        "their places. Send the request itself, or leave them out.",
-                        "prompt",
-                    )
-                found.append(Rendered(text, token_ids or request.prompt_token_ids, params))
+                media = [] if token_ids else request.mm_features
+                ids = token_ids or request.prompt_token_ids
+                found.append(Rendered(text, ids, params, media))
             return found
         except RequestError as error:
             raise self._blamed(error) from None

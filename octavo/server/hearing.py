@@ -6,7 +6,8 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from octavo.media.audio import AudioReader
-from octavo.speech.model import SpeechModel
+from octavo.speech.interface import SpeechToText
+from octavo.speech.registry import open_speech_model
 
 if TYPE_CHECKING:
     from octavo.frontend.async_llm import AsyncLLM
@@ -17,9 +18,9 @@ class Hearing:
 
     def __init__(self) -> None:
         self.reader = AudioReader()
-        self._model: SpeechModel | None = None
+        self._model: SpeechToText | None = None
 
-    async def model(self, engine: AsyncLLM) -> SpeechModel:
+    async def model(self, engine: AsyncLLM) -> SpeechToText:
         """Return the speech model.
 
         Raises:
@@ -28,7 +29,7 @@ class Hearing:
         """
         if self._model is None:
             self._model = await asyncio.to_thread(
-                SpeechModel.open,
+                open_speech_model,
                 engine.checkpoint,
                 engine.spec,
                 engine.tokenizer,

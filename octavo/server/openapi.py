@@ -375,6 +375,8 @@ OPERATIONS: dict[str, Operation] = {
         _ADMIN,
         query={"reset_running_requests": _FLAG, "reset_external": _FLAG},
     ),
+    "/reset_encoder_cache": Operation(answers.CacheReset, _ADMIN),
+    "/reset_mm_cache": Operation(answers.CacheReset, _ADMIN),
     "/sleep": Operation(
         answers.FellAsleep,
         (*_ADMIN, 404),

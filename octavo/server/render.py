@@ -5,6 +5,7 @@ The result is a body for POST /inference/v1/generate.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import Any
 
 import msgspec
@@ -77,7 +78,7 @@ async def _respond(request: Request, generation: Generation[Any], *, single: boo
 def _json(
     generation: Generation[Any], body: GenerationBody, prompt: Rendered
 ) -> answers.RenderedPrompt:
-    return answers.RenderedPrompt(
+    found = answers.RenderedPrompt(
         request_id=generation.id,
         model=body.model or generation.state.model_names[0],
         prompt_text=prompt.text,
@@ -89,6 +90,17 @@ def _json(
         priority=body.priority or 0,
         kv_transfer_params=body.kv_transfer_params,
     )
+    if prompt.media:
+        hashes = defaultdict[str, list[str]](list)
+        places = defaultdict[str, list[answers.RenderedPlace]](list)
+        for part in prompt.media:
+            place = part.mm_position
+            hashes[part.modality].append(part.identifier)
+            places[part.modality].append(
+                answers.RenderedPlace(offset=place.offset, length=place.length)
+            )
+        found["features"] = answers.RenderedFeatures(mm_hashes=hashes, mm_placeholders=places)
+    return found
 
 
 def _sampling_params(params: SamplingParams) -> dict[str, Any]:

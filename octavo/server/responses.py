@@ -20,6 +20,7 @@ from octavo.parsers.parts import Text
 from octavo.server import answers
 from octavo.server.background import EventLog, events_dropped, split_events
 from octavo.server.body import check_media_type, read_model
+from octavo.server.call import unanswered_options
 from octavo.server.chat import ChatCompletion, count_prompt_tokens, read_chat
 from octavo.server.conversations import append_items, load_conversation
 from octavo.server.errors import (
@@ -172,8 +173,9 @@ async def count_input_tokens(request: Request) -> Response:
     before, new = await _all_items(request, given, new_id("resp"))
     chat = await _to_chat(request, given, before, new)
     try:
-        reading = await read_chat(chat, engine, state, 0)
-        count = await count_prompt_tokens(reading, engine, tokenizer)
+        options = unanswered_options(state, context_of(request), chat.cache_salt)
+        reading = await read_chat(chat, engine, state, 0, options)
+        count = await count_prompt_tokens(reading, engine, tokenizer, options)
     except RequestError as error:
         raise renamed(error) from None
     return answers.respond(

@@ -781,6 +781,10 @@ class TokenizeBody(Body):
     text."""
     tools: Tools = None
     """Definitions of tools for templates that use them."""
+    mm_processor_kwargs: dict[str, Any] | None = None
+    """Settings of the processors of media."""
+    media_io_kwargs: dict[str, dict[str, Any]] | None = None
+    """Choice of the frames of videos, as in `ChatFields`."""
     return_token_strs: bool | None = None
     """Also return the text of each token."""
 

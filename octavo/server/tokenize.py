@@ -7,9 +7,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.errors import RequestError
+from octavo.frontend.input_processor import check_processor_kwargs
+from octavo.media.content import with_media_io
+from octavo.sampling_params import SamplingParams
 from octavo.server import answers
 from octavo.server.body import read_model
-from octavo.server.chat import render_messages
+from octavo.server.call import unanswered_options
+from octavo.server.chat import read_chat_media, render_messages
+from octavo.server.middleware import context_of
 from octavo.server.schema import DetokenizeBody, TokenizeBody
 from octavo.server.state import state_of
 from octavo.system.offload import offload
@@ -17,7 +22,7 @@ from octavo.text.tokenizer import MAX_TOKENS, Tokenizer
 
 
 async def tokenize(request: Request) -> Response:
-    """Return the token ids of a text or of a rendered chat."""
+    """Return the token ids of a text or of a rendered chat, with those of its media."""
     state = state_of(request)
     body = await read_model(request, TokenizeBody, state.config.max_request_bytes)
     body.check()
@@ -29,6 +34,9 @@ async def tokenize(request: Request) -> Response:
         text = body.prompt or ""
         special = True if special is None else special
     else:
+        media = engine.chat_media
+        settings = with_media_io(body.mm_processor_kwargs, body.media_io_kwargs)
+        check_processor_kwargs(media, settings)
         rendered = await render_messages(
             await state.chat_template(tokenizer),
             body.messages,
@@ -37,9 +45,19 @@ async def tokenize(request: Request) -> Response:
             state.template_kwargs(body.chat_template_kwargs),
             body.tools,
             body.documents,
+            None if media is None else media.kinds,
         )
         text = rendered.text
         special = bool(special)  # the template writes them itself
+        options = unanswered_options(state, context_of(request), None)
+        prompt = await read_chat_media(engine, rendered, settings, options)
+        if not isinstance(prompt, str):
+            read, _ = await engine.process(prompt, SamplingParams(), "tokenize", options, special)
+            ids = read.prompt_token_ids
+            return Response(
+                await offload(len(ids), _written, tokenizer, ids, engine.max_model_len, body),
+                media_type="application/json",
+            )
     return Response(
         await offload(len(text), _tokenized, tokenizer, text, special, engine.max_model_len, body),
         media_type="application/json",
@@ -70,6 +88,10 @@ def _tokenized(
 ) -> bytes:
     """Return the JSON of the answer."""
     ids = tokenizer.encode(text, special, max(max_model_len, MAX_TOKENS))
+    return _written(tokenizer, ids, max_model_len, body)
+
+
+def _written(tokenizer: Tokenizer, ids: list[int], max_model_len: int, body: TokenizeBody) -> bytes:
     return msgspec.json.encode(
         answers.Tokens(
             count=len(ids),

@@ -12,7 +12,9 @@ from starlette.requests import Request
 
 from octavo.errors import DeadlineError, RequestError
 from octavo.server.errors import ClientDisconnectError, MediaTypeError, show
+from octavo.server.file_store import FileTooLargeError
 from octavo.server.http_state import http_state_of
+from octavo.server.middleware import context_of
 
 # An upload may take `_PATIENCE` seconds, and a second more for each `_LEAST_SPEED` bytes that have
 # arrived.
@@ -21,6 +23,8 @@ _LEAST_SPEED = 32 * 2**10
 _MAX_FIELDS = 32
 _MAX_FIELD_BYTES = 4096
 _MAX_NAME = 255
+MAX_SOUND_BYTES = 25 * 2**20
+"""Most bytes of a sound file, as in OpenAI's API."""
 # Bytes of a form besides its file.
 _FORM_BYTES = 2**18
 
@@ -49,6 +53,36 @@ class FileSink(Protocol):
             RequestError: the file becomes too large.
             StorageError: the bytes cannot be written.
         """
+
+
+class MemoryFile:
+    """File that is being uploaded into memory; its bytes count as those of a body.
+
+    Args:
+        request: the request.
+        max_file_bytes: most bytes of the file.
+    """
+
+    def __init__(self, request: Request, max_file_bytes: int) -> None:
+        self._state, self._context = http_state_of(request), context_of(request)
+        self.max_file_bytes = max_file_bytes
+        self.data = bytearray()
+
+    def too_large(self) -> RequestError:
+        """Return the error of a larger file."""
+        return FileTooLargeError(self.max_file_bytes, "compress it, or send it in parts")
+
+    def take(self, nbytes: int) -> None:
+        """Count bytes that have arrived."""
+        self._context.body_bytes += nbytes
+        self._state.body_bytes += nbytes
+        self._state.check_bodies(len(self.data) + nbytes)
+
+    def write(self, data: bytes) -> None:
+        """Add the next bytes."""
+        self.data += data
+        if len(self.data) > self.max_file_bytes:
+            raise self.too_large()
 
 
 class OriginError(RequestError):

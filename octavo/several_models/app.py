@@ -22,10 +22,11 @@ from octavo.router.app import (
     job_of,
     list_requests,
     load,
+    sound_job_of,
     version,
     view,
 )
-from octavo.router.job import POOLING
+from octavo.router.job import POOLING, SOUNDS, Job
 from octavo.router.proxy import ProxyResponse
 from octavo.server import answers
 from octavo.server.adapter_table import ServedAdapter
@@ -41,6 +42,8 @@ from octavo.server.ui import or_page
 from octavo.several_models.metrics import join_metrics
 from octavo.several_models.ollama import is_unload, list_running, list_tags, unloaded_answer
 from octavo.several_models.routing import (
+    Asked,
+    asked_of_form,
     check_background,
     choose_model,
     limit,
@@ -220,6 +223,25 @@ async def proxy(request: Request) -> Response:
     keep_alive = None
     if job.path.startswith("/api/"):
         keep_alive = read_keep_alive(asked.keep_alive)
+    model = await _choose(request, job, asked)
+    check_background(state, job)
+    if keep_alive == 0 and is_unload(job):
+        state.set.unload(model)
+        return _json(unloaded_answer(job))
+    return ProxyResponse(state, job, model.pool, turn=state.set.use(model, keep_alive))
+
+
+async def sounds(request: Request) -> Response:
+    """Pass a form with a sound on to the server of its model, and the answer back."""
+    state = models_of(request)
+    job, fields = await sound_job_of(request)
+    model = await _choose(request, job, asked_of_form(job.model, fields))
+    return ProxyResponse(state, job, model.pool, turn=state.set.use(model, None))
+
+
+async def _choose(request: Request, job: Job, asked: Asked) -> OneModel:
+    """Return the model of a request."""
+    state = models_of(request)
 
     async def resolve(name: str) -> OneModel:
         context = context_of(request)
@@ -229,12 +251,7 @@ async def proxy(request: Request) -> Response:
         first_token = limit(context.arrival, asked.max_ttft_ms, context.max_ttft_ms)
         return await state.run_search(request.receive, work, deadline, first_token)
 
-    model = await choose_model(state, job, asked, resolve)
-    check_background(state, job)
-    if keep_alive == 0 and is_unload(job):
-        state.set.unload(model)
-        return _json(unloaded_answer(job))
-    return ProxyResponse(state, job, model.pool, turn=state.set.use(model, keep_alive))
+    return await choose_model(state, job, asked, resolve)
 
 
 async def streams(request: Request) -> Response:
@@ -284,7 +301,7 @@ _ROUTES = (
     ("/v1/unload_lora_adapter", unload_lora_adapter, "POST"),
     ("/v1/models", list_models, "GET"),
     ("/v1/models/{model:path}", get_model, "GET"),
-    ("/v1/audio/{rest:path}", not_here, "POST"),
+    *((path, sounds, "POST") for path in SOUNDS),
     ("/v1/{rest:path}", proxy, "GET"),
     ("/v1/{rest:path}", proxy, "POST"),
     ("/v1/{rest:path}", proxy, "DELETE"),

@@ -20,6 +20,7 @@ from octavo.platforms.registry import get_platform
 from octavo.server.description import describe_model
 from octavo.several_models.planning import PlannedModel, PlanRequest, PlanResult
 from octavo.several_models.shares import Needs
+from octavo.speech.model import hears
 from octavo.system.device import signal_at_parents_end
 
 
@@ -77,6 +78,7 @@ def plan(request: PlanRequest) -> PlannedModel:
         max_model_len=max_model_len,
         abilities=[
             *(["generate"] if spec.generates else []),
+            *(["transcribe"] if hears(spec) else []),
             *(pooler.task for pooler in spec.poolers),
         ],
         details=dict(described.details),

@@ -45,7 +45,7 @@ class PlannedModel(msgspec.Struct, frozen=True):
     """Bytes by purpose, without the KV cache."""
     max_model_len: int
     abilities: list[str]
-    """"generate", and tasks of poolers such as "embed" and "classify"."""
+    """"generate", "transcribe", and tasks of poolers such as "embed" and "classify"."""
     details: dict[str, Any]
     """Ollama's `details`."""
     nbytes: int

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import msgspec
 
 from octavo.errors import RequestError
-from octavo.router.job import POOLING, Job
+from octavo.router.job import POOLING, SOUNDS, Job
 from octavo.router.stored_objects import unknown_object
 from octavo.server.body import parse_json
 from octavo.server.errors import show
@@ -50,6 +50,19 @@ def read_asked(body: bytes) -> Asked:
     except (msgspec.MsgspecError, ValueError, RecursionError):
         parse_json(body)  # raises the error with its reason
         raise RequestError("The body must be a JSON object.", None, "invalid_json") from None
+
+
+def asked_of_form(model: str | None, fields: Mapping[str, bytes]) -> Asked:
+    """Return what a form asks for.
+
+    Args:
+        model: model that it names.
+        fields: its fields; the model's server rejects a wrong one.
+    """
+    deadline = fields.get("deadline_ms", b"")
+    # Longer numbers are beyond the limit.
+    given = int(deadline) if deadline.isdigit() and len(deadline) < 17 else None
+    return Asked(model=model, deadline_ms=given)
 
 
 def limit(arrival: float, given: object, header: int | None) -> float | None:
@@ -103,6 +116,8 @@ async def choose_model(
             raise unknown_object(job.objects[0][0], in_path=True)
     if path in _CLASSIFYING:
         return await state.default(["classify", "embed"])
+    if path in SOUNDS:
+        return await state.default(["transcribe"])
     if path in POOLING or path == "/info":
         return await state.default(["embed", "classify"])
     return await state.default(["generate"])

@@ -22,13 +22,15 @@ MEDIA_TYPES: dict[ResponseFormat, str] = {
 """Media type of the answer in each form, as OpenAI sends it."""
 
 
-def write(transcript: Transcript, form: ResponseFormat) -> str:
-    """Return a transcript in a form."""
+def write(
+    transcript: Transcript, form: ResponseFormat, *, segments: bool = True, words: bool = False
+) -> str:
+    """Return a transcript in a form; `segments` and `words` are those of `verbose`."""
     match form:
         case "json":
             return msgspec.json.encode(plain(transcript)).decode()
         case "verbose_json":
-            return msgspec.json.encode(verbose(transcript)).decode()
+            return msgspec.json.encode(verbose(transcript, segments, words)).decode()
         case "text":
             return transcript.text + "\n"
         case "srt":
@@ -45,16 +47,26 @@ def plain(transcript: Transcript) -> dict[str, Any]:
     }
 
 
-def verbose(transcript: Transcript) -> dict[str, Any]:
-    """Return the fields of `verbose_json`."""
-    return {
+def verbose(transcript: Transcript, segments: bool = True, words: bool = False) -> dict[str, Any]:
+    """Return the fields of `verbose_json`.
+
+    Args:
+        transcript: the transcript.
+        segments: True to include the segments.
+        words: True to include the words, if they have times.
+    """
+    fields: dict[str, Any] = {
         "task": transcript.task,
         "language": NAMES.get(transcript.language, transcript.language),
         "duration": round(transcript.duration, 3),
         "text": transcript.text,
-        "segments": [msgspec.to_builtins(segment) for segment in transcript.segments],
-        "usage": plain(transcript)["usage"],
     }
+    if words:
+        fields["words"] = [msgspec.to_builtins(word) for word in transcript.words]
+    if segments:
+        parts = [msgspec.to_builtins(segment) for segment in transcript.segments]
+        fields["segments"] = [{k: v for k, v in it.items() if k != "words"} for it in parts]
+    return {**fields, "usage": plain(transcript)["usage"]}
 
 
 def _srt(segments: list[Segment]) -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,17 +14,28 @@ from octavo.checkpoints.base import Checkpoint
 from octavo.errors import ModelError, RequestError
 from octavo.media.log_mel import LogMel
 from octavo.models.spec import ModelSpec
+from octavo.speech.alignment import ROWS_PER_SECOND
+from octavo.speech.interface import Job, SpeechToText
 from octavo.speech.tokens import WhisperTokens
 from octavo.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from octavo.speech.transcription import TranscriptionOptions
 
 
 def hears(spec: ModelSpec) -> bool:
     """Return True if a model writes what is said in a sound."""
-    return spec.is_encoder_decoder and spec.encoder_modality == "audio"
+    if spec.is_encoder_decoder:
+        return spec.encoder_modality == "audio"
+    return spec.architecture in _DECODERS and spec.encoder("audio") is not None
+
+
+_DECODERS = ("VoxtralForConditionalGeneration",)
+"""Models of sounds and texts that have a prompt for transcripts."""
 
 
 @dataclass(frozen=True)
-class SpeechModel:
+class SpeechModel(SpeechToText):
     """Whisper, or a model that is used in the same way."""
 
     features: LogMel
@@ -41,6 +52,24 @@ class SpeechModel:
     """Returns the tokens of a text, without special tokens."""
     decode: Callable[[list[int]], str]
     """Returns the text of tokens."""
+    alignment_heads: tuple[tuple[int, int], ...] = ()
+    """Layers and heads whose cross attention tells when a token is spoken."""
+
+    @property
+    def window_nbytes(self) -> int:
+        """Implement `SpeechToText`."""
+        return self.features.nbytes
+
+    def start(self, samples: NDArray[np.float32], options: TranscriptionOptions) -> Job:
+        """Implement `SpeechToText`."""
+        from octavo.speech.transcription import Transcription  # it imports this module
+
+        return Transcription(self, samples, options)
+
+    @property
+    def alignment_nbytes(self) -> int:
+        """Most bytes of the weights that align a window."""
+        return 4 * self.max_tokens * ROWS_PER_SECOND * self.features.chunk_length
 
     @classmethod
     def open(
@@ -66,7 +95,8 @@ class SpeechModel:
             raise RequestError(
                 "No tokenizer is loaded (skip_tokenizer_init), which transcripts need.", "model"
             )
-        return cls.read(checkpoint, tokenizer, max_tokens)
+        model = cls.read(checkpoint, tokenizer, max_tokens)
+        return replace(model, alignment_heads=_alignment_heads(checkpoint, spec))
 
     @classmethod
     def read(cls, checkpoint: Checkpoint, tokenizer: Tokenizer, max_tokens: int) -> SpeechModel:
@@ -87,9 +117,7 @@ class SpeechModel:
                 f"{checkpoint.path / name} is missing: it has the settings of the model's features."
             )
         features = LogMel.from_config(_parse(text, str(checkpoint.path / name)), name)
-        name = "generation_config.json"
-        text = checkpoint.read_text(name)
-        generation = {} if text is None else _parse(text, str(checkpoint.path / name))
+        generation = _generation(checkpoint)
         is_multilingual = generation.get("is_multilingual")
         if is_multilingual is None:  # English only: the end is the last token of the text
             is_multilingual = tokenizer.token_to_id("<|endoftext|>") != _ENGLISH_END
@@ -111,6 +139,36 @@ class SpeechModel:
 
 
 _ENGLISH_END = 50256
+
+
+def _generation(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return the settings of generation_config.json; empty: it is missing."""
+    name = "generation_config.json"
+    text = checkpoint.read_text(name)
+    return {} if text is None else _parse(text, str(checkpoint.path / name))
+
+
+def _alignment_heads(checkpoint: Checkpoint, spec: ModelSpec) -> tuple[tuple[int, int], ...]:
+    """Return the heads that generation_config.json names.
+
+    Without them: all heads in the upper half of the layers, as in OpenAI's Whisper.
+    """
+    sizes = [cache.num_kv_heads for cache in spec.cross_caches]
+    given = _generation(checkpoint).get("alignment_heads")
+    if not given:
+        half = len(sizes) // 2
+        return tuple((i, head) for i in range(half, len(sizes)) for head in range(sizes[i]))
+    try:
+        heads = tuple((layer, head) for layer, head in given)
+        known = all(0 <= layer < len(sizes) and 0 <= head < sizes[layer] for layer, head in heads)
+    except (TypeError, ValueError):
+        known = False
+    if not known:
+        raise ModelError(
+            f"generation_config.json: alignment_heads={str(given)[:100]} is not a list of pairs of "
+            "a layer and a head of this model."
+        )
+    return heads
 
 
 def _parse(text: str, where: str) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from octavo.speech.alignment import TimedWord, Word, fit_words, median_duration
 from octavo.speech.tokens import WhisperTokens
 
 TEMPERATURES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
@@ -34,6 +35,8 @@ class Segment:
     """Of the window's text: bytes by bytes of zlib. Repetitions have a high one."""
     no_speech_prob: float
     """Probability that the window has no speech."""
+    words: list[Word] | None = None
+    """Words with their times, if the request asks for them; all others have none."""
 
 
 @dataclass
@@ -48,6 +51,11 @@ class Transcript:
     text: str
     segments: list[Segment] = field(default_factory=list)
 
+    @property
+    def words(self) -> list[Word]:
+        """Words of all segments."""
+        return [word for segment in self.segments for word in segment.words or ()]
+
 
 @dataclass(frozen=True)
 class Decoded:
@@ -60,6 +68,8 @@ class Decoded:
     temperature: float
     text: str
     """Text without special tokens."""
+    words: list[TimedWord] | None = None
+    """Words of the window, if the request asks for them."""
 
     @property
     def compression_ratio(self) -> float:
@@ -103,24 +113,28 @@ def make_segments(
         first_id: id of the first segment.
     """
     segments: list[Segment] = []
+    words = None if decoded.words is None else _Words(decoded.words, begin)
 
     def add(start: float, end: float, tokens: list[int]) -> None:
-        text = decode([token for token in tokens if token < special.end])
+        of_text = [token for token in tokens if token < special.end]
+        text = decode(of_text)
+        start, end = min(start, seconds), min(end, seconds)
+        own = None if words is None else words.take(len(of_text), start, end)
         if not text.strip():
             return
-        start = min(start, seconds)
         segments.append(
             Segment(
                 id=first_id + len(segments),
                 seek=round(begin * 100),
                 start=round(begin + start, 2),
-                end=round(begin + max(start, min(end, seconds)), 2),
+                end=round(begin + max(start, end), 2),
                 text=text,
                 tokens=tokens,
                 temperature=decoded.temperature,
                 avg_logprob=decoded.avg_logprob,
                 compression_ratio=decoded.compression_ratio,
                 no_speech_prob=decoded.no_speech_prob,
+                words=own,
             )
         )
 
@@ -136,3 +150,36 @@ def make_segments(
         start = time
     add(start, seconds, tokens)
     return segments
+
+
+class _Words:
+    """Words of a window, which its segments take in order.
+
+    Args:
+        words: the words.
+        begin: begin of the window in seconds.
+    """
+
+    def __init__(self, words: Sequence[TimedWord], begin: float) -> None:
+        self._words, self._begin = list(words), begin
+        self._median = median_duration(words)
+        self._taken = 0
+        """Tokens that the words have beyond those of the segments so far."""
+        self._end = 0.0
+        """End of the last word so far."""
+
+    def take(self, num_tokens: int, start: float, end: float) -> list[Word]:
+        """Return the words of the next tokens, for a segment between two times of the window."""
+        own = []
+        while self._words and self._taken < num_tokens:
+            own.append(self._words.pop(0))
+            self._taken += own[-1].num_tokens
+        self._taken -= num_tokens
+        if own:
+            fit_words(own, start, end, self._end, self._median)
+            self._end = own[-1].end
+        return [
+            Word(w.word.strip(), round(self._begin + w.start, 2), round(self._begin + w.end, 2))
+            for w in own
+            if w.word.strip()
+        ]

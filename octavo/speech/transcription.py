@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import msgspec
@@ -17,9 +17,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.errors import RequestError
+from octavo.frontend.core_params import ALIGNMENT
+from octavo.messages import AlignmentSpec
 from octavo.outputs import Logprob, RequestOutput
 from octavo.sampling.logits_processors.whisper import KEY, WhisperRules
 from octavo.sampling_params import RequestOutputKind, SamplingParams
+from octavo.speech.alignment import ROWS_PER_SECOND, time_words
+from octavo.speech.interface import Job, Question, Steps
 from octavo.speech.model import SpeechModel
 from octavo.speech.segments import (
     TEMPERATURES,
@@ -63,6 +67,8 @@ class TranscriptionOptions:
     """True for segments between timestamps."""
     seed: int = 0
     """Seed of answers at temperatures above 0."""
+    words: bool = False
+    """True for the times of words, which one more request for each window computes."""
     condition_on_previous_text: bool = False
     """True if each window continues the text of the windows before, as in OpenAI's Whisper. Then
     the windows are computed one after the other."""
@@ -86,12 +92,8 @@ class Ask:
         }
 
 
-Steps = Generator[Ask, RequestOutput, T]
-"""Steps of a computation: it asks, gets the answer, and in the end returns a result."""
-
-
-class Transcription:
-    """Request for a sound.
+class Transcription(Job):
+    """Request for a sound, for Whisper.
 
     Args:
         model: the model.
@@ -137,10 +139,10 @@ class Transcription:
                 output_kind=RequestOutputKind.FINAL_ONLY,
             ),
         )
-        (found,) = _tokens_of(output)
+        (found,) = tokens_of(output)
         self.language = next(code for code, token in tokens.languages.items() if token == found)
 
-    def decode(self, features: Samples) -> Steps[Decoded]:
+    def decode(self, window: Window, features: Samples) -> Steps[Decoded]:
         """Find the text of a window, at the first temperature with a good one, or at the last."""
         given = self._options.temperature
         for temperature in TEMPERATURES if given == 0.0 else (given,):
@@ -148,7 +150,35 @@ class Transcription:
             decoded = self._decoded(output, temperature)
             if decoded.is_good:
                 break
+        if self._options.words and decoded.text.strip() and not decoded.is_silence:
+            decoded = yield from self._time_words(window, features, decoded)
         return decoded
+
+    def _time_words(self, window: Window, features: Samples, decoded: Decoded) -> Steps[Decoded]:
+        """Find the times of the words of a window."""
+        model, options = self._model, self._options
+        tokens = [token for token in decoded.tokens if token < model.tokens.end]
+        start = model.tokens.prompt(self.language, options.task, False)
+        seconds = (window.end - window.begin) / model.features.sampling_rate
+        rows = len(features) // 2
+        num_rows = min(rows, max(1, round(seconds * ROWS_PER_SECOND)))
+        spec = AlignmentSpec(model.alignment_heads, num_rows)
+        output = yield Ask(
+            features,
+            [*start, *tokens, model.tokens.end],
+            SamplingParams(
+                temperature=0.0,
+                max_tokens=1,
+                detokenize=False,
+                output_kind=RequestOutputKind.FINAL_ONLY,
+                extra_args={ALIGNMENT: msgspec.to_builtins(spec)},
+            ),
+        )
+        tokens_of(output)
+        assert output.pooled is not None
+        weights = np.frombuffer(output.pooled, np.float32).reshape(-1, num_rows)
+        words = time_words(weights[len(start) - 1 : -1], tokens, model.decode, self.language)
+        return replace(decoded, words=words)
 
     def add(self, window: Window, decoded: Decoded) -> str:
         """Add the answer for the next window; return the text that it adds."""
@@ -211,7 +241,7 @@ class Transcription:
 
     def _decoded(self, output: RequestOutput, temperature: float) -> Decoded:
         special, answer = self._model.tokens, output.outputs[0]
-        all_tokens, logprobs = _tokens_of(output), answer.logprobs or ()
+        all_tokens, logprobs = tokens_of(output), answer.logprobs or ()
         tokens = [token for token in all_tokens if token != special.end]
         total = sum(row[token].logprob for row, token in zip(logprobs, all_tokens, strict=True))
         # The position after the start is the one at which the model tells silence.
@@ -229,7 +259,7 @@ class Transcription:
         )
 
 
-def _tokens_of(output: RequestOutput) -> list[int]:
+def tokens_of(output: RequestOutput) -> list[int]:
     """Return the tokens of an answer.
 
     Raises:
@@ -242,7 +272,7 @@ def _tokens_of(output: RequestOutput) -> list[int]:
 
 
 async def run(
-    transcription: Transcription, generate: Callable[[Ask], Awaitable[RequestOutput]]
+    transcription: Job, generate: Callable[[Question], Awaitable[RequestOutput]]
 ) -> AsyncGenerator[str, None]:
     """Ask for all windows, some at a time; yield the text of each, in order.
 
@@ -260,11 +290,11 @@ async def run(
             result: T = end.value
             return result
 
-    async def features(window: Window) -> Samples:
+    async def features(window: Window) -> Any:
         return await offload(_FEATURES_MICROSECONDS, transcription.features, window)
 
     async def decode(window: Window) -> Decoded:
-        return await drive(transcription.decode(await features(window)))
+        return await drive(transcription.decode(window, await features(window)))
 
     windows = transcription.windows
     if windows and transcription.language is None:
@@ -282,8 +312,8 @@ async def run(
 
 
 def run_all(
-    transcriptions: Sequence[Transcription],
-    generate: Callable[[list[Ask]], list[RequestOutput]],
+    transcriptions: Sequence[Job],
+    generate: Callable[[list[Question]], list[RequestOutput]],
 ) -> list[Transcript]:
     """Ask for all windows of several sounds; return the transcripts.
 
@@ -297,7 +327,7 @@ def run_all(
         results: dict[int, T] = {}
         answers: dict[int, RequestOutput | None] = dict.fromkeys(range(len(all_steps)))
         while answers:
-            asks: dict[int, Ask] = {}
+            asks: dict[int, Question] = {}
             for i, answer in answers.items():
                 try:
                     steps = all_steps[i]
@@ -314,12 +344,12 @@ def run_all(
         drive([job.detect(job.features(job.windows[0])) for job in some])
     waiting = [(job, [*job.windows]) for job in transcriptions if job.windows]
     while waiting:
-        part: list[tuple[Transcription, Window]] = []
+        part: list[tuple[Job, Window]] = []
         for job, windows in waiting:
             count = min(job.windows_at_once, WINDOWS_AT_ONCE - len(part))
             part += [(job, windows.pop(0)) for _ in range(min(count, len(windows)))]
         waiting = [(job, windows) for job, windows in waiting if windows]
-        found = drive([job.decode(job.features(window)) for job, window in part])
+        found = drive([job.decode(window, job.features(window)) for job, window in part])
         for (job, window), decoded in zip(part, found, strict=True):
             job.add(window, decoded)
     return [job.transcript() for job in transcriptions]

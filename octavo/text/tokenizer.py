@@ -1,7 +1,8 @@
 """Conversion of text to tokens and back, by the `tokenizers` library.
 
-A tokenizer is read from a Hugging Face folder: `tokenizer.json` contains the tokenizer;
-`tokenizer_config.json` and `special_tokens_map.json` name the special tokens and the chat template.
+A tokenizer is read from a Hugging Face folder: `tokenizer.json`, or Mistral's `tekken.json`,
+contains the tokenizer; `tokenizer_config.json` and `special_tokens_map.json` name the special
+tokens and the chat template.
 """
 
 from __future__ import annotations
@@ -165,7 +166,11 @@ class Tokenizer:
             ModelError: there is no usable tokenizer.json; the message names the file and the fix.
         """
         checkpoint = open_checkpoint(Path(path))
-        text = checkpoint.read_text("tokenizer.json")
+        text, config = checkpoint.read_text("tokenizer.json"), dict[str, Any]()
+        if text is None and (tekken := checkpoint.read_text("tekken.json")) is not None:
+            from octavo.text.tekken import read_tekken  # few models have such a file
+
+            text, config = read_tekken(tekken, str(checkpoint.path / "tekken.json"))
         if text is None:
             raise ModelError(_missing_message(checkpoint))
         try:
@@ -173,7 +178,6 @@ class Tokenizer:
         except Exception as error:  # the library raises plain Exception
             file = checkpoint.path / "tokenizer.json"
             raise ModelError(f"{file} is damaged or of an unknown kind: {error}") from error
-        config: dict[str, Any] = {}
         for name in ("special_tokens_map.json", "tokenizer_config.json"):
             config |= {k: v for k, v in _read_json(checkpoint, name).items() if v is not None}
         del text

@@ -125,6 +125,7 @@ def make_context(
         backend=backend,
         arrays=arrays,
         rotary=rotary,
+        item_sizes=[item.size for item in items],
     )
 
 

@@ -14,11 +14,13 @@ from numpy.typing import NDArray
 
 from octavo import _native
 from octavo.checkpoints.base import Checkpoint, Tensors
+from octavo.errors import RequestError
 from octavo.kernels.base import HostCopy
 from octavo.kernels.memory import release_memory
 from octavo.kv_cache.groups import KVCacheConfig
 from octavo.layers.adapter_table import ADAPTER_SLOTS
 from octavo.messages import (
+    AlignmentSpec,
     CoreSamplingParams,
     ExpertLoad,
     GrammarOutput,
@@ -69,6 +71,7 @@ from octavo.worker.pooling import PoolingRows
 from octavo.worker.spec_decode.base import Proposer, Target
 
 if TYPE_CHECKING:
+    from octavo.worker.alignment import AlignmentRows
     from octavo.worker.cross_attention import CrossAttentionRows
 
 logger = logging.getLogger(__name__)
@@ -108,6 +111,8 @@ class RunnerState:
     batch: InputBatch
     cross: CrossAttentionRows | None
     """Writer of the rows of encoders; None: the model is no encoder-decoder."""
+    alignment: AlignmentRows | None
+    """Weights of cross attention of the requests that return them; None: as for `cross`."""
     sampling: SamplingState
     steps: StepRunner
     serve: Callable[[], object] | None
@@ -371,6 +376,7 @@ class ModelRunner:
             setup.max_encoder_len,
         )
         received = make_received(setup, self.model.dtype)
+        alignment = self._make_alignment(kv, kv_caches)
         eager = EagerSteps(
             self.model,
             self.ops,
@@ -396,6 +402,7 @@ class ModelRunner:
             kv.num_paged_tensors,
             batch,
             self._make_cross(kv, kv_caches),
+            alignment,
             sampling,
             steps,
             serve,
@@ -421,6 +428,15 @@ class ModelRunner:
         runner = EncoderRunner(encoder, self.ops, self.backend, arena)
         layers = self.model.cross_attention
         return CrossAttentionRows(runner, layers, kv_caches, kv, self.ops, self.backend)
+
+    def _make_alignment(self, kv: KVCacheConfig, kv_caches: list[Any]) -> AlignmentRows | None:
+        if not self.spec.is_encoder_decoder:
+            return None
+        from octavo.worker.alignment import AlignmentRows  # few models have it
+
+        assert isinstance(self.model, DecoderModel)
+        layers = self.model.cross_attention
+        return AlignmentRows(layers, kv_caches, kv, self.ops, self.backend, self.setup.rank)
 
     def run_largest_step(self) -> int:
         """Run a step of the largest size on a temporary KV cache.
@@ -500,6 +516,8 @@ class ModelRunner:
                 self._collect_tokens(wait=state.sampling.needs_tokens(rows))
                 metadata = state.sampling.metadata(rows)
                 params = metadata.params if metadata.plain else None
+        if state.alignment is not None:
+            state.alignment.begin(inputs)
         with span("forward") as note:
             note(rows=inputs.size.tokens)
             result = self._run(inputs, params)
@@ -507,6 +525,8 @@ class ModelRunner:
         pooled: dict[str, bytes] = {}
         if self._pooling is not None:
             pooled = self._pooling.pool(inputs, result.hidden, state.batch)
+        if state.alignment is not None:
+            pooled |= state.alignment.align(inputs, state.batch)
         self._step = _ComputedStep(inputs, result, metadata, prompt_logprobs, pooled, drafts)
 
     def _run(self, inputs: StepInputs, params: NDArray[np.void] | None) -> StepResult:
@@ -821,6 +841,8 @@ class ModelRunner:
                 self._remove_sampling(row)
                 if self._pooling is not None:
                     self._pooling.remove_row(row)
+                if state.alignment is not None:
+                    state.alignment.remove_row(row)
                 self._prompt_logprobs.pop(req_id, None)
                 self._forced.pop(req_id, None)
         if scheduler_output.blocks_to_copy:
@@ -844,12 +866,22 @@ class ModelRunner:
     def _add_row(self, req_id: str, data: NewRequestData) -> None:
         row = self.state.batch.add(req_id, data)
         self._add_sampling(req_id, row, data)
-        if data.pooling is not None and self._pooling is not None:
+        if data.pooling is not None and data.pooling.alignment is not None:
+            self._add_alignment(req_id, row, data.pooling.alignment)
+        elif data.pooling is not None and self._pooling is not None:
             self._pooling.add_row(row, data.pooling, data.adapter_slot)
         if self.state.proposer is not None:
             self.state.proposer.add_row(row, data)
         if data.sampling_params.prompt_logprobs is not None:
             self._prompt_logprobs[req_id] = data.sampling_params.prompt_logprobs
+
+    def _add_alignment(self, req_id: str, row: int, spec: AlignmentSpec) -> None:
+        alignment = self.state.alignment
+        assert alignment is not None, "only encoder-decoders have such requests"
+        try:
+            alignment.add_row(row, spec)
+        except RequestError as error:
+            self._failed[req_id] = error.message
 
     def _remove_sampling(self, row: int) -> None:
         self.state.sampling.remove_row(row)

@@ -14,12 +14,12 @@ from octavo.attention.base import (
     AttentionParams,
     LargestAttention,
 )
-from octavo.attention.cpu import BLOCK_SIZES
+from octavo.attention.cpu import BLOCK_SIZES, CPUAttention
 from octavo.attention.reference import ReferenceAttention
 from octavo.errors import ConfigError
 from octavo.kernels import native
 from octavo.kernels.memory import Arena
-from octavo.kernels.torch_tensors import dtype_name
+from octavo.kernels.torch_tensors import dtype_name, from_torch
 from tests.attention.cases import Case, assert_near, new_cache
 from tests.torch_ops import cpu_attention, native_ops
 
@@ -122,6 +122,19 @@ def test_soft_cap_alibi_and_sinks(block_size: int, dtype: torch.dtype) -> None:
         assert_near(case.run(backend), case.truth())
     shared = Case(((1000, 2),), sinks=True, block_size=block_size, dtype=dtype)  # by the threads
     assert_near(shared.run(backend), shared.truth())
+
+
+@dtypes
+@pytest.mark.parametrize("head_size", [16, 17])
+def test_keys_are_read_as_they_were_written(head_size: int, dtype: torch.dtype) -> None:
+    key = torch.randn(20, 3, head_size).to(dtype)
+    cache = new_cache(backend.kv_cache_shape(4, 8, 3, head_size), dtype)
+    blocks = [3, 0, 2]
+    slots = torch.tensor([blocks[i // 8] * 8 + i % 8 for i in range(20)])
+    backend.write_kv(key, torch.zeros_like(key), cache, slots)
+    for head in range(3):
+        found = CPUAttention().read_keys(from_torch(cache), blocks, head, 20)
+        assert torch.equal(torch.from_numpy(found), key[:, head].float())
 
 
 @isas

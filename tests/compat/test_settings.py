@@ -27,7 +27,6 @@ def config_of(**settings):
         ("aggregate_engine_logging", True),
         ("tokenizer_mode", "slow"),
         ("enable_auto_tool_choice", True),
-        ("mm_processor_cache_gb", "4"),
         ("optimization_level", "0"),
     ],
 )

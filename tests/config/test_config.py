@@ -100,6 +100,7 @@ def test_adapters_of_a_server():
     [
         ({"max_loras": 3, "max_cpu_loras": 2}, "max_cpu_loras=2 is less than max_loras=3"),
         ({"lora_modules": ["a=b", "a=c"]}, "names 'a' twice"),
+        ({"lora_modules": ["a=b\udcff"]}, "its bytes are not UTF-8"),
         ({"lora_modules": ["m=b"]}, "'m' is the name of the model"),
         ({"lora_modules": ["a=b"], "enable_lora": False}, "lora_modules=['a=b'] needs adapters"),
         ({"lora_root": "/x", "enable_lora": False}, "lora_root='/x' needs adapters"),
@@ -159,6 +160,7 @@ BAD = {
     "allowed_media_domains": [5, [5], None],
     "allowed_local_media_path": [5, None, ["/"]],
     "language_model_only": ["no", 1, None],
+    "mm_processor_cache_gb": [-1, "x", None],
     "limit_mm_per_prompt": [5, "x", {"image": -1}, {"image": "1"}, {"image": {"count": 1}}, None],
     "mm_processor_kwargs": [5, "x", [1], None],
     "media_io_kwargs": [5, {"video": 4}, None],

@@ -191,12 +191,24 @@ def test_every_api_gives_the_answer(server, folder, expected):
     assert output[0]["content"][0]["text"] == expected[1], response.text
 
 
-def test_a_prompt_with_pictures_is_not_rendered(server):
-    chat = {"model": "m", "messages": [{"role": "user", "content": [part(FIRST)]}]}
-    response = server.post("/v1/chat/completions/render", chat)
-    assert response.status_code == 400
-    assert "with pictures cannot be rendered" in response.json()["error"]["message"]
-    assert response.json()["error"]["param"] == "messages"
+def test_tokens_of_a_chat_with_pictures(server, expected):
+    content = [part(FIRST), text("and"), part(SECOND), text("?")]
+    chat = {"model": "m", "messages": [{"role": "user", "content": content}]}
+    tokens = server.post("/tokenize", {**chat, "return_token_strs": True}).json()
+    assert tokens["tokens"] == expected[0]
+    assert tokens["token_strs"].count("<image>") == expected[0].count(ID["<image>"])
+    whole = {"mm_processor_kwargs": {"do_image_splitting": False}}
+    assert server.post("/tokenize", {**chat, **whole}).json()["count"] < tokens["count"]
+    rendered = server.post("/v1/chat/completions/render", chat).json()
+    assert rendered["token_ids"] == expected[0]
+    first, second = rendered["features"]["mm_placeholders"]["image"]
+    for place in (first, second):
+        begin, end = place["offset"], place["offset"] + place["length"]
+        assert {expected[0][begin], expected[0][end - 1]} == {ID["<image>"]}
+    assert first["offset"] + first["length"] < second["offset"]
+    assert len(set(rendered["features"]["mm_hashes"]["image"])) == 2
+    refused = server.post("/inference/v1/generate", rendered)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "features")
 
 
 def chat_parts():

@@ -248,6 +248,10 @@ def test_errors(one):
             prompt(name, PICTURES[0], text="{}") | {"multi_modal_uuids": {"image": ["a", "b"]}},
         )
         refuse(
+            "picture 1: no picture with the uuid 'a' is kept here",
+            prompt(name, None, text="{}", multi_modal_uuids={"image": ["a"]}),
+        )
+        refuse(
             "mm_processor_kwargs.colors is not allowed",
             prompt(name, PICTURES[0], text="{}"),
             mm_processor_kwargs={"colors": 4},
@@ -271,6 +275,11 @@ def test_forms_of_a_picture(one):
     with make_llm(folder) as llm:
         named = prompt(name, *pictures, multi_modal_uuids={"image": ["a", None]})
         assert answers(llm, named) == alone[:1]
+        known = named | {"multi_modal_data": {"image": [None, pictures[1]]}}
+        assert answers(llm, known) == alone[:1]
+        llm.reset_mm_cache()
+        with pytest.raises(RequestError, match="no picture with the uuid 'a'"):
+            answers(llm, known)
         ids = llm.llm_engine.tokenizer.encode(named.pop("prompt"), False)
         assert answers(llm, {"prompt_token_ids": ids} | named) == alone[:1]
         # n answers share the pictures; those of another scope share nothing.

@@ -15,7 +15,7 @@ from tests.revival import assert_revived
 from tests.sounds import CASES, RATE, hf_logprobs, params, save_model, sound
 
 SOUNDS = [sound(1.3), sound(0.52, 1), sound(1.99, 2)]
-LONG = sound(3.1, 3)
+LONG = sound(7.1, 3)
 
 
 def prompt(name, *sounds, text="ab {} cd {} ef", **fields):
@@ -153,7 +153,7 @@ def test_errors(one):
         refuse(r"array float32 \[2, 9\]", {"audio": np.zeros((2, 9), np.float32)})
         refuse("sound 1: it has no samples", {"audio": (noise[:0], RATE)})
         refuse("has 320 samples, and the model reads at least 321", {"audio": noise[:320]})
-        refuse("has 3.1 s, and the model reads at most 2 s", {"audio": LONG})
+        refuse("has 7.1 s, and the model reads at most 6 s", {"audio": LONG})
         refuse("has 36000 s, more than the limit", {"audio": (np.empty(36_000_000), 1000)})
         refuse("not finite", {"audio": np.array([np.nan] * 999)})
         refuse("not finite", {"audio": np.array([np.inf] * 999, np.float32)})

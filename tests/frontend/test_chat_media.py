@@ -58,7 +58,7 @@ def chat_media(folder):
     processor = make_processor("qwen2_vl", SETTINGS)
     pictures = Pictures("qwen2_vl", processor, SimpleNamespace(max_num_tokens=1000), 3)
     settings = ModelConfig(allowed_local_media_path=str(folder))
-    return ChatMedia(PromptMedia([pictures], Letters()), settings, Letters(), 40)
+    return ChatMedia(PromptMedia([pictures], Letters(), 40), settings, Letters(), 40)
 
 
 def read(chat_media, *sources, pieces=("a<pad>",), **options):

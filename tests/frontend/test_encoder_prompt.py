@@ -34,6 +34,10 @@ class Spec:
     decoder_start_ids: tuple[int, ...] = (START, FORCED)
     bad_words_ids: tuple[tuple[int, ...], ...] = ((7,),)
 
+    def num_encoder_tokens(self, frames):
+        """Two frames are a token."""
+        return frames // 2
+
     def check_item(self, item):
         """Refuse sounds of more than four frames."""
         if item.data["input_features"].shape[0] > 4:

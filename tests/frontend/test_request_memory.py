@@ -88,10 +88,19 @@ def test_a_tenant_leaves_room_for_others():
                 count += 1
         return count
 
-    flood = take("a")
+    def collect(tenant, nbytes):
+        collecting = memory.collect("pictures", tenant)
+        add = collecting.__enter__()
+        held.append(collecting)
+        add(nbytes)
+
+    collect("a", 400)
+    flood = 40 + take("a")
     assert 85 <= flood <= 89
     with pytest.raises(QueueFullError, match="the rest is for other keys"):
         memory.reserve(10, "a").__enter__()
+    with pytest.raises(QueueFullError, match="The pictures of this request may take"):
+        collect("a", 10)
     assert take("b") >= 5
     assert take("c") >= 1
     for reserved in held:

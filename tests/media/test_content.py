@@ -47,6 +47,21 @@ def test_items_are_in_the_order_of_the_text():
 AUDIO = {"data": "AAAA", "format": "wav"}
 
 
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"type": "image_url"},
+        {"type": "image_url", "image_url": None},
+        {"type": "image_url", "image_url": {"url": None}},
+        {"type": "input_audio"},
+        {"type": "audio_url"},
+    ],
+)
+def test_an_item_that_was_sent_before(value):
+    (item,) = read_media(user({"uuid": "x", **value}), BOTH).items
+    assert (item.source, item.uuid) == (None, "x")
+
+
 def test_other_forms_of_parts():
     picture = object()
     parts = [
@@ -66,7 +81,6 @@ def test_other_forms_of_parts():
         (url(""), r"image_url is not allowed"),
         (url("a", uuid=5), r"uuid is not allowed"),
         (url("a", uuid="x" * 300), r"uuid is not allowed"),
-        ({"type": "image_url", "image_url": None, "uuid": "x"}, "has a uuid only"),
         ({"type": "image_url", "image_url": {"url": "a", "detail": "no"}}, "detail is not allowed"),
         ({"type": "input_audio", "input_audio": {"data": "x"}}, "input_audio is not allowed"),
         ({"type": "input_audio", "input_audio": {**AUDIO, "format": "a/b,"}}, "is not allowed"),
@@ -116,6 +130,24 @@ def test_texts_like_placeholders_are_cut_in_two():
         user(text("What does <image> mean?"), {"type": "image"}) + messages[1:]
     ).replace("{'type': 'image'}", "<image>")
     assert pieces[5].startswith("row>")
+
+
+@pytest.mark.parametrize(
+    ("texts", "pieces"),
+    [
+        (["<ima", "ge>"], ["<ima", "ge>"]),
+        (["a <im ", "a", "ge> b"], ["a <im", "age> b"]),
+        (["<", "row", "><image", "> ", "<"], ["<", "row><image", "><"]),
+        (["a <", " b", "<ima"], ["a < b<ima"]),
+        (["<row><", "row>"], ["<", "row><", "row>"]),
+    ],
+)
+def test_texts_that_the_template_joins(texts, pieces):
+    """Seams divide a rendered chat only inside of what looks like a placeholder."""
+    chat = read_media(user(*map(text, texts), url("a")), IMAGE)
+    (message,) = chat.messages
+    rendered = "".join(part["text"].rstrip() for part in message["content"][:-1])
+    assert chat.split(rendered) == pieces
 
 
 def test_marks_are_different_in_each_chat():

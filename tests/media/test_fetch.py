@@ -155,8 +155,11 @@ def test_literal_addresses_are_checked(host):
     assert asked == []
 
 
-@pytest.mark.parametrize("host", ["127.1", "2130706433", "0x7f000001", "localhost"])
-def test_other_spellings_of_loopback_are_checked(host):
+HOSTS = ["127.1", "2130706433", "0x7f000001", "0177.0.0.1", "localhost", "2852039166"]
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_other_spellings_of_local_addresses_are_checked(host):
     options = {"resolver": fetch.resolve, "is_allowed": is_public}
     asked = refused(
         "is not public|cannot be reached", f"http://{host}:{{}}/a.png", None, [host], **options

@@ -112,9 +112,8 @@ OF_THE_OPERATOR = {
     "/tokenizer_info",
 }
 """Routes for a server's operator, who calls the server itself."""
-OF_ONE_SERVER = ("/v1/files", "/v1/batches", "/v1/streams", "/v1/audio")
-"""Beginnings of routes for what one server stores, and the router does not know which, or for
-forms."""
+OF_ONE_SERVER = ("/v1/files", "/v1/batches", "/v1/streams")
+"""Beginnings of routes for what one server stores, and the router does not know which."""
 
 
 class AppServer:

@@ -7,8 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo.request import RequestStatus
-from octavo.scheduler.fairness import OUTPUT_WEIGHT, PROMPT_WEIGHT, TenantCounters
-from tests.fakes import FakeEngine, expected_output, scheduled_tokens
+from octavo.scheduler.fairness import (
+    ENCODER_WEIGHT,
+    OUTPUT_WEIGHT,
+    PROMPT_WEIGHT,
+    TenantCounters,
+)
+from tests.fakes import FakeEngine, expected_output, picture, scheduled_tokens
 
 
 def served(engine, tenant):
@@ -100,6 +105,29 @@ class TestCharges:
         engine.run()
         assert requests["b"].num_preemptions > 0
         assert [served(engine, name) for name in names] == [14 + 30 * OUTPUT_WEIGHT] * 2
+
+    def test_encoder_tokens_are_charged_once(self):
+        """A picture that is computed again after a preemption, or cached, costs nothing."""
+        engine = FakeEngine(
+            encoder_cache_size=16, num_blocks=7, max_num_batched_tokens=16, caching=False
+        )
+        names = {"a": range(14), "b": range(20, 34)}
+        for name, prompt in names.items():
+            features = [picture(name, 2, 8, tokens=50)]
+            last = engine.add(name, prompt, max_tokens=30, tenant=name, features=features)
+        while not last.num_preemptions:
+            engine.step()
+        engine.scheduler._encoders.cache.forget_all()
+        engine.run()
+        assert engine.executor.num_encoded == 3
+        cost = 14 + 50 * ENCODER_WEIGHT + 30 * OUTPUT_WEIGHT
+        assert [served(engine, name) for name in names] == [cost] * 2
+        for name in "cd":
+            features = [picture("c", 0, 8, tokens=50)]
+            engine.add(name, range(9), max_tokens=1, tenant="a", features=features)
+            engine.run()
+            cost += 9 + OUTPUT_WEIGHT + (50 if name == "c" else 0)
+        assert served(engine, "a") == cost
 
     def test_a_request_that_goes_on_was_charged_for_its_prompt(self):
         engine = FakeEngine()

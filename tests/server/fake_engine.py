@@ -283,6 +283,13 @@ class FakeAsyncLLM:
         self.resets.append((reset_running_requests, reset_connector))
         return True
 
+    async def reset_encoder_cache(self):
+        self.resets.append("encoder")
+        return False
+
+    async def reset_mm_cache(self):
+        self.resets.append("mm")
+
     async def sleep(self, level, mode):
         self.sleeps.append((level, mode))
         self.asleep = True

@@ -112,6 +112,8 @@ def test_index_lists_the_addresses():
             "GET /tokenizer_info",
             "GET /server_info",
             "POST /reset_prefix_cache",
+            "POST /reset_encoder_cache",
+            "POST /reset_mm_cache",
             "POST /sleep",
             "POST /wake_up",
             "GET /is_sleeping",
@@ -353,6 +355,8 @@ def test_version_metrics_and_docs():
 
 ADMIN_ROUTES = (
     "/reset_prefix_cache",
+    "/reset_encoder_cache",
+    "/reset_mm_cache",
     "/start_profile",
     "/stop_profile",
     "/sleep",
@@ -467,6 +471,17 @@ def test_reset_prefix_cache():
         assert response.status_code == 400
         assert response.json()["error"]["param"] == "reset_external"
         assert len(served.engine.resets) == 3
+
+    with_server(scenario, enable_admin=True)
+
+
+def test_reset_of_media():
+    async def scenario(served):
+        response = await served.post("/reset_encoder_cache")
+        assert response.json() == {"success": False}
+        response = await served.post("/reset_mm_cache")
+        assert response.json() == {"success": True}
+        assert served.engine.resets == ["encoder", "mm"]
 
     with_server(scenario, enable_admin=True)
 

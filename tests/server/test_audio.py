@@ -10,8 +10,9 @@ import pytest
 from pydantic import TypeAdapter
 
 from octavo import LLM
-from octavo.server import answers, audio
+from octavo.server import answers
 from octavo.server.audio_schema import read_fields
+from octavo.server.upload import MAX_SOUND_BYTES
 from tests.e2e.harness import serve
 from tests.media.sounds import chirp, encode, wav
 from tests.server.fake_engine import with_server
@@ -36,6 +37,7 @@ def expected(folder):
                 {"timestamps": False},
                 {"language": "de"},
                 {"task": "translate", "language": "de", "timestamps": False},
+                {"language": "de", "word_timestamps": True},
             )
         ]
 
@@ -57,7 +59,7 @@ def post(server):
 
 
 def test_openais_client(server, expected):
-    plain, timed, _ = expected
+    plain, timed, _, words = expected
     client = openai.OpenAI(api_key="none", base_url=server.url + "/v1", max_retries=0)
     create = client.audio.transcriptions.create
     assert create(model="ear", file=("a.flac", SOUND)).text == plain.text
@@ -72,6 +74,16 @@ def test_openais_client(server, expected):
     assert (verbose.text, verbose.language, verbose.duration) == (timed.text, "german", 12.0)
     assert [s.tokens for s in verbose.segments] == [s.tokens for s in timed.segments]
     assert [s.end for s in verbose.segments] == [s.end for s in timed.segments]
+    verbose = create(
+        model="ear",
+        file=("a.flac", SOUND),
+        language="de",
+        response_format="verbose_json",
+        timestamp_granularities=["word"],
+    )
+    assert verbose.segments is None
+    assert [vars(w) for w in verbose.words] == [vars(w) for w in words.words]
+    assert len(verbose.words) > 3
     events = list(create(model="ear", file=("a.flac", SOUND), stream=True))
     assert events[-1].type == "transcript.text.done"
     assert events[-1].text == plain.text
@@ -91,6 +103,11 @@ def test_answers_are_as_described(post):
     TypeAdapter(answers.Transcription).validate_python(post().json())
     verbose = post(response_format="verbose_json").json()
     TypeAdapter(answers.VerboseTranscription).validate_python(verbose)
+    verbose = post(
+        response_format="verbose_json", **{"timestamp_granularities[]": "segment,word"}
+    ).json()
+    found = TypeAdapter(answers.VerboseTranscription).validate_python(verbose)
+    assert {"words", "segments"} <= found.keys()
     response = post(stream="true")
     assert response.headers["content-type"].startswith("text/event-stream")
     *events, last = response.text.strip().split("\n\n")
@@ -126,7 +143,7 @@ def test_many_at_once_have_their_own_answers(post, expected):
         ({"temperature": "9"}, "temperature", "temperature=9.0 is not allowed"),
         ({"stream": "maybe"}, "stream", "stream='maybe' is not allowed"),
         ({"stream": "true", "response_format": "srt"}, "stream", "not available with"),
-        ({"timestamp_granularities[]": "word"}, "timestamp_granularities", "is not supported"),
+        ({"timestamp_granularities[]": "word"}, "timestamp_granularities", "needs response"),
         ({"timestamp_granularities[]": "segment"}, "timestamp_granularities", "needs response"),
         ({"include[]": "logprobs"}, "include", "include='logprobs' is not supported"),
         ({"chunking_strategy": "x"}, "chunking_strategy", "is not supported"),
@@ -184,7 +201,7 @@ def test_a_model_that_does_not_hear():
 
 
 def test_limits_of_an_upload():
-    assert audio.MAX_FILE_BYTES == 25 * 2**20
+    assert MAX_SOUND_BYTES == 25 * 2**20
     body, unknown = read_fields(
         {"timestamp_granularities[]": b"segment,segment", "response_format": b"verbose_json"}
     )

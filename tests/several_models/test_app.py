@@ -204,7 +204,7 @@ def test_a_request_reaches_its_model(path, fields, model):
         ("/models/load", {"model": 1}, 400, "model is 1"),
         ("/models/unload", {"model": "x"}, 404, "does not exist"),
         ("/v1/files", {}, 404, "is not available with several models"),
-        ("/v1/audio/transcriptions", {}, 404, "is not available with several models"),
+        ("/v1/audio/transcriptions", {}, 415, "multipart/form-data"),
         ("/v1/responses/resp_1/cancel", {}, 404, "'resp_1' not found"),
         ("/api/chat", {"model": "gen", "keep_alive": "x"}, 400, "keep_alive='x' is not allowed"),
     ],
@@ -216,6 +216,29 @@ def test_wrong_requests(path, fields, status, message):
             assert answer.status_code == status
             error = answer.json()["error"]
             assert message in (error if isinstance(error, str) else error["message"])
+
+    run(main())
+
+
+def test_sounds_go_to_the_model_that_hears():
+    def answer(name):
+        return lambda request: whole(model=name)(request)
+
+    async def main():
+        models = {"gen": ["generate"], "ear": ["generate", "transcribe"]}
+        async with Served(models, {name: answer(name) for name in models}) as served:
+            files = {"file": ("a.wav", b"RIFF")}
+            for fields, expected in (({}, "ear"), ({"model": "gen"}, "gen")):
+                for kind in ("transcriptions", "translations"):
+                    found = await served.client.post(
+                        f"/v1/audio/{kind}", files=files, data=fields | {"deadline_ms": "9000"}
+                    )
+                    assert found.json()["model"] == expected
+            found = await served.client.post(
+                "/v1/audio/transcriptions", files=files, data={"model": "x"}
+            )
+            assert found.status_code == 404
+            assert "'x' does not exist" in found.json()["error"]["message"]
 
     run(main())
 

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from octavo import LLM
 from octavo.checkpoints.registry import open_checkpoint
 from octavo.errors import ModelError
 from octavo.speech.model import SpeechModel
@@ -56,6 +57,21 @@ def test_wrong_files_are_named(tmp_path, name, text, message):
     with pytest.raises(ModelError, match=message) as caught:
         read(tmp_path)
     assert name in str(caught.value)
+
+
+def test_heads_of_alignment(tmp_path):
+    def heads(**generation):
+        with LLM(write_speech_model(tmp_path, **generation), load_format="dummy") as llm:
+            engine = llm.llm_engine
+            return SpeechModel.open(
+                engine.checkpoint, engine.spec, engine.tokenizer, 48
+            ).alignment_heads
+
+    assert heads() == ((1, 0), (1, 1), (1, 2), (1, 3))  # the upper half of the layers
+    assert heads(alignment_heads=[[0, 3], [1, 2]]) == ((0, 3), (1, 2))
+    for wrong in ([[2, 0]], [[0, 4]], [0], "x"):
+        with pytest.raises(ModelError, match="alignment_heads="):
+            heads(alignment_heads=wrong)
 
 
 def test_a_missing_token_is_named(tmp_path):

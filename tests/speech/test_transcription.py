@@ -32,6 +32,7 @@ def model(tokens=ENGLISH):
         50,
         lambda text: [ord(c) - 32 for c in text],
         lambda ids: "".join(chr(32 + i) for i in ids),
+        ((0, 1),),
     )
 
 
@@ -180,6 +181,32 @@ def test_windows_continue_the_text_before():
     assert len(first) >= 4
     assert first == (expected * len(first))[: len(first)]
     assert transcript.text.split() == (["1", "2"] * len(first))[: len(first)]
+
+
+def test_times_of_words():
+    """One more request for a window with text has its tokens, and returns weights."""
+
+    def script(ask, _):
+        given = ask.params.extra_args.get("alignment")
+        if given is None:
+            return answer(ask, "", tokens=[ZERO, 0, 33, 0, 34, ZERO + 100])
+        heads, rows = given
+        assert (list(map(list, heads)), rows) == ([[0, 1]], 250)
+        assert ask.prompt_token_ids == [START, BARE, 0, 33, 0, 34, END]
+        weights = np.full((7, rows), -1, np.float32)
+        for row, begin in enumerate((0, 50, 75, 110, 120, 140)):
+            weights[row + 1, begin : begin + 60] = 1 + row
+        output = answer(ask, "", end=())
+        output.pooled = weights.tobytes()
+        return output
+
+    transcript, asks = transcribe(script, timestamps=True, words=True)
+    assert len(asks) == 2
+    (segment,) = transcript.segments
+    assert [(w.word, w.start, w.end) for w in segment.words] == [("A", 0.0, 1.5), ("B", 1.5, 2.4)]
+    assert transcript.words == segment.words
+    transcript, asks = transcribe(lambda ask, _: answer(ask, " "), words=True)
+    assert (transcript.words, len(asks)) == ([], 1)
 
 
 def test_failures():

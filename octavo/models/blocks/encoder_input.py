@@ -51,6 +51,7 @@ class EncoderItem:
         indices: arrays of indices of the item's tokens; joined, they are indices of all tokens.
         positions: int64 [T], position of each token; None: its index.
         rotary: float32 [T, rotary_dim], cosines and sines of each token, for `StepRope`.
+        size: number of rows of the item's arrays, for blocks that compute one item at a time.
     """
 
     num_rows: int
@@ -60,6 +61,7 @@ class EncoderItem:
     indices: Arrays = field(default_factory=dict)
     positions: LongArray | None = None
     rotary: NDArray[np.float32] | None = None
+    size: int = 0
 
     @property
     def num_tokens(self) -> int:

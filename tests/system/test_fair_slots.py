@@ -1,0 +1,65 @@
+"""Places are given to tenants in turns, also if waiting tasks are cancelled."""
+
+import asyncio
+
+from octavo.system.fair_slots import FairSlots
+
+
+def served(names, cancelled=(), count=1):
+    """Return the order of service of tasks named by their tenants, and the largest number held."""
+
+    async def main():
+        slots, order, held, most = FairSlots(count), [], 0, 0
+        go = asyncio.Event()
+
+        async def work(name):
+            nonlocal held, most
+            async with slots.hold(name[0]):
+                order.append(name)
+                held += 1
+                most = max(most, held)
+                await go.wait()
+                await asyncio.sleep(0)
+                held -= 1
+
+        tasks = {name: asyncio.create_task(work(name)) for name in names}
+        await asyncio.sleep(0)
+        for name in cancelled:
+            tasks[name].cancel()
+        go.set()
+        await asyncio.gather(*tasks.values(), return_exceptions=True)
+        async with asyncio.timeout(5), slots.hold("last"):  # no place is lost
+            return order, most
+
+    return asyncio.run(main())
+
+
+def test_tenants_take_turns():
+    assert served(["a1", "a2", "a3", "a4", "b1", "c1", "b2"]) == (
+        ["a1", "a2", "b1", "c1", "a3", "b2", "a4"],
+        1,
+    )
+    assert served(["a1", "a2", "a3", "b1"], count=2) == (["a1", "a2", "a3", "b1"], 2)
+
+
+def test_cancelled_tasks_lose_no_place():
+    assert served(["a1", "a2", "b1", "b2"], ["a2", "b1"]) == (["a1", "b2"], 1)
+    assert served(["a1", "a2"], ["a1"])[0] == ["a1", "a2"]  # it held a place
+
+
+def test_a_task_that_is_cancelled_when_it_gets_a_place_passes_it_on():
+    async def main():
+        slots = FairSlots(1)
+
+        async def work():
+            async with slots.hold("a"):
+                pass
+
+        async with slots.hold("a"):
+            first, second = asyncio.create_task(work()), asyncio.create_task(work())
+            await asyncio.sleep(0)
+        first.cancel()
+        await asyncio.wait_for(second, 5)
+        return first
+
+    assert asyncio.run(main()).cancelled()

@@ -1,0 +1,90 @@
+"""Tokenizers in Mistral's tekken.json, against byte pair encoding by ranks."""
+
+import base64
+import itertools
+import json
+import random
+
+import pytest
+
+from octavo.errors import ModelError
+from octavo.text.chat_template import ChatTemplate
+from octavo.text.tokenizer import Tokenizer
+
+SPECIAL = ["<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AUDIO]", "[BEGIN_AUDIO]"]
+MORE = [b"th", b"he", b"the", b" t", b" the", b"in", b"ing", b"\xc3\xa9", b"abc", b"bc"]
+TOKENS = [*(bytes([i]) for i in range(256)), *MORE]
+COUNT = 10
+
+
+def tekken(**changes):
+    config = {"pattern": r" ?[^\s]+|\s+", "default_vocab_size": COUNT + len(TOKENS)}
+    config |= {"default_num_special_tokens": COUNT}
+    data = {
+        "config": config,
+        "vocab": [
+            {"rank": i, "token_bytes": base64.b64encode(token).decode(), "token_str": None}
+            for i, token in enumerate([*TOKENS, b"unused"])
+        ],
+        "special_tokens": [{"rank": i, "token_str": name} for i, name in enumerate(SPECIAL)],
+    }
+    return data | changes
+
+
+def save(folder, **changes):
+    (folder / "config.json").write_text("{}")
+    (folder / "tekken.json").write_text(json.dumps(tekken(**changes)))
+    return folder
+
+
+def encode(word):
+    """Return the tokens of a word: the neighbors with the lowest rank are joined first."""
+    ranks = {token: i for i, token in enumerate(TOKENS)}
+    if word in ranks:
+        return [COUNT + ranks[word]]
+    parts = [bytes([byte]) for byte in word]
+    while True:
+        pairs = [(ranks.get(a + b, 10**9), i) for i, (a, b) in enumerate(itertools.pairwise(parts))]
+        if not pairs or (best := min(pairs))[0] == 10**9:
+            return [COUNT + ranks[part] for part in parts]
+        parts[best[1] : best[1] + 2] = [parts[best[1]] + parts[best[1] + 1]]
+
+
+def test_tokens_follow_the_ranks(tmp_path):
+    tokenizer = Tokenizer.from_folder(save(tmp_path))
+    generator = random.Random(0)
+    for _ in range(200):
+        words = ["".join(generator.choices("thetinagbcé", k=6)) for _ in range(4)]
+        text = " ".join(words)
+        pieces = [words[0], *(f" {word}" for word in words[1:])]
+        expected = [token for piece in pieces for token in encode(piece.encode())]
+        assert tokenizer.encode(text, False) == expected
+        assert tokenizer.decode(expected) == text
+    assert tokenizer.encode("[INST]the") == [1, 3, COUNT + 258]
+    assert (tokenizer.bos_token, tokenizer.eos_token, len(tokenizer)) == ("<s>", "</s>", 276)
+    assert tokenizer.token_to_id("<SPECIAL_9>") == 9
+
+
+def test_chats_with_sounds(tmp_path):
+    template = ChatTemplate.from_tokenizer(Tokenizer.from_folder(save(tmp_path)), None)
+    parts = [{"type": "audio"}, {"type": "text", "text": "What?"}]
+    chat = [{"role": "user", "content": parts}, {"role": "assistant", "content": "Hello"}]
+    chat.append({"role": "user", "content": "And?"})
+    assert template.render(chat, placeholders={"audio": "[AUDIO]"}) == (
+        "<s>[INST][BEGIN_AUDIO][AUDIO]What?[/INST]Hello</s>[INST]And?[/INST]"
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"vocab": [{"rank": 1, "token_bytes": "AA=="}]}, "ranks of its tokens"),
+        ({"vocab": [{"rank": 0, "token_bytes": "A"}]}, "is damaged"),
+        ({"config": {}}, "pattern"),
+        ({"special_tokens": [{"rank": 10, "token_str": "x"}]}, "'x' is no special token"),
+        ({"special_tokens": [{"rank": 0, "token_str": "x"}]}, "with <s>"),
+    ],
+)
+def test_damaged_files(tmp_path, changes, message):
+    with pytest.raises(ModelError, match=message):
+        Tokenizer.from_folder(save(tmp_path, **changes))
