@@ -75,9 +75,10 @@ def make_saved(tmp_path_factory):
     return make
 
 
-@pytest.fixture(params=["smolvlm", "qwen2_5_vl", "qwen3_vl"])
+@pytest.fixture(params=["smolvlm", "qwen2_5_vl", "qwen3_vl", "llava_onevision"])
 def saved(make_saved, request):
-    """Return cases with tiles, with windows, and with all that a decoder may do with pictures."""
+    """Return cases with tiles, with windows, with all that a decoder may do with pictures, and with
+    rows that are sums of tokens."""
     return make_saved(request.param)
 
 
