@@ -191,6 +191,21 @@ def test_every_api_gives_the_answer(server, folder, expected):
     assert output[0]["content"][0]["text"] == expected[1], response.text
 
 
+def test_a_video_over_http(server, llm):
+    file = video_file(smooth_frames(9, 32, 48), codec="gif", kind="gif")
+    messages = [{"role": "user", "content": [video(file), text("?")]}]
+    settings = {"num_frames": 2}
+    (output,) = llm.chat(messages, PARAMS, mm_processor_kwargs=settings, use_tqdm=False)
+    chat = {"model": "m", "messages": messages, "media_io_kwargs": {"video": settings}, **PLAIN}
+    body = server.post("/v1/chat/completions", chat).json()
+    assert body["choices"][0]["message"]["content"] == output.outputs[0].text
+    assert body["usage"]["prompt_tokens"] == len(output.prompt_token_ids)
+    chat["messages"] = [{"role": "user", "content": [video(file[:60])]}]
+    response = server.post("/v1/chat/completions", chat)
+    assert response.status_code == 400
+    assert "video 1: the file is damaged" in response.json()["error"]["message"]
+
+
 def test_tokens_of_a_chat_with_pictures(server, expected):
     content = [part(FIRST), text("and"), part(SECOND), text("?")]
     chat = {"model": "m", "messages": [{"role": "user", "content": content}]}
