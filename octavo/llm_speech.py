@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from concurrent.futures import Future
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -14,14 +14,17 @@ from numpy.typing import NDArray
 from octavo.errors import RequestError, reason_of
 from octavo.frontend.input_processor import Prompt
 from octavo.frontend.llm_engine import LLMEngine
-from octavo.media.audio import AudioReader, Samples
+from octavo.media.audio import SAMPLE_RATE, AudioParts, Samples
 from octavo.outputs import RequestOutput
 from octavo.sampling_params import SamplingParams
-from octavo.speech.interface import Question
+from octavo.speech.interface import Job, Question
 from octavo.speech.registry import open_speech_model
 from octavo.speech.segments import Transcript
 from octavo.speech.tokens import Task
 from octavo.speech.transcription import TranscriptionOptions, run_all
+
+# Samples of a part of a sound that is read, 8 minutes; as many windows as are computed at once.
+_PART_SAMPLES = 480 * SAMPLE_RATE
 
 Sound: TypeAlias = str | Path | bytes | NDArray[np.float32]
 
@@ -57,12 +60,13 @@ class SpeechMethods(ABC):
     ) -> list[Transcript]:
         """Write what is said in each sound; return the transcripts in the order of the sounds.
 
-        A sound longer than a window of the model (30 s) is divided where it is quiet. All windows
-        are computed side by side.
+        A sound longer than a window of the model (30 s) is divided where it is quiet. Windows are
+        computed side by side. Files are read in parts of 8 minutes, so that a long one needs little
+        memory.
 
         Args:
             sounds: one sound or several: the name of a file, a file's bytes (as for
-                `AudioReader.submit`), or samples at 16 kHz, float32 [samples].
+                `AudioReader.read`), or samples at 16 kHz, float32 [samples].
             language: code or English name of the language that is spoken; None: it is detected in
                 the first window.
             task: "transcribe", or "translate" for a translation to English.
@@ -75,7 +79,7 @@ class SpeechMethods(ABC):
             seed: seed of sampling.
             condition_on_previous_text: True if each window continues the text of the windows
                 before, which takes longer: the windows of a sound are computed in turn.
-            use_tqdm: True for progress bars.
+            use_tqdm: True for a progress bar of the seconds of sound.
 
         Raises:
             RequestError: the model does not hear, or does not know the language; a sound cannot be
@@ -99,36 +103,55 @@ class SpeechMethods(ABC):
             condition_on_previous_text=condition_on_previous_text,
         )
         given = [sounds] if isinstance(sounds, str | Path | bytes | np.ndarray) else list(sounds)
-        reader = AudioReader()
-        try:
-            read = [_read(reader, sound, i) for i, sound in enumerate(given)]
-            samples = [_wait(one, given[i], i) for i, one in enumerate(read)]
-        finally:
-            reader.close()
-        jobs = [model.start(one, options) for one in samples]
+        parts = AudioParts()
+        bar = _Bar() if use_tqdm else None
+
+        def jobs() -> Iterator[Job]:
+            for index, sound in enumerate(given):
+                seconds, samples = _open(parts, sound, index)
+                if bar is not None:
+                    bar.expect(seconds)
+                yield model.start(np.empty(0, np.float32), options, samples)
 
         def generate(asks: list[Question]) -> list[RequestOutput]:
             prompts, params = [ask.prompt for ask in asks], [ask.params for ask in asks]
-            return self.generate(prompts, params, use_tqdm=use_tqdm)
+            return self.generate(prompts, params, use_tqdm=False)
 
-        return run_all(jobs, generate)
-
-
-def _wait(read: Samples | Future[Samples], sound: Sound, index: int) -> Samples:
-    """Return a sound's samples; an error names the sound."""
-    if isinstance(read, np.ndarray):
-        return read
-    try:
-        return read.result()
-    except RequestError as error:
-        name = sound if isinstance(sound, str | Path) else f"sounds[{index}]"
-        error.message = f"{name}: {error.message}"
-        error.args = (error.message,)
-        raise
+        try:
+            return run_all(jobs(), generate, (lambda _: None) if bar is None else bar.advance)
+        finally:
+            parts.close()
+            if bar is not None:
+                bar.close()
 
 
-def _read(reader: AudioReader, sound: Sound, index: int) -> Samples | Future[Samples]:
-    """Return a sound's samples, or the future of them."""
+class _Bar:
+    """Progress bar of the seconds of sound; the total grows when the next file is opened."""
+
+    def __init__(self) -> None:
+        from tqdm import tqdm  # slow to import, and many programs show no bar
+
+        self._bar: Any = tqdm(total=0, desc="Transcribed", unit="s")
+        self._seconds = 0.0
+
+    def expect(self, seconds: float) -> None:
+        """Add the seconds of a sound to the total."""
+        self._bar.total = round(self._bar.total + seconds)
+        self._bar.refresh()
+
+    def advance(self, seconds: float) -> None:
+        """Show that more seconds are done."""
+        self._seconds += seconds
+        self._bar.total = max(self._bar.total, round(self._seconds))
+        self._bar.update(round(self._seconds) - self._bar.n)
+
+    def close(self) -> None:
+        """Leave the bar as it is."""
+        self._bar.close()
+
+
+def _open(parts: AudioParts, sound: Sound, index: int) -> tuple[float, Iterator[Samples]]:
+    """Return a sound's seconds, 0 if unknown, and its parts; an error names the sound."""
     where = f"sounds[{index}]"
     if isinstance(sound, np.ndarray):
         if sound.ndim != 1 or sound.dtype != np.float32 or not np.isfinite(sound).all():
@@ -139,10 +162,31 @@ def _read(reader: AudioReader, sound: Sound, index: int) -> Samples | Future[Sam
             )
         if not len(sound):
             raise RequestError(f"{where} has no samples; give a sound that is not empty.", where)
-        return sound
+        cuts = range(0, len(sound) + 1, _PART_SAMPLES)
+        return len(sound) / SAMPLE_RATE, (sound[i : i + _PART_SAMPLES] for i in cuts)
+    name = where
     if isinstance(sound, str | Path):
+        name = str(sound)
         try:
             sound = Path(sound).read_bytes()
         except OSError as error:
             raise RequestError(f"{where}: {sound!s}: {reason_of(error)}.", where) from None
-    return reader.submit(sound, where)
+
+    def named() -> Iterator[Samples]:
+        with _naming(name):
+            yield from samples
+
+    with _naming(name):
+        seconds, samples = parts.open(sound, _PART_SAMPLES, where)
+    return seconds, named()
+
+
+@contextmanager
+def _naming(name: str) -> Iterator[None]:
+    """Put the name of a sound before the message of an error."""
+    try:
+        yield
+    except RequestError as error:
+        error.message = f"{name}: {error.message}"
+        error.args = (error.message,)
+        raise

@@ -241,6 +241,11 @@ class MultiModalFeatureSpec(msgspec.Struct, array_like=True, frozen=True):
         return self.mm_position.num_embeds or self.num_encoder_tokens
 
 
+ALIGNMENT = "alignment"
+"""Key of `SamplingParams.extra_args` with an `AlignmentSpec`: the request returns weights of cross
+attention."""
+
+
 class AlignmentSpec(msgspec.Struct, array_like=True, frozen=True):
     """Weights of cross attention that say when each token of a transcript is spoken."""
 

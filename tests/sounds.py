@@ -13,11 +13,13 @@ import torch
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import WhisperFeatureExtractor
+from transformers.models.qwen3_asr.feature_extraction_qwen3_asr import Qwen3ASRFeatureExtractor
 
 from octavo import SamplingParams
 from tests.models.harness import make_hf
 
 SPECIAL = ("<s>", "</s>", "<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>", "[AUDIO]")
+SPECIAL += ("<|audio_start|>", "<|audio_pad|>", "<|audio_end|>")
 SPECIAL += ("[BEGIN_AUDIO]", "[INST]", "[/INST]", "[TRANSCRIBE]", "<|im_start|>", "<|im_end|>")
 VOCAB = 256 + len(SPECIAL)
 ID = {text: 256 + i for i, text in enumerate(SPECIAL)}
@@ -47,6 +49,16 @@ def _voxtral(mel: int, size: int, heads: int, layers: int, **text: Any) -> dict[
     return {"audio_config": audio, "text_config": text, "audio_token_id": ID["[AUDIO]"]}
 
 
+def _asr(mel: int, size: int, heads: int, layers: int, **text: Any) -> dict[str, Any]:
+    audio = {"model_type": "qwen3_asr_encoder", "d_model": size, "encoder_layers": layers}
+    audio |= {"encoder_attention_heads": heads, "encoder_ffn_dim": 40, "num_mel_bins": mel}
+    audio |= {"downsample_hidden_size": 6, "n_window_infer": 200}
+    text = _text(model_type="qwen3", head_dim=8, **text)
+    audio["output_dim"] = text["hidden_size"]
+    ids = {"audio_token_id": ID["<|audio_pad|>"], "eos_token_id": ID["</s>"], "pad_token_id": 0}
+    return {"audio_config": audio, "text_config": text, "tie_word_embeddings": False, **ids}
+
+
 @dataclass(frozen=True)
 class Case:
     """A model with its placeholder."""
@@ -64,12 +76,16 @@ class Case:
 def _cases() -> dict[str, Case]:
     qwen, bos = "Qwen2AudioForConditionalGeneration", "<|audio_bos|><|AUDIO|><|audio_eos|>"
     voxtral, begin = "VoxtralForConditionalGeneration", "[BEGIN_AUDIO][AUDIO]"
+    asr, start = "Qwen3ASRForConditionalGeneration", "<|audio_start|><|audio_pad|><|audio_end|>"
     wide = {"hidden_size": 64, "num_key_value_heads": 1, "num_hidden_layers": 1}
     deep = {"hidden_size": 48, "num_attention_heads": 3, "num_key_value_heads": 3}
     return {
         "qwen2_audio": Case(qwen, _qwen(8, 24, 3, 2), bos),
         "qwen2_audio wide": Case(qwen, _qwen(16, 32, 2, 1, **wide), bos),
         "qwen2_audio deep": Case(qwen, _qwen(128, 16, 4, 3, **deep), bos),
+        "qwen3_asr": Case(asr, _asr(8, 24, 3, 2), start),
+        "qwen3_asr wide": Case(asr, _asr(20, 32, 2, 1, **wide), start),
+        "qwen3_asr deep": Case(asr, _asr(128, 16, 4, 3, **deep), start),
         "voxtral": Case(voxtral, _voxtral(8, 24, 3, 2), begin),
         "voxtral wide": Case(voxtral, _voxtral(16, 32, 2, 1, **wide), begin),
         "voxtral deep": Case(voxtral, _voxtral(128, 16, 4, 3, **deep), begin),
@@ -84,7 +100,8 @@ def save_model(name: str, folder: Path) -> Any:
     case = CASES[name]
     model = make_hf(case.architecture, **case.config)
     model.save_pretrained(folder)
-    preprocessor = {"feature_extractor_type": "WhisperFeatureExtractor", "feature_size": case.mel}
+    kind = "Qwen3ASRFeatureExtractor" if "asr" in name else "WhisperFeatureExtractor"
+    preprocessor = {"feature_extractor_type": kind, "feature_size": case.mel}
     preprocessor |= {"chunk_length": SECONDS}
     (folder / "preprocessor_config.json").write_text(json.dumps(preprocessor))
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -117,6 +134,19 @@ def hf_logprobs(
         found = reader(list(sounds), padding="max_length", return_attention_mask=True, **options)
         arrays["input_features"] = found["input_features"]
         arrays["feature_attention_mask"] = found["attention_mask"]
+    elif sounds and "asr" in name:
+        extractor = Qwen3ASRFeatureExtractor(feature_size=case.mel)
+        # Alone: in a batch, the silence after a sound changes its last frame.
+        found = [
+            extractor(one, padding=True, return_attention_mask=True, **options) for one in sounds
+        ]
+        longest = max(one["input_features"].shape[-1] for one in found)
+        for key, name in (("input_features", None), ("input_features_mask", "attention_mask")):
+            padded = [
+                torch.nn.functional.pad(one[name or key], (0, longest - one[name or key].shape[-1]))
+                for one in found
+            ]
+            arrays[key] = torch.cat(padded)
     elif sounds:
         options |= {"padding": True, "truncation": False, "pad_to_multiple_of": SECONDS * RATE}
         windows = [

@@ -33,7 +33,7 @@ ELSEWHERE: Mapping[str, str] = {
         "/v1/decisions",
     ),
     **_all(
-        "send whole sounds to POST /v1/audio/transcriptions",
+        "/v1/realtime has the events of OpenAI's Realtime API in place of vLLM's (docs/speech.md)",
         "/v1/realtime",
     ),
     **_all("use POST /sleep with --enable-sleep-mode", "/release_kv_cache_memory"),

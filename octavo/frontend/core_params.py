@@ -8,7 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from octavo.messages import NO_TOKEN, BadWordsTokenIds, CoreSamplingParams, GrammarSpec, GuardSpec
+from octavo.messages import (
+    ALIGNMENT,
+    NO_TOKEN,
+    BadWordsTokenIds,
+    CoreSamplingParams,
+    GrammarSpec,
+    GuardSpec,
+)
 from octavo.sampling_params import (
     GrammarBackendName,
     SamplingParams,
@@ -17,9 +24,6 @@ from octavo.sampling_params import (
 
 KV_TRANSFER_PARAMS = "kv_transfer_params"
 """Key of `SamplingParams.extra_args` for the KV connector, as in vLLM."""
-ALIGNMENT = "alignment"
-"""Key of `SamplingParams.extra_args` with an `AlignmentSpec`: the request returns weights of cross
-attention."""
 
 
 # Fields of both classes: `make_core_params` copies them unless it packs them.

@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.errors import RequestError
-from octavo.frontend.core_params import ALIGNMENT
 from octavo.messages import (
+    ALIGNMENT,
     AlignmentSpec,
     Modality,
     MultiModalFeatureSpec,

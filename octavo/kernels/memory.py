@@ -81,7 +81,8 @@ def borrow(tensor: Tensor) -> NDArray[Any]:
     """
     assert tensor.is_contiguous()
     raw = (ctypes.c_uint8 * tensor.nbytes).from_address(tensor.data_ptr())
-    return np.frombuffer(raw, numpy_dtype(tensor.dtype)).reshape(tuple(tensor.shape))
+    array: NDArray[Any] = np.ctypeslib.as_array(raw).view(numpy_dtype(tensor.dtype))
+    return array.reshape(tuple(tensor.shape))
 
 
 class Arena:

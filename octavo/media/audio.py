@@ -6,9 +6,10 @@ FFmpeg's libraries, which PyAV brings, decode, mix and resample in a helper proc
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from typing import TypeVar
+from dataclasses import replace
+from typing import TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +22,8 @@ SAMPLE_RATE = 16_000
 """Samples a second of every sound that was read."""
 MAX_SECONDS = 7200
 """Longest sound in seconds."""
+MAX_SECONDS_IN_PARTS = 24 * 3600
+"""Longest sound in seconds that is read in parts."""
 _LIMITS = Limits(seconds=60.0, nbytes=2 * 2**30, output_nbytes=4 * SAMPLE_RATE * MAX_SECONDS)
 
 Samples = NDArray[np.float32]
@@ -66,3 +69,73 @@ class AudioReader:
     def close(self) -> None:
         """End the processes."""
         self._processes.close()
+
+
+class AudioParts:
+    """Sounds that are read in parts, so that a long one needs little memory.
+
+    Each sound that is open has a helper process of its own, which the next one takes over.
+    """
+
+    def __init__(self) -> None:
+        self._free: list[MediaProcesses] = []
+        self._all: list[MediaProcesses] = []
+
+    def open(self, data: Buffer, size: int, param: str = "file") -> tuple[float, Iterator[Samples]]:
+        """Open a sound.
+
+        Args:
+            data: as for `AudioReader.read`.
+            size: number of samples of a part.
+            param: field of the request that has the sound, for errors.
+
+        Returns:
+            The seconds of sound that its head announces, or an estimate, 0 if unknown; and its
+            parts, float32 [size], finite. The last one has fewer samples, perhaps none. The next
+            part is read while the caller uses one.
+
+        Raises:
+            RequestError: it is no sound, or too long; also while the parts are read.
+            UnsupportedError: PyAV is not installed.
+        """
+        if not len(data):
+            raise RequestError(f"{param} is empty; send a sound.", param)
+        if not self._free:
+            limits = replace(_LIMITS, output_nbytes=4 * size)
+            made = MediaProcesses("octavo.media.audio_jobs", "audio", limits, 1)
+            self._free.append(made)
+            self._all.append(made)
+        process = self._free.pop()
+
+        def submit() -> Future[Samples]:
+            return process.submit(
+                "proceed", [], param=param, make=lambda result: cast(Samples, result[1][0])
+            )
+
+        def parts() -> Iterator[Samples]:
+            coming: Future[Samples] | None = submit()
+            try:
+                while coming is not None:
+                    part = coming.result()
+                    coming = submit() if len(part) == size else None
+                    yield part
+            finally:
+                self._free.append(process)
+
+        try:
+            seconds: float = process.submit(
+                "begin",
+                [data],
+                [MAX_SECONDS_IN_PARTS, size],
+                param=param,
+                make=lambda result: float(result[0]),
+            ).result()
+        except BaseException:
+            self._free.append(process)
+            raise
+        return seconds, parts()
+
+    def close(self) -> None:
+        """End the processes."""
+        for process in self._all:
+            process.close()

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from octavo.errors import RequestError
 from octavo.media.audio import SAMPLE_RATE
 from octavo.media.process import Job
+from octavo.system.limited_process import Buffer
 
 _FORMATS = "WAV, FLAC, MP3, Ogg, M4A, MP4, WebM or AAC"
 _DECODERS = {
@@ -91,7 +92,15 @@ def decode(max_seconds: int, files: list[memoryview]) -> tuple[None, list[NDArra
         RequestError: it is no sound, is damaged or too long.
     """
     (data,) = files
-    name = demuxer_of(data)
+    with _open(data, max_seconds) as decoder:
+        return None, [decoder.run()]
+
+
+@contextlib.contextmanager
+def _open(data: Buffer, max_seconds: int) -> Iterator[_Decoder]:
+    """Open a file; errors of FFmpeg become a RequestError."""
+    view = memoryview(data)
+    name = demuxer_of(view)
     try:
         with av.open(
             io.BytesIO(data),
@@ -104,12 +113,55 @@ def decode(max_seconds: int, files: list[memoryview]) -> tuple[None, list[NDArra
             },
             metadata_errors="ignore",
         ) as container:
-            announced = _wav_seconds(data) if name == "wav" else None
-            return None, [_Decoder(container, name, max_seconds, announced).run()]
+            announced = _wav_seconds(view) if name == "wav" else None
+            yield _Decoder(container, name, max_seconds, announced)
     except av.error.FFmpegError as error:
         raise RequestError(
             f"The file is damaged or cut off: it begins as {name}, and then: {error.strerror}."
         ) from None
+
+
+_parts: Iterator[NDArray[np.float32]] | None = None
+"""Parts of the sound that `begin` opened."""
+
+
+def begin(arguments: list[int], files: list[memoryview]) -> tuple[float, list[Any]]:
+    """Open a sound that `proceed` decodes in parts; forget the one before.
+
+    Args:
+        arguments: longest sound in seconds, and the number of samples of a part.
+        files: the file.
+
+    Returns:
+        The seconds of sound that its head announces, or an estimate; 0: unknown.
+
+    Raises:
+        RequestError: it is no sound, or too long.
+    """
+    global _parts
+    (data,), (max_seconds, size) = map(bytes, files), arguments
+
+    def parts() -> Iterator[Any]:
+        with _open(data, max_seconds) as decoder:
+            yield decoder.seconds
+            yield from decoder.parts(size)
+
+    opened = parts()
+    seconds = next(opened)
+    _parts = opened
+    return seconds, []
+
+
+def proceed(_: None, files: list[memoryview]) -> tuple[None, list[NDArray[np.float32]]]:
+    """Return the next part of the sound; one with fewer samples, even none, is the last.
+
+    Raises:
+        RequestError: the file is damaged or too long.
+    """
+    part = None if _parts is None else next(_parts, None)
+    if part is None:
+        raise RequestError("The process that read the file was lost; send the file again.")
+    return None, [part]
 
 
 def _wav_seconds(data: memoryview) -> float:
@@ -167,16 +219,53 @@ class _Decoder:
             raise self._too_long(f"{self._announced:.0f} s, more than")
         self._damaged = self._packets = 0
 
+    @property
+    def seconds(self) -> float:
+        """Seconds of sound that the head announces, or an estimate; 0: unknown."""
+        duration = self._container.duration
+        return self._announced or (0.0 if duration is None else duration / av.time_base)
+
     def run(self) -> NDArray[np.float32]:
         """Return the samples, float32 [samples]."""
         # The system provides memory of this array only where samples are written.
         samples = np.empty(self._max_samples, np.float32)
         count = 0
-        for block in self._blocks():
-            if count + len(block) > self._max_samples:
-                raise self._too_long("more than")
+        for block in self._checked_blocks():
             samples[count : count + len(block)] = block
             count += len(block)
+        return samples[:count]
+
+    def parts(self, size: int) -> Iterator[NDArray[np.float32]]:
+        """Yield the samples in parts of `size`; the last one has fewer."""
+        part, count = np.empty(size, np.float32), 0
+        for block in self._checked_blocks():
+            while len(block):
+                some = min(len(block), size - count)
+                part[count : count + some] = block[:some]
+                count, block = count + some, block[some:]
+                if count == size:
+                    yield part
+                    part, count = np.empty(size, np.float32), 0
+        yield part[:count]
+
+    def _checked_blocks(self) -> Iterator[NDArray[np.float32]]:
+        """Yield the samples in blocks.
+
+        Raises:
+            RequestError: they are too many, or wrong; or in the end, that the file is damaged.
+        """
+        count = 0
+        for block in self._blocks():
+            count += len(block)
+            if count > self._max_samples:
+                raise self._too_long("more than")
+            # Comparisons with NaN are false.
+            if len(block) and not (block.max() <= _MAX_SAMPLE and block.min() >= -_MAX_SAMPLE):
+                raise RequestError(
+                    "The file contains samples that are not finite numbers, or are huge; samples "
+                    "are in [-1, 1]."
+                )
+            yield block
         if not count:
             raise RequestError("The file contains no samples; send a sound that is not empty.")
         if self._damaged * _PACKETS_PER_DAMAGED > self._packets:
@@ -184,20 +273,12 @@ class _Decoder:
                 f"The file is damaged: {self._damaged} of its {self._packets} packets cannot be "
                 "decoded."
             )
-        samples = samples[:count]
-        # Comparisons with NaN are false.
-        if not (samples.max() <= _MAX_SAMPLE and samples.min() >= -_MAX_SAMPLE):
-            raise RequestError(
-                "The file contains samples that are not finite numbers, or are huge; samples are "
-                "in [-1, 1]."
-            )
         seconds = count / SAMPLE_RATE
         if self._announced - seconds > max(_LACKING_SECONDS, _LACKING * self._announced):
             raise RequestError(
                 f"The file is cut off: its head announces {self._announced:.1f} s of sound, and "
                 f"{seconds:.1f} s are there; send the whole file."
             )
-        return samples
 
     def _too_long(self, has: str) -> RequestError:
         limit = self._max_samples // SAMPLE_RATE
@@ -250,7 +331,7 @@ def _arrays(frames: list[av.audio.AudioFrame]) -> Iterator[NDArray[np.float32]]:
         yield samples[:, 0] if samples.shape[1] == 1 else samples.mean(axis=1)
 
 
-JOBS: Mapping[str, Job] = {"decode": decode}
+JOBS: Mapping[str, Job] = {"decode": decode, "begin": begin, "proceed": proceed}
 
 
 def _import_all() -> None:

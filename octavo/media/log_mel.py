@@ -113,9 +113,24 @@ class LogMel:
             samples: float32 [samples], at most `num_samples` a window; silence follows.
             num_windows: number of windows.
         """
-        assert samples.ndim == 1
-        num_samples, num_frames = num_windows * self.num_samples, num_windows * self.num_frames
+        num_samples = num_windows * self.num_samples
         assert len(samples) <= num_samples
+        return self._compute(samples, num_samples)
+
+    def compute_exactly(self, samples: Floats) -> Floats:
+        """Return the features of samples without silence after them.
+
+        Args:
+            samples: float32 [samples], at least `n_fft`.
+
+        Returns:
+            float32 [feature_size, samples // hop_length].
+        """
+        return self._compute(samples, len(samples))
+
+    def _compute(self, samples: Floats, num_samples: int) -> Floats:
+        assert samples.ndim == 1
+        num_frames = num_samples // self.hop_length
         half = self.n_fft // 2
         padded = np.zeros(num_samples + 2 * half, np.float32)
         padded[half : half + len(samples)] = samples

@@ -80,6 +80,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             prompt=args.prompt,
             timestamps=args.format in TIMED_FORMATS,
             word_timestamps=args.word_timestamps,
+            use_tqdm=sys.stderr.isatty(),
         )
     for out, transcript in zip(outs, transcripts, strict=True):
         text = write(transcript, args.format, words=args.word_timestamps)

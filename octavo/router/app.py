@@ -183,7 +183,7 @@ async def sound_job_of(request: Request) -> tuple[Job, dict[str, bytes]]:
         headers,
         fields,
         filename,
-        sound.data,
+        bytes(sound.data),
         context_of(request).api_key,
     )
     return job, fields

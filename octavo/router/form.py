@@ -61,7 +61,7 @@ def read_sound_job(
     """
     if api_key is not None:
         salt = fields.get("cache_salt", b"").decode(errors="replace") or None
-        fields = fields | {"cache_salt": private_salt(api_key, salt).encode()}
+        fields = fields | {"cache_salt": (private_salt(api_key, salt) or "").encode()}
     media_type, body = write_form(fields, filename, data)
     headers = [(name, value) for name, value in headers if name != "content-type"]
     job = Job("POST", target, [*headers, ("content-type", media_type)], body, api_key=api_key)

@@ -16,7 +16,7 @@ from starlette.middleware.base import BaseHTTPMiddleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
-from starlette.routing import Route
+from starlette.routing import Route, WebSocketRoute
 from starlette.types import Receive, Scope, Send
 
 from octavo.errors import ConfigError, OctavoError
@@ -55,6 +55,7 @@ from octavo.server.ollama_models import (
     running,
     show_model,
 )
+from octavo.server.realtime import needs_websocket, realtime
 from octavo.server.render import render_chat, render_completion
 from octavo.server.rerank import create_rerank, create_score
 from octavo.server.resume_routes import get_stream, resumable
@@ -240,7 +241,9 @@ def build_app(state: ServerState) -> App:
     routes = ((*DOCUMENTATION, *ROUTES) if documented else ROUTES) + (OLLAMA_PROBE,)
     if state.config.ui:
         routes += (PAGE_FILES,)
+    routes += (("/v1/realtime", needs_websocket, "GET"),)
     app = App(routes, lifespan, state.config.root_path)
+    app.router.routes.append(WebSocketRoute("/v1/realtime", realtime))
     app.state.batches = runner
     add_layers(app, state)
     return app

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from typing import TYPE_CHECKING
 
@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.errors import RequestError
+from octavo.media.audio import Samples
 from octavo.outputs import RequestOutput
 from octavo.server.abilities import check_hears
 from octavo.server.audio_schema import AudioBody, read_fields
@@ -23,6 +24,7 @@ from octavo.server.state import state_of
 from octavo.server.upload import MAX_SOUND_BYTES, MemoryFile, check_origin, receive_form
 from octavo.speech.formats import MEDIA_TYPES, plain, write
 from octavo.speech.interface import Job, Question
+from octavo.speech.segments import Transcript
 from octavo.speech.tokens import Task
 from octavo.speech.transcription import (
     TIMED_FORMATS,
@@ -66,7 +68,13 @@ async def _respond(request: Request, task: Task) -> Response:
         )
     context_of(request).ignored_fields = unknown
     await state.find_model(request, body.model, body.deadline_ms)
-    answer = _Answer(request, body, task, sound)
+
+    async def read() -> Samples:
+        samples = await asyncio.wrap_future(state.hearing.reader.submit(sound.data))
+        sound.data = bytearray()
+        return samples
+
+    answer = TranscriptionCall(request, body, task, read)
     if body.stream:
         return EventStream(state, answer.events(engine), answer.deadline)
     response = await state.run(request.receive, answer.whole(engine), answer.deadline)
@@ -74,12 +82,21 @@ async def _respond(request: Request, task: Task) -> Response:
     return response
 
 
-class _Answer(Call):
-    """Transcription or translation that is being made."""
+class TranscriptionCall(Call):
+    """Transcription or translation that is being made.
 
-    def __init__(self, request: Request, body: AudioBody, task: Task, sound: MemoryFile) -> None:
+    Args:
+        request: the request.
+        body: its fields.
+        task: what it asks for.
+        read: returns the samples at 16 kHz.
+    """
+
+    def __init__(
+        self, request: Request, body: AudioBody, task: Task, read: Callable[[], Awaitable[Samples]]
+    ) -> None:
         super().__init__(request, body, "trsc")
-        self._body, self._sound = body, sound
+        self._body, self._read = body, read
         self._options = TranscriptionOptions(
             task,
             body.language,
@@ -93,31 +110,33 @@ class _Answer(Call):
 
     async def whole(self, engine: AsyncLLM) -> Response:
         """Return the answer in the form that the request asks for."""
-        async with aclosing(self._texts(engine)) as texts:
+        async with aclosing(self.texts(engine)) as texts:
             async for _ in texts:
                 pass
-        assert self._transcription is not None
         form = self._body.response_format
-        segments, words = map(self._body.has_times_of, ("segment", "word"))
-        text = write(self._transcription.transcript(), form, segments=segments, words=words)
+        segments, words = self._body.has_times_of("segment"), self._body.has_times_of("word")
+        text = write(self.transcript, form, segments=segments, words=words)
         return Response(text.encode("utf-8", "replace"), media_type=MEDIA_TYPES[form])
 
     async def events(self, engine: AsyncLLM) -> AsyncGenerator[list[bytes], None]:
         """Yield OpenAI's events: the text of each part of the sound, and the whole text."""
-        async with aclosing(self._texts(engine)) as texts:
+        async with aclosing(self.texts(engine)) as texts:
             async for text in texts:
                 if text:
                     yield [_event({"type": "transcript.text.delta", "delta": text})]
-        assert self._transcription is not None
-        yield [_event({"type": "transcript.text.done", **plain(self._transcription.transcript())})]
+        yield [_event({"type": "transcript.text.done", **plain(self.transcript)})]
 
-    async def _texts(self, engine: AsyncLLM) -> AsyncGenerator[str, None]:
+    @property
+    def transcript(self) -> Transcript:
+        """The transcript, after `texts`."""
+        assert self._transcription is not None
+        return self._transcription.transcript()
+
+    async def texts(self, engine: AsyncLLM) -> AsyncGenerator[str, None]:
         """Yield the text of each part of the sound."""
-        hearing = self.state.hearing
         with self.admit(1, "file"):
-            model = await hearing.model(engine)
-            samples = await asyncio.wrap_future(hearing.reader.submit(self._sound.data))
-            self._sound.data = bytearray()
+            model = await self.state.hearing.model(engine)
+            samples = await self._read()
             headers, number, usage = self.trace_headers(engine), 0, [0, 0]
 
             async def generate(ask: Question) -> RequestOutput:

@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 CLIENT_CLOSED_REQUEST = 499
 """Status of nginx for a client that disconnected; it is only logged."""
 
+_KEY_PROTOCOL = "openai-insecure-api-key."
+
 
 @dataclass(slots=True)
 class RequestContext:
@@ -88,6 +90,9 @@ class RequestMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
+        if scope["type"] == "websocket":
+            await self._serve_socket(scope, receive, send)
+            return
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
@@ -157,6 +162,45 @@ class RequestMiddleware:
             _log_access(scope, context, end, probe or self._quiet(scope["path"]))
             REQUEST_ID.reset(token)
 
+    async def _serve_socket(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a WebSocket; an error before it is accepted is answered as that of a request."""
+        headers = Headers(scope=scope)
+        address = (scope.get("client") or [None])[0]
+        context = RequestContext(
+            _request_id(headers.get("x-request-id")), time.monotonic(), address
+        )
+        scope["octavo"] = context
+        token = REQUEST_ID.set(context.request_id)
+        accepted = False
+
+        async def note(message: Message) -> None:
+            nonlocal accepted
+            accepted = accepted or message["type"] == "websocket.accept"
+            await send(message)
+
+        self.state.num_active += 1
+        try:
+            self.state.allowed_hosts.check(headers.getlist("host"))
+            given = headers.get("authorization") or _bearer(scope, headers)
+            context.api_key, context.is_admin = self.state.api_keys.check(
+                None if given is None else given.encode("latin-1")
+            )
+            if self.state.draining:
+                raise UnavailableError("The server is shutting down; try another one.")
+            await self.app(scope, receive, note)
+        except ClientDisconnectError:
+            pass
+        except Exception as error:
+            log_unexpected(error)
+            if accepted:
+                raise
+            await receive()  # websocket.connect
+            await error_response(error)(scope, receive, send)
+        finally:
+            self.state.num_active -= 1
+            self.state.body_bytes -= context.body_bytes
+            REQUEST_ID.reset(token)
+
     def _quiet(self, path: str) -> bool:
         """Return True if the operator wants no log lines about requests to a path."""
         config = self.state.config
@@ -169,6 +213,17 @@ def _request_id(given: str | None) -> str:
     if given is not None and re.fullmatch(r"[!-~]{1,128}", given):
         return given
     return uuid.uuid4().hex
+
+
+def _bearer(scope: Scope, headers: Headers) -> str | None:
+    """Return the key of a WebSocket without an Authorization header; None: there is none.
+
+    A browser cannot set headers, so that OpenAI's clients there name a protocol with the key.
+    """
+    names = scope.get("subprotocols", [])
+    keys = [name.removeprefix(_KEY_PROTOCOL) for name in names if name.startswith(_KEY_PROTOCOL)]
+    key = headers.get("x-api-key") or next(iter(keys), None)
+    return None if key is None else f"Bearer {key}"
 
 
 def _milliseconds(headers: Headers, name: str) -> int | None:

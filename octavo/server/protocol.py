@@ -166,6 +166,23 @@ class Protocol(HttpToolsProtocol):
             self._send_timer.cancel()
             self._send_timer = None
 
+    def handle_websocket_upgrade(self) -> None:
+        """Let a protocol of WebSockets take over the connection, which stays counted."""
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+        super().handle_websocket_upgrade()
+        counter, client = self._connections, self.client
+        if counter is None or client is None:
+            return
+        socket: Any = self.transport.get_protocol()
+        end = socket.connection_lost
+
+        def connection_lost(exc: Exception | None) -> None:
+            counter.remove(client[0])
+            end(exc)
+
+        socket.connection_lost = connection_lost
+
     # Callbacks of the parser
 
     def on_message_begin(self) -> None:

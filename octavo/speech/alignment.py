@@ -14,8 +14,8 @@ ROWS_PER_SECOND = 50
 WITHOUT_SPACES = frozenset({"zh", "ja", "th", "lo", "my", "yue"})
 """Languages whose writing has no spaces between words: each character is a word."""
 _PREPENDED = "\"'“¿([{-"
-_APPENDED = "\"'.。,，!！?？:：”)]}、"
-_ENDS_SENTENCE = ".。!！?？"
+_APPENDED = "\"'.。,，!！?？:：”)]}、"  # noqa: RUF001  # marks of Chinese and Japanese
+_ENDS_SENTENCE = ".。!！?？"  # noqa: RUF001
 # Longest median of the durations of words, in seconds. A word of more than two medians beside the
 # end of a sentence includes a pause.
 _MAX_MEDIAN = 0.7

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -60,11 +60,16 @@ class SpeechModel(SpeechToText):
         """Implement `SpeechToText`."""
         return self.features.nbytes
 
-    def start(self, samples: NDArray[np.float32], options: TranscriptionOptions) -> Job:
+    def start(
+        self,
+        samples: NDArray[np.float32],
+        options: TranscriptionOptions,
+        parts: Iterator[NDArray[np.float32]] | None = None,
+    ) -> Job:
         """Implement `SpeechToText`."""
         from octavo.speech.transcription import Transcription  # it imports this module
 
-        return Transcription(self, samples, options)
+        return Transcription(self, samples, options, parts)
 
     @property
     def alignment_nbytes(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ from octavo.speech.interface import Job, SpeechToText, Steps
 from octavo.speech.languages import NAMES, find_language
 from octavo.speech.segments import TEMPERATURES, Decoded, Segment, Transcript
 from octavo.speech.transcription import WINDOWS_AT_ONCE, TranscriptionOptions, tokens_of
-from octavo.speech.windows import Window, split
+from octavo.speech.windows import Window
 from octavo.text.tokenizer import Tokenizer
 
 Samples = NDArray[np.float32]
@@ -52,9 +52,14 @@ class TextModel(SpeechToText):
     def max_tokens(self, prompt: dict[str, Any], seconds: float) -> int:
         """Return the most tokens of the answer to a window of this length."""
 
-    def start(self, samples: Samples, options: TranscriptionOptions) -> Job:
+    def start(
+        self,
+        samples: Samples,
+        options: TranscriptionOptions,
+        parts: Iterator[Samples] | None = None,
+    ) -> Job:
         """Implement `SpeechToText`."""
-        return _TextJob(self, samples, options)
+        return _TextJob(self, samples, options, parts)
 
 
 @dataclass(frozen=True)
@@ -66,7 +71,13 @@ class _Question:
 class _TextJob(Job):
     """Transcription by a `TextModel`."""
 
-    def __init__(self, model: TextModel, samples: Samples, options: TranscriptionOptions) -> None:
+    def __init__(
+        self,
+        model: TextModel,
+        samples: Samples,
+        options: TranscriptionOptions,
+        parts: Iterator[Samples] | None,
+    ) -> None:
         if options.task != "transcribe":
             raise RequestError(
                 "This model cannot translate; send the sound to /v1/audio/transcriptions, or use a "
@@ -85,10 +96,10 @@ class _TextJob(Job):
                 raise UnsupportedError(
                     f"{name}={what} is not supported by this model; leave it out.", name
                 )
-        self._model, self._samples, self._options = model, samples, options
+        super().__init__(samples, model.seconds, parts)
+        self._model, self._options = model, options
         language = options.language
         self.language = "" if language is None else find_language(language, NAMES)
-        self.windows = split(samples, SAMPLE_RATE, model.seconds)
         self._texts: list[str] = []
         self._segments: list[Segment] = []
 
@@ -99,7 +110,7 @@ class _TextJob(Job):
 
     def features(self, window: Window) -> Any:
         """Implement `Job`."""
-        return self._model.read(window.cut(self._samples))
+        return self._model.read(self.cut(window))
 
     def detect(self, features: Any) -> Steps[None]:
         """Implement `Job`; it is never needed."""
@@ -152,8 +163,8 @@ class _TextJob(Job):
 
     def transcript(self) -> Transcript:
         """Implement `Job`."""
-        seconds, text = len(self._samples) / SAMPLE_RATE, "".join(self._texts)
-        return Transcript("transcribe", self.language or "", seconds, text, self._segments)
+        text, language = "".join(self._texts), self.language or ""
+        return Transcript("transcribe", language, self.seconds, text, self._segments)
 
 
 class Moonshine(TextModel):

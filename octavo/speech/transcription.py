@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.errors import RequestError
-from octavo.frontend.core_params import ALIGNMENT
-from octavo.messages import AlignmentSpec
+from octavo.media.audio import SAMPLE_RATE
+from octavo.messages import ALIGNMENT, AlignmentSpec
 from octavo.outputs import Logprob, RequestOutput
 from octavo.sampling.logits_processors.whisper import KEY, WhisperRules
 from octavo.sampling_params import RequestOutputKind, SamplingParams
@@ -33,7 +33,7 @@ from octavo.speech.segments import (
     make_segments,
 )
 from octavo.speech.tokens import Task
-from octavo.speech.windows import Window, split
+from octavo.speech.windows import Window
 from octavo.system.offload import offload
 
 Samples = NDArray[np.float32]
@@ -99,18 +99,23 @@ class Transcription(Job):
         model: the model.
         samples: the sound, float32 [samples].
         options: the options.
+        parts: the rest of the sound, if it is read in parts: each a multiple of `part_unit`, except
+            for the last one. `proceed` takes the next one.
 
     Raises:
         RequestError: the model does not know the language or the task.
     """
 
-    def __init__(self, model: SpeechModel, samples: Samples, options: TranscriptionOptions) -> None:
-        self._model, self._samples, self._options = model, samples, options
+    def __init__(
+        self,
+        model: SpeechModel,
+        samples: Samples,
+        options: TranscriptionOptions,
+        parts: Iterator[Samples] | None = None,
+    ) -> None:
+        super().__init__(samples, model.features.chunk_length, parts)
+        self._model, self._options = model, options
         self.language = model.tokens.language_code(options.language, options.task)
-        """Code of the language; None until `detect` has found it."""
-        rate = model.features.sampling_rate
-        self.windows = split(samples, rate, model.features.chunk_length)
-        """Parts of the sound in which somebody may be speaking."""
         text = options.prompt.strip()
         self._previous = model.encode(" " + text) if text else []
         self._texts: list[str] = []
@@ -123,7 +128,7 @@ class Transcription(Job):
 
     def features(self, window: Window) -> Samples:
         """Return the features of a window, float32 [frames, mel bands]."""
-        return self._model.compute(window.cut(self._samples))
+        return self._model.compute(self.cut(window))
 
     def detect(self, features: Samples) -> Steps[None]:
         """Find the language of a window, which becomes that of the whole sound."""
@@ -209,7 +214,7 @@ class Transcription(Job):
         return Transcript(
             self._options.task,
             self.language or "en",
-            len(self._samples) / self._model.features.sampling_rate,
+            self.seconds,
             "".join(self._texts).strip(),
             self._segments,
         )
@@ -312,14 +317,16 @@ async def run(
 
 
 def run_all(
-    transcriptions: Sequence[Job],
+    transcriptions: Iterable[Job],
     generate: Callable[[list[Question]], list[RequestOutput]],
+    note: Callable[[float], object] = lambda seconds: None,
 ) -> list[Transcript]:
     """Ask for all windows of several sounds; return the transcripts.
 
     Args:
-        transcriptions: what to ask.
+        transcriptions: what to ask; the next one is taken when the sounds before leave room.
         generate: returns the answers to requests.
+        note: called with the seconds of sound that are done since the last call.
     """
 
     def drive(all_steps: list[Steps[T]]) -> list[T]:
@@ -338,18 +345,65 @@ def run_all(
             answers = dict(zip(asks, outputs, strict=True))
         return [results[i] for i in range(len(all_steps))]
 
-    unknown = [job for job in transcriptions if job.windows and job.language is None]
-    for begin in range(0, len(unknown), WINDOWS_AT_ONCE):
-        some = unknown[begin : begin + WINDOWS_AT_ONCE]
-        drive([job.detect(job.features(job.windows[0])) for job in some])
-    waiting = [(job, [*job.windows]) for job in transcriptions if job.windows]
-    while waiting:
-        part: list[tuple[Job, Window]] = []
-        for job, windows in waiting:
-            count = min(job.windows_at_once, WINDOWS_AT_ONCE - len(part))
-            part += [(job, windows.pop(0)) for _ in range(min(count, len(windows)))]
-        waiting = [(job, windows) for job, windows in waiting if windows]
-        found = drive([job.decode(window, job.features(window)) for job, window in part])
-        for (job, window), decoded in zip(part, found, strict=True):
-            job.add(window, decoded)
-    return [job.transcript() for job in transcriptions]
+    waiting: list[_Queue] = []
+    results: list[Transcript | None] = []
+
+    def queues() -> Iterator[_Queue]:
+        """Yield the sounds that wait, and then new ones."""
+        yield from [*waiting]
+        for job in coming:
+            queue = _Queue(job, len(results))
+            waiting.append(queue)
+            results.append(None)
+            yield queue
+
+    coming = iter(transcriptions)
+    while True:
+        part: list[tuple[_Queue, Window]] = []
+        for queue in queues():
+            part += [(queue, window) for window in queue.take(WINDOWS_AT_ONCE - len(part))]
+            if len(part) == WINDOWS_AT_ONCE:
+                break
+        firsts = {queue: window for queue, window in reversed(part) if queue.job.language is None}
+        drive([queue.job.detect(queue.job.features(window)) for queue, window in firsts.items()])
+        found = drive([queue.job.decode(w, queue.job.features(w)) for queue, w in part])
+        for (queue, window), decoded in zip(part, found, strict=True):
+            queue.job.add(window, decoded)
+        for queue in [*waiting]:
+            note(queue.advance())
+            if queue.ended:
+                results[queue.number] = queue.job.transcript()
+                waiting.remove(queue)
+        if not part:
+            return [transcript for transcript in results if transcript is not None]
+
+
+class _Queue:
+    """Windows of a sound that wait.
+
+    Args:
+        job: the sound.
+        number: its place among all sounds.
+    """
+
+    def __init__(self, job: Job, number: int) -> None:
+        self.job, self.number = job, number
+        self._windows, self._done = [*job.windows], 0.0
+        self.ended = False
+        """True if the sound has no more windows."""
+
+    def take(self, most: int) -> list[Window]:
+        """Return the next windows, whose features must be computed before the next call."""
+        while not self._windows and self.job.proceed():
+            self._windows = [*self.job.windows]
+        self.ended = not self._windows
+        count = min(most, self.job.windows_at_once)
+        taken, self._windows = self._windows[:count], self._windows[count:]
+        return taken
+
+    def advance(self) -> float:
+        """Return the seconds of sound that are done since the last call."""
+        before, self._done = self._done, self.job.seconds
+        if self._windows:
+            self._done = self._windows[0].begin / SAMPLE_RATE
+        return max(0.0, self._done - before)

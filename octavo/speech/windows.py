@@ -7,6 +7,7 @@ and after a window is left out, too. Whisper makes up text for silence.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -45,11 +46,48 @@ def split(samples: NDArray[np.float32], sampling_rate: int, seconds: float) -> l
     Returns:
         The windows; none if the sound has no speech.
     """
-    moment = round(_MOMENT * sampling_rate)
+    return [window for window, _ in _divide(samples, sampling_rate, seconds)]
+
+
+def split_part(
+    samples: NDArray[np.float32], sampling_rate: int, seconds: float
+) -> tuple[list[Window], int]:
+    """Divide the first part of a sound, whose rest is not known yet, as `split` divides the whole.
+
+    Args:
+        samples: float32 [samples], a multiple of a tenth of a second.
+        sampling_rate: samples a second.
+        seconds: longest window, more than 5.
+
+    Returns:
+        The windows that the rest cannot change, and the sample with which the next part begins.
+    """
+    moment = part_unit(sampling_rate)
+    assert len(samples) % moment == 0
+    windows: list[Window] = []
+    begin = 0
+    for window, end in _divide(samples, sampling_rate, seconds):
+        if end == len(samples):
+            return windows, window.begin
+        windows.append(window)
+        begin = end
+    return windows, max(begin, len(samples) - _MARGIN * moment)
+
+
+def part_unit(sampling_rate: int) -> int:
+    """Return the number of samples of which each part for `split_part` is a multiple."""
+    return round(_MOMENT * sampling_rate)
+
+
+def _divide(
+    samples: NDArray[np.float32], sampling_rate: int, seconds: float
+) -> Iterator[tuple[Window, int]]:
+    """Yield each window, and the sample at which the next one may begin."""
+    moment = part_unit(sampling_rate)
     longest, searched = round(seconds / _MOMENT), round(_SEARCHED / _MOMENT)
     energies = _energies(samples, moment)
     loud = np.flatnonzero(energies >= _SILENCE)
-    windows, begin = [], 0
+    begin = 0
     # All of these numbers are moments.
     while len(later := loud[loud >= begin]):
         begin = max(begin, int(later[0]) - _MARGIN)
@@ -60,9 +98,9 @@ def split(samples: NDArray[np.float32], sampling_rate: int, seconds: float) -> l
             end = begin + longest - int(np.argmin(last[::-1]))
         sound = later[later < end]
         till = min(end, int(sound[-1]) + 1 + _MARGIN)
-        windows.append(Window(begin * moment, min(till * moment, len(samples))))
+        window = Window(begin * moment, min(till * moment, len(samples)))
+        yield window, min(end * moment, len(samples))
         begin = end
-    return windows
 
 
 def _energies(samples: NDArray[np.float32], moment: int) -> NDArray[np.float32]:

@@ -141,8 +141,8 @@ class AlignmentRows:
         layer, cache = self._layers[index], self._caches[index]
         blocks = -(-count // cache.shape[3])
         ids = batch.block_tables[self._groups[index], row, :blocks].tolist()
-        scale: Floats = np.float32(layer.params.scale)
-        return self._backend.read_keys(cache, ids, head, count) * scale
+        keys = self._backend.read_keys(cache, ids, head, count)
+        return keys * np.float32(layer.params.scale)
 
 
 def normalized(scores: Floats) -> Floats:

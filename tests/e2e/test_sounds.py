@@ -65,9 +65,9 @@ def make_saved(tmp_path_factory):
     return make
 
 
-@pytest.fixture(params=["qwen2_audio", "voxtral"])
+@pytest.fixture(params=["qwen2_audio", "qwen3_asr", "voxtral"])
 def saved(make_saved, request):
-    """Return a case of means, and one of windows and groups."""
+    """Return a case of means, one of chunks, and one of windows and groups."""
     return make_saved(request.param)
 
 

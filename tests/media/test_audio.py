@@ -7,8 +7,8 @@ import struct
 import numpy as np
 import pytest
 
-from octavo.errors import RequestError
-from octavo.media.audio import AudioReader
+from octavo.errors import OctavoError, RequestError
+from octavo.media.audio import AudioParts, AudioReader
 from tests.media.sounds import CODECS, chirp, encode, wav
 
 TONE = chirp(2.0)
@@ -159,3 +159,55 @@ def test_damaged_files_give_samples_or_a_request_error(read, kind):
             continue
         assert np.isfinite(samples).all()
     assert len(read(good)) > 6000
+
+
+@pytest.fixture(scope="module")
+def parts():
+    made = AudioParts()
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("kind", CODECS)
+def test_parts_are_the_whole(read, parts, kind):
+    data = encode(chirp(3.0, 48_000, 2), kind, 48_000)
+    whole = read(data)
+    seconds, found = parts.open(data, 10_000)
+    found = list(found)
+    assert [len(part) for part in found[:-1]] == [10_000] * (len(whole) // 10_000)
+    assert len(found[-1]) == len(whole) % 10_000
+    assert np.array_equal(np.concatenate(found), whole)
+    # FFmpeg cannot tell the length of AAC without a container.
+    assert seconds == pytest.approx(3.0, abs=0.1) or kind == "aac"
+
+
+def test_several_sounds_in_parts(read, parts):
+    """Each has a process of its own while it is open."""
+    files = [wav(INT16[:count]) for count in (30_000, 20_000, 5_000, 0)]
+    opened = [parts.open(file, 10_000)[1] for file in files[:3]]
+    firsts = [next(it) for it in opened]
+    for file, first, rest in zip(files, firsts, opened, strict=False):
+        assert np.array_equal(np.concatenate([first, *rest]), read(file))
+    for data, message in (
+        (b"", "file is empty"),
+        (b"no sound at all", "no sound of a supported format"),
+    ):
+        with pytest.raises(RequestError, match=message):
+            parts.open(data, 10_000)
+    for data, message in (
+        (files[3], "contains no samples"),
+        (encode(chirp(9.0), "flac")[:60_000], "cut off"),
+    ):
+        with pytest.raises(RequestError, match=message):
+            list(parts.open(data, 10_000)[1])
+    assert len(list(parts.open(files[0], 10_000)[1])) == 4
+
+
+def test_a_part_of_a_lost_process(parts):
+    _, found = parts.open(wav(INT16), 10_000)
+    next(found)
+    next(found)
+    (process,) = [it for it in parts._all if it not in parts._free]
+    process._all[0].stop()
+    with pytest.raises(OctavoError):
+        list(found)

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from octavo.speech.windows import Window, split
+from octavo.speech.windows import Window, part_unit, split, split_part
 
 RATE = 16_000
 
@@ -53,3 +53,27 @@ def test_a_click_at_the_end_is_no_silence():
     samples = np.zeros(61 * RATE + 5, np.float32)
     samples[-1] = 1.0
     assert split(samples, RATE, 30) == [Window(round(60.8 * RATE), len(samples))]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_parts_have_the_windows_of_the_whole(seed):
+    """Sounds with pauses and digital silence, in parts of several lengths."""
+    rng = np.random.default_rng(seed)
+    rate, pieces = 100, []
+    while sum(map(len, pieces)) < 150 * rate:
+        loud = rng.normal(0, rng.choice([0.001, 0.1]), rng.integers(1, 9 * rate))
+        pieces += [loud, np.zeros(rng.choice([0, 7, 30, 15 * rate], p=[0.4, 0.2, 0.3, 0.1]))]
+    samples = np.concatenate(pieces).astype(np.float32)
+    expected = split(samples, rate, 30)
+    for unit in (1, 7, 130, 350):
+        size, found, first = unit * part_unit(rate), [], 0
+        buffer = np.empty(0, np.float32)
+        for begin in range(0, len(samples) - size, size):
+            buffer = np.concatenate([buffer, samples[begin : begin + size]])
+            windows, rest = split_part(buffer, rate, 30)
+            found += [Window(first + w.begin, first + w.end) for w in windows]
+            buffer, first = buffer[rest:], first + rest
+            assert len(buffer) <= 30 * rate + size
+        buffer = samples[first:]
+        found += [Window(first + w.begin, first + w.end) for w in split(buffer, rate, 30)]
+        assert found == expected

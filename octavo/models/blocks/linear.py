@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
@@ -31,8 +32,8 @@ class LinearSpec:
     (GPT-2). by_group: rows are queries, keys and values of each group of heads in turn (BLOOM,
     Falcon). by_shard: rows are queries, values and keys of each part of the heads (CodeGen).
     halves: rows are those of an MLP's projection up, then those of its gate (GTE). taps: [outputs,
-    inputs of a tap, taps], of a convolution, or with the last two as one dimension; the inputs are
-    those of each tap in turn."""
+    inputs of a tap, taps], of a convolution, or with the last two as one dimension, or the taps of
+    a square as two; the inputs are those of each tap in turn."""
     bare: bool = False
     """True if the names of the modules are those of their weights, without .weight (Gemma 3)."""
     stored: tuple[int, ...] = ()
@@ -217,8 +218,9 @@ class LinearSpec:
                 elif self.layout == "taps":
                     if kind == "weight":
                         shape = (rows, inputs // self.groups, self.groups)
-                        flat = ((rows, inputs),)
-                        source = replace(source, shape=shape, other_shapes=flat, transform="taps")
+                        side = math.isqrt(self.groups)
+                        others = (rows, inputs), (*shape[:2], side, side)
+                        source = replace(source, shape=shape, other_shapes=others, transform="taps")
                 elif self.layout == "conv1d" and source.shape == (rows, inputs):
                     source = replace(source, shape=(inputs, rows), transform="transpose")
                 if self.expert is not None:

@@ -123,6 +123,7 @@ def _layers(config: ConfigJson, stack: Stack) -> tuple[LayerSpec, ...]:
             linear("encoder_attn", "k", "v"),
             linear("encoder_attn", "o"),
             number,
+            number,
             heads.head_size,
             heads.scale,
         )

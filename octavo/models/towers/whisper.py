@@ -12,6 +12,7 @@ from octavo.models.blocks.frames import FramesInputSpec
 from octavo.models.blocks.linear import LinearSpec
 from octavo.models.blocks.norm import LayerNormSpec
 from octavo.models.blocks.projector import ProjectorActivation, ProjectorSpec
+from octavo.models.blocks.spectrogram import CHUNK, SpectrogramInputSpec, halved, num_tokens
 from octavo.models.encoder import EncoderSpec
 from octavo.models.families.bart import BartLike
 from octavo.models.spec import ModelSpec
@@ -27,6 +28,11 @@ _ACTIVATIONS: dict[str, ProjectorActivation] = {"gelu": "gelu", "silu": "silu", 
 _ENCODER: dict[str, Any] = {"d_model": 1280, "encoder_layers": 32, "encoder_attention_heads": 20}
 _ENCODER |= {"encoder_ffn_dim": 5120, "num_mel_bins": 128, "max_source_positions": 1500}
 _ENCODER |= {"activation_function": "gelu"}
+_QWEN3: dict[str, Any] = {"d_model": 1024, "encoder_layers": 24, "encoder_attention_heads": 16}
+_QWEN3 |= {"encoder_ffn_dim": 4096, "num_mel_bins": 128, "output_dim": 3584}
+_QWEN3 |= {"downsample_hidden_size": 480, "activation_function": "gelu"}
+MAX_SECONDS = 120
+"""Longest sound of Qwen3-ASR, which bounds the memory of its encoder."""
 _OTHER_NAMES = {
     "d_model": "hidden_size",
     "encoder_layers": "num_hidden_layers",
@@ -120,8 +126,54 @@ def _read_voxtral(config: ConfigJson) -> EncoderSpec:
     )
 
 
+def _read_qwen3_asr(config: ConfigJson) -> EncoderSpec:
+    """Read the tower of Qwen3-ASR, with its projector of two layers."""
+    audio = config.section("audio_config").filled(_QWEN3)
+    audio.refuse("scale_embedding", False, "the embedding has no scale")
+    audio.refuse("activation_function", "gelu", "only gelu is supported")
+    audio.refuse("n_window", CHUNK // 2, f"only chunks of {CHUNK} frames are supported")
+    hidden, channels = audio.integer("d_model"), audio.integer("downsample_hidden_size")
+    bands, infer = audio.integer("num_mel_bins"), audio.integer("n_window_infer", default=800)
+    size, prefix = audio.integer("output_dim"), "audio_tower."
+    if size != config.integer("hidden_size"):
+        raise audio.error("output_dim", "it must be the hidden size of the text part")
+    if infer % CHUNK or hidden % 2 or hidden < 4:
+        raise audio.error("n_window_infer", f"only a multiple of {CHUNK} and an even d_model are")
+
+    def conv(number: int, inputs: int) -> LinearSpec:
+        rows = ((f"{prefix}conv2d{number}", channels),)
+        return LinearSpec(rows, 9 * inputs, bias=True, layout="taps", groups=9)
+
+    last = halved(halved(halved(bands)))
+    out = ((f"{prefix}conv_out", hidden),)
+    project = LinearSpec(out, channels * last, layout="taps", groups=last)
+    first, second = (
+        LinearSpec(((f"multi_modal_projector.linear_{i}", rows),), hidden, bias=True)
+        for i, rows in ((1, hidden), (2, size))
+    )
+    return EncoderSpec(
+        modality="audio",
+        inputs=SpectrogramInputSpec(
+            (conv(1, 1), conv(2, channels), conv(3, channels)),
+            project,
+            bands,
+            channels,
+            hidden,
+            infer // CHUNK,
+        ),
+        layers=tuple(replace(LIKE, key_bias=True).layers(audio, "encoder")),
+        layer_names=f"{prefix}layers.{{}}.",
+        hidden_size=hidden,
+        norm=LayerNormSpec(f"{prefix}ln_post", hidden, _EPS),
+        output=ProjectorSpec(((first, "gelu"), (second, None))),
+        max_num_tokens=num_tokens(MAX_SECONDS * CHUNK),
+        prefixes=_PREFIXES,
+    )
+
+
 _TOWERS: Mapping[str, Callable[[ConfigJson], EncoderSpec]] = {
     "Qwen2AudioForConditionalGeneration": _read_qwen2_audio,
+    "Qwen3ASRForConditionalGeneration": _read_qwen3_asr,
     "VoxtralForConditionalGeneration": _read_voxtral,
 }
 

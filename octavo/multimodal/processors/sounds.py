@@ -1,6 +1,6 @@
 """Processors of sounds: samples to log-mel features, and their places in prompts.
 
-Sources: `Qwen2AudioProcessor` and `VoxtralProcessor` of transformers.
+Sources: `Qwen2AudioProcessor`, `Qwen3ASRFeatureExtractor` and `VoxtralProcessor` of transformers.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from octavo.checkpoints.base import Checkpoint
 from octavo.checkpoints.config_json import ConfigJson
 from octavo.errors import ModelError, RequestError
 from octavo.media.log_mel import Floats, LogMel
+from octavo.models.blocks.spectrogram import CHUNK, num_tokens
+from octavo.models.towers.whisper import MAX_SECONDS
 from octavo.multimodal.items import Item, Part, make_part
 from octavo.multimodal.processors.base import Place, Processor
 
@@ -104,6 +106,36 @@ class VoxtralProcessor(SoundProcessor):
         return tuple(_part(window, tokens, tokens // self._GROUP) for window in frames)
 
 
+class Qwen3ASRProcessor(SoundProcessor):
+    """Sounds of at most two minutes, in chunks of 1 s."""
+
+    token = "<|audio_pad|>"
+    _MIN_SAMPLES = 8000
+
+    def __init__(self, settings: ConfigJson) -> None:
+        kind = settings.get("feature_extractor_type")
+        if kind in (None, "Qwen3ASRFeatureExtractor"):
+            settings = settings.replaced("feature_extractor_type", "WhisperFeatureExtractor")
+        super().__init__(settings)
+        settings.refuse("min_length", self._MIN_SAMPLES, "only this length is supported")
+        settings.refuse("n_window", CHUNK // 2, "only this length is supported")
+        if self.features.hop_length * CHUNK != self.sampling_rate:
+            raise settings.error("hop_length", "a second must have 100 frames")
+
+    def parts(self, samples: Floats) -> tuple[Part, ...]:
+        """Return one part; a short sound is filled with silence."""
+        seconds = len(samples) / self.sampling_rate
+        if seconds > MAX_SECONDS:
+            raise RequestError(
+                f"it has {seconds:.1f} s, and at most {MAX_SECONDS} s are supported with this "
+                "model. Send parts of it."
+            )
+        samples = np.pad(samples, (0, max(0, self._MIN_SAMPLES - len(samples))))
+        frames = self.features.compute_exactly(samples).T
+        count = num_tokens(len(frames))
+        return (_part(frames, count, count),)
+
+
 def _part(frames: Floats, num_tokens: int, num_rows: int) -> Part:
     data = {"input_features": np.ascontiguousarray(frames)}
     return make_part(Place((num_rows,), num_tokens), data)
@@ -111,6 +143,7 @@ def _part(frames: Floats, num_tokens: int, num_rows: int) -> Part:
 
 PROCESSORS: Mapping[str, type[SoundProcessor]] = {
     "qwen2_audio": Qwen2AudioProcessor,
+    "qwen3_asr": Qwen3ASRProcessor,
     "voxtral": VoxtralProcessor,
 }
 """model_type -> processor."""

@@ -1,0 +1,375 @@
+"""GET /v1/realtime: transcription of a stream of sound over a WebSocket.
+
+It is the transcription mode of OpenAI's Realtime API: a client appends sound to a buffer, and each
+part that it commits, or that ends with a silence, becomes an item with a transcript.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import contextlib
+import time
+import uuid
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.websockets import WebSocket, WebSocketDisconnect
+
+from octavo.errors import OctavoError, RequestError, UnsupportedError
+from octavo.media.audio import Samples
+from octavo.server.abilities import check_hears
+from octavo.server.audio import TranscriptionCall
+from octavo.server.audio_schema import AudioBody
+from octavo.server.body import validate
+from octavo.server.errors import RouteError, error_json, log_unexpected, show
+from octavo.server.middleware import RequestContext
+from octavo.server.realtime_schema import RATE, SessionSettings
+from octavo.server.state import ServerState, state_of
+from octavo.server.upload import check_origin
+from octavo.speech.resample import to_16_khz
+from octavo.speech.turns import TurnDetector
+from octavo.system.offload import offload
+
+if TYPE_CHECKING:
+    from octavo.frontend.async_llm import AsyncLLM
+
+MAX_MESSAGE_BYTES = 2**20
+"""Most bytes of a message of a client."""
+MAX_BUFFER_SECONDS = 300
+"""Most seconds of sound that are not committed."""
+MAX_ITEMS = 16
+"""Most items of a session that wait for their transcripts."""
+IDLE_SECONDS = 300.0
+"""Seconds without a message after which a session ends."""
+_BYTES_PER_SECOND = 2 * RATE
+# OpenAI's API takes no shorter part.
+_LEAST_BYTES = _BYTES_PER_SECOND // 10
+_GOING_AWAY, _INTERNAL_ERROR = 1001, 1011
+
+
+async def needs_websocket(request: Request) -> Response:
+    """Reject a request that is no WebSocket."""
+    raise RouteError(
+        404,
+        "/v1/realtime is for WebSockets, at a server of one model that has octavo[audio] "
+        "installed.",
+    )
+
+
+async def realtime(websocket: WebSocket) -> None:
+    """Serve a session, until the client or its idle time ends it."""
+    request = _as_request(websocket, websocket.scope["octavo"])
+    check_origin(request)
+    state = state_of(request)
+    engine = await state.get_engine()
+    check_hears(engine.spec)
+    model = websocket.query_params.get("model")
+    if model is not None:
+        state.find_adapter(model)
+    offered = websocket.scope.get("subprotocols", [])
+    await websocket.accept("realtime" if "realtime" in offered else None)
+    session = _Session(websocket, state, engine, model)
+    try:
+        await session.run()
+    except WebSocketDisconnect:
+        return
+    except Exception as error:
+        log_unexpected(error)
+        with contextlib.suppress(Exception):
+            await websocket.close(_INTERNAL_ERROR)
+
+
+def _as_request(websocket: WebSocket, context: RequestContext) -> Request:
+    """Return the request that a part of a session is for the rest of the server."""
+    scope = dict(websocket.scope, type="http", method="POST", octavo=context)
+    return Request(scope)
+
+
+@dataclass
+class _Item:
+    """Part of the sound that was committed."""
+
+    id: str
+    data: bytes
+    """int16 samples at 24 kHz."""
+    settings: SessionSettings
+
+
+class _Session:
+    """Session of a client.
+
+    Args:
+        websocket: the connection.
+        state: the server.
+        engine: its engine.
+        model: model that the address names.
+    """
+
+    def __init__(
+        self, websocket: WebSocket, state: ServerState, engine: AsyncLLM, model: str | None
+    ) -> None:
+        self._websocket, self._state, self._engine = websocket, state, engine
+        self._context: RequestContext = websocket.scope["octavo"]
+        self.id = f"sess_{self._context.request_id}"
+        self._settings = SessionSettings()
+        self._settings.audio.input.transcription.model = model or state.model_names[0]
+        self._buffer = bytearray()
+        self._first = 0
+        """Samples of the session before the buffer."""
+        self._detector = self._make_detector()
+        self._item = _new_id("item")
+        self._last_item: str | None = None
+        self._items: asyncio.Queue[_Item] = asyncio.Queue()
+
+    async def run(self) -> None:
+        """Serve the client's events.
+
+        Raises:
+            WebSocketDisconnect: the client ended the session.
+        """
+        await self._send("session.created", session=self._shown())
+        worker = asyncio.create_task(self._transcribe_all())
+        try:
+            while True:
+                receiving = asyncio.create_task(self._websocket.receive())
+                try:
+                    done, _ = await asyncio.wait(
+                        {receiving, worker},
+                        timeout=IDLE_SECONDS,
+                        return_when=asyncio.FIRST_COMPLETED,
+                    )
+                finally:
+                    if not receiving.done():
+                        receiving.cancel()
+                if worker in done:
+                    worker.result()
+                if not done:
+                    error = RequestError(
+                        f"The session had no message for {IDLE_SECONDS:.0f} s, and ends.",
+                        None,
+                        "session_idle",
+                    )
+                    await self._send_error(error, None)
+                    await self._websocket.close(_GOING_AWAY)
+                    return
+                message = receiving.result()
+                if message["type"] == "websocket.disconnect":
+                    return
+                await self._take_message(message.get("text"))
+        finally:
+            worker.cancel()
+            await asyncio.gather(worker, return_exceptions=True)
+
+    async def _take_message(self, text: str | None) -> None:
+        event: Any = None
+        try:
+            if text is None:
+                raise RequestError("The message is binary; send events in JSON as text.")
+            try:
+                event = msgspec.json.decode(text)
+            except (msgspec.DecodeError, ValueError, RecursionError):
+                raise RequestError("The message is not valid JSON.", None, "invalid_json") from None
+            if not isinstance(event, dict) or not isinstance(event.get("type"), str):
+                raise RequestError("The event has no type.", "type")
+            await self._take_event(event["type"], event)
+        except OctavoError as error:
+            given = event.get("event_id") if isinstance(event, dict) else None
+            await self._send_error(error, given if isinstance(given, str) else None)
+
+    async def _take_event(self, kind: str, event: dict[str, Any]) -> None:
+        """Serve an event.
+
+        Raises:
+            RequestError: it is wrong, or not supported.
+        """
+        match kind:
+            case "session.update":
+                await self._update(event.get("session"))
+            case "input_audio_buffer.append":
+                await self._append(event.get("audio"))
+            case "input_audio_buffer.commit":
+                await self._commit(len(self._buffer))
+            case "input_audio_buffer.clear":
+                self._drop(len(self._buffer))
+                self._detector = self._make_detector()
+                await self._send("input_audio_buffer.cleared")
+            case _:
+                raise UnsupportedError(
+                    f"The event {show(kind)} is not supported: a session here transcribes only. "
+                    "Use session.update and input_audio_buffer.append, commit or clear.",
+                    "type",
+                )
+
+    async def _update(self, given: object) -> None:
+        settings = self._settings.updated(given)
+        wanted = settings.audio.input.transcription
+        self._state.find_adapter(wanted.model)
+        model = await self._state.hearing.model(self._engine)
+        model.tokens.language_code(wanted.language, "transcribe")
+        changed = settings.turns != self._settings.turns
+        self._settings = settings
+        if changed:
+            self._detector = self._make_detector()
+        await self._send("session.updated", session=self._shown())
+
+    def _make_detector(self) -> TurnDetector | None:
+        turns = self._settings.turns
+        end = self._first + len(self._buffer) // 2
+        return None if turns is None else TurnDetector(turns, RATE, end)
+
+    async def _append(self, audio: object) -> None:
+        if not isinstance(audio, str):
+            raise RequestError("audio is missing; it is pcm16 in base64.", "audio")
+        try:
+            data = base64.b64decode(audio, validate=True)
+        except (binascii.Error, ValueError):
+            raise RequestError("audio is not valid base64.", "audio") from None
+        if len(data) % 2:
+            raise RequestError("audio has half a sample; pcm16 has 2 bytes for each.", "audio")
+        if len(self._buffer) + len(data) > MAX_BUFFER_SECONDS * _BYTES_PER_SECOND:
+            raise RequestError(
+                f"The buffer would have more than {MAX_BUFFER_SECONDS} s of sound; commit or clear "
+                "it first.",
+                "audio",
+                "input_audio_buffer_full",
+            )
+        self._state.check_bodies(len(self._buffer) + len(data))
+        self._count(len(data))
+        self._buffer += data
+        if self._detector is None:
+            return
+        for change in self._detector.feed(np.frombuffer(data, "<i2")):
+            if change.kind == "started":
+                start = max(change.at, self._first)
+                self._drop(2 * (start - self._first))
+                await self._send(
+                    "input_audio_buffer.speech_started",
+                    item_id=self._item,
+                    audio_start_ms=start * 1000 // RATE,
+                )
+            else:
+                await self._send(
+                    "input_audio_buffer.speech_stopped",
+                    item_id=self._item,
+                    audio_end_ms=change.at * 1000 // RATE,
+                )
+                await self._commit(2 * (change.at - self._first))
+        if not self._detector.speaking:  # silence before a turn
+            self._drop(max(0, len(self._buffer) - 2 * self._detector.padding))
+
+    async def _commit(self, nbytes: int) -> None:
+        """Make an item of the first bytes of the buffer."""
+        if nbytes < _LEAST_BYTES:
+            raise RequestError(
+                f"The buffer has {1000 * nbytes // _BYTES_PER_SECOND} ms of sound; append at least "
+                "100 ms before you commit it.",
+                None,
+                "input_audio_buffer_commit_empty",
+            )
+        if self._items.qsize() >= MAX_ITEMS:
+            raise RequestError(
+                f"{MAX_ITEMS} items wait for their transcripts already; commit the next one later.",
+                None,
+                "too_many_items",
+            )
+        item = _Item(self._item, bytes(self._buffer[:nbytes]), self._settings)
+        del self._buffer[:nbytes]
+        self._first += nbytes // 2
+        before, self._last_item, self._item = self._last_item, item.id, _new_id("item")
+        await self._send("input_audio_buffer.committed", item_id=item.id, previous_item_id=before)
+        self._items.put_nowait(item)
+
+    def _drop(self, nbytes: int) -> None:
+        """Forget the first bytes of the buffer."""
+        del self._buffer[:nbytes]
+        self._first += nbytes // 2
+        self._count(-nbytes)
+
+    def _count(self, nbytes: int) -> None:
+        """Count bytes that the session holds."""
+        self._context.body_bytes += nbytes
+        self._state.body_bytes += nbytes
+
+    # Transcripts
+
+    async def _transcribe_all(self) -> None:
+        while True:
+            item = await self._items.get()
+            kind = "conversation.item.input_audio_transcription."
+            place = {"item_id": item.id, "content_index": 0}
+            try:
+                async with aclosing(self._transcribe(item)) as texts:
+                    async for fields in texts:
+                        last = "delta" if "delta" in fields else "completed"
+                        await self._send(kind + last, **place, **fields)
+            except WebSocketDisconnect:
+                raise
+            except Exception as error:
+                log_unexpected(error)
+                shown = msgspec.json.decode(error_json(error))["error"]
+                await self._send(kind + "failed", **place, error=shown)
+            finally:
+                self._count(-len(item.data))
+
+    async def _transcribe(self, item: _Item) -> Any:
+        """Yield the fields of the events of an item: the text of each part, and the whole text."""
+        wanted = item.settings.audio.input.transcription
+        context = RequestContext(
+            f"{self._context.request_id}-{item.id}",
+            time.monotonic(),
+            self._context.address,
+            self._context.api_key,
+            self._context.is_admin,
+        )
+        body = validate(
+            AudioBody,
+            {"model": wanted.model, "language": wanted.language, "prompt": wanted.prompt},
+        )
+
+        async def read() -> Samples:
+            return await offload(len(item.data) // 100, _samples, item.data)
+
+        request = _as_request(self._websocket, context)
+        call = TranscriptionCall(request, body, "transcribe", read)
+        async with asyncio.timeout_at(call.deadline):
+            async with aclosing(call.texts(self._engine)) as texts:
+                async for text in texts:
+                    if text:
+                        yield {"delta": text}
+        transcript = call.transcript
+        yield {
+            "transcript": transcript.text,
+            "usage": {"type": "duration", "seconds": round(transcript.duration, 3)},
+        }
+
+    # Events
+
+    def _shown(self) -> dict[str, Any]:
+        settings = msgspec.to_builtins(self._settings)
+        return {"id": self.id, "object": "realtime.transcription_session", **settings}
+
+    async def _send(self, kind: str, **fields: Any) -> None:
+        event = {"type": kind, "event_id": _new_id("event"), **fields}
+        await self._websocket.send_text(msgspec.json.encode(event).decode())
+
+    async def _send_error(self, error: OctavoError, event_id: str | None) -> None:
+        """Send an error event; the session goes on."""
+        log_unexpected(error)
+        shown = msgspec.json.decode(error_json(error))["error"]
+        await self._send("error", error={**shown, "event_id": event_id})
+
+
+def _samples(data: bytes) -> Samples:
+    """Return the samples of an item at 16 kHz, float32 [samples]."""
+    return to_16_khz(np.frombuffer(data, "<i2").astype(np.float32) / np.float32(2**15))
+
+
+def _new_id(kind: str) -> str:
+    return f"{kind}_{uuid.uuid4().hex[:20]}"

@@ -1,0 +1,103 @@
+"""Processors of sounds, equal to transformers' in features, lengths and places."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from transformers import WhisperFeatureExtractor
+from transformers.models.qwen3_asr.feature_extraction_qwen3_asr import Qwen3ASRFeatureExtractor
+from transformers.models.qwen3_asr.modeling_qwen3_asr import _get_feat_extract_output_lengths
+
+from octavo.checkpoints.registry import open_checkpoint
+from octavo.errors import ModelError, RequestError
+from octavo.multimodal.processors.sounds import read_sound_processor
+from tests.sounds import sound
+
+SETTINGS = {"feature_extractor_type": "WhisperFeatureExtractor", "feature_size": 128}
+
+
+def make(folder, kind, name="preprocessor_config.json", settings=SETTINGS):
+    (folder / "config.json").write_text(json.dumps({"model_type": kind}))
+    (folder / name).write_text(json.dumps(settings))
+    return read_sound_processor(open_checkpoint(folder))
+
+
+def features_of(part):
+    tensor = part.fields["input_features"]
+    return np.frombuffer(tensor.data, np.float32).reshape(tensor.shape)
+
+
+@pytest.mark.parametrize("seconds", [0.0201, 0.5, 7.33, 29.999, 30])
+def test_qwen2_audio(tmp_path, seconds):
+    samples = sound(seconds)
+    (part,) = make(tmp_path, "qwen2_audio").process(samples).parts
+    extractor = WhisperFeatureExtractor(feature_size=128)
+    options = {"padding": "max_length", "return_attention_mask": True, "return_tensors": "np"}
+    expected = extractor(samples, sampling_rate=16_000, **options)
+    length = int(expected["attention_mask"].sum())
+    tokens = (length - 1) // 2 + 1  # as `_get_feat_extract_output_lengths` of transformers
+    assert part.place.num_encoder_tokens == tokens
+    assert part.place.num_embeds == (tokens - 2) // 2 + 1
+    found = features_of(part)
+    assert len(found) == min(2 * tokens + 1, 3000)
+    frames = expected["input_features"][0].T[: len(found)]
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(frames), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("seconds", [0.1, 0.5, 1.0, 7.337, 30.005])
+def test_qwen3_asr(tmp_path, seconds):
+    samples = sound(seconds)
+    settings = SETTINGS | {"feature_extractor_type": "Qwen3ASRFeatureExtractor", "n_window": 50}
+    (part,) = make(tmp_path, "qwen3_asr", settings=settings).process(samples).parts
+    options = {"padding": True, "return_attention_mask": True}
+    expected = Qwen3ASRFeatureExtractor()(samples, sampling_rate=16_000, **options)
+    length = expected["attention_mask"].sum(-1)
+    count = int(_get_feat_extract_output_lengths(length)[0])
+    assert part.place.num_encoder_tokens == part.place.num_embeds == count
+    found = features_of(part)
+    frames = expected["input_features"][0].T[: int(length[0])]
+    torch.testing.assert_close(torch.tensor(found), frames, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("seconds", [0.001, 3, 30, 30.001, 71])
+def test_voxtral(tmp_path, seconds):
+    samples = sound(seconds)
+    parts = make(tmp_path, "voxtral").process(samples).parts
+    extractor = WhisperFeatureExtractor(feature_size=128)
+    options = {"padding": True, "truncation": False, "pad_to_multiple_of": 480_000}
+    expected = extractor(samples, sampling_rate=16_000, return_tensors="np", **options)
+    windows = expected["input_features"].reshape(128, -1, 3000).transpose(1, 2, 0)
+    assert len(parts) == len(windows) == -(-len(samples) // 480_000)
+    for part, window in zip(parts, windows, strict=True):
+        assert (part.place.num_encoder_tokens, part.place.num_embeds) == (1500, 375)
+        torch.testing.assert_close(
+            torch.tensor(features_of(part)), torch.tensor(window), atol=1e-4, rtol=1e-4
+        )
+
+
+def test_lengths(tmp_path):
+    processor = make(tmp_path, "qwen2_audio")
+    with pytest.raises(RequestError, match="320 samples, and the model reads at least 321"):
+        processor.process(np.zeros(320, np.float32))
+    with pytest.raises(RequestError, match=r"30\.0 s, and the model reads at most 30 s"):
+        processor.process(np.zeros(480_001, np.float32))
+    other = make(tmp_path, "qwen3_asr", settings={"feature_size": 128})
+    with pytest.raises(RequestError, match=r"120\.1 s, and at most 120 s"):
+        other.process(np.zeros(1_921_600, np.float32))
+    with pytest.raises(ModelError, match="n_window=30"):
+        make(tmp_path, "qwen3_asr", settings={"n_window": 30})
+    with pytest.raises(RequestError, match="nonsense is not allowed"):
+        processor.changed({"nonsense": 1})
+
+
+def test_files(tmp_path):
+    whole = {"feature_extractor": SETTINGS | {"feature_size": 80}}
+    processor = make(tmp_path, "voxtral", "processor_config.json", whole)
+    assert (processor.features.feature_size, processor.placeholder) == (80, "[AUDIO]")
+    for text in ("{", "[]"):
+        (tmp_path / "preprocessor_config.json").write_text(text)
+        with pytest.raises(ModelError, match=r"preprocessor_config\.json"):
+            read_sound_processor(open_checkpoint(tmp_path))
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    assert read_sound_processor(open_checkpoint(tmp_path)) is None
