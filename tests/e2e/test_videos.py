@@ -2,13 +2,17 @@
 
 import functools
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
+from octavo.checkpoints.registry import open_checkpoint
+from octavo.config import ModelConfig
 from octavo.errors import RequestError
+from octavo.frontend.videos import Videos
 from tests.pictures import make_llm, params, picture, save_model
 from tests.videos import FPS, VIDEO_CASES, frames, hf_video_logprobs
 
@@ -141,3 +145,13 @@ def test_options_choose_frames(make_saved):
         make_llm(folder, media_io_kwargs={"video": {"size": 3}})
     with make_llm(folder, limit_mm_per_prompt={"video": 0}) as llm:
         assert "video" not in llm.llm_engine.input_processor._media.readers
+
+
+@pytest.mark.parametrize(
+    ("known", "placeholder"), [("<video>", "<video>"), ("<global-img>", "<global-img>"), ("", None)]
+)
+def test_a_tokenizer_may_lack_the_token_of_videos(make_saved, known, placeholder):
+    folder, *_ = make_saved("smolvlm")
+    tokenizer = SimpleNamespace(encode=lambda text, special: [1] if text == known else [1, 2])
+    found = Videos.of_model(open_checkpoint(folder), ModelConfig(), None, tokenizer)
+    assert (found and found.processor.placeholder) == placeholder
