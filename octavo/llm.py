@@ -147,7 +147,9 @@ class LLM(PoolingMethods, SpeechMethods):
         Args:
             prompts: one prompt or a list: texts, or dicts with "prompt", "prompt_token_ids" or
                 "prompt_embeds". Pictures are in "multi_modal_data": {"image": [...]}, as images of
-                Pillow or arrays uint8 [height, width, 3], one for each placeholder of the prompt.
+                Pillow or arrays uint8 [height, width, 3], one for each placeholder of the prompt;
+                videos in {"video": [...]}, as arrays uint8 [frames, height, width, 3] or lists of
+                pictures.
             sampling_params: one for all or one for each; None: the model's defaults.
             use_tqdm: True for a progress bar, or a function that makes one, as `tqdm` does.
             lora_request: an adapter for all prompts, or one for each (None: the model alone); with

@@ -229,6 +229,11 @@ class MultiModalFeatureSpec(msgspec.Struct, array_like=True, frozen=True):
     grid: tuple[int, int, int] | None = None
     """Sizes of the rows in time, height and width, for models whose positions have sections
     (m-RoPE): the row of the item's n-th placeholder is the n-th of this grid, width first."""
+    follows: int = 0
+    """Number of tokens from the first row of a video to this part of it, if the positions of its
+    parts are those of one grid."""
+    time: int = 0
+    """Position of this part in time, in that grid."""
 
     @property
     def num_rows(self) -> int:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
@@ -59,6 +61,17 @@ def _join_crops(pictures: Sequence[Arrays]) -> Arrays:
     return {"pixel_values": torch.from_numpy(tiles)}
 
 
+def _join_anyres(pictures: Sequence[Arrays]) -> Arrays:
+    """Return pictures with as many tiles as the one with most of them."""
+    most = max(len(picture["pixel_values"]) for picture in pictures)
+    shape = len(pictures), most, *pictures[0]["pixel_values"].shape[1:]
+    pixels = np.zeros(shape, np.float32)
+    for tiles, one in zip(pixels, pictures, strict=True):
+        tiles[: len(one["pixel_values"])] = one["pixel_values"]
+    sizes = np.stack([picture["image_sizes"] for picture in pictures])
+    return {"pixel_values": torch.from_numpy(pixels), "image_sizes": torch.from_numpy(sizes)}
+
+
 def _join_sizes(pictures: Sequence[Arrays]) -> Arrays:
     """Return pictures of several sizes in the upper left corners of equal ones."""
     sizes = np.stack([picture["image_sizes"] for picture in pictures])
@@ -82,7 +95,7 @@ QWEN = {"depth": 3, "num_heads": 2, "patch_size": 4, "spatial_merge_size": 2}
 QWEN |= {"temporal_patch_size": 2, "in_channels": 3}
 QWEN2 = QWEN | {"embed_dim": 16, "hidden_size": 32, "mlp_ratio": 2}
 QWEN2_5 = QWEN | {"hidden_size": 16, "out_hidden_size": 32, "intermediate_size": 24}
-QWEN2_5 |= {"window_size": 16, "fullatt_block_indexes": [1]}
+QWEN2_5 |= {"window_size": 16, "fullatt_block_indexes": [1], "tokens_per_second": 1}
 QWEN3 = QWEN | {"hidden_size": 16, "out_hidden_size": 32, "intermediate_size": 24}
 QWEN3 |= {"num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]}
 QWEN_IDS = {"image_token_id": ID["<|image_pad|>"], "video_token_id": ID["<|video_pad|>"]}
@@ -155,7 +168,49 @@ CASES = {
         "<|vision_start|><|image_pad|><|vision_end|>",
     ),
 }
+CLIP_TILES = {"image_grid_pinpoints": [[16, 32], [32, 16], [32, 32], [48, 16]]}
+CASES["llava_next"] = Case(
+    "LlavaNextForConditionalGeneration",
+    CASES["llava"].config | CLIP_TILES,
+    CASES["llava"].preprocessor | CLIP_TILES,
+    _join_anyres,
+)
+SIGLIP_TILES = {"image_grid_pinpoints": [[16 * y, 16 * x] for y in (1, 2, 3) for x in (1, 2, 3)]}
 MORE_CASES = {
+    "llava_onevision": Case(
+        "LlavaOnevisionForConditionalGeneration",
+        {
+            "vision_config": SIGLIP
+            | {"model_type": "siglip_vision_model", "vision_use_head": False},
+            "text_config": _text(model_type="qwen2"),
+            "vision_aspect_ratio": "anyres_max_2",
+            "image_token_id": ID["<image>"],
+            "video_token_id": ID["<video>"],
+            "tie_word_embeddings": True,
+            **SIGLIP_TILES,
+        },
+        {"size": {"height": 16, "width": 16}, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+        | SIGLIP_TILES,
+        _join_anyres,
+    ),
+    "qwen3_vl_moe": Case(
+        "Qwen3VLMoeForConditionalGeneration",
+        {
+            "vision_config": QWEN3,
+            "text_config": _text(
+                rope_parameters=SECTIONS | {"mrope_section": [3, 3, 2]},
+                head_dim=16,
+                num_experts=6,
+                num_experts_per_tok=2,
+                moe_intermediate_size=24,
+                mlp_only_layers=[1],
+            ),
+            **QWEN_IDS,
+        },
+        QWEN_PICTURES,
+        _join_patches,
+        "<|vision_start|><|image_pad|><|vision_end|>",
+    ),
     "qwen3_5": Case(
         "Qwen3_5ForConditionalGeneration",
         {
@@ -203,7 +258,7 @@ MORE_CASES = {
     "internvl": Case(
         "InternVLForConditionalGeneration",
         {
-            "vision_config": SIGLIP | {"model_type": "internvl_vision"},
+            "vision_config": SIGLIP | {"model_type": "internvl_vision", "attention_bias": True},
             "text_config": _text(model_type="qwen2"),
             "downsample_ratio": 0.5,
             "image_seq_length": 4,
@@ -211,6 +266,8 @@ MORE_CASES = {
         },
         {
             "image_processor_type": "GotOcr2ImageProcessor",
+            "image_mean": [0.485, 0.456, 0.406],
+            "image_std": [0.229, 0.224, 0.225],
             "size": {"height": 16, "width": 16},
             "max_patches": 4,
         },
@@ -218,6 +275,15 @@ MORE_CASES = {
         "<IMG_CONTEXT>",
     ),
 }
+_QWEN3_5 = MORE_CASES["qwen3_5"]
+_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+_EXPERTS |= {"shared_expert_intermediate_size": 24}
+_EXPERTS |= {k: v for k, v in _QWEN3_5.config["text_config"].items() if k != "intermediate_size"}
+MORE_CASES["qwen3_5_moe"] = replace(
+    _QWEN3_5,
+    architecture="Qwen3_5MoeForConditionalGeneration",
+    config=_QWEN3_5.config | {"text_config": _EXPERTS},
+)
 """Models whose decoders read rows as those of other cases do."""
 
 
@@ -236,6 +302,60 @@ def save_model(name: str, folder: Path) -> Any:
     backend.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>"}))
     return model
+
+
+_PUBLISHED = (
+    (r"^(model\.)?language_model\.(?!model\.|lm_head)", "language_model.model."),
+    (r"^lm_head\.", "language_model.lm_head."),
+    (r"^model\.", ""),
+    (r"^vision_tower\.embeddings\.cls_token", "vision_model.embeddings.class_embedding"),
+    (
+        r"^vision_tower\.embeddings\.position_embeddings",
+        "vision_model.embeddings.position_embedding",
+    ),
+    (
+        r"^vision_tower\.embeddings\.patch_embeddings\.projection",
+        "vision_model.embeddings.patch_embedding",
+    ),
+    (r"^vision_tower\.encoder\.layer\.", "vision_model.encoder.layers."),
+    (r"\.attention\.projection_layer\.", ".attn.proj."),
+    (r"\.layernorm_before\.", ".norm1."),
+    (r"\.layernorm_after\.", ".norm2."),
+    (r"\.lambda_", ".ls"),
+    (r"^multi_modal_projector\.layer_norm", "mlp1.0"),
+    (r"^multi_modal_projector\.linear_1", "mlp1.1"),
+    (r"^multi_modal_projector\.linear_2", "mlp1.3"),
+)
+"""Names of weights of InternVL in transformers -> those that OpenGVLab publishes."""
+
+
+def publish_internvl(folder: Path) -> None:
+    """Turn a saved InternVL into the format that OpenGVLab publishes."""
+    file = folder / "model.safetensors"
+    state, found = load_file(file), {}
+    for name, tensor in state.items():
+        for pattern, new in _PUBLISHED:
+            name = re.sub(pattern, new, name)
+        found[name] = tensor
+    for name in [name for name in found if ".attention.q_proj." in name]:
+        parts = [found.pop(name.replace(".q_proj.", f".{part}_proj.")) for part in "qkv"]
+        found[name.replace(".attention.q_proj.", ".attn.qkv.")] = torch.cat(parts)
+    save_file(found, file)
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    vision, text = config["vision_config"], config["text_config"]
+    text["tie_word_embeddings"] = config.get("tie_word_embeddings", False)
+    size, patch = (value[0] for value in (vision["image_size"], vision["patch_size"]))
+    vision = {k: v for k, v in vision.items() if k != "model_type"}
+    vision |= {"image_size": size, "patch_size": patch, "qkv_bias": vision["attention_bias"]}
+    vision |= {"model_type": "intern_vit_6b", "qk_normalization": False}
+    config = {"architectures": ["InternVLChatModel"], "model_type": "internvl_chat"}
+    config |= {"auto_map": {"AutoModel": "modeling_internvl_chat.InternVLChatModel"}}
+    config |= {"vision_config": vision, "llm_config": text, "force_image_size": size}
+    config |= {"downsample_ratio": 0.5, "ps_version": "v2", "select_layer": -1}
+    config |= {"max_dynamic_patch": 4, "use_thumbnail": True, "dynamic_image_size": True}
+    file.write_text(json.dumps(config))
+    (folder / "preprocessor_config.json").unlink()
 
 
 def picture(height: int, width: int, seed: int = 0) -> np.ndarray[Any, np.dtype[np.uint8]]:

@@ -84,6 +84,8 @@ def example(field):
         return ['{"a": {"b": 1}}'], {"a": {"b": 1}}
     if field.name == "limit_mm_per_prompt":
         return ['{"image": 4}'], {"image": 4}
+    if field.name == "media_io_kwargs":
+        return ['{"video": {"num_frames": 4}}'], {"video": {"num_frames": 4}}
     if field.name == "gpu_memory_utilization":
         return ["0.5"], 0.5
     if "float" in str(field.type):

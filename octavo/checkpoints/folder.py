@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -179,36 +178,69 @@ def _split_experts(
 ) -> dict[str, StoredTensor]:
     """Return the tensors, in which those of all experts are divided into those of each.
 
-    Some checkpoints have one tensor [experts, outputs, inputs] where others of the same
-    architecture have a tensor for each expert. It is divided unless the model, or another stage of
-    it, expects it whole.
+    Some checkpoints have one tensor [experts, outputs, inputs], or [experts, inputs, outputs]
+    (Qwen3-VL), where others of the same architecture have a tensor for each expert. It is divided
+    unless the model, or another stage of it, expects it whole.
     """
     names = {source.name for source in expected.sources} | expected.elsewhere
     wanted = {stored for name in names for stored in expected.stored_names(name)}
+    shapes = {name: s.shape for s in expected.sources for name in expected.stored_names(s.name)}
     tensors: dict[str, StoredTensor] = {}
     for name, tensor in stored.items():
         prefix, _, last = name.rpartition(".")
         parts = _STACKED.get(last, ())
         divides = parts and prefix.endswith(".experts") and name not in wanted
-        if not divides or not _is_stacked(tensor, len(parts)):
+        if not divides or not _is_stack(tensor):
             tensors[name] = tensor
             continue
-        count, rows, columns = tensor.shape
-        shape = rows // len(parts), columns
-        size = math.prod(shape) * itemsize(tensor.dtype)
-        for index in range(count * len(parts)):
-            expert, part = divmod(index, len(parts))
-            begin = tensor.begin + index * size
-            own = f"{prefix}.{expert}.{parts[part]}.weight"
-            tensors[own] = replace(tensor, shape=shape, begin=begin)
+        own = [
+            [f"{prefix}.{expert}.{part}.weight" for part in parts]
+            for expert in range(tensor.shape[0])
+        ]
+        expert_shape = next((shapes[first] for first, *_ in own if first in shapes), None)
+        divided = _divide(tensor, len(parts), expert_shape)
+        if divided is None:
+            tensors[name] = tensor
+        else:
+            tensors |= zip((one for names in own for one in names), divided, strict=True)
     return tensors
 
 
-def _is_stacked(tensor: StoredTensor, parts: int) -> bool:
-    """Return True if the shape may be [experts, outputs, inputs], with outputs of equal parts."""
-    if len(tensor.shape) != 3 or tensor.strides is not None:
-        return False
-    return tensor.shape[0] <= _MOST_EXPERTS and tensor.shape[1] % parts == 0
+def _is_stack(tensor: StoredTensor) -> bool:
+    """Return True if a tensor may have the dense matrices of some experts."""
+    dense = len(tensor.shape) == 3 and tensor.strides is None
+    return dense and tensor.shape[0] <= _MOST_EXPERTS
+
+
+def _divide(
+    tensor: StoredTensor, parts: int, shape: tuple[int, ...] | None
+) -> list[StoredTensor] | None:
+    """Return the matrices of a stack, expert by expert and part by part.
+
+    Args:
+        tensor: dense: [experts, parts * outputs, inputs], or [experts, inputs, parts * outputs].
+        parts: number of matrices of an expert.
+        shape: outputs and inputs; None: the model needs none of these experts here.
+
+    Returns:
+        Matrices [outputs, inputs]; None: the tensor has no such parts.
+    """
+    count, rows, columns = tensor.shape
+    size = itemsize(tensor.dtype)
+    one_swapped = columns // parts, rows
+    if columns % parts == 0 and one_swapped == shape != (rows // parts, columns):
+        step, strides = columns // parts * size, (size, columns * size)
+        one = replace(tensor, shape=one_swapped, strides=strides)
+    elif rows % parts == 0:
+        step = rows // parts * columns * size
+        one = replace(tensor, shape=(rows // parts, columns))
+    else:
+        return None
+    return [
+        replace(one, begin=tensor.begin + expert * rows * columns * size + part * step)
+        for expert in range(count)
+        for part in range(parts)
+    ]
 
 
 def match_names(

@@ -112,7 +112,7 @@ _TOOLS: Unsupported = {
     "tool_choice": (None, "none"),
     **_FUNCTIONS,
 }
-_TEMPLATE = _all(_NOTHING, "chat_template media_io_kwargs")
+_TEMPLATE = _all(_NOTHING, "chat_template")
 
 COMPLETION: Unsupported = {
     **GENERATION,

@@ -224,7 +224,6 @@ FOREIGN: dict[str, Foreign] = {
         _group(
             "pictures and sounds are read and computed without this setting (docs/images.md)",
             disable_chunked_mm_input=EITHER,
-            media_io_kwargs=ANY,
             mm_device_do_normalize=EITHER,
             mm_encoder_attn_backend=ANY,
             mm_encoder_attn_dtype=ANY,

@@ -193,8 +193,16 @@ class ModelConfig(Section, frozen=True):
     mm_processor_kwargs: Annotated[
         dict[str, Any],
         Meta(
-            description="Settings of the processor of pictures that replace those of the model, as"
+            description="Settings of the processors of media that replace those of the model, as"
             ' JSON: {"max_pixels": 1003520}.'
+        ),
+    ] = {}
+    media_io_kwargs: Annotated[
+        dict[str, dict[str, Any]],
+        Meta(
+            description="Choice of the frames of videos, as JSON:"
+            ' {"video": {"num_frames": 64, "fps": 2}}. num_frames: at most; -1: all. fps: at most,'
+            " in a second."
         ),
     ] = {}
     mm_processor_cache_gb: Annotated[

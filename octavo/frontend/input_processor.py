@@ -255,10 +255,13 @@ def open_media(
     from octavo.frontend.pictures import Pictures
     from octavo.frontend.prompt_media import PromptMedia
     from octavo.frontend.sounds import Sounds
+    from octavo.frontend.videos import Videos
 
     readers: list[MediaReader[Any] | None] = []
     if (encoder := spec.encoder("image")) is not None:
         readers.append(Pictures.of_model(checkpoint, settings, encoder))
+    if (encoder := spec.encoder("video")) is not None and settings.limit("video"):
+        readers.append(Videos.of_model(checkpoint, settings, encoder, tokenizer))
     if (encoder := spec.encoder("audio")) is not None:
         readers.append(Sounds.of_model(checkpoint, settings, encoder))
     found = [reader for reader in readers if reader is not None]

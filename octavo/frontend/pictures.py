@@ -18,6 +18,7 @@ from octavo.multimodal.items import Item, make_part
 from octavo.multimodal.pictures import PictureReader
 from octavo.multimodal.processors.base import ImageProcessor
 from octavo.multimodal.processors.registry import make_processor, read_processor
+from octavo.multimodal.processors.video import VIDEO_PROCESSORS
 
 
 class Pictures(MediaReader[ImageProcessor]):
@@ -53,7 +54,11 @@ class Pictures(MediaReader[ImageProcessor]):
             return None
         kind, values = found
         own = msgspec.json.decode(msgspec.json.encode(values))  # lists, not tuples
-        processor = make_processor(kind, own).changed(settings.mm_processor_kwargs)
+        processor, given = make_processor(kind, own), settings.mm_processor_kwargs
+        if (videos := VIDEO_PROCESSORS.get(str(checkpoint.config.get("model_type")))) is not None:
+            only = set(videos.request_settings) - set(processor.request_settings)
+            given = {name: value for name, value in given.items() if name not in only}
+        processor = processor.changed(given)
         return cls(kind, processor, encoder, settings.limit("image"))
 
     def open_files(self) -> PictureReader:
@@ -67,7 +72,7 @@ class Pictures(MediaReader[ImageProcessor]):
     def process(self, processor: ImageProcessor, source: Any) -> Item:
         """Implement `MediaReader`."""
         try:
-            pixels = _pixels_of(source)
+            pixels = pixels_of(source)
             place = processor.place(*pixels.shape[:2])
             self.check_size(place.num_encoder_tokens)  # before the pixels are scaled
             return Item("image", (make_part(place, processor.process(pixels)),))
@@ -77,7 +82,7 @@ class Pictures(MediaReader[ImageProcessor]):
             ) from None
 
 
-def _pixels_of(image: object) -> NDArray[np.uint8]:
+def pixels_of(image: object) -> NDArray[np.uint8]:
     """Return the pixels of Pillow's image or of an array: uint8 [height, width, 3]."""
     if isinstance(image, np.ndarray):
         if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3 or not image.size:

@@ -162,6 +162,8 @@ class PromptMedia:
             reader.modality: (
                 self._token(reader.processor.placeholder, reader.name),
                 self._token(reader.processor.embed_token, reader.name),
+                reader.processor.around
+                and tuple(self._token(text, reader.name) for text in reader.processor.around),
             )
             for reader in readers
         }
@@ -215,7 +217,7 @@ class PromptMedia:
         for modality, sources in given.items():
             reader = self.readers[modality]
             own = self.settings_of(modality, settings)
-            placeholder, embed_id = self._ids[modality]
+            placeholder, embed_id, around = self._ids[modality]
             uuids = _uuids_of(prompt.get(UUIDS), modality, reader.name, len(sources))
             form, read = json.dumps([modality, own], sort_keys=True), list[Item]()
             for i, (source, uuid) in enumerate(zip(sources, uuids, strict=True)):
@@ -235,7 +237,7 @@ class PromptMedia:
                     )
             items[placeholder] = read
             places = [[part.place for part in item.parts] for item in read]
-            placeholders[placeholder] = Placeholders(reader.name, embed_id, places)
+            placeholders[placeholder] = Placeholders(reader.name, embed_id, places, around)
         ids, ranges = expand_prompt(token_ids, placeholders, self._tokenizer)
         following = {
             token: iter([(i, item, part) for i, item in enumerate(found) for part in item.parts])

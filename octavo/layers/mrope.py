@@ -1,7 +1,8 @@
 """Rotary positions with sections for time, height and width (m-RoPE).
 
 Wang et al., "Qwen2-VL" (arXiv:2409.12191), section 2.1. In a text the three positions of a token
-are equal. The rows of a picture have the positions of its grid, after those of the text before it;
+are equal. The rows of a picture, or of a video, have the positions of its grid, after those of the
+text before it;
 the text after it continues behind the largest of them. So a token of an answer has its index in the
 request plus a constant of the request as its position.
 
@@ -49,8 +50,14 @@ def mrope_positions(
         assert place.is_embed is None
         positions[:, index : place.offset] = np.arange(index, place.offset) + shift
         rows = np.indices(grid).reshape(SECTIONS, -1)
-        positions[:, place.offset : place.end] = rows + place.offset + shift
-        shift += max(grid) - place.length
+        rows[0] += feature.time
+        following = place.offset + shift
+        begin = following
+        if feature.follows:  # a part of a video, whose first row has the least positions
+            begin = int(positions[1, place.offset - feature.follows])
+        positions[:, place.offset : place.end] = rows + begin
+        following = max(following, begin + int(rows.max()) + 1)
+        shift = following - place.end
         index = place.end
     positions[:, index:] = np.arange(index, num_tokens) + shift
     return positions, shift

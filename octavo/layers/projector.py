@@ -23,6 +23,8 @@ class Projector:
     gathers: bool
     group: int
     averages: bool
+    newline: Tensor | None
+    """Learned vector [1, size]; None: rows are not mixed."""
 
     def __call__(self, x: Tensor, step: StepContext) -> Tensor:
         """Map the tokens [T, hidden_size] to rows [R, size]."""
@@ -34,4 +36,9 @@ class Projector:
         x = self.norm(x.view(x.shape[0] // self.group, -1))
         for linear, activation in self.layers:
             x = linear(x) if activation is None else linear.act(x, activation)
-        return x
+        if self.newline is None:
+            return x
+        arrays, ops = step.arrays, self.ops
+        x = ops.sum_experts(x, arrays["mixed_tokens"], arrays["mix_shares"])
+        ends = ops.sum_experts(self.newline, arrays["newline_places"], arrays["newlines"])
+        return ops.add(x, ends)

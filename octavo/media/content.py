@@ -185,6 +185,32 @@ def read_media(messages: Sequence[Any], kinds: Mapping[Modality, MediaKind]) -> 
     return replace(chat, messages=chat.protect(found))
 
 
+def with_media_io(
+    settings: Mapping[str, Any] | None, media_io: Mapping[str, Any] | None
+) -> Mapping[str, Any] | None:
+    """Return `mm_processor_kwargs` with vLLM's `media_io_kwargs`, which choose frames of videos.
+
+    Args:
+        settings: mm_processor_kwargs, which precede.
+        media_io: such as {"video": {"num_frames": 64, "fps": 2}}.
+
+    Raises:
+        RequestError: media_io has another name.
+    """
+    if not media_io:
+        return settings
+    for modality, values in media_io.items():
+        others = [name for name in values if name not in ("num_frames", "fps")]
+        if modality != "video" or others:
+            wrong = f"{modality}.{others[0]}" if others else modality
+            raise RequestError(
+                f"media_io_kwargs.{wrong} is not supported; allowed: video.num_frames and "
+                "video.fps.",
+                "media_io_kwargs",
+            )
+    return {**media_io.get("video", {}), **(settings or {})}
+
+
 def is_uuid(value: object) -> bool:
     """Return True if a value may be the uuid of an item."""
     return isinstance(value, str) and 0 < len(value) <= MAX_UUID_CHARS

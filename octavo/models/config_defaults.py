@@ -161,6 +161,10 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "Qwen3VLForConditionalGeneration": {"model_type": "qwen3_vl"}
     | _QWEN
     | {"head_dim": 128, "max_position_embeddings": 128000},
+    "Qwen3VLMoeForConditionalGeneration": {"model_type": "qwen3_vl_moe"}
+    | _QWEN
+    | {"num_key_value_heads": 16, "max_position_embeddings": 128000}
+    | {"num_experts_per_tok": 4, "moe_intermediate_size": 1408},
     "Qwen2VLForConditionalGeneration": {"model_type": "qwen2_vl"}
     | _QWEN
     | {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "max_window_layers": 80},

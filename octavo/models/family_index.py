@@ -254,6 +254,7 @@ INDEX: dict[str, tuple[str, ...]] = {
         "Qwen2VLForConditionalGeneration",
         "Qwen2_5_VLForConditionalGeneration",
         "Qwen3VLForConditionalGeneration",
+        "Qwen3VLMoeForConditionalGeneration",
     ),
     "rotary_bert": (
         "XLMRobertaModel",

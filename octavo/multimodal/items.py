@@ -22,7 +22,8 @@ class Part:
     fields: dict[str, TensorData]
     """Input of the encoder, with transformers' names."""
     digest: str
-    """Digest of `fields`; equal parts have the same one, whatever their files."""
+    """Digest of `fields`, and of the place in the positions of a video; equal parts have the same
+    one, whatever their files."""
 
     def feature(
         self, modality: Modality, position: PlaceholderRange, identifier: str
@@ -36,7 +37,14 @@ class Part:
         """
         place = self.place
         return MultiModalFeatureSpec(
-            modality, identifier, position, self.fields, place.num_encoder_tokens, place.grid
+            modality,
+            identifier,
+            position,
+            self.fields,
+            place.num_encoder_tokens,
+            place.grid,
+            place.follows,
+            place.time,
         )
 
 
@@ -69,4 +77,5 @@ def make_part(place: Place, fields: Mapping[str, Array]) -> Part:
     for name, tensor in data.items():
         digest.update(msgspec.msgpack.encode((name, tensor.dtype, tensor.shape)))
         digest.update(tensor.data)
+    digest.update(msgspec.msgpack.encode((place.follows, place.time)))
     return Part(place, data, digest.hexdigest())

@@ -32,6 +32,8 @@ class Placeholders:
     """Token that the encoder's rows replace."""
     items: Sequence[Sequence[Place]]
     """Places of the parts of each item, in the order of the prompt."""
+    around: tuple[int, int] | None = None
+    """Tokens before and after a placeholder that an item's own text replaces."""
 
 
 def expand_prompt(
@@ -66,10 +68,16 @@ def expand_prompt(
     writer = _Writer(tokenizer)
     following = {token: iter(given.items) for token, given in placeholders.items()}
     owners: list[int] = []
+    skipped = -1
     for token in token_ids:
+        is_skipped, skipped = token == skipped, -1
         if token not in placeholders:
-            writer.add_token(token)
+            if not is_skipped:
+                writer.add_token(token)
             continue
+        if (around := placeholders[token].around) is not None:
+            writer.drop(around[0])
+            skipped = around[1]
         for place in next(following[token]):
             writer.add_place(place, placeholders[token].embed_id)
             owners.append(token)
@@ -98,6 +106,11 @@ class _Writer:
             return
         self.write_text()
         self._append([token], 0)
+
+    def drop(self, token: int) -> None:
+        """Take back a token, if it is the last one."""
+        if not self._text and self.token_ids[-1:] == [token]:
+            del self.token_ids[-1], self._is_embed[-1]
 
     def add_place(self, place: Place, embed_id: int) -> None:
         """Append the tokens of an item, or of a part of it."""

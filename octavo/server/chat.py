@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from octavo.errors import RequestError
 from octavo.frontend.input_processor import check_processor_kwargs
-from octavo.media.content import MediaItem, MediaKind, Modality, read_media
+from octavo.media.content import MediaItem, MediaKind, Modality, read_media, with_media_io
 from octavo.messages import RequestOptions
 from octavo.outputs import CompletionOutput, Logprob, RequestOutput
 from octavo.parsers.answer import AnswerParser, Format
@@ -168,7 +168,8 @@ async def read_chat(
     without_tools = body.tool_choice == "none" and state.config.exclude_tools_when_tool_choice_none
     prompts: list[Prompt] = []
     media = engine.chat_media
-    check_processor_kwargs(media, body.mm_processor_kwargs)
+    settings = with_media_io(body.mm_processor_kwargs, body.media_io_kwargs)
+    check_processor_kwargs(media, settings)
     for messages in body.conversations:
         rendered = await render_messages(
             template,
@@ -180,7 +181,7 @@ async def read_chat(
             body.documents,
             None if media is None else media.kinds,
         )
-        prompts.append(await read_chat_media(engine, rendered, body.mm_processor_kwargs, options))
+        prompts.append(await read_chat_media(engine, rendered, settings, options))
     # The template writes the special tokens itself.
     return Reading(prompts, params, bool(body.add_special_tokens))
 

@@ -532,7 +532,9 @@ class ChatFields(GenerationBody):
     chat_template_kwargs: dict[str, Any] | None = None
     """Variables for the chat template."""
     mm_processor_kwargs: dict[str, Any] | None = None
-    """Settings of the processor of pictures for this request."""
+    """Settings of the processors of media for this request."""
+    media_io_kwargs: dict[str, dict[str, Any]] | None = None
+    """Choice of the frames of videos: {"video": {"num_frames": 64, "fps": 2}}."""
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
         None
     )
@@ -780,7 +782,9 @@ class TokenizeBody(Body):
     tools: Tools = None
     """Definitions of tools for templates that use them."""
     mm_processor_kwargs: dict[str, Any] | None = None
-    """Settings of the processor of pictures."""
+    """Settings of the processors of media."""
+    media_io_kwargs: dict[str, dict[str, Any]] | None = None
+    """Choice of the frames of videos, as in `ChatFields`."""
     return_token_strs: bool | None = None
     """Also return the text of each token."""
 

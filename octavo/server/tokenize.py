@@ -8,6 +8,7 @@ from starlette.responses import Response
 
 from octavo.errors import RequestError
 from octavo.frontend.input_processor import check_processor_kwargs
+from octavo.media.content import with_media_io
 from octavo.sampling_params import SamplingParams
 from octavo.server import answers
 from octavo.server.body import read_model
@@ -34,7 +35,8 @@ async def tokenize(request: Request) -> Response:
         special = True if special is None else special
     else:
         media = engine.chat_media
-        check_processor_kwargs(media, body.mm_processor_kwargs)
+        settings = with_media_io(body.mm_processor_kwargs, body.media_io_kwargs)
+        check_processor_kwargs(media, settings)
         rendered = await render_messages(
             await state.chat_template(tokenizer),
             body.messages,
@@ -48,7 +50,7 @@ async def tokenize(request: Request) -> Response:
         text = rendered.text
         special = bool(special)  # the template writes them itself
         options = unanswered_options(state, context_of(request), None)
-        prompt = await read_chat_media(engine, rendered, body.mm_processor_kwargs, options)
+        prompt = await read_chat_media(engine, rendered, settings, options)
         if not isinstance(prompt, str):
             read, _ = await engine.process(prompt, SamplingParams(), "tokenize", options, special)
             ids = read.prompt_token_ids

@@ -28,6 +28,9 @@ def test_experts_in_one_tensor(case: str, tmp_path: Path) -> None:
     expected = Runner(load(tmp_path), 1, 16).step(steps)[0]
     save_file(single | stacked, file)
     assert torch.equal(Runner(load(tmp_path), 1, 16).step(steps)[0], expected)
+    swapped = {name: x.transpose(1, 2).contiguous() for name, x in stacked.items()}
+    save_file(single | swapped, file)
+    assert torch.equal(Runner(load(tmp_path), 1, 16).step(steps)[0], expected)
     name = next(iter(stacked))
     save_file(single | stacked | {name: stacked[name][1:].contiguous()}, file)
     with pytest.raises(ModelError, match=r"lacks \d tensors of .*experts\.\d"):

@@ -163,6 +163,7 @@ BAD = {
     "mm_processor_cache_gb": [-1, "x", None],
     "limit_mm_per_prompt": [5, "x", {"image": -1}, {"image": "1"}, {"image": {"count": 1}}, None],
     "mm_processor_kwargs": [5, "x", [1], None],
+    "media_io_kwargs": [5, {"video": 4}, None],
     "enable_lora": ["yes", 1, None],
     "max_loras": [0, -1, 1.5, None, "1"],
     "max_lora_rank": [0, 513, 1.5, None],

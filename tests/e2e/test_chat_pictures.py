@@ -7,18 +7,22 @@ import json
 import signal
 
 import httpx
+import numpy as np
 import psutil
 import pytest
 from PIL import Image
 
 from octavo import SamplingParams
 from octavo.errors import RequestError
+from octavo.media.videos import read_frames, read_index
 from tests.e2e.harness import serve
 from tests.pictures import ID, make_llm, picture, save_model
+from tests.videos import smooth_frames, video_file
 
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }}:{% if m['content'] is string %}{{ m['content'] }}"
-    "{% else %}{% for p in m['content'] %}{% if p['type'] == 'image' %}<image>{% else %}"
+    "{% else %}{% for p in m['content'] %}{% if p['type'] == 'image' %}<image>"
+    "{% elif p['type'] == 'video' %}<video>{% else %}"
     "{{ p['text'] }}{% endif %}{% endfor %}{% endif %};{% endfor %}"
 )
 FIRST, SECOND = picture(48, 30), picture(20, 40, 1)
@@ -93,7 +97,7 @@ def test_placeholders_of_users_are_text(llm):
 @pytest.mark.parametrize(
     ("content", "match"),
     [
-        ([part(FIRST), {"type": "video_url", "video_url": {"url": "x"}}], "send text and pict"),
+        ([{"type": "audio_url", "audio_url": {"url": "x"}}], "send text and pictures and videos"),
         ([{"type": "image_url", "image_url": "http://a.example/"}], "--allowed-media-domains a.ex"),
         ([{"type": "image_url", "image_url": "file:///etc/passwd"}], "--allowed-local-media-path"),
         ([{"type": "image_url", "image_url": "data:;base64,AAAA"}], "picture 1: the file is no"),
@@ -105,6 +109,31 @@ def test_errors_offline(llm, content, match):
     with pytest.raises(RequestError, match=match) as error:
         ask(llm, *content)
     assert error.value.param == "messages"
+
+
+def video(file, **more):
+    url = f"data:video/mp4;base64,{base64.b64encode(file).decode()}"
+    return {"type": "video_url", "video_url": {"url": url}, **more}
+
+
+def test_videos(llm):
+    """A file gives the answer of its frames as an array; users cannot write the placeholder."""
+    file = video_file(smooth_frames(9, 32, 48), codec="gif", kind="gif")
+    index = read_index(memoryview(file))
+    pixels = np.stack(list(read_frames(memoryview(file), index, range(9))))
+    given = {"multi_modal_data": {"image": FIRST, "video": (pixels, {"fps": 4})}}
+    given |= {"prompt": "user:<image>and<video>?;", "mm_processor_kwargs": {"num_frames": 2}}
+    (output,) = llm.generate(given, PARAMS, use_tqdm=False)
+    expected = output.prompt_token_ids, output.outputs[0].text
+    chat = [part(FIRST), text("and"), video(file), text("?")]
+    messages = [{"role": "user", "content": chat}]
+    settings = {"num_frames": 2}
+    (output,) = llm.chat(messages, PARAMS, mm_processor_kwargs=settings, use_tqdm=False)
+    assert (output.prompt_token_ids, output.outputs[0].text) == expected
+    alone, _ = ask(llm, text("<video>"))
+    assert ID["<video>"] not in alone
+    with pytest.raises(RequestError, match=r"video 1: the file is a picture"):
+        ask(llm, video(png(FIRST)))
 
 
 def test_settings_of_the_processor(llm, expected):
@@ -181,6 +210,21 @@ def test_a_picture_of_files(server, expected):
     parts[0]["file_id"] = "file-absent"
     response = server.post("/v1/responses", body)
     assert (response.status_code, response.json()["error"]["code"]) == (404, "file_not_found")
+
+
+def test_a_video_over_http(server, llm):
+    file = video_file(smooth_frames(9, 32, 48), codec="gif", kind="gif")
+    messages = [{"role": "user", "content": [video(file), text("?")]}]
+    settings = {"num_frames": 2}
+    (output,) = llm.chat(messages, PARAMS, mm_processor_kwargs=settings, use_tqdm=False)
+    chat = {"model": "m", "messages": messages, "media_io_kwargs": {"video": settings}, **PLAIN}
+    body = server.post("/v1/chat/completions", chat).json()
+    assert body["choices"][0]["message"]["content"] == output.outputs[0].text
+    assert body["usage"]["prompt_tokens"] == len(output.prompt_token_ids)
+    chat["messages"] = [{"role": "user", "content": [video(file[:60])]}]
+    response = server.post("/v1/chat/completions", chat)
+    assert response.status_code == 400
+    assert "video 1: the file is damaged" in response.json()["error"]["message"]
 
 
 def test_tokens_of_a_chat_with_pictures(server, expected):

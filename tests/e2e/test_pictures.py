@@ -13,7 +13,16 @@ from PIL import Image
 from octavo import LoRARequest
 from octavo.errors import AdapterError, ConfigError, RequestError, UnsupportedError
 from tests.e2e.test_peft import make_adapter
-from tests.pictures import CASES, MORE_CASES, hf_logprobs, make_llm, params, picture, save_model
+from tests.pictures import (
+    CASES,
+    MORE_CASES,
+    hf_logprobs,
+    make_llm,
+    params,
+    picture,
+    publish_internvl,
+    save_model,
+)
 from tests.revival import assert_revived
 
 PICTURES = [picture(48, 30), picture(16, 40, 1), picture(40, 48, 2)]
@@ -66,9 +75,10 @@ def make_saved(tmp_path_factory):
     return make
 
 
-@pytest.fixture(params=["smolvlm", "qwen2_5_vl", "qwen3_vl"])
+@pytest.fixture(params=["smolvlm", "qwen2_5_vl", "qwen3_vl", "llava_onevision"])
 def saved(make_saved, request):
-    """Return cases with tiles, with windows, and with all that a decoder may do with pictures."""
+    """Return cases with tiles, with windows, with all that a decoder may do with pictures, and with
+    rows that are sums of tokens."""
     return make_saved(request.param)
 
 
@@ -177,6 +187,15 @@ def test_a_merged_adapter_may_change_the_tower(some, tmp_path):
     torch.testing.assert_close(
         torch.tensor(found), best[:, :256].max(-1).values, atol=2e-4, rtol=1e-4
     )
+
+
+def test_internvl_as_published(make_saved, tmp_path):
+    """Its code is no part of transformers: the same weights in both formats give the same bits."""
+    _, folder, _, alone = make_saved("internvl")
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    publish_internvl(tmp_path)
+    with make_llm(tmp_path, trust_remote_code=True) as llm:
+        assert answers(llm, prompts("internvl")) == alone
 
 
 def test_files_of_a_model_that_contradict_each_other(make_saved, tmp_path):

@@ -99,3 +99,22 @@ def test_a_step_has_the_rows_of_its_tokens(interleaved):
     out = np.zeros((5, 16), np.float32)
     filler.fill(out, np.array([2]), np.array([3]), np.array([5]))
     assert (out == table[3:8]).all()
+
+
+def part(offset, grid, follows, time):
+    place = PlaceholderRange(offset, int(np.prod(grid)))
+    return MultiModalFeatureSpec("video", "a", place, {}, place.length, grid, follows, time)
+
+
+def test_parts_of_a_video_have_the_positions_of_one_grid():
+    """The text behind a video has the position after the largest one (arXiv:2409.12191, 2.1)."""
+    whole, shift = mrope_positions([item(3, (4, 2, 3)), item(30, (1, 1, 2))], 40)
+    parts = [part(3 + 6 * i, (1, 2, 3), 6 * i, i) for i in range(4)]
+    found, other = mrope_positions([*parts, item(30, (1, 1, 2))], 40)
+    np.testing.assert_array_equal(found, whole)
+    assert other == shift
+    # Times with gaps: the last part has the largest position.
+    late = [part(3 + 6 * i, (1, 2, 3), 6 * i, 5 * i) for i in range(4)]
+    positions, _ = mrope_positions(late, 30)
+    assert positions[0, 3:27:6].tolist() == [3, 8, 13, 18]
+    assert positions[:, 27].tolist() == [19, 19, 19]

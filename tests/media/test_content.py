@@ -3,7 +3,7 @@
 import pytest
 
 from octavo.errors import RequestError, UnsupportedError
-from octavo.media.content import MediaKind, read_media
+from octavo.media.content import MediaKind, read_media, with_media_io
 
 IMAGE = {"image": MediaKind("<image>", 3, ("<row>",))}
 BOTH = {**IMAGE, "audio": MediaKind("<sound>", 2)}
@@ -175,3 +175,12 @@ def test_deep_nesting_is_an_error():
     with pytest.raises(RequestError, match="nested too deeply"):
         read_media([], IMAGE).protect({"tools": deep})
     assert read_media([], {}).protect(deep) is deep
+
+
+def test_media_io_kwargs_choose_frames_of_videos():
+    given = {"video": {"num_frames": 4, "fps": 2}}
+    assert with_media_io({"fps": 1}, given) == {"num_frames": 4, "fps": 1}
+    assert with_media_io(None, None) is None
+    for wrong, name in (({"image": {}}, "image"), ({"video": {"size": 4}}, r"video\.size")):
+        with pytest.raises(RequestError, match=rf"media_io_kwargs\.{name} is not supported"):
+            with_media_io(None, wrong)

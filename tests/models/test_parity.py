@@ -985,6 +985,15 @@ WRAPPERS: dict[str, dict[str, Any]] = {
         QWEN3_5 | FEW | {"num_hidden_layers": 3, "shared_expert_intermediate_size": 24},
         QWEN_TOWER | {"num_position_embeddings": 16},
     ),
+    "Qwen3VLMoe": _with_tower(
+        WIDE_HEADS
+        | FEW
+        | {
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e5}
+            | {"mrope_section": [4, 2, 2], "mrope_interleaved": True}
+        },
+        QWEN_TOWER | {"deepstack_visual_indexes": [0]},
+    ),
     "LlavaNextVideo": _with_tower(LLAMA_TEXT, CLIP),
     "Ovis2": _with_tower(QWEN_TEXT, TOWER | {"vocab_size": 32}, hidden_size=48),
     "VideoLlama3": _with_tower(QWEN_TEXT, TOWER),

@@ -11,6 +11,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 from torch import Tensor
+from transformers.image_processing_utils import select_best_resolution
 
 from octavo.attention.cpu import CPUAttention
 from octavo.checkpoints.registry import open_checkpoint
@@ -109,6 +110,27 @@ def sizes(*sizes: tuple[int, int]) -> Maker:
     return make
 
 
+def sized_tiles(*sizes: tuple[int, int]) -> Maker:
+    """Return a maker of pictures with these heights and widths, as a whole and in tiles."""
+
+    def make(random: np.random.Generator, vision: dict[str, Any]) -> list[Arrays]:
+        side, result = vision["image_size"], []
+        config = next(
+            case.config
+            for case in CASES.values()
+            if case.config["vision_config"] is vision and "image_grid_pinpoints" in case.config
+        )
+        for size in sizes:
+            best = select_best_resolution(size, config["image_grid_pinpoints"])
+            count = 1 + best[0] * best[1] // side**2
+            shape = count, vision.get("num_channels", 3), side, side
+            pixels = normal(random, *shape)
+            result.append({"pixel_values": pixels, "image_sizes": np.array(size)})
+        return result
+
+    return make
+
+
 def tile_features(model: Any, picture: Arrays) -> Tensor:
     pixels = torch.from_numpy(picture["pixel_values"])
     if type(model).__name__.startswith(("SmolVLM", "Idefics3")):
@@ -131,8 +153,12 @@ def grid_features(model: Any, picture: Arrays) -> Tensor:
 
 def size_features(model: Any, picture: Arrays) -> Tensor:
     pixels, sizes = (torch.from_numpy(picture[k])[None] for k in ("pixel_values", "image_sizes"))
-    layer = model.config.vision_feature_layer
-    found = model.model.get_image_features(pixels, image_sizes=sizes, vision_feature_layer=layer)
+    options = {"vision_feature_layer": model.config.vision_feature_layer}
+    if hasattr(model.config, "vision_feature_select_strategy"):
+        options["vision_feature_select_strategy"] = model.config.vision_feature_select_strategy
+    if hasattr(model.config, "vision_aspect_ratio"):
+        options["vision_aspect_ratio"] = model.config.vision_aspect_ratio
+    found = model.model.get_image_features(pixels, image_sizes=sizes, **options)
     return torch.cat(list(found.pooler_output))
 
 
@@ -174,6 +200,46 @@ add(
         "-siglip": (SMALL | siglip, {"vision_feature_select_strategy": "full"}),
     },
     TEXT | {"model_type": "llama"},
+)
+add(
+    "LlavaNext",
+    sized_tiles((10, 31), (24, 24), (70, 33), (100, 20)),
+    size_features,
+    {
+        "": (SMALL | clip, {"image_grid_pinpoints": [[24, 48], [48, 24], [48, 48], [72, 24]]}),
+        "-wide": (
+            WIDE | clip | {"image_size": 20},
+            {"image_grid_pinpoints": [[20, 20], [40, 60]], "vision_feature_layer": -1},
+        ),
+        "-siglip": (
+            SMALL | siglip,
+            {"image_grid_pinpoints": [[24, 72]], "vision_feature_select_strategy": "full"},
+        ),
+    },
+    TEXT | {"model_type": "mistral"},
+)
+sides = [24, 48, 72, 96]
+add(
+    "LlavaOnevision",
+    sized_tiles((10, 31), (24, 24), (93, 50), (200, 180), (60, 90)),
+    size_features,
+    {
+        "": (
+            SMALL | siglip,
+            {"image_grid_pinpoints": [[y, x] for y in sides for x in sides]}
+            | {"vision_aspect_ratio": "anyres_max_2"},
+        ),
+        "-wide": (
+            WIDE | siglip,
+            {"image_grid_pinpoints": [[19, 19], [38, 57], [76, 38]], "vision_feature_layer": -2}
+            | {"vision_aspect_ratio": "anyres_max_1"},
+        ),
+        "-odd": (
+            ODD | siglip | {"image_size": 90},
+            {"image_grid_pinpoints": [[90, 180]], "multimodal_projector_bias": False},
+        ),
+    },
+    TEXT | {"model_type": "qwen2"},
 )
 gemma = TEXT | {"model_type": "gemma", "head_dim": 8}
 pali = {"": (SMALL | siglip, {}), "-wide": (WIDE | siglip, {}), "-odd": (ODD | siglip, {})}
@@ -230,6 +296,7 @@ QWEN3 = {
     "-odd": (QWEN_ODD | {"num_position_embeddings": 36, "deepstack_visual_indexes": [1]}, {}),
 }
 add("Qwen3VL", GRIDS, grid_features, QWEN3, MROPE)
+add("Qwen3VLMoe", GRIDS, grid_features, {"": QWEN3[""]}, MROPE | {"num_experts": 4})
 add("Qwen3_5", GRIDS, grid_features, {"": QWEN3[""]}, MROPE)
 pixtral = {"model_type": "pixtral"}
 PIXTRAL = {

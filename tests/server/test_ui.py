@@ -177,6 +177,7 @@ def test_the_fields_of_the_page_are_those_of_a_chat():
         *("add_special_tokens", "return_token_ids", "return_tokens_as_token_ids", "return_metrics"),
         *("return_progress", "explain", "prompt_logprobs", "use_beam_search", "length_penalty"),
         *("early_stopping", "max_completion_tokens", "mm_processor_kwargs"),
+        "media_io_kwargs",
     }
     forms = set(StructuredOutputsBody.model_fields)
     assert set(ChatBody.model_fields) - names - elsewhere - unusual - forms == set()

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from octavo.checkpoints.base import Source
 from octavo.models.blocks.linear import LinearSpec
 from octavo.models.blocks.norm import NormSpec, build_norm
 from octavo.models.weights import Names, Weight
@@ -21,7 +22,8 @@ ProjectorActivation = Literal["gelu", "gelu_tanh", "relu", "silu"]
 class ProjectorSpec:
     """Projection of tokens, or of groups of tokens, to rows.
 
-    The steps are: norm of tokens, choice and grouping of tokens, norm of groups, linear layers.
+    The steps are: norm of tokens, choice and grouping of tokens, norm of groups, linear layers,
+    mixture of rows.
     """
 
     layers: tuple[tuple[LinearSpec, ProjectorActivation | None], ...]
@@ -38,6 +40,11 @@ class ProjectorSpec:
     """Number of tokens of which a row is the mean. If it is not 1, `averaged_tokens`, int32 [rows,
     averages], are indices of tokens, and `shares`, float32 of the same shape, their factors."""
 
+    newline: str | None = None
+    """Tensor of a learned vector, if rows are mixed: `mixed_tokens`, int32 [rows, K], are the
+    results whose sum is a row, `mix_shares`, float32 of the same shape, their factors, and
+    `newlines`, float32 [rows, 1], that of the vector. `newline_places`, int32 [rows, 1], is 0."""
+
     @property
     def size(self) -> int:
         """Number of numbers of a row."""
@@ -51,6 +58,9 @@ class ProjectorSpec:
             yield from self.norm.weights(names.of("norm"))
         for i, (linear, _) in enumerate(self.layers):
             yield from linear.weights(names.of(f"{i}"))
+        if self.newline is not None:
+            source = Source(self.newline, (self.size,))
+            yield Weight(f"{names.own}newline", "vector", (self.size,), (source,))
 
     def build(self, parts: Parts) -> Projector:
         """Return the live block."""
@@ -67,4 +77,5 @@ class ProjectorSpec:
             gathers=self.gathers,
             group=self.group,
             averages=self.averages > 1,
+            newline=None if self.newline is None else parts.tensor("newline").view(1, -1),
         )

@@ -60,6 +60,13 @@ def read_internvl_chat(config: ConfigJson) -> ModelSpec:
     return read(config.replaced("tie_word_embeddings", tied), None, "llm_config")
 
 
+def read_onevision(config: ConfigJson) -> ModelSpec:
+    """Read the text part of LLaVA-OneVision, whose text_config may tie the LM head, too."""
+    if config.section("text_config").flag("tie_word_embeddings", False):
+        config = config.replaced("tie_word_embeddings", True)
+    return read(config, _MODELS["LlavaOnevision"])
+
+
 def read_paligemma(config: ConfigJson) -> ModelSpec:
     """Read the text part of PaliGemma 1 or 2, with causal attention in prompts."""
     spec = text_part(partial(read, default=_MODELS["PaliGemma"]))(config)
@@ -72,5 +79,6 @@ ARCHITECTURES = {
 }
 ARCHITECTURES |= {
     "InternVLChatModel": text_part(read_internvl_chat),
+    "LlavaOnevisionForConditionalGeneration": text_part(read_onevision),
     "PaliGemmaForConditionalGeneration": read_paligemma,
 }

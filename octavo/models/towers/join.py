@@ -14,12 +14,21 @@ from octavo.models.blocks.base import BlockSpec
 from octavo.models.spec import ModelSpec
 from octavo.models.towers.registry import with_encoders
 
-_PLAIN = ("Idefics3", "InternVL", "Llava", "Mistral3", "SmolVLM")
+_PLAIN: tuple[str, ...] = (
+    "Idefics3",
+    "InternVL",
+    "InternVLChatModel",
+    "Llava",
+    "LlavaNext",
+    "LlavaOnevision",
+)
+_PLAIN += ("Mistral3", "SmolVLM")
 """Models whose text part reads rows as it reads embeddings."""
 _SECTIONS: Mapping[str, tuple[int, ...] | None] = {
     "Qwen2VL": None,
     "Qwen2_5_VL": None,
     "Qwen3VL": (24, 20, 20),
+    "Qwen3VLMoe": (24, 20, 20),
     "Qwen3_5": (11, 11, 10),
     "Qwen3_5Moe": (11, 11, 10),
 }

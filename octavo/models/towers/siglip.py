@@ -14,6 +14,7 @@ from octavo.models.blocks.linear import LinearSpec
 from octavo.models.blocks.norm import LayerNormSpec, RMSNormSpec
 from octavo.models.blocks.projector import ProjectorActivation, ProjectorSpec
 from octavo.models.encoder import EncoderSpec
+from octavo.models.towers.anyres import AnyresLayout, Size
 from octavo.models.towers.pixels import TileLayout
 from octavo.models.towers.vit import (
     ViTLayer,
@@ -41,6 +42,12 @@ _LLAVA = _CLIP | {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_la
 _LLAVA |= {"num_attention_heads": 16, "image_size": 336, "patch_size": 14}
 _PALIGEMMA = _SIGLIP | {"hidden_size": 1152, "intermediate_size": 4096, "num_hidden_layers": 27}
 _PALIGEMMA |= {"num_attention_heads": 16, "patch_size": 14}
+_NEXT = {"image_grid_pinpoints": [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]}
+_SIDES = range(384, 2305, 384)
+_ONEVISION: dict[str, Any] = {"image_grid_pinpoints": [[y, x] for y in _SIDES for x in _SIDES]}
+_ONEVISION |= {"vision_feature_layer": -1}
+_MAX_SIDE = 2**14
+_MAX_LIMIT = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,13 +56,15 @@ class _Tower:
 
     vision: ConfigJson
     num_layers: int
-    layout: TileLayout
+    layout: TileLayout | AnyresLayout
     output: ProjectorSpec
     max_tiles: int
     """Most tiles of a picture."""
     prefix: str = "vision_tower."
     normed: bool = True
     """True if a norm follows the last layer."""
+    reads_videos: bool = False
+    """True if it also reads frames of videos, which are pictures."""
 
     def read(self) -> EncoderSpec:
         """Return the tower."""
@@ -87,6 +96,7 @@ class _Tower:
             self.output,
             max_num_tokens=self.max_tiles * layout.num_tokens,
             prefixes=(*TOWER_PREFIXES, PROJECTOR_PREFIX),
+            modalities=("video",) if self.reads_videos else (),
         )
 
 
@@ -117,6 +127,7 @@ def read_idefics3(config: ConfigJson) -> EncoderSpec:
         layout=layout,
         output=ProjectorSpec(((linear, None),), gathers=True, group=factor**2),
         max_tiles=17,
+        reads_videos=True,
         prefix="model.vision_model.",
     ).read()
 
@@ -125,29 +136,37 @@ _ACTIVATIONS: dict[str, ProjectorActivation] = {"gelu": "gelu", "silu": "silu"}
 _ACTIVATIONS |= {"relu": "relu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
+_LINEARS = "multi_modal_projector.linear_1", "multi_modal_projector.linear_2"
+
+
 def two_layers(
-    config: ConfigJson, inputs: int, *, bias: bool
+    config: ConfigJson, inputs: int, *, bias: bool, modules: tuple[str, str] = _LINEARS
 ) -> tuple[tuple[LinearSpec, ProjectorActivation | None], ...]:
     """Return the layers of LLaVA's projector, with an activation between them."""
     size = config.integer("hidden_size")
     bias = config.flag("multimodal_projector_bias", bias)
     first, second = (
-        LinearSpec(((f"multi_modal_projector.linear_{i}", size),), width, bias)
-        for i, width in ((1, inputs), (2, size))
+        LinearSpec(((module, size),), width, bias)
+        for module, width in zip(modules, (inputs, size), strict=True)
     )
     activation = config.choice("projector_hidden_act", _ACTIVATIONS, "gelu")
     return (first, activation), (second, None)
 
 
-def read_llava(config: ConfigJson) -> EncoderSpec:
-    """Read the tower of LLaVA 1.5: CLIP, or SigLIP, up to a layer, and two linear layers."""
+def _read_llava(config: ConfigJson, strategy: str = "default") -> _Tower:
+    """Return CLIP, or SigLIP, up to a layer, and two linear layers.
+
+    Args:
+        config: config.json.
+        strategy: vision_feature_select_strategy of a config without it.
+    """
     kinds = {"clip_vision_model": _LLAVA, "siglip_vision_model": _SIGLIP}
     section = config.section("vision_config")
     kind = section.choice("model_type", {name: name for name in kinds}, "clip_vision_model")
     vision = read_vision(config, kinds[kind])
     select = {name: name for name in ("default", "full")}
     layout = _read_layout(vision)
-    drops = config.choice("vision_feature_select_strategy", select, "default") == "default"
+    drops = config.choice("vision_feature_select_strategy", select, strategy) == "default"
     if kind == "clip_vision_model":
         layout = replace(layout, has_class=True, drops_class=drops)
     elif drops:
@@ -161,7 +180,62 @@ def read_llava(config: ConfigJson) -> EncoderSpec:
         ),
         max_tiles=1,
         normed=False,
-    ).read()
+    )
+
+
+def read_llava(config: ConfigJson) -> EncoderSpec:
+    """Read the tower of LLaVA 1.5."""
+    return _read_llava(config).read()
+
+
+def read_resolutions(config: ConfigJson, size: int) -> tuple[Size, ...]:
+    """Return image_grid_pinpoints: pairs of height and width, multiples of the size of a tile."""
+    name = "image_grid_pinpoints"
+    pairs = config.get(name) or ()
+    whole = [pair for pair in pairs if isinstance(pair, list | tuple) and len(pair) == 2]
+    sides = [side for pair in whole for side in pair]
+    if (
+        not whole
+        or len(whole) != len(pairs)
+        or any(type(n) is not int or not 0 < n <= _MAX_SIDE or n % size for n in sides)
+    ):
+        raise config.error(name, f"it must list pairs of multiples of {size}, the size of a tile")
+    return tuple((height, width) for height, width in whole)
+
+
+def _with_tiles(tower: _Tower, config: ConfigJson, limit: int | None) -> EncoderSpec:
+    """Return a tower that reads pictures of several tiles."""
+    tiles = tower.layout
+    assert isinstance(tiles, TileLayout)
+    if tiles.has_class and not tiles.drops_class:
+        raise config.error("vision_feature_select_strategy", "only default is supported")
+    layout = AnyresLayout(tiles, read_resolutions(config, tiles.size), limit)
+    output = replace(tower.output, gathers=False, newline="image_newline")
+    spec = replace(tower, layout=layout, output=output, max_tiles=layout.max_tiles).read()
+    return replace(spec, prefixes=(*spec.prefixes, ("image_newline", "model.image_newline")))
+
+
+def read_llava_next(config: ConfigJson) -> EncoderSpec:
+    """Read the tower of LLaVA-NeXT (LLaVA 1.6)."""
+    return _with_tiles(_read_llava(config.filled(_NEXT)), config.filled(_NEXT), None)
+
+
+def read_limit(config: ConfigJson) -> int:
+    """Return vision_aspect_ratio, anyres_max_N: the most tiles before pictures are shrunk."""
+    text = config.get("vision_aspect_ratio") or "anyres_max_9"
+    number = str(text).removeprefix("anyres_max_")
+    if not number.isascii() or not number.isdigit() or not 0 < int(number) <= _MAX_LIMIT:
+        raise config.error(
+            "vision_aspect_ratio", f"only anyres_max_1 to anyres_max_{_MAX_LIMIT} are supported"
+        )
+    return int(number)
+
+
+def read_llava_onevision(config: ConfigJson) -> EncoderSpec:
+    """Read the tower of LLaVA-OneVision: SigLIP, and pictures of many tiles are shrunk."""
+    config = config.filled(_ONEVISION)
+    tower = replace(_read_llava(config, "full"), reads_videos=True)
+    return _with_tiles(tower, config, read_limit(config))
 
 
 def read_paligemma(config: ConfigJson) -> EncoderSpec:

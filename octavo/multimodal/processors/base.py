@@ -25,6 +25,8 @@ number of tokens that rows of the encoder replace."""
 
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+IMAGENET_MEAN = (0.485, 0.456, 0.406)
+IMAGENET_STD = (0.229, 0.224, 0.225)
 HALF = (0.5, 0.5, 0.5)
 
 
@@ -38,6 +40,10 @@ class Place:
     """Patches or frames in the layers of the encoder."""
     grid: tuple[int, int, int] | None = None
     """Sizes of the encoder's rows in time, height and width, for models with m-RoPE."""
+    follows: int = 0
+    """See `MultiModalFeatureSpec`."""
+    time: int = 0
+    """See `MultiModalFeatureSpec`."""
 
     @property
     def num_embeds(self) -> int:
@@ -55,6 +61,9 @@ class ModelFiles:
     """preprocessor_config.json, or the part `image_processor` of processor_config.json."""
     processor: ConfigJson
     """processor_config.json; empty without this file."""
+    video: ConfigJson
+    """video_preprocessor_config.json, or the part `video_processor` of processor_config.json; empty
+    without both."""
 
 
 class Processor:
@@ -71,6 +80,8 @@ class Processor:
         ModelError: a setting has an impossible value.
     """
 
+    around: ClassVar[tuple[str, str] | None] = None
+    """Tokens before and after a placeholder that an item's own text replaces."""
     request_settings: ClassVar[tuple[str, ...]] = ()
     """Settings that a request may change (`mm_processor_kwargs`)."""
 

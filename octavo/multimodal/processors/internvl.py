@@ -15,6 +15,8 @@ from octavo.multimodal.pixels import Image, resize
 from octavo.multimodal.processors.base import (
     CLIP_MEAN,
     CLIP_STD,
+    IMAGENET_MEAN,
+    IMAGENET_STD,
     ImageProcessor,
     ModelFiles,
     Place,
@@ -119,3 +121,34 @@ class InternVLProcessor(ImageProcessor):
             ):
                 best = (columns, rows)
         return best
+
+
+class InternVLChatProcessor(InternVLProcessor):
+    """Processor of InternVL as OpenGVLab publishes it; config.json has the settings.
+
+    Source: the code of its model cards.
+    """
+
+    @classmethod
+    def read_settings(cls, files: ModelFiles) -> dict[str, Any]:
+        """Return the settings."""
+        config = files.config
+        vision = config.section("vision_config")
+        config.refuse("pad2square", False, "filling pictures up to squares is not supported")
+        config.refuse("use_thumbnail", True, "tiles without the whole picture are not supported")
+        side = config.integer("force_image_size", default=vision.integer("image_size"))
+        patches = side // vision.integer("patch_size", default=14)
+        factor = config.positive("downsample_ratio", 0.5)
+        return {
+            **cls.defaults,
+            "size": {"height": side, "width": side},
+            "image_mean": IMAGENET_MEAN,
+            "image_std": IMAGENET_STD,
+            "crop_to_patches": config.flag("dynamic_image_size", True),
+            "min_patches": config.integer("min_dynamic_patch", default=1),
+            "max_patches": config.integer("max_dynamic_patch", default=12),
+            "image_seq_length": round(patches * factor) ** 2,
+            "tile_patches": patches**2 + 1,
+            "placeholder": "<IMG_CONTEXT>",
+            "embed_token": "<IMG_CONTEXT>",
+        }

@@ -82,7 +82,7 @@ class Qwen2VLProcessor(ImageProcessor):
 
     def place(self, height: int, width: int) -> Place:
         """Return the place of a picture with this size."""
-        rows, columns = self._grid(height, width)
+        rows, columns = self.grid(height, width)
         grid = (1, rows // self._merge, columns // self._merge)
         return Place((grid[1] * grid[2],), rows * columns, grid)
 
@@ -94,7 +94,7 @@ class Qwen2VLProcessor(ImageProcessor):
             color, frame, row, column; a picture is repeated for each frame.
             `image_grid_thw`: int64 [3]: 1, and the numbers of patches in a column and in a row.
         """
-        rows, columns = self._grid(*image.shape[:2])
+        rows, columns = self.grid(*image.shape[:2])
         patch, merge = self._patch, self._merge
         if self.do_resize:
             image = resize(image, rows * patch, columns * patch, self.resample)
@@ -109,8 +109,15 @@ class Qwen2VLProcessor(ImageProcessor):
             "image_grid_thw": integers(1, rows, columns),
         }
 
-    def _grid(self, height: int, width: int) -> tuple[int, int]:
-        """Return the numbers of patches in a column and in a row of the scaled picture."""
+    def grid(self, height: int, width: int, frames: int = 1, per_patch: int = 1) -> tuple[int, int]:
+        """Return the numbers of patches in a column and in a row of the scaled picture.
+
+        Args:
+            height: height of the picture in pixels.
+            width: its width.
+            frames: number of frames of a video that share the limits of pixels.
+            per_patch: number of frames of a patch.
+        """
         factor = self._patch * self._merge
         if max(height, width) > MAX_RATIO * min(height, width):
             raise RequestError(
@@ -126,12 +133,13 @@ class Qwen2VLProcessor(ImageProcessor):
             return height // self._patch, width // self._patch
         # Halves are rounded to even numbers, as in the source.
         rows, columns = round(height / factor), round(width / factor)
-        if rows * columns * factor**2 > self._max_pixels:
-            shrunk = math.sqrt(height * width / self._max_pixels)
+        depth = round(frames / per_patch) * per_patch
+        if depth * rows * columns * factor**2 > self._max_pixels:
+            shrunk = math.sqrt(frames * height * width / self._max_pixels)
             rows = max(1, math.floor(height / shrunk / factor))
             columns = max(1, math.floor(width / shrunk / factor))
-        elif rows * columns * factor**2 < self._min_pixels:
-            grown = math.sqrt(self._min_pixels / (height * width))
+        elif depth * rows * columns * factor**2 < self._min_pixels:
+            grown = math.sqrt(self._min_pixels / (frames * height * width))
             rows = math.ceil(height * grown / factor)
             columns = math.ceil(width * grown / factor)
         return rows * self._merge, columns * self._merge

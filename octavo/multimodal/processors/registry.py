@@ -13,9 +13,11 @@ from octavo.multimodal.processors.base import ImageProcessor, ModelFiles
 from octavo.multimodal.processors.clip import ClipProcessor, SiglipProcessor
 from octavo.multimodal.processors.gemma3 import Gemma3Processor
 from octavo.multimodal.processors.idefics3 import Idefics3Processor
-from octavo.multimodal.processors.internvl import InternVLProcessor
+from octavo.multimodal.processors.internvl import InternVLChatProcessor, InternVLProcessor
+from octavo.multimodal.processors.llava_next import LlavaNextProcessor, OneVisionProcessor
 from octavo.multimodal.processors.pixtral import PixtralProcessor
 from octavo.multimodal.processors.qwen2_vl import Qwen2VLProcessor
+from octavo.multimodal.processors.video import VIDEO_PROCESSORS, VideoProcessor
 
 PROCESSORS: Mapping[str, type[ImageProcessor]] = {
     "clip": ClipProcessor,
@@ -23,6 +25,9 @@ PROCESSORS: Mapping[str, type[ImageProcessor]] = {
     "gemma3": Gemma3Processor,
     "idefics3": Idefics3Processor,
     "internvl": InternVLProcessor,
+    "internvl_chat": InternVLChatProcessor,
+    "llava_next": LlavaNextProcessor,
+    "llava_onevision": OneVisionProcessor,
     "pixtral": PixtralProcessor,
     "qwen2_vl": Qwen2VLProcessor,
 }
@@ -32,6 +37,9 @@ _OF_MODELS = {
     "gemma3": "gemma3",
     "idefics3": "idefics3",
     "internvl": "internvl",
+    "internvl_chat": "internvl_chat",
+    "llava_next": "llava_next",
+    "llava_onevision": "llava_onevision",
     "mistral3": "pixtral",
     "qwen2_vl": "qwen2_vl",
     "qwen2_5_vl": "qwen2_vl",
@@ -60,15 +68,8 @@ def read_processor(checkpoint: Checkpoint) -> tuple[str, dict[str, Any]] | None:
     kind = config.get("model_type")
     if kind != "llava" and kind not in _OF_MODELS:
         return None
-    processor = _read(checkpoint, "processor_config.json")
-    preprocessor = _read(checkpoint, "preprocessor_config.json")
-    if not preprocessor.fields:  # transformers 5 writes one file for all
-        preprocessor = processor.section("image_processor")
-    if not preprocessor.fields:
-        raise ModelError(
-            f"{checkpoint.path} has no preprocessor_config.json, which describes the pictures of "
-            "the model; download it, or start with --language-model-only."
-        )
+    files = _read_files(checkpoint)
+    preprocessor = files.preprocessor
     if kind == "llava":
         of_class = preprocessor.get("image_processor_type", "feature_extractor_type")
         name = str(of_class or "CLIP")
@@ -81,8 +82,56 @@ def read_processor(checkpoint: Checkpoint) -> tuple[str, dict[str, Any]] | None:
         kind = _OF_LLAVA[name]
     else:
         kind = _OF_MODELS[kind]
-    files = ModelFiles(config, preprocessor, processor)
     return kind, PROCESSORS[kind].read_settings(files)
+
+
+def read_video_processor(checkpoint: Checkpoint) -> tuple[str, dict[str, Any]] | None:
+    """Return the name and the settings of a model's processor of videos.
+
+    Returns:
+        Arguments of `make_video_processor`; None: the model reads no videos here.
+
+    Raises:
+        ModelError: a file of the model is missing or wrong.
+    """
+    kind = str(checkpoint.config.get("model_type"))
+    if kind not in VIDEO_PROCESSORS:
+        return None
+    return kind, VIDEO_PROCESSORS[kind].read_settings(_read_files(checkpoint))
+
+
+def make_video_processor(kind: str, settings: Mapping[str, Any]) -> VideoProcessor:
+    """Return a processor of videos.
+
+    Args:
+        kind: a name in `VIDEO_PROCESSORS`.
+        settings: of JSON's types, by name.
+
+    Raises:
+        ModelError: a setting has an impossible value.
+    """
+    return VIDEO_PROCESSORS[kind](ConfigJson(dict(settings), "preprocessor_config.json"))
+
+
+def _read_files(checkpoint: Checkpoint) -> ModelFiles:
+    """Return the files that describe a model's pictures and videos.
+
+    Raises:
+        ModelError: a file is missing or wrong.
+    """
+    processor = _read(checkpoint, "processor_config.json")
+    preprocessor = _read(checkpoint, "preprocessor_config.json")
+    if not preprocessor.fields:  # transformers 5 writes one file for all
+        preprocessor = processor.section("image_processor")
+    if not preprocessor.fields and checkpoint.config.get("model_type") != "internvl_chat":
+        raise ModelError(
+            f"{checkpoint.path} has no preprocessor_config.json, which describes the pictures of "
+            "the model; download it, or start with --language-model-only."
+        )
+    video = _read(checkpoint, "video_preprocessor_config.json")
+    if not video.fields:
+        video = processor.section("video_processor")
+    return ModelFiles(checkpoint.config, preprocessor, processor, video)
 
 
 def make_processor(kind: str, settings: Mapping[str, Any]) -> ImageProcessor:

@@ -2,7 +2,6 @@
 
 import importlib
 import json
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -59,6 +58,28 @@ CASES = {
         "preprocessor": {
             "image_processor_type": "SiglipImageProcessor",
             "size": {"height": 84, "width": 84},
+        },
+    },
+    "llava_next": {
+        "model": "llava_next",
+        "config": {"vision_config": {"model_type": "clip_vision_model", "patch_size": 14}},
+        "preprocessor": {
+            "size": {"shortest_edge": 98},
+            "crop_size": {"height": 98, "width": 98},
+            "image_grid_pinpoints": [[98, 196], [196, 98], [196, 196], [294, 98], [98, 294]],
+        },
+    },
+    "llava_onevision": {
+        "model": "llava_onevision",
+        "config": {
+            "vision_config": {"model_type": "siglip_vision_model", "patch_size": 14},
+            "vision_aspect_ratio": "anyres_max_4",
+        },
+        "preprocessor": {
+            "size": {"height": 84, "width": 84},
+            "image_mean": HALF,
+            "image_std": HALF,
+            "image_grid_pinpoints": [[84 * y, 84 * x] for y in range(1, 6) for x in range(1, 6)],
         },
     },
     "gemma3": {
@@ -216,6 +237,8 @@ def reference(name):
         "smolvlm": ("smolvlm", "SmolVLM"),
         "mistral3": ("pixtral", "Pixtral"),
         "internvl": ("got_ocr2", "GotOcr2"),
+        "llava_next": ("llava_next", "LlavaNext"),
+        "llava_onevision": ("llava_onevision", "LlavaOnevision"),
     }
     if case["model"].startswith("qwen"):
         classes[case["model"]] = ("qwen2_vl", "Qwen2VL")
@@ -290,6 +313,18 @@ PROMPTS = {
 # that it reads.
 WRITERS = {
     "llava": ("llava", "LlavaProcessor", {"image_token": "<image>", "patch_size": 14}),
+    "llava_next": (
+        "llava_next",
+        "LlavaNextProcessor",
+        {"image_token": "<image>", "patch_size": 14, "num_additional_image_tokens": 1}
+        | {"vision_feature_select_strategy": "default"},
+    ),
+    "llava_onevision": (
+        "llava_onevision",
+        "LlavaOnevisionProcessor",
+        {"image_token": "<image>", "num_image_tokens": 36}
+        | {"vision_aspect_ratio": "anyres_max_4", "vision_feature_select_strategy": "full"},
+    ),
     "gemma3": (
         "gemma3",
         "Gemma3Processor",
@@ -336,12 +371,13 @@ def test_tokens_equal_transformers(name, tmp_path, backend):
     ours, theirs = make(name, tmp_path), reference(name)
     module, kind, attributes = WRITERS[name]
     module = importlib.import_module(f"transformers.models.{module}.processing_{module}")
-    writer = SimpleNamespace(image_processor=theirs, **(attributes | OTHERS.get(name, {})))
+    writer = object.__new__(getattr(module, kind))
+    vars(writer).update(image_processor=theirs, **(attributes | OTHERS.get(name, {})))
     sizes = CASES[name].get("sizes", SIZES)[:5]
     text, replaced = "", ""
     for i, (height, width) in enumerate(sizes):
         expected = call(name, theirs, picture(height, width))
-        here = getattr(module, kind).replace_image_token(writer, expected, 0)
+        here = writer.replace_image_token(expected, 0)
         before, after = f"user{chr(10) * i}", f"{chr(10) * (i % 3)}and here"
         text += before + ours.placeholder + after
         replaced += before + here + after
