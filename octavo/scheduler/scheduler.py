@@ -347,7 +347,8 @@ class Scheduler:
         """Apply the result of the oldest step in flight.
 
         A request in `errors` failed alone, after the forward pass: the KV of all tokens of the
-        step is in the cache, and other requests rely on it.
+        step is in the cache, and other requests rely on it. If the encoder of an item failed, this
+        KV is NaN, so all requests that rely on it fail, too; then it is forgotten.
 
         Returns:
             The new outputs, in batch order.

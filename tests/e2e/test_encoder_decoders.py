@@ -9,6 +9,7 @@ import pytest
 
 from octavo import LLM, BeamSearchParams, SamplingParams
 from octavo.errors import ConfigError
+from octavo.worker.encoder_runner import EncoderRunner
 from tests.e2e.harness import serve
 from tests.models.harness import make_hf
 from tests.models.test_encoder_decoders import T5, make_llm, make_model
@@ -78,6 +79,33 @@ def test_texts_errors_and_a_death(folder, tmp_path):
             time.sleep(0.01)
         os.kill(server.engine_process().pid, signal.SIGKILL)
         assert [job.result().json()["choices"][0]["text"] for job in jobs] == expected
+
+
+def test_an_encoder_that_fails(folder, monkeypatch):
+    """It fails the requests with its input, and no others; the input may work again."""
+    run, bad = EncoderRunner.run, True
+
+    def fail(self, items):
+        if bad and any(item.num_rows < 4 for item in items):
+            raise ValueError("a bad item")
+        return run(self, items)
+
+    monkeypatch.setattr(EncoderRunner, "run", fail)
+    with LLM(str(folder), **SETTINGS, distributed_executor_backend="uni") as llm:
+        engine = llm.llm_engine
+        for _ in range(2):
+            for index, text in enumerate(TEXTS):
+                engine.add_request(str(index), text, params(30))
+            found = {}
+            while engine.has_unfinished_requests():
+                found |= {output.request_id: output.outputs[0] for output in engine.step()}
+            reasons = [found[str(index)].stop_reason for index in range(4)]
+            assert reasons[0] is reasons[2] is None
+            assert all("(text) failed: ValueError: a bad" in reasons[i] for i in (1, 3))
+        bad = False
+        outputs = llm.generate(TEXTS, params(30), use_tqdm=False)
+        assert [found[str(i)].text for i in (0, 2)] == [outputs[i].outputs[0].text for i in (0, 2)]
+        assert len(outputs[1].outputs[0].token_ids) == 30
 
 
 def test_answers_and_beams_share_one_run(tmp_path):

@@ -3,6 +3,7 @@
 import functools
 import importlib.util
 import json
+import re
 import shutil
 
 import numpy as np
@@ -12,6 +13,7 @@ from PIL import Image
 
 from octavo import LoRARequest
 from octavo.errors import AdapterError, ConfigError, RequestError, UnsupportedError
+from octavo.worker.encoder_runner import EncoderRunner
 from tests.e2e.test_peft import make_adapter
 from tests.pictures import CASES, MORE_CASES, hf_logprobs, make_llm, params, picture, save_model
 from tests.revival import assert_revived
@@ -245,6 +247,39 @@ def test_errors(one):
         )
         refuse("maximum context length", prompt(name, PICTURES[0], text="{}" + "x" * 380))
         assert answers(llm, prompts(name)) == alone
+
+
+def test_an_encoder_that_fails(some, monkeypatch):
+    """It fails the requests that need its item, and no others; the item may work again."""
+    name, folder, _, alone = some
+    given, run, ran, bad = prompts(name), EncoderRunner.run, set(), set()
+
+    def fail(self, items):
+        ran.update(item.identifier for item in items)
+        if any(item.identifier in bad for item in items):
+            raise ValueError("a bad item")
+        return run(self, items)
+
+    monkeypatch.setattr(EncoderRunner, "run", fail)
+    with make_llm(folder, distributed_executor_backend="uni", max_num_seqs=5) as llm:
+        engine = llm.llm_engine
+        assert answers(llm, given[-1:]) == alone[-1:]
+        bad |= ran  # the third picture
+        llm.reset_prefix_cache()
+        for _ in range(2):
+            for index, one in enumerate(given * 2):
+                engine.add_request(str(index), one, params(40))
+            found = {}
+            while engine.has_unfinished_requests():
+                found |= {output.request_id: output for output in engine.step()}
+            for index, (_, tokens, logprobs) in enumerate(alone * 2):
+                (answer,) = found[str(index)].outputs
+                if index % 6 in (2, 5):
+                    assert re.search("encoder of its item .* a bad item", answer.stop_reason)
+                else:
+                    assert (answer.token_ids, answer.logprobs) == (tokens, logprobs)
+        bad.clear()
+        assert answers(llm, given) == alone
 
 
 def test_forms_of_a_picture(one):
