@@ -55,6 +55,8 @@ class EncoderCache:
                 features[req_id][index] = msgspec.structs.replace(feature, data={})
                 items.setdefault(feature.modality, []).append(feature)
         for modality, group in items.items():
+            if modality not in self._encoders:  # another stage reads its rows
+                continue
             with span("encode") as note:
                 note(rows=sum(feature.num_encoder_tokens for feature in group))
                 results, errors = self._encoders[modality].run_apart(group)

@@ -368,7 +368,7 @@ class ModelRunner:
             setup.max_model_len,
             kv,
             setup.step_arrays,
-            self._encoders.rows,
+            self._encoders.rows if setup.part.encoders else None,
             setup.max_encoder_len,
         )
         received = make_received(setup, self.model.dtype)
