@@ -745,10 +745,13 @@ class Scheduler:
             if not whole:
                 num_new = self._cap(num_new)
             # Only a preempted request can be longer than a whole budget; it is split anyway.
-            if whole and step.budget < num_new <= self.max_num_batched_tokens:
+            whole &= num_new <= self.max_num_batched_tokens - num_encoded
+            if whole and num_new > step.budget - num_encoded:
                 return self._note_wait(request, WaitReason.BUDGET)
             num_new = min(num_new, step.budget - num_encoded)
-            if request.mm_end and not (num_new := self._encoders.fit(request, start, num_new)):
+            if request.mm_end and not (
+                num_new := self._encoders.fit(request, start, num_new, whole=whole)
+            ):
                 self.hold(request.request_id, RequestStatus.WAITING_FOR_ENCODER)
                 self._awaiting_encoder.add(request)
                 return self._note_wait(request, WaitReason.ENCODER)

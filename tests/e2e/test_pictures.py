@@ -121,8 +121,9 @@ def test_batches_and_caches(saved):
         {"max_num_batched_tokens": 8, "enforce_eager": True},  # chunks end within pictures
         {"max_num_batched_tokens": 23, "enable_prefix_caching": False},
         {"max_num_seqs": 4},  # and few blocks
+        {"max_model_len": 240, "max_num_batched_tokens": 240, "enable_chunked_prefill": False},
     ],
-    ids=["chunks", "uncached", "preemptions"],
+    ids=["chunks", "uncached", "preemptions", "whole"],
 )
 def test_layouts(saved, settings):
     name, folder, _, alone = saved
@@ -209,6 +210,54 @@ def test_two_ranks(saved, settings):
     settings = {"num_threads": 1} | settings
     with make_llm(folder, **settings) as llm:
         assert answers(llm, prompts(name)) == alone
+
+
+def connected(kind, **extra):
+    return {"kv_connector": kind, "kv_connector_extra_config": {"cpu_bytes_to_use": 2**26} | extra}
+
+
+@pytest.fixture(autouse=True)
+def own_key(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def test_offloading(saved, tmp_path):
+    """Blocks with pictures come back from other memory, also after a preemption and a restart."""
+    name, folder, _, alone = saved
+    most = max(len(ids) + len(tokens) for ids, tokens, _ in alone) // 16 + 2
+    settings = {"num_gpu_blocks_override": most + 2, "max_model_len": 16 * most, "max_num_seqs": 4}
+    file = {"file_path": str(tmp_path / "kv"), "file_bytes_to_use": 2**26}
+    config = connected("OffloadingConnector", **file)
+    settings |= {"preemption_mode": "swap", "kv_transfer_config": config}
+    queries = []
+    for _ in range(2):
+        with make_llm(folder, **settings) as llm:
+            assert answers(llm, prompts(name) * 2) == alone * 2
+            stats = llm.stats()
+            assert stats.num_preemptions > 0
+            assert stats.external_prefix_cache_hits > 0
+            queries.append(stats.mm_cache_queries)
+    assert queries[0] > queries[1]
+
+
+@pytest.mark.parametrize("layout", [{}, {"pipeline_parallel_size": 2, "num_threads": 1}], ids=str)
+def test_prefill_elsewhere(saved, layout):
+    """An engine goes on with blocks from another one, and runs no encoder for them."""
+    name, folder, _, alone = saved
+    asked = params(1, extra_args={"kv_transfer_params": {"do_remote_decode": True}})
+    config = {"kv_transfer_config": connected("P2PConnector")}
+    with make_llm(folder, **config) as one, make_llm(folder, **layout, **config) as two:
+        handed = one.generate(prompts(name), asked, use_tqdm=False)
+        go_on = [
+            params(40, extra_args={"kv_transfer_params": output.kv_transfer_params})
+            for output in handed
+        ]
+        outputs = two.generate(prompts(name), go_on, use_tqdm=False)
+        found = [(o.prompt_token_ids, o.outputs[0].token_ids, o.outputs[0].logprobs) for o in outputs]
+        assert found == alone
+        stats = two.stats()
+        assert stats.external_prefix_cache_hits > 0
+        assert stats.mm_cache_queries < one.stats().mm_cache_queries
 
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
