@@ -5,14 +5,16 @@ import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 
 from octavo import LLM, BeamSearchParams, SamplingParams
+from octavo.config import BUILTIN_DRAFT_MODEL
 from octavo.errors import ConfigError
 from octavo.worker.encoder_runner import EncoderRunner
 from tests.e2e.harness import serve
 from tests.models.harness import make_hf
-from tests.models.test_encoder_decoders import T5, make_llm, make_model
+from tests.models.test_encoder_decoders import SOUNDS, T5, make_inputs, make_llm, make_model
 from tests.small_tokenizers import byte_level, save
 
 OFFLOAD = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
@@ -108,6 +110,56 @@ def test_an_encoder_that_fails(folder, monkeypatch):
         assert len(outputs[1].outputs[0].token_ids) == 30
 
 
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
+
+
+@pytest.fixture(params=["t5", "bart", "whisper"], scope="module")
+def alone(request, tmp_path_factory):
+    """Return a model's folder, prompts, and their answers one after the other."""
+    name, folder = request.param, tmp_path_factory.mktemp(request.param)
+    if name == "whisper":
+        architecture, config = SOUNDS[name]
+        make_hf(architecture, **config).save_pretrained(folder)
+        sounds = np.random.default_rng(0).normal(size=(3, 50, 6)).astype(np.float32)
+        prompts = [{"encoder_prompt": {"input_features": sound}} for sound in sounds]
+        prompts = [prompt | {"decoder_prompt": [3, 9, 11]} for prompt in prompts]
+    else:
+        make_model(folder, name)
+        prompts = make_inputs()
+    with make_llm(folder, max_num_seqs=1, enable_prefix_caching=False) as llm:
+        found = [line for prompt in prompts for line in bits(llm, [prompt])]
+    return folder, prompts, found
+
+
+def bits(llm, prompts):
+    """Return greedy and sampled answers to prompts, with their logprobs."""
+    several = [SamplingParams(max_tokens=20, temperature=t, seed=3, ignore_eos=True, logprobs=2)
+               for t in (0, 0.8)]
+    params = [p for _ in prompts for p in several]
+    outputs = llm.generate([p for p in prompts for _ in several], params, use_tqdm=False)
+    return [(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in outputs]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"speculative_config": NGRAM},
+        {"pipeline_parallel_size": 2, "max_num_batched_tokens": 64},
+        {"pipeline_parallel_size": 2, "speculative_config": NGRAM, "enforce_eager": True},
+        {"tensor_parallel_size": 2, "enable_sequence_parallel": True},
+        {"enable_chunked_prefill": False},
+    ],
+    ids=["drafts", "stages", "drafts-stages", "rows", "whole"],
+)
+def test_layouts(alone, settings):
+    folder, prompts, expected = alone
+    with make_llm(folder, **settings) as llm:
+        for _ in range(2):
+            assert bits(llm, prompts) == expected
+        if "speculative_config" in settings:
+            assert llm.stats().num_draft_tokens > 0
+
+
 def test_answers_and_beams_share_one_run(tmp_path):
     make_model(tmp_path, "bart")
     runs = []
@@ -140,8 +192,7 @@ def test_answers_and_beams_share_one_run(tmp_path):
 @pytest.mark.parametrize(
     "settings",
     [
-        {"pipeline_parallel_size": 2},
-        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
+        {"speculative_config": {"model": BUILTIN_DRAFT_MODEL}},
         {"enable_lora": True},
         {"enable_prompt_embeds": True},
         {"kv_transfer_config": OFFLOAD},
@@ -150,6 +201,6 @@ def test_answers_and_beams_share_one_run(tmp_path):
 )
 def test_settings_that_are_not_supported(settings, folder):
     (name,) = settings
-    name = "device=cpu" if name == "attention_backend" else name
+    name = {"attention_backend": "device=cpu", "speculative_config": "draft model"}.get(name, name)
     with pytest.raises(ConfigError, match=f"T5ForCond.* is not supported with .*{name}"):
         LLM(str(folder), **SETTINGS, **settings)
