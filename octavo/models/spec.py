@@ -220,6 +220,9 @@ class ModelSpec:
             if layer.cache_layer is not None
         }
         has_embed, has_head, streams = begin == 0, end == len(self.layers), self.streams
+        encoders = self.encoders if has_embed or self.is_encoder_decoder else ()
+        if not has_embed:  # there is no table of tokens to share
+            encoders = tuple(encoder.with_own_table(self.embed) for encoder in encoders)
         if streams is not None:
             streams = StreamsSpec(
                 streams.make if has_embed else (), streams.join if has_head else ()
@@ -228,7 +231,7 @@ class ModelSpec:
             self,
             layers=tuple(moved.get(id(layer), layer) for layer in layers),
             shared_layers=self.shared_layers[begin:end],
-            encoders=self.encoders if has_embed or self.is_encoder_decoder else (),
+            encoders=encoders,
             streams=streams,
             first_layer=begin,
             has_embed=has_embed,

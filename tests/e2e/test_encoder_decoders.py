@@ -113,7 +113,7 @@ def test_an_encoder_that_fails(folder, monkeypatch):
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
 
 
-@pytest.fixture(params=["t5", "bart", "whisper"], scope="module")
+@pytest.fixture(params=["flan-t5", "bart", "whisper"], scope="module")
 def alone(request, tmp_path_factory):
     """Return a model's folder, prompts, and their answers one after the other."""
     name, folder = request.param, tmp_path_factory.mktemp(request.param)
@@ -131,12 +131,21 @@ def alone(request, tmp_path_factory):
     return folder, prompts, found
 
 
-def bits(llm, prompts):
-    """Return greedy and sampled answers to prompts, with their logprobs."""
-    several = [SamplingParams(max_tokens=20, temperature=t, seed=3, ignore_eos=True, logprobs=2)
-               for t in (0, 0.8)]
-    params = [p for _ in prompts for p in several]
-    outputs = llm.generate([p for p in prompts for _ in several], params, use_tqdm=False)
+def bits(llm, prompts, extra=None, tokens=20):
+    """Return a greedy and a sampled answer to each prompt, with their logprobs."""
+    several = [prompt for prompt in prompts for _ in range(2)]
+    params = [
+        SamplingParams(
+            max_tokens=tokens,
+            temperature=0.8 * (i % 2),
+            seed=3,
+            ignore_eos=True,
+            logprobs=2,
+            extra_args=None if extra is None else extra[i],
+        )
+        for i in range(len(several))
+    ]
+    outputs = llm.generate(several, params, use_tqdm=False)
     return [(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in outputs]
 
 
@@ -148,8 +157,10 @@ def bits(llm, prompts):
         {"pipeline_parallel_size": 2, "speculative_config": NGRAM, "enforce_eager": True},
         {"tensor_parallel_size": 2, "enable_sequence_parallel": True},
         {"enable_chunked_prefill": False},
+        {"kv_transfer_config": OFFLOAD, "preemption_mode": "swap", "num_gpu_blocks_override": 16},
+        {"kv_transfer_config": OFFLOAD, "tensor_parallel_size": 2, "pipeline_parallel_size": 2},
     ],
-    ids=["drafts", "stages", "drafts-stages", "rows", "whole"],
+    ids=["drafts", "stages", "drafts-stages", "rows", "whole", "offload", "offload-ranks"],
 )
 def test_layouts(alone, settings):
     folder, prompts, expected = alone
@@ -158,6 +169,32 @@ def test_layouts(alone, settings):
             assert bits(llm, prompts) == expected
         if "speculative_config" in settings:
             assert llm.stats().num_draft_tokens > 0
+        if "num_gpu_blocks_override" in settings:
+            assert llm.stats().num_preemptions > 0
+            assert llm.stats().external_prefix_cache_hits > 0
+
+
+def test_prefill_elsewhere(alone):
+    """An engine goes on after another one; only the encoder runs again."""
+    folder, prompts, _ = alone
+    begin = [3, *range(5, 27)]
+    prompts = [
+        (p if isinstance(p, dict) else {"encoder_prompt": p}) | {"decoder_prompt": begin}
+        for p in prompts
+    ]
+    with make_llm(folder) as llm:
+        expected = bits(llm, prompts, tokens=6)
+    config = {"kv_transfer_config": OFFLOAD | {"kv_connector": "P2PConnector"}}
+    with make_llm(folder, **config) as one, make_llm(folder, **config) as two:
+        asked = {"kv_transfer_params": {"do_remote_decode": True}}
+        handed = one.generate(
+            [p for p in prompts for _ in range(2)],
+            SamplingParams(max_tokens=1, ignore_eos=True, extra_args=asked),
+            use_tqdm=False,
+        )
+        offers = [{"kv_transfer_params": output.kv_transfer_params} for output in handed]
+        assert bits(two, prompts, offers, tokens=6) == expected
+        assert two.stats().external_prefix_cache_hits > 0
 
 
 def test_answers_and_beams_share_one_run(tmp_path):
@@ -195,7 +232,6 @@ def test_answers_and_beams_share_one_run(tmp_path):
         {"speculative_config": {"model": BUILTIN_DRAFT_MODEL}},
         {"enable_lora": True},
         {"enable_prompt_embeds": True},
-        {"kv_transfer_config": OFFLOAD},
         {"attention_backend": "triton"},
     ],
 )

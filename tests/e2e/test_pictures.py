@@ -16,7 +16,16 @@ from octavo import LoRARequest
 from octavo.errors import AdapterError, ConfigError, RequestError, UnsupportedError
 from octavo.worker.encoder_runner import EncoderRunner
 from tests.e2e.test_peft import make_adapter
-from tests.pictures import VOCAB, CASES, MORE_CASES, hf_logprobs, make_llm, params, picture, save_model
+from tests.pictures import (
+    VOCAB,
+    CASES,
+    MORE_CASES,
+    hf_logprobs,
+    make_llm,
+    params,
+    picture,
+    save_model,
+)
 from tests.revival import assert_revived
 
 PICTURES = [picture(48, 30), picture(16, 40, 1), picture(40, 48, 2)]
@@ -253,7 +262,9 @@ def test_prefill_elsewhere(saved, layout):
             for output in handed
         ]
         outputs = two.generate(prompts(name), go_on, use_tqdm=False)
-        found = [(o.prompt_token_ids, o.outputs[0].token_ids, o.outputs[0].logprobs) for o in outputs]
+        found = [
+            (o.prompt_token_ids, o.outputs[0].token_ids, o.outputs[0].logprobs) for o in outputs
+        ]
         assert found == alone
         stats = two.stats()
         assert stats.external_prefix_cache_hits > 0
