@@ -17,9 +17,9 @@ from octavo.errors import AdapterError, ConfigError, RequestError, UnsupportedEr
 from octavo.worker.encoder_runner import EncoderRunner
 from tests.e2e.test_peft import make_adapter
 from tests.pictures import (
-    VOCAB,
     CASES,
     MORE_CASES,
+    VOCAB,
     hf_logprobs,
     make_llm,
     params,

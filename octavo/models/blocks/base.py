@@ -336,9 +336,7 @@ class Parts:
     @property
     def splits_rows(self) -> bool:
         """True if ranks split the rows of norms; see `Rank`."""
-        return (
-            self._shared is not None and self._shared.rank.splits_rows and not self._of_encoder
-        )
+        return self._shared is not None and self._shared.rank.splits_rows and not self._of_encoder
 
     def table(self, table: Table, compute: Callable[[], HostTensor]) -> Tensor:
         """Return a table on the device; compute it at the first call."""
