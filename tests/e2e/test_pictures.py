@@ -91,6 +91,12 @@ def some(make_saved, request):
 
 
 @pytest.fixture
+def last(make_saved):
+    """Return the case with sections and DeepStack."""
+    return make_saved("qwen3_vl")
+
+
+@pytest.fixture
 def one(make_saved):
     """Return one case, for what no model changes."""
     return make_saved("smolvlm")
@@ -214,8 +220,8 @@ def test_files_of_a_model_that_contradict_each_other(make_saved, tmp_path):
     ],
     ids=["columns", "rows", "stages"],
 )
-def test_two_ranks(saved, settings):
-    name, folder, _, alone = saved
+def test_two_ranks(some, settings):
+    name, folder, _, alone = some
     settings = {"num_threads": 1} | settings
     with make_llm(folder, **settings) as llm:
         assert answers(llm, prompts(name)) == alone
@@ -230,9 +236,9 @@ def own_key(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-def test_offloading(saved, tmp_path):
+def test_offloading(some, tmp_path):
     """Blocks with pictures come back from other memory, also after a preemption and a restart."""
-    name, folder, _, alone = saved
+    name, folder, _, alone = some
     most = max(len(ids) + len(tokens) for ids, tokens, _ in alone) // 16 + 2
     settings = {"num_gpu_blocks_override": most + 2, "max_model_len": 16 * most, "max_num_seqs": 4}
     file = {"file_path": str(tmp_path / "kv"), "file_bytes_to_use": 2**26}
@@ -250,9 +256,9 @@ def test_offloading(saved, tmp_path):
 
 
 @pytest.mark.parametrize("layout", [{}, {"pipeline_parallel_size": 2, "num_threads": 1}], ids=str)
-def test_prefill_elsewhere(saved, layout):
+def test_prefill_elsewhere(last, layout):
     """An engine goes on with blocks from another one, and runs no encoder for them."""
-    name, folder, _, alone = saved
+    name, folder, _, alone = last
     asked = params(1, extra_args={"kv_transfer_params": {"do_remote_decode": True}})
     config = {"kv_transfer_config": connected("P2PConnector")}
     with make_llm(folder, **config) as one, make_llm(folder, **layout, **config) as two:
@@ -292,9 +298,9 @@ def save_eagle(folder):
 
 
 @pytest.mark.parametrize("method", ["ngram", "itself", "eagle", "stages"])
-def test_drafts(saved, method, tmp_path):
+def test_drafts(last, method, tmp_path):
     """Drafts change no answer. A draft model reads placeholders as tokens, and no pictures."""
-    name, folder, _, alone = saved
+    name, folder, _, alone = last
     settings = {"speculative_config": NGRAM}
     if method == "itself":
         settings = {"speculative_config": {"model": str(folder), "num_speculative_tokens": 3}}
