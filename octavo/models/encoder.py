@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from octavo.errors import RequestError
+from octavo.errors import ConfigError, RequestError
 from octavo.messages import Modality, MultiModalFeatureSpec
 from octavo.models.blocks.base import LargestStep, Parts, Table
+from octavo.models.blocks.embedding import EmbedSpec
 from octavo.models.blocks.encoder_input import InputSpec, TextInputSpec, array_of
 from octavo.models.blocks.layer import LayerSpec
 from octavo.models.blocks.norm import NormSpec, build_norm
@@ -16,6 +17,7 @@ from octavo.models.blocks.projector import ProjectorSpec
 from octavo.models.blocks.wave import WaveInputSpec
 from octavo.models.cache import EncoderCache
 from octavo.models.weights import Names, Weight
+from octavo.system.distributed import Rank
 
 if TYPE_CHECKING:
     from octavo.attention.base import AttentionBackend
@@ -54,6 +56,9 @@ class EncoderSpec:
     """Pairs (own, stored) of prefixes: other beginnings of names in a checkpoint."""
     modalities: tuple[Modality, ...] = ()
     """Other items that it reads, in addition to `modality`."""
+
+    is_divided: bool = False
+    """True if each rank computes a part of each layer."""
 
     @property
     def out_size(self) -> int:
@@ -111,6 +116,31 @@ class EncoderSpec:
         for i, (_, projector) in enumerate(self.taps):
             weights += projector.weights(names.of(f"taps.{i}"))
         return weights
+
+    def split(self, rank: Rank) -> EncoderSpec:
+        """Return a rank's part: some outputs and heads of each layer; all else is whole.
+
+        Encoders that cannot be divided among `rank.size` ranks, such as those with fewer heads, are
+        whole on each rank.
+        """
+        rank = Rank(rank.index, rank.size)  # columns of all: no sums, rows or experts
+        try:
+            layers = {id(layer): layer.split(rank) for layer in self.layers}
+        except ConfigError:
+            return self
+        return replace(self, layers=tuple(layers[id(it)] for it in self.layers), is_divided=True)
+
+    def with_own_table(self, embed: EmbedSpec) -> EncoderSpec:
+        """Return the encoder with a copy of the decoder's table of tokens, if it shares it.
+
+        Args:
+            embed: the decoder's embedding, which another stage has.
+        """
+        inputs = self.inputs
+        if not isinstance(inputs, TextInputSpec) or not inputs.shares_table:
+            return self
+        own = replace(inputs.embed, module=embed.module, form=embed.form)
+        return replace(self, inputs=replace(inputs, embed=own, shares_table=False))
 
     def tables_nbytes(self) -> int:
         """Return the bytes of the tables that are computed, not loaded."""
