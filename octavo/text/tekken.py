@@ -15,7 +15,7 @@ import msgspec
 from octavo.errors import ModelError
 from octavo.system.byte_chars import CHAR_OF_BYTE
 
-_OLD_SPECIAL = ("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]")
+_OLD_SPECIAL: tuple[str, ...] = ("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]")
 _OLD_SPECIAL += ("[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]", "[TOOL_CALLS]")
 _OLD_SPECIAL += ("[IMG]", "<pad>", "[IMG_BREAK]", "[IMG_END]", "[PREFIX]", "[MIDDLE]", "[SUFFIX]")
 _OLD_SPECIAL += ("[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[TOOL_CONTENT]")

@@ -243,7 +243,7 @@ def test_errors(one):
             prompt(name, PICTURES[0], text="{}", mm_processor_kwargs=4),
         )
         refuse(
-            "would cut the pictures",
+            "would cut the media",
             prompt(name, PICTURES[0], text="{}"),
             params=params(truncate_prompt_tokens=4),
         )

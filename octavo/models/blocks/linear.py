@@ -218,9 +218,10 @@ class LinearSpec:
                 elif self.layout == "taps":
                     if kind == "weight":
                         shape = (rows, inputs // self.groups, self.groups)
-                        side = math.isqrt(self.groups)
-                        others = (rows, inputs), (*shape[:2], side, side)
-                        source = replace(source, shape=shape, other_shapes=others, transform="taps")
+                        forms: tuple[tuple[int, ...], ...] = ((rows, inputs),)
+                        if (side := math.isqrt(self.groups)) ** 2 == self.groups:
+                            forms += ((*shape[:2], side, side),)
+                        source = replace(source, shape=shape, other_shapes=forms, transform="taps")
                 elif self.layout == "conv1d" and source.shape == (rows, inputs):
                     source = replace(source, shape=(inputs, rows), transform="transpose")
                 if self.expert is not None:
