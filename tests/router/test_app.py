@@ -99,6 +99,8 @@ OF_THE_OPERATOR = {
     "/v1/load_lora_adapter",
     "/v1/unload_lora_adapter",
     "/reset_prefix_cache",
+    "/reset_encoder_cache",
+    "/reset_mm_cache",
     "/sleep",
     "/wake_up",
     "/is_sleeping",
