@@ -125,6 +125,7 @@ def test_index_lists_the_addresses():
             "POST /start_profile",
             "POST /stop_profile",
             "GET /ui/{name}",
+            "GET /v1/realtime",
         ]
 
     with_server(scenario)
