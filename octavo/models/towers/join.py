@@ -12,7 +12,7 @@ from octavo.layers.rope_spec import RopeSpec
 from octavo.models.blocks.attention import AttentionSpec, SectionRope
 from octavo.models.blocks.base import BlockSpec
 from octavo.models.spec import ModelSpec
-from octavo.models.towers.registry import with_encoders
+from octavo.models.towers.registry import TOWERS
 
 _PLAIN = ("Idefics3", "InternVL", "Llava", "Mistral3", "SmolVLM")
 """Models whose text part reads rows as it reads embeddings."""
@@ -30,7 +30,7 @@ of Qwen3-VL and Qwen3.5 are interleaved."""
 def with_pictures(spec: ModelSpec, config: ConfigJson) -> ModelSpec:
     """Return a model with its tower, if its text part can read the tower's rows.
 
-    A checkpoint whose config describes no tower, such as a GGUF file, remains a text model.
+    A checkpoint whose config describes no tower, such as one GGUF file, remains a text model.
 
     Args:
         spec: the text part.
@@ -39,11 +39,14 @@ def with_pictures(spec: ModelSpec, config: ConfigJson) -> ModelSpec:
     Raises:
         ModelError: a field of the tower, or of the positions, has an unsupported value.
     """
-    name = spec.architecture.removesuffix("ForConditionalGeneration")
+    if config.has("gguf_left_out"):
+        return replace(spec, left_out=str(config.get("gguf_left_out")))
+    tower = config.get("gguf_tower")  # of a GGUF file, whose text part has its own architecture
+    name = str(tower or spec.architecture.removesuffix("ForConditionalGeneration"))
     if not config.has("vision_config") or name not in (*_PLAIN, *_SECTIONS):
         return spec
     try:
-        joined = replace(with_encoders(spec, config), left_out="")
+        joined = replace(spec, encoders=(TOWERS[name](config),), left_out="")
     except ModelError as error:
         raise ModelError(
             f"{error} The model can answer texts with language_model_only=True."
