@@ -1,4 +1,4 @@
-"""GGUF pairs of random models of pictures: text part and tower (mmproj), as llama.cpp writes them."""
+"""GGUF files of random models of pictures: text part and tower (mmproj), as llama.cpp has them."""
 
 import re
 from collections.abc import Mapping
@@ -135,7 +135,7 @@ def save_tower(
     """Write an mmproj file; matrices whose rows are no multiples of blocks stay float16."""
     tensors = {}
     for name, x in arrays.items():
-        own = kind if x.ndim == 2 and "position" not in name else "f32"
+        own = kind if x.ndim == 2 and not re.search("position|patch_merger", name) else "f32"
         if own == "q8_0" and x.shape[-1] % 32:
             own = "f16"
         tensors[name] = TYPES[own], x.shape, quantize(np.ascontiguousarray(x), own)
@@ -255,5 +255,5 @@ def arrays_of(model: Any, name: str) -> dict[str, Any]:
     if name == "mistral3":
         embedding = model.get_input_embeddings().weight.detach().numpy()
         arrays["v.token_embd.img_break"] = embedding[ID["[IMG_BREAK]"]]
-    assert VOCAB == len(VOCABULARY["tokenizer.ggml.tokens"])
+    assert len(VOCABULARY["tokenizer.ggml.tokens"]) == VOCAB
     return arrays

@@ -93,7 +93,7 @@ class GGUFPair:
             described: dict[str, Any] = fields.get("quantization_config", {"quant_method": "gguf"})
             types = described.get("types", {}) | types
             fields["quantization_config"] = described | {"types": types}
-        return ConfigJson(fields, text.where)
+        return ConfigJson(fields, f"{text.where} with {vision.path}")
 
     @property
     def generation_config(self) -> ConfigJson | None:

@@ -68,6 +68,8 @@ class Projector:
     neighbors."""
     shifted: str = ""
     """Tensor to whose weights the converter has added 1."""
+    floats: tuple[str, ...] = ()
+    """Matrices of `names` that are never blocks."""
     ignored: tuple[str, ...] = ()
     """Regular expressions of tensors that nothing reads."""
     sections: bool = False
@@ -309,6 +311,7 @@ PROJECTORS: dict[str, Projector] = {
         "mm.2.weight",
         ("spatial_merge_size",),
         permuted=True,
+        floats=("mm.patch_merger",),
         ignored=(r"v\.token_embd\.img_break",),  # a row of the text part's embedding
     ),
     "internvl": Projector(

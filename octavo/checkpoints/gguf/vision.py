@@ -264,7 +264,11 @@ class VisionFile:
         projector = self._projector
         layers = self._sizes["num_hidden_layers"]
         modules = [f"{projector.layers}{i}.{m}" for i in range(layers) for m in projector.inner]
-        modules += [m for m, stored in projector.names.items() if stored.startswith("mm.")]
+        modules += [
+            module
+            for module, stored in projector.names.items()
+            if stored.startswith("mm.") and stored not in projector.floats
+        ]
         return modules + [
             f"visual.deepstack_merger_list.{i}.linear_fc{n}"
             for i in range(len(self._taps))
@@ -320,18 +324,18 @@ def _check(source: Source, parts: list[GGUFTensor]) -> None:
     elif len(parts) == 3:
         required = (source.shape[0] // 3, *source.shape[1:])
     for part, (shape, dtype) in zip(parts, forms, strict=True):
-        flat = len(shape) != len(required) and math.prod(shape) == math.prod(required)
-        if shape != required and shape not in source.other_shapes and not flat:
-            raise ModelError(
-                f"{part.file}: {part.name} has shape {list(shape)}, but the metadata requires "
-                f"{list(required)}. Download the file again."
-            )
         if dtype not in source.dtypes or dtype != forms[0][1] or part.type != parts[0].type:
             others = " as its neighbors" if dtype in source.dtypes else ""
             raise ModelError(
                 f"{part.file}: {part.name} has type {part.type.upper()}; it must be "
                 f"{forms[0][1] if others else ' or '.join(source.dtypes)}{others}. Convert the "
                 "file again, with --outtype f16 or q8_0."
+            )
+        flat = len(shape) != len(required) and math.prod(shape) == math.prod(required)
+        if shape != required and shape not in source.other_shapes and not flat:
+            raise ModelError(
+                f"{part.file}: {part.name} has shape {list(shape)}, but the metadata requires "
+                f"{list(required)}. Download the file again."
             )
 
 
