@@ -142,7 +142,12 @@ class Pictures:
     def _token(self, text: str) -> int:
         ids = self._tokenizer.encode(text, False)
         if len(ids) != 1:
-            raise RequestError(f"{text!r}, the placeholder of pictures, is not one token.", DATA)
+            raise RequestError(
+                f"{text!r}, the placeholder of pictures, is not one token of this tokenizer. Name the "
+                "tokenizer of the model of pictures (--tokenizer), or start with "
+                "--language-model-only.",
+                DATA,
+            )
         return ids[0]
 
 
