@@ -7,8 +7,8 @@ once, each with one of the random adapters, with prompts and answers of mixed le
 fresh process that serves the requests twice and reports the second time; the engines take turns.
 llama.cpp's server batches only requests of one adapter; it has the same model and adapters in GGUF,
 in bfloat16 and float16. `--files` keeps the adapters and the converted files for the next run, so
-that `--rounds 0` makes them and a later run only measures. Prints tokens per second of prompts and answers together, and the ratios of
-the medians.
+that `--rounds 0` makes them and a later run only measures. Prints tokens per second of prompts and
+answers together, and the ratios of the medians.
 """
 
 from __future__ import annotations

@@ -10,11 +10,11 @@ make: a model with random weights in the shape of Qwen3-VL-2B with fewer layers 
 in bf16 and q8_0. SOURCES is a folder of llama.cpp.
 
 first: seconds to the first token of a chat with a new picture of 1024 x 1024 pixels (JPEG in a data
-URL; 4,096 patches, 1,024 tokens) and a short text, for both servers with the same files, on the same
-cores. The servers take turns in each round; each is asked once for warmth, then three times.
+URL; 4,096 patches, 1,024 tokens) and a short text, for both servers with the same files and cores.
+The servers take turns in each round; each is asked once for warmth, then three times.
 
-again: the same chat twice: the second time the rows and the prefix are cached. Beside it the time of
-a text with as many tokens, also asked twice. Each time is the median of the answers of nine chats.
+again: a chat whose rows and prefix are cached: it is asked four times, and the last three count.
+Beside it a text with as many tokens, asked alike. Prints the medians of nine chats.
 
 flood: four chats with texts are answered with 96 tokens each, alone, and while a client sends chats
 with new pictures, always two at once. Prints the milliseconds of a token, by answer (TPOT): median
@@ -109,9 +109,7 @@ def make(folder: Path, sources: Path) -> None:
         words = [str(hf), "--outtype", kind, "--outfile", str(folder / kind / f"{name}.gguf")]
         (folder / kind).mkdir(exist_ok=True)
         more = ["--mmproj"] if name == "mmproj" else []
-        subprocess.run(
-            [sys.executable, "-c", CONVERT, *words, *more], env=environment, check=True
-        )
+        subprocess.run([sys.executable, "-c", CONVERT, *words, *more], env=environment, check=True)
 
 
 def new_picture(seed: int) -> str:
@@ -143,9 +141,8 @@ def chat(port: int, content: Any, tokens: int = 1) -> tuple[float, float]:
             now = time.perf_counter()
             # A token may have no text; the first event may have the role alone.
             delta = choices[0].get("delta") or {}
-            if delta.get("content") is not None and "role" not in delta:
-                first, last = first or now, now
-            elif choices[0].get("finish_reason"):
+            has_token = delta.get("content") is not None and "role" not in delta
+            if has_token or choices[0].get("finish_reason"):
                 first, last = first or now, now
     return first - begin, (last - first) / max(1, tokens - 1)
 

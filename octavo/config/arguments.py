@@ -93,8 +93,10 @@ def add_settings(
             kwargs |= _value_type(field.name, plain)
         group.add_argument(*_names(field.name), **kwargs)
         if field.name == "mmproj":  # llama.cpp's name for its value off
-            off = {"action": _StoreOff, "nargs": 0, "default": argparse.SUPPRESS}
-            group.add_argument("--no-mmproj", dest="mmproj", help=argparse.SUPPRESS, **off)
+            absent = argparse.SUPPRESS
+            group.add_argument(
+                "--no-mmproj", dest="mmproj", action=_StoreOff, nargs=0, default=absent, help=absent
+            )
 
 
 def shown_default(field: ConfigField) -> object:

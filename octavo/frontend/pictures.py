@@ -143,9 +143,8 @@ class Pictures:
         ids = self._tokenizer.encode(text, False)
         if len(ids) != 1:
             raise RequestError(
-                f"{text!r}, the placeholder of pictures, is not one token of this tokenizer. Name the "
-                "tokenizer of the model of pictures (--tokenizer), or start with "
-                "--language-model-only.",
+                f"{text!r}, the placeholder of pictures, is not one token of this tokenizer. Name "
+                "that of the model of pictures (--tokenizer), or start with --language-model-only.",
                 DATA,
             )
         return ids[0]

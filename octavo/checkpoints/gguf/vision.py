@@ -23,8 +23,8 @@ from octavo.checkpoints.model_files import printable
 from octavo.errors import ModelError
 from octavo.system.tensor import HostTensor, from_numpy
 
-_PREFIXES = ("visual.", "vision_tower.", "model.vision_model.", "multi_modal_projector.")
-_PREFIXES += ("model.connector.",)
+_PREFIXES: tuple[str, ...] = ("visual.", "vision_tower.", "model.vision_model.")
+_PREFIXES += ("multi_modal_projector.", "model.connector.")
 _KEYS = {"has_vision_encoder", "has_audio_encoder", "has_text_encoder", "has_llava_projector"}
 _KEYS |= {"projector_type", "use_gelu", "use_silu"}
 _KEYS |= {

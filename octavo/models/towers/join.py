@@ -12,7 +12,7 @@ from octavo.layers.rope_spec import RopeSpec
 from octavo.models.blocks.attention import AttentionSpec, SectionRope
 from octavo.models.blocks.base import BlockSpec
 from octavo.models.spec import ModelSpec
-from octavo.models.towers.registry import TOWERS
+from octavo.models.towers.registry import tower_name, with_encoders
 
 _PLAIN = ("Idefics3", "InternVL", "Llava", "Mistral3", "SmolVLM")
 """Models whose text part reads rows as it reads embeddings."""
@@ -41,12 +41,11 @@ def with_pictures(spec: ModelSpec, config: ConfigJson) -> ModelSpec:
     """
     if config.has("gguf_left_out"):
         return replace(spec, left_out=str(config.get("gguf_left_out")))
-    tower = config.get("gguf_tower")  # of a GGUF file, whose text part has its own architecture
-    name = str(tower or spec.architecture.removesuffix("ForConditionalGeneration"))
+    name = tower_name(spec, config)
     if not config.has("vision_config") or name not in (*_PLAIN, *_SECTIONS):
         return spec
     try:
-        joined = replace(spec, encoders=(TOWERS[name](config),), left_out="")
+        joined = replace(with_encoders(spec, config), left_out="")
     except ModelError as error:
         raise ModelError(
             f"{error} The model can answer texts with language_model_only=True."
