@@ -14,9 +14,9 @@ URL; 4,096 patches, 1,024 tokens) and a short text, for both servers with the sa
 The servers take turns in each round; each is asked once for warmth, then three times.
 
 again: a chat whose rows and prefix are cached: it is asked four times, and the last three count.
-Beside it a text with as many tokens, asked alike. Prints the medians of nine chats.
+Beside it a text with as many tokens, asked alike. Prints the medians of six chats.
 
-flood: four chats with texts are answered with 96 tokens each, alone, and while a client sends chats
+flood: four chats with texts are answered with 24 tokens each, alone, and while a client sends chats
 with new pictures, always two at once. Prints the milliseconds of a token, by answer (TPOT): median
 and 99th percentile, and their ratios.
 """
@@ -211,7 +211,7 @@ def measure_again(folder: Path, kind: str) -> None:
     long = "ab" * 1036
     with serving(*octavo(folder / kind / "model.gguf")) as port:
         times: dict[str, list[float]] = {"picture": [], "text": []}
-        for seed in range(10):
+        for seed in range(7):
             url = new_picture(100 + seed)
             for name, content in (("picture", with_picture(url)), ("text", f"{seed}{long}")):
                 for turn in range(4):
@@ -222,7 +222,7 @@ def measure_again(folder: Path, kind: str) -> None:
     print(f"again: {picture:.1f} ms with the picture, {text:.1f} ms text: {picture - text:+.1f} ms")
 
 
-def measure_flood(folder: Path, kind: str, repeats: int = 4) -> None:
+def measure_flood(folder: Path, kind: str, repeats: int = 1) -> None:
     """Print the milliseconds of a token of texts without and with pictures beside them."""
     with serving(*octavo(folder / kind / "model.gguf")) as port, ThreadPoolExecutor(8) as pool:
         chat(port, with_picture(new_picture(0)))
@@ -232,7 +232,7 @@ def measure_flood(folder: Path, kind: str, repeats: int = 4) -> None:
             ms: list[float] = []
             for turn in range(repeats):
                 prompts = [f"{turn} {i} " + "some words of a text " * 4 for i in range(4)]
-                ms += [1000 * it[1] for it in pool.map(lambda p: chat(port, p, 96), prompts)]
+                ms += [1000 * it[1] for it in pool.map(lambda p: chat(port, p, 24), prompts)]
             return ms
 
         texts()
