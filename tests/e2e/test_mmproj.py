@@ -91,6 +91,9 @@ def test_types_of_towers(name: str, kind: str, make_saved, tmp_path: Path) -> No
     assert own[0] == pytest.approx(exact[0], abs=0.2 if kind == "q8_0" else 0.02)
     assert tokens[0] == own_tokens[0]
     assert found[0][1] == found[1][1]  # a text
+    alone = {"enable_prefix_caching": False, "max_num_seqs": 1}
+    with make_llm(text, mmproj=str(rounded), **settings(name) | alone) as llm:
+        assert answers(llm, name) == found[1]
 
 
 def test_old_names(make_saved, tmp_path: Path) -> None:
