@@ -6,8 +6,9 @@ BENCH is the folder of `compare.py install --peers vllm llama --into BENCH`. All
 once, each with one of the random adapters, with prompts and answers of mixed lengths. A turn is a
 fresh process that serves the requests twice and reports the second time; the engines take turns.
 llama.cpp's server batches only requests of one adapter; it has the same model and adapters in GGUF,
-in bfloat16 and float16. Prints tokens per second of prompts and answers together, and the ratios of
-the medians.
+in bfloat16 and float16. `--files` keeps the adapters and the converted files for the next run, so
+that `--rounds 0` makes them and a later run only measures. Prints tokens per second of prompts and
+answers together, and the ratios of the medians.
 """
 
 from __future__ import annotations
@@ -187,6 +188,7 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--files", type=Path, help="Folder of the files; default: a temporary one.")
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--serve", choices=ENGINES, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -207,20 +209,24 @@ def main() -> None:
     engines = [it for it in args.engines if it == "octavo" or args.peers is not None]
     found: dict[str, list[float]] = {engine: [] for engine in engines}
     with tempfile.TemporaryDirectory() as name:
-        folder, converted = Path(name, "adapters"), Path(name, "gguf")
-        folder.mkdir()
-        converted.mkdir()
-        spec = AdaptableModel(read_spec(open_checkpoint(Path(args.model))))
-        write_adapters(spec, folder, args.adapters, args.rank, dora=False)
+        files_folder = args.files or Path(name)
+        folder, converted = files_folder / "adapters", files_folder / "gguf"
+        if not folder.exists():
+            folder.mkdir(parents=True)
+            spec = AdaptableModel(read_spec(open_checkpoint(Path(args.model))))
+            write_adapters(spec, folder, args.adapters, args.rank, dora=False)
+        converted.mkdir(exist_ok=True)
         words = [args.model, "--folder", str(folder), "--rank", str(args.rank)]
         words += ["--requests", str(args.requests)]
         files, gguf = [], converted / "model.gguf"
         if "llama" in engines:
             log = converted / "log"
-            llama.convert(args.peers, Path(args.model), gguf, log)
+            if not gguf.exists():
+                llama.convert(args.peers, Path(args.model), gguf, log)
             for adapter in sorted(folder.iterdir()):
                 files.append(converted / f"{adapter.name}.gguf")
-                llama.convert_adapter(args.peers, adapter, Path(args.model), files[-1], log)
+                if not files[-1].exists():
+                    llama.convert_adapter(args.peers, adapter, Path(args.model), files[-1], log)
 
         def turn(engine: str) -> float:
             if engine == "octavo":
@@ -235,8 +241,8 @@ def main() -> None:
             for engine in engines:
                 found[engine].append(turn(engine))
                 print(f"{engine}: {found[engine][-1]:.0f} tokens/s", flush=True)
-    medians = {engine: statistics.median(speeds) for engine, speeds in found.items()}
-    for engine in engines[1:]:
+    medians = {engine: statistics.median(found[engine] or [0.0]) for engine in engines}
+    for engine in engines[1:] if args.rounds else []:
         ratio = medians[engines[0]] / medians[engine]
         print(f"{engines[0]} and {engine}: ratio of the medians {ratio:.2f}")
 

@@ -57,6 +57,8 @@ def _value(value: Any) -> bytes:
         return struct.pack("<If", 6, value)
     if isinstance(value, str):
         return struct.pack("<I", 8) + _text(value)
+    if not value:  # as texts
+        return struct.pack("<IIQ", 9, 8, 0)
     items = b"".join(_value(item)[4:] for item in value)
     (kind,) = struct.unpack("<I", _value(value[0])[:4])
     return struct.pack("<IIQ", 9, kind, len(value)) + items
@@ -294,6 +296,8 @@ NO_HEAD_SIZE += ("mamba", "jamba", "granitemoe", "deepseek2", "minicpm3")
 def rope_fields(rope: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys of scaled positions."""
     kind = rope.get("rope_type")
+    if "mrope_section" in rope:
+        return {"rope.dimension_sections": [*rope["mrope_section"], 0]}
     if kind == "longrope":
         return {"rope.scaling.original_context_length": rope["original_max_position_embeddings"]}
     if kind not in ("linear", "yarn"):
@@ -740,19 +744,21 @@ def convert(
     types: Mapping[str, str] | None = None,
     *,
     as_published: bool = True,
+    vocabulary: Mapping[str, Any] = VOCABULARY,
 ) -> None:
     """Write a model of transformers.
 
     Args:
-        model: the model, with a vocabulary of 128 tokens.
+        model: the model.
         kind: its `general.architecture`.
         path: the file.
         types: types of tensors by parts of their names; "" for all others; default: f32.
+        vocabulary: metadata of its tokenizer.
         as_published: write tensors in the forms of published checkpoints, too: fused, or unused.
     """
     if kind == "rwkv7":
         fields, arrays = _rwkv7(model)
-        metadata = {"general.architecture": kind} | VOCABULARY | fields
+        metadata = {"general.architecture": kind} | vocabulary | fields
         _write_arrays(path, metadata, arrays, types)
         return
     model.config.allow_global_per_layer_attribute_access = True  # Gemma 4
@@ -761,7 +767,7 @@ def convert(
     rope = rope.get("full_attention", rope)
     heads = getattr(config, "num_attention_heads", 1)
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    metadata = {"general.architecture": kind} | VOCABULARY | _fields(config, kind, rope, size)
+    metadata = {"general.architecture": kind, **vocabulary, **_fields(config, kind, rope, size)}
     if kind == "lfm2" or (kind == "lfm2moe" and config.num_dense_layers):
         inner = model.model.layers[0].feed_forward.w1.out_features
         metadata[f"{kind}.feed_forward_length"] = inner

@@ -14,7 +14,12 @@ from octavo.checkpoints.torch_folder import TorchFolder
 from octavo.errors import ModelError
 
 
-def open_checkpoint(path: Path, load_format: LoadFormat = "auto", seed: int = 0) -> Checkpoint:
+def open_checkpoint(
+    path: Path,
+    load_format: LoadFormat = "auto",
+    seed: int = 0,
+    mmproj: str | None = "off",
+) -> Checkpoint:
     """Return the checkpoint at a path, without reading it.
 
     Args:
@@ -23,16 +28,24 @@ def open_checkpoint(path: Path, load_format: LoadFormat = "auto", seed: int = 0)
             none; gguf, safetensors and pt read only the one kind; sharded_state reads vLLM's files
             of each rank; dummy generates random weights.
         seed: seed of random weights.
+        mmproj: of a GGUF file, the file with its tower; off: none; None: the one beside the file,
+            if there is any.
 
     Raises:
-        ModelError: the path is a file, and `load_format` needs a folder, or the other way round.
+        ModelError: the path is a file, and `load_format` needs a folder, or the other way round;
+            or mmproj is not usable.
     """
     if path.is_file():
         if load_format not in ("auto", "gguf"):
             raise ModelError(f"{path} is a GGUF file, and load_format={load_format}; leave it out.")
-        from octavo.checkpoints.gguf.file import GGUFFile
+        from octavo.checkpoints.gguf.pair import open_pair
 
-        return GGUFFile(path)
+        return open_pair(path, mmproj)
+    if mmproj not in (None, "off"):
+        raise ModelError(
+            f"mmproj={mmproj}: {path} is not a GGUF file, and only such models have a tower in a "
+            "file of its own; leave it out."
+        )
     if load_format == "gguf":
         raise ModelError(f"load_format=gguf: {path} has no GGUF file; name the file.")
     match load_format:

@@ -92,6 +92,11 @@ def add_settings(
         else:
             kwargs |= _value_type(field.name, plain)
         group.add_argument(*_names(field.name), **kwargs)
+        if field.name == "mmproj":  # llama.cpp's name for its value off
+            absent = argparse.SUPPRESS
+            group.add_argument(
+                "--no-mmproj", dest="mmproj", action=_StoreOff, nargs=0, default=absent, help=absent
+            )
 
 
 def shown_default(field: ConfigField) -> object:
@@ -146,6 +151,20 @@ class StoreOnce(argparse.Action):
         """Store the value."""
         _note_given(parser, namespace, self)
         setattr(namespace, self.dest, values)
+
+
+class _StoreOff(StoreOnce):
+    """Action of a flag without a value that stores off."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        """Store off."""
+        super().__call__(parser, namespace, "off", option_string)
 
 
 class _SwitchOnce(argparse.BooleanOptionalAction):

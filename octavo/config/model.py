@@ -243,6 +243,14 @@ class LoadConfig(Section, frozen=True):
             " vLLM's saved file of each rank; dummy: random weights."
         ),
     ] = "auto"
+    mmproj: Annotated[
+        Annotated[str, Meta(min_length=1)] | None,
+        Meta(
+            description="GGUF file with the tower of a GGUF model of pictures; default: the"
+            " mmproj*.gguf beside the model's file, or in its hub repository. off, or --no-mmproj:"
+            " none, the text model alone."
+        ),
+    ] = None
     download_dir: Annotated[
         str | None, Meta(description="Folder for downloads; default: the hub client's cache.")
     ] = None

@@ -107,7 +107,9 @@ def main() -> None:
     status = 0
     try:
         path = Path(setup.model_path)
-        checkpoint = open_checkpoint(path, setup.config.load.load_format)
+        checkpoint = open_checkpoint(
+            path, setup.config.load.load_format, mmproj=setup.config.load.mmproj
+        )
         spec = read_spec(checkpoint, setup.config.model)
         recorder = None if setup.record is None else Recorder(Path(setup.record))
         step_recorder = None if recorder is None else StepRecorder(recorder.put)

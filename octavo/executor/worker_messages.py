@@ -80,7 +80,9 @@ class SetupMessage(msgspec.Struct):
         Raises:
             ConfigError, ModelError: the folders have changed.
         """
-        checkpoint = open_checkpoint(Path(self.model_path), self.config.load.load_format)
+        checkpoint = open_checkpoint(
+            Path(self.model_path), self.config.load.load_format, mmproj=self.config.load.mmproj
+        )
         spec = read_spec(checkpoint, self.config.model)
         setup = self._with(spec)
         if self.draft is not None:

@@ -151,7 +151,7 @@ class AsyncLLM(AsyncPooling):
         model = config.model
         check_recording(config, None if record is None else record.path)
         self.config = config
-        self.checkpoint = open_checkpoint(path, config.load.load_format)
+        self.checkpoint = open_checkpoint(path, config.load.load_format, mmproj=config.load.mmproj)
         self.spec = read_spec(self.checkpoint, model)
         # Preliminary: the memory plan may shorten a length of -1, see `_became_ready`.
         self.max_model_len = resolve_max_model_len(config, self.spec)

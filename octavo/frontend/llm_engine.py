@@ -92,7 +92,9 @@ class LLMEngine:
         check_offline(config)
         settings = config.model
         path, tokenizer_path = resolve_folders(config)
-        self.checkpoint = open_checkpoint(path, config.load.load_format, settings.seed)
+        self.checkpoint = open_checkpoint(
+            path, config.load.load_format, settings.seed, mmproj=config.load.mmproj
+        )
         self.spec = read_spec(self.checkpoint, settings)
         self.tokenizer: Tokenizer | None = None
         if not settings.skip_tokenizer_init:

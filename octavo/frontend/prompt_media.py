@@ -305,7 +305,11 @@ class PromptMedia:
     def _token(self, text: str, name: str) -> int:
         ids = self._tokenizer.encode(text, False)
         if len(ids) != 1:
-            raise RequestError(f"{text!r}, the placeholder of {name}s, is not one token.", DATA)
+            raise RequestError(
+                f"{text!r}, the placeholder of {name}s, is not one token of this tokenizer. Name "
+                "that of the model (--tokenizer), or start with --language-model-only.",
+                DATA,
+            )
         return ids[0]
 
 

@@ -53,7 +53,9 @@ class OpenedModel:
                 )
             )
         path, tokenizer_path = resolve_folders(found, header_only=not with_weights)
-        checkpoint = open_checkpoint(path, config.load.load_format, config.model.seed)
+        checkpoint = open_checkpoint(
+            path, config.load.load_format, config.model.seed, mmproj=config.load.mmproj
+        )
         spec = read_spec(checkpoint, config.model)
         return cls(kwargs, config, path, tokenizer_path, checkpoint, spec)
 

@@ -230,24 +230,43 @@ def _with_forms(
         choose_exact: the same for `LinearSpec.exact`; None: `choose`.
     """
     choices = choose, choose_exact or choose
-    made: dict[int, list[LayerSpec]] = {}
-    layers = []
-    for index, layer in enumerate(spec.layers):
-        names = spec.names_of_layers[index].checkpoint
-        try:
-            new = _replace(layer, names, *choices)
-        except ModelError as error:
-            raise ModelError(f"{names.removesuffix('.')}: {error}") from None
-        known = made.setdefault(id(layer), [])
-        if new not in known:
-            known.append(new)
-        layers.append(known[known.index(new)])
-    others: _Spec = _replace(replace(spec, layers=()), "", *choices)
+    layers = _replace_layers(spec.layers, [n.checkpoint for n in spec.names_of_layers], *choices)
+    encoders = []
+    for encoder in spec.encoders:
+        names = [encoder.layer_names.format(i) for i in range(len(encoder.layers))]
+        own = _replace_layers(encoder.layers, names, *choices)
+        rest = _replace(replace(encoder, layers=()), "", *choices)
+        encoders.append(replace(rest, layers=own))
+    others: _Spec = _replace(replace(spec, layers=(), encoders=()), "", *choices)
     embed = replace(others.embed, form=choose_table(others.embed.module) or PLAIN)
     if (inputs := embed.layer_inputs) is not None:
         inputs = replace(inputs, form=choose_table(inputs.module) or PLAIN)
         embed = replace(embed, layer_inputs=inputs)
-    return replace(others, layers=tuple(layers), embed=embed)
+    return replace(others, layers=layers, encoders=tuple(encoders), embed=embed)
+
+
+def _replace_layers(
+    layers: Sequence[LayerSpec],
+    prefixes: Sequence[str],
+    choose: Callable[[str], WeightForm],
+    choose_exact: Callable[[str], WeightForm],
+) -> tuple[LayerSpec, ...]:
+    """Return layers with the forms of all linear weights; `prefixes` are those of their modules.
+
+    Layers that share one object still share it if their forms are equal.
+    """
+    made: dict[int, list[LayerSpec]] = {}
+    found = []
+    for layer, prefix in zip(layers, prefixes, strict=True):
+        try:
+            new = _replace(layer, prefix, choose, choose_exact)
+        except ModelError as error:
+            raise ModelError(f"{prefix.removesuffix('.')}: {error}") from None
+        known = made.setdefault(id(layer), [])
+        if new not in known:
+            known.append(new)
+        found.append(known[known.index(new)])
+    return tuple(found)
 
 
 def _replace(

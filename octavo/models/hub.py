@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import difflib
 import errno
+import glob
 import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from octavo.checkpoints.gguf.folder import find_gguf
+from octavo.checkpoints.gguf.folder import choose_mmproj, find_gguf, is_mmproj
 from octavo.checkpoints.model_files import require_file
 from octavo.checkpoints.tasks import TASKS
 from octavo.config import (
@@ -87,6 +88,7 @@ def resolve_model(
     download_dir: str | None = None,
     load_format: str = "auto",
     header_only: bool = False,
+    mmproj: str | None = "off",
 ) -> Path:
     """Return the folder of a model, or its GGUF file; download it if necessary.
 
@@ -101,6 +103,7 @@ def resolve_model(
         download_dir: folder for downloads; default: the hub client's cache.
         load_format: format of the weight files, as in `open_checkpoint`.
         header_only: True: of a GGUF file on the hub, the header suffices; see `fetch_headers`.
+        mmproj: None: with a GGUF file on the hub, download the tower's file beside it, if any.
 
     Raises:
         ModelError: a local path is not a folder, or contains pipes or devices.
@@ -131,6 +134,8 @@ def resolve_model(
         for name in dict.fromkeys((form, form.upper(), form.lower()))
         for part in ("", "-?????-of-?????")
     ]
+    if mmproj is None and (beside := _mmproj_of(repo_id, revision, download_dir)) is not None:
+        patterns.append(glob.escape(beside))
     files = []
     if header_only and not hub_offline():
         with contextlib.suppress(HubError):  # an earlier download
@@ -143,12 +148,37 @@ def resolve_model(
                 files = _find(fetch_headers(repo_id, revision, tuple(patterns)), patterns)
     else:
         files = _find(_download(repo_id, revision, download_dir, patterns), patterns)
+    files = [file for file in files if not is_mmproj(file.name)]
     if not files:
         raise HubError(
             f"{repo_id} has no GGUF file whose name ends with {form}.gguf; look at its list of "
             "files on the hub."
         )
     return files[0]
+
+
+def _mmproj_of(repo_id: str, revision: str | None, download_dir: str | None) -> str | None:
+    """Return the name of the tower's file of a repository with GGUF files; None: there is none.
+
+    Raises:
+        HubError: there are several, or the hub rejects the name.
+    """
+    from huggingface_hub import HfApi
+
+    names: list[str] = []
+    try:
+        if hub_offline():
+            raise DownloadError("")
+        with _hub_errors(repo_id, revision):
+            names = HfApi().list_repo_files(repo_id, revision=revision)
+    except DownloadError:
+        with contextlib.suppress(HubError):  # an earlier download, or the caller's error
+            folder = _download(repo_id, revision, download_dir, ["*.gguf"], offline=True)
+            names = [file.name for file in folder.glob("*.gguf")]
+    try:
+        return choose_mmproj(names)
+    except ModelError as error:
+        raise HubError(f"{repo_id}: {error}") from None
 
 
 def resolve_adapter(
@@ -279,6 +309,7 @@ def resolve_folders(config: EngineConfig, *, header_only: bool = False) -> tuple
         download_dir=load.download_dir,
         load_format=load.load_format,
         header_only=header_only,
+        mmproj=load.mmproj if name.limit("image") else "off",
     )
     if name.tokenizer is None:
         return path, path

@@ -24,7 +24,9 @@ def open_model(config: EngineConfig, path: Path, dtype: str = "float32") -> Chec
         AdapterError: the adapter does not exist.
         ModelError: see `open_checkpoint`.
     """
-    checkpoint = open_checkpoint(path, config.load.load_format, config.model.seed)
+    checkpoint = open_checkpoint(
+        path, config.load.load_format, config.model.seed, mmproj=config.load.mmproj
+    )
     folder = find_merged(config)
     if folder is None:
         return checkpoint

@@ -93,7 +93,9 @@ def _make_coordinator(setup: CoordinatorSetup) -> Coordinator:
         log_format=config.log_format,
         reports_steps=config.reports_steps,
     )
-    checkpoint = open_checkpoint(path, engine_config.load.load_format)
+    checkpoint = open_checkpoint(
+        path, engine_config.load.load_format, mmproj=engine_config.load.mmproj
+    )
     spec = read_spec(checkpoint, engine_config.model)
     metrics = EngineMetrics(
         names[0] if names else engine_config.model.model,

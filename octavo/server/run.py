@@ -189,7 +189,7 @@ def _check_model(config: ServerConfig, engine_config: EngineConfig) -> None:
         download_dir=load.download_dir,
         load_format="dummy",
     )
-    checkpoint = open_checkpoint(folder, load.load_format)
+    checkpoint = open_checkpoint(folder, load.load_format, mmproj=load.mmproj)
     spec = read_spec(checkpoint, name)
     resolve_kv_cache_dtype(engine_config, resolve_dtype(engine_config, spec))
     resolve_max_model_len(engine_config, spec)

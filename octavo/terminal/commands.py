@@ -314,7 +314,9 @@ def _check_local(config: EngineConfig) -> None:
 
     path = local_folder(config.model.model)
     if path is not None:
-        read_spec(open_checkpoint(path, config.load.load_format), config.model)
+        read_spec(
+            open_checkpoint(path, config.load.load_format, mmproj=config.load.mmproj), config.model
+        )
 
 
 def model_and_prompt(words: list[str], has_model: bool) -> tuple[str | None, str | None]:

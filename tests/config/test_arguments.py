@@ -40,6 +40,11 @@ def test_what_asks_for_nothing_changes_nothing(serve, words):
     assert serve(*words) == serve()
 
 
+def test_flags_of_llama_cpp(serve):
+    assert serve("--no-mmproj").load.mmproj == "off"
+    assert serve("--mmproj", "m.gguf").load.mmproj == "m.gguf"
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -51,6 +56,7 @@ def test_what_asks_for_nothing_changes_nothing(serve, words):
         (["-tp", "1", "--tensor-parallel-size", "1"], "--tensor-parallel-size is given twice"),
         (["--enforce-eager", "--no-enforce-eager"], "--enforce-eager is given twice"),
         (["-sc", '{"method": "ngram"}', "-sc.method", "ngram"], "--speculative-config is given"),
+        (["--mmproj", "m.gguf", "--no-mmproj"], "--no-mmproj is given twice"),
         (["--frobnicate"], "unknown flag --frobnicate (see octavo serve --help)"),
         (["--max-model-len", "4X"], "4k (4,000)"),
     ],

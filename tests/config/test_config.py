@@ -188,6 +188,7 @@ BAD = {
     "lora_resolvers": [5, [5], None],
     "load_format": ["npz", None],
     "download_dir": [5],
+    "mmproj": [1, ""],
     "weight_cache": [1, ""],
     "weight_cache_bytes": [0, "much"],
     "expert_cache": [0, -1, "much"],

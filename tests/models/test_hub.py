@@ -269,6 +269,33 @@ def test_gguf_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         resolve_model("org/name:Q4_K_M", load_format="pt")
 
 
+def test_tower_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GGUF file comes with its tower; without a network, an earlier download is used."""
+    fake = FakeHub(tmp_path)
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fake)
+    repo = ["m-Q8_0.gguf", "mmproj-F32.gguf", "mmproj-Q8_0.gguf", "README.md"]
+    listed: list[str] | Exception = repo
+
+    def list_files(self: Any, repo_id: str, revision: str | None) -> list[str]:
+        if isinstance(listed, Exception):
+            raise listed
+        return listed
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", list_files)
+    for name in repo:
+        (tmp_path / name).touch()
+    for mmproj, tower in ((None, "mmproj-Q8_0.gguf"), ("off", ""), ("own.gguf", "")):
+        assert resolve_model("org/name:Q8_0", mmproj=mmproj) == tmp_path / "m-Q8_0.gguf"
+        assert (tower in fake.options["allow_patterns"]) == bool(tower)
+    listed = httpx.ConnectError("no route")
+    assert resolve_model("org/name:Q8_0", mmproj=None) == tmp_path / "m-Q8_0.gguf"
+    assert "mmproj-Q8_0.gguf" in fake.options["allow_patterns"]
+    listed = ["m-Q8_0.gguf", "mmproj-a.gguf", "mmproj-b.gguf"]
+    with pytest.raises(HubError, match=r"org/name: there are several mmproj files.*--mmproj"):
+        resolve_model("org/name:Q8_0", mmproj=None)
+
+
 @pytest.mark.parametrize(
     ("error", "message"),
     [

@@ -143,6 +143,21 @@ class Description:
         # The file has float32 numbers: 1e-06 is the one that was meant.
         return float(str(np.float32(value))) if type(value) is float else value
 
+    def sections(self) -> list[int]:
+        """Return the numbers of pairs of a head for time, height and width (m-RoPE).
+
+        Raises:
+            ModelError: the file does not have them.
+        """
+        found = self.metadata.get(f"{self.kind}.rope.dimension_sections")
+        if not isinstance(found, np.ndarray) or found.dtype.kind not in "iu" or len(found) < 3:
+            raise self.error(
+                f"the metadata lacks {self.kind}.rope.dimension_sections, at least three numbers, "
+                "which pictures need; convert the model again"
+            )
+        sections: list[int] = found[:3].tolist()
+        return sections
+
     def _flag(self, key: str, default: bool) -> bool:
         value = self.value(key)
         if value is None:

@@ -141,6 +141,19 @@ class GGUFFile:
     def _described(self) -> Description:
         return Description(self.path, self._headers[0].metadata)
 
+    @property
+    def kind(self) -> object:
+        """Value of general.architecture."""
+        return self._described.kind
+
+    def sections(self) -> list[int]:
+        """Return the numbers of pairs of a head for time, height and width.
+
+        Raises:
+            ModelError: the file does not have them.
+        """
+        return self._described.sections()
+
     @cached_property
     def config(self) -> ConfigJson:
         """Return the config in the form of Hugging Face's config.json; see `Checkpoint`."""
@@ -330,7 +343,7 @@ class GGUFFile:
     def _block_types(self) -> dict[str, str]:
         """Return the block types of modules by their names in Hugging Face's form."""
         return {
-            own.removesuffix(".weight"): _block_type(tensor)
+            own.removesuffix(".weight"): block_type(tensor)
             for tensor in self._tensors.values()
             if tensor.type in STORED_BLOCKS and tensor.name.endswith(".weight")
             for name in self._own_names(tensor.name)
@@ -408,7 +421,7 @@ def _places(tensor: GGUFTensor, sources: list[Source]) -> dict[str, Place]:
     Raises:
         ModelError: the shape or type does not match.
     """
-    shape, dtype = _stored_form(tensor)
+    shape, dtype = stored_form(tensor)
     shapes = [s.shape[::-1] if s.transform == "transpose" else s.shape for s in sources]
     rows = [shape[0] for shape in shapes]
     required = (sum(rows), *shapes[0][1:])
@@ -443,7 +456,7 @@ def _expert_places(tensor: GGUFTensor, sources: list[Source], count: int) -> dic
     Raises:
         ModelError: the shape or type does not match.
     """
-    shape, dtype = _stored_form(tensor)
+    shape, dtype = stored_form(tensor)
     ends = list(dict.fromkeys(EXPERT.split(source.name)[-1] for source in sources))
     count //= len(ends)  # gate and up may be one tensor
     required = count, len(ends) * sources[0].shape[0], *sources[0].shape[1:]
@@ -540,9 +553,14 @@ class GGUFTensors:
     def done(self, tensor: HostTensor) -> None:
         """Let the system drop the tensor's pages of the mapped file."""
         for data in self._data.values():
-            whole = np.frombuffer(data, np.uint8)
-            if 0 <= tensor.data_ptr() - whole.ctypes.data < whole.nbytes:
-                _native.release_pages(tensor.data_ptr(), tensor.nbytes)
+            release(data, tensor)
+
+
+def release(data: memoryview, tensor: HostTensor) -> None:
+    """Let the system drop the pages of a mapped file that a tensor views; others stay."""
+    whole = np.frombuffer(data, np.uint8)
+    if 0 <= tensor.data_ptr() - whole.ctypes.data < whole.nbytes:
+        _native.release_pages(tensor.data_ptr(), tensor.nbytes)
 
 
 def tiled_order(
@@ -580,15 +598,15 @@ def _by_group(rows: NDArray[np.uint8], source: Source) -> NDArray[np.uint8]:
     return grouped
 
 
-def _block_type(tensor: GGUFTensor) -> str:
+def block_type(tensor: GGUFTensor) -> str:
     """Return the type of the blocks that `GGUFTensors.read` returns."""
     repacked = REPACKED.get(tensor.type)
     return tensor.type if repacked is None else repacked.block_type
 
 
-def _stored_form(tensor: GGUFTensor) -> tuple[tuple[int, ...], str]:
+def stored_form(tensor: GGUFTensor) -> tuple[tuple[int, ...], str]:
     """Return the shape and the type that `GGUFTensors.read` gives a tensor."""
-    size = BLOCK_TYPES.get(_block_type(tensor))
+    size = BLOCK_TYPES.get(block_type(tensor))
     if size is None:
         return tensor.shape, tensor.type
     return (*tensor.shape[:-1], tensor.shape[-1] // size.numbers * size.nbytes), "uint8"

@@ -12,7 +12,7 @@ from octavo.layers.rope_spec import RopeSpec
 from octavo.models.blocks.attention import AttentionSpec, SectionRope
 from octavo.models.blocks.base import BlockSpec
 from octavo.models.spec import ModelSpec
-from octavo.models.towers.registry import with_encoders
+from octavo.models.towers.registry import tower_name, with_encoders
 
 _PLAIN: tuple[str, ...] = (
     "Idefics3",
@@ -39,7 +39,7 @@ of Qwen3-VL and Qwen3.5 are interleaved."""
 def with_pictures(spec: ModelSpec, config: ConfigJson) -> ModelSpec:
     """Return a model with its tower, if its text part can read the tower's rows.
 
-    A checkpoint whose config describes no tower, such as a GGUF file, remains a text model.
+    A checkpoint whose config describes no tower, such as one GGUF file, remains a text model.
 
     Args:
         spec: the text part.
@@ -48,7 +48,9 @@ def with_pictures(spec: ModelSpec, config: ConfigJson) -> ModelSpec:
     Raises:
         ModelError: a field of the tower, or of the positions, has an unsupported value.
     """
-    name = spec.architecture.removesuffix("ForConditionalGeneration")
+    if config.has("gguf_left_out"):
+        return replace(spec, left_out=str(config.get("gguf_left_out")))
+    name = tower_name(spec, config)
     if not config.has("vision_config") or name not in (*_PLAIN, *_SECTIONS):
         return spec
     try:

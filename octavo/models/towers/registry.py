@@ -39,6 +39,15 @@ TOWERS: dict[str, Callable[[ConfigJson], EncoderSpec]] = {
 with the fields of text_config at the outside, as families do."""
 
 
+def tower_name(spec: ModelSpec, config: ConfigJson) -> str:
+    """Return the architecture whose tower a model has.
+
+    The text part of a model in two GGUF files has an architecture of its own.
+    """
+    of_file = config.get("gguf_tower")
+    return str(of_file or spec.architecture.removesuffix("ForConditionalGeneration"))
+
+
 def with_encoders(spec: ModelSpec, config: ConfigJson) -> ModelSpec:
     """Return a model for pictures and texts with its tower, if that is supported.
 
@@ -49,5 +58,5 @@ def with_encoders(spec: ModelSpec, config: ConfigJson) -> ModelSpec:
     Raises:
         ModelError: a field of vision_config has an unsupported value.
     """
-    read = TOWERS.get(spec.architecture.removesuffix("ForConditionalGeneration"))
+    read = TOWERS.get(tower_name(spec, config))
     return spec if read is None else replace(spec, encoders=(read(config),))

