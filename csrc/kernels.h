@@ -569,6 +569,7 @@ struct AttentionArgs {
   const int32_t* product_columns;  // [2 * product_distance + 1], column of each distance
   int64_t product_distance;  // distances beyond it have the column of the last one
   const void* sinks;  // [heads], logits that only join the sums of probabilities; or null
+  const int32_t* ranges;  // [tokens, 2], further visible positions of each token; or null
   DType dtype;
   CacheType cache;
 
@@ -576,7 +577,7 @@ struct AttentionArgs {
           kv_block_stride, query_start_loc, seq_lens, block_table, block_table_stride, num_reqs, heads, kv_heads,
           head_size, value_size, block_size, latent, causal, window, chunk, scale, soft_cap, alibi_slopes,
           position_bias, bias_distance, query_products, key_products, products_stride, products_head_stride,
-          product_columns, product_distance, sinks, dtype, cache)
+          product_columns, product_distance, sinks, ranges, dtype, cache)
   void resize(const StepSize& size) { num_reqs = size.num_reqs; }
   Work work() const {
     double keys = 0, pairs = 0;  // positions read; visible (query, position) pairs

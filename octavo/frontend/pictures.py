@@ -18,7 +18,7 @@ from octavo.models.encoder import EncoderSpec
 from octavo.multimodal.pictures import Picture, make_picture
 from octavo.multimodal.processors.base import ImageProcessor
 from octavo.multimodal.processors.registry import make_processor, read_processor
-from octavo.multimodal.prompt import expand_prompt
+from octavo.multimodal.prompt import arrange_prefix, expand_prompt
 from octavo.text.tokenizer import Tokenizer
 
 DATA, KWARGS, UUIDS = "multi_modal_data", "mm_processor_kwargs", "multi_modal_uuids"
@@ -99,6 +99,14 @@ class Pictures:
         processor = self.processor.changed(_settings_of(prompt))
         pictures = [self._read(processor, image, i) for i, image in enumerate(given)]
         places = [picture.place for picture in pictures]
+        if processor.prefix_end is not None and places:
+            token_ids = arrange_prefix(
+                token_ids,
+                len(places),
+                self._placeholder_id,
+                self._tokenizer.bos_token_id,
+                self._tokenizer.encode(processor.prefix_end, False),
+            )
         ids, ranges = expand_prompt(
             token_ids, places, self._placeholder_id, self._embed_id, self._tokenizer
         )
@@ -106,6 +114,11 @@ class Pictures:
             picture.feature(place, _identifier(picture.digest, salt))
             for picture, place in zip(pictures, ranges, strict=True)
         ]
+        if (sight := self._encoder.sight) is not None:
+            features = [
+                msgspec.structs.replace(f, ranges=sight.ranges(f.mm_position, len(ids)))
+                for f in features
+            ]
         for i, (feature, image) in enumerate(zip(features, given, strict=True)):
             try:
                 self._encoder.check(feature)

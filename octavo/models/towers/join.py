@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from octavo.checkpoints.config_json import ConfigJson
 from octavo.errors import ModelError
 from octavo.layers.mrope import SECTIONS, MRopeArray
+from octavo.layers.ranges import RangeArray
 from octavo.layers.rope_spec import RopeSpec
 from octavo.models.blocks.attention import AttentionSpec, SectionRope
 from octavo.models.blocks.base import BlockSpec
+from octavo.models.encoder import Sight
 from octavo.models.spec import ModelSpec
 from octavo.models.towers.registry import with_encoders
 
-_PLAIN = ("Idefics3", "InternVL", "Llava", "Mistral3", "SmolVLM")
+_PLAIN = ("Gemma3", "Idefics3", "InternVL", "Llava", "Mistral3", "PaliGemma", "SmolVLM")
 """Models whose text part reads rows as it reads embeddings."""
 _SECTIONS: Mapping[str, tuple[int, ...] | None] = {
     "Qwen2VL": None,
@@ -40,7 +42,7 @@ def with_pictures(spec: ModelSpec, config: ConfigJson) -> ModelSpec:
         ModelError: a field of the tower, or of the positions, has an unsupported value.
     """
     name = spec.architecture.removesuffix("ForConditionalGeneration")
-    if not config.has("vision_config") or name not in (*_PLAIN, *_SECTIONS):
+    if not config.has("vision_config") or name not in (*_PLAIN, *_SECTIONS) or spec.sees_all:
         return spec
     try:
         joined = replace(with_encoders(spec, config), left_out="")
@@ -48,6 +50,9 @@ def with_pictures(spec: ModelSpec, config: ConfigJson) -> ModelSpec:
         raise ModelError(
             f"{error} The model can answer texts with language_model_only=True."
         ) from None
+    (encoder,) = joined.encoders
+    if encoder.sight is not None:
+        joined = _with_ranges(joined, encoder.sight)
     if name not in _SECTIONS:
         return joined
     sections = _read_sections(config, _SECTIONS[name])
@@ -65,6 +70,19 @@ def _read_sections(config: ConfigJson, default: tuple[int, ...] | None) -> tuple
         )
     assert found is not None
     return tuple(found)
+
+
+def _with_ranges(spec: ModelSpec, sight: Sight) -> ModelSpec:
+    """Return a model in which tokens of ranges see each other."""
+    array = RangeArray(sight.widens)
+
+    def changed(block: BlockSpec) -> BlockSpec:
+        if not isinstance(block, AttentionSpec):
+            return block
+        sees = sight.layers == "all" or block.sliding_window is not None
+        return replace(block, ranges=array) if sees else block
+
+    return _with_blocks(spec, changed)
 
 
 def _with_sections(
@@ -86,6 +104,11 @@ def _with_sections(
         array = MRopeArray(rope, sections, interleaved)
         return replace(block, positions=SectionRope(rope.is_neox, array=array))
 
+    return _with_blocks(spec, changed)
+
+
+def _with_blocks(spec: ModelSpec, changed: Callable[[BlockSpec], BlockSpec]) -> ModelSpec:
+    """Return a model with other blocks."""
     layers = {
         id(layer): layer.with_blocks([changed(block) for block in layer.blocks])
         for layer in spec.distinct_layers

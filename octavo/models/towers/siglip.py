@@ -13,7 +13,7 @@ from octavo.models.blocks.encoder_input import PatchInputSpec
 from octavo.models.blocks.linear import LinearSpec
 from octavo.models.blocks.norm import LayerNormSpec, RMSNormSpec
 from octavo.models.blocks.projector import ProjectorActivation, ProjectorSpec
-from octavo.models.encoder import EncoderSpec
+from octavo.models.encoder import EncoderSpec, Sight
 from octavo.models.towers.pixels import TileLayout
 from octavo.models.towers.vit import (
     ViTLayer,
@@ -56,6 +56,7 @@ class _Tower:
     prefix: str = "vision_tower."
     normed: bool = True
     """True if a norm follows the last layer."""
+    sight: Sight | None = None
 
     def read(self) -> EncoderSpec:
         """Return the tower."""
@@ -87,6 +88,7 @@ class _Tower:
             self.output,
             max_num_tokens=self.max_tiles * layout.num_tokens,
             prefixes=(*TOWER_PREFIXES, PROJECTOR_PREFIX),
+            sight=self.sight,
         )
 
 
@@ -176,6 +178,7 @@ def read_paligemma(config: ConfigJson) -> EncoderSpec:
         layout=_read_layout(vision),
         output=ProjectorSpec(((linear, None),), gathers=True),
         max_tiles=1,
+        sight=Sight("prompt", widens=True),
     ).read()
 
 
@@ -198,4 +201,5 @@ def read_gemma3(config: ConfigJson) -> EncoderSpec:
         layout=replace(layout, group=group, averages=True),
         output=ProjectorSpec(((linear, None),), norm=norm, averages=group**2),
         max_tiles=5,
+        sight=Sight("item", rows),
     ).read()

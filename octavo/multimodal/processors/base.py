@@ -73,6 +73,9 @@ class ImageProcessor(ABC):
 
     defaults: ClassVar[Mapping[str, Any]]
     """Settings of preprocessor_config.json that a model may leave out; others are ignored."""
+    prefix_end: ClassVar[str | None] = None
+    """End of prompts with pictures, in models whose prompts are pictures, the beginning of text, and
+    a text (PaliGemma); None: prompts have no form. See `arrange_prefix`."""
     request_settings: ClassVar[tuple[str, ...]] = ()
     """Settings that a request may change (`mm_processor_kwargs`)."""
 

@@ -10,7 +10,11 @@ from octavo.checkpoints.base import Checkpoint
 from octavo.checkpoints.config_json import ConfigJson
 from octavo.errors import ModelError
 from octavo.multimodal.processors.base import ImageProcessor, ModelFiles
-from octavo.multimodal.processors.clip import ClipProcessor, SiglipProcessor
+from octavo.multimodal.processors.clip import (
+    ClipProcessor,
+    PaliGemmaProcessor,
+    SiglipProcessor,
+)
 from octavo.multimodal.processors.gemma3 import Gemma3Processor
 from octavo.multimodal.processors.idefics3 import Idefics3Processor
 from octavo.multimodal.processors.internvl import InternVLProcessor
@@ -23,6 +27,7 @@ PROCESSORS: Mapping[str, type[ImageProcessor]] = {
     "gemma3": Gemma3Processor,
     "idefics3": Idefics3Processor,
     "internvl": InternVLProcessor,
+    "paligemma": PaliGemmaProcessor,
     "pixtral": PixtralProcessor,
     "qwen2_vl": Qwen2VLProcessor,
 }
@@ -33,6 +38,7 @@ _OF_MODELS = {
     "idefics3": "idefics3",
     "internvl": "internvl",
     "mistral3": "pixtral",
+    "paligemma": "paligemma",
     "qwen2_vl": "qwen2_vl",
     "qwen2_5_vl": "qwen2_vl",
     "qwen3_vl": "qwen2_vl",
