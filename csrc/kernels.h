@@ -352,6 +352,19 @@ struct XieluArgs {
   Work work() const { return {double(size_of(dtype)) * rows * dim * 2, 0.0}; }
 };
 
+struct ClipArgs {
+  const void* x;  // [rows, dim]
+  int64_t x_stride;
+  void* out;  // may be x
+  int64_t out_stride, rows, dim;
+  const float* bounds;  // [2], the least and the largest number
+  DType dtype;
+
+  MEMBERS(x, x_stride, out, out_stride, rows, dim, bounds, dtype)
+  void resize(const StepSize& size) { rows = size.rows; }
+  Work work() const { return {double(size_of(dtype)) * rows * dim * 2, 0.0}; }
+};
+
 struct RotaryArgs {
   const int64_t* positions;  // [tokens]
   void* query;  // [tokens, heads, >= rotary_dim], changed in place
@@ -1048,6 +1061,7 @@ struct Wkv7Args {
   KERNEL(gated, GatedArgs)                \
   KERNEL(unary, UnaryArgs)                \
   KERNEL(xielu, XieluArgs)                \
+  KERNEL(clip, ClipArgs)                  \
   KERNEL(rotary, RotaryArgs)              \
   KERNEL(softmax, SoftmaxArgs)            \
   KERNEL(argmax, ArgmaxArgs)              \

@@ -79,6 +79,19 @@ def _join_patches(pictures: Sequence[Arrays]) -> Arrays:
     return {"pixel_values": torch.from_numpy(patches), "image_grid_thw": torch.from_numpy(grids)}
 
 
+def _join_positioned(pictures: Sequence[Arrays]) -> Arrays:
+    """Return patches of pictures, followed by padding as transformers has it."""
+    most = max(len(picture["pixel_values"]) for picture in pictures)
+    joined: Arrays = {}
+    for name, filling in (("pixel_values", 0), ("image_position_ids", -1)):
+        parts = [picture[name] for picture in pictures]
+        parts = [
+            np.pad(p, ((0, most - len(p)), (0, 0)), constant_values=filling) for p in parts
+        ]
+        joined[name] = torch.from_numpy(np.stack(parts))
+    return joined
+
+
 def _kinds_of_rows(name: str, embed: str) -> Callable[[torch.Tensor, int], Arrays]:
     """Return the types of tokens that see the picture that they stand for."""
     return lambda tokens, _: {name: (tokens == ID[embed]).int()}
@@ -111,8 +124,35 @@ GEMMA |= {"layer_types": ["sliding_attention", "full_attention", "sliding_attent
 GEMMA_TOWER = SIGLIP | {"image_size": 32}
 PALIGEMMA_PICTURES = {"image_processor_type": "SiglipImageProcessor"}
 PALIGEMMA_PICTURES |= {"size": {"height": 32, "width": 32}}
+GEMMA4_TOWER = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2}
+GEMMA4_TOWER |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+GEMMA4_TOWER |= {"patch_size": 2, "pooling_kernel_size": 2, "position_embedding_size": 64}
+GEMMA4 = {"head_dim": 8, "global_head_dim": 16, "sliding_window": 9}
+GEMMA4 |= {"layer_types": ["sliding_attention", "full_attention"]}
+GEMMA4_IDS = {"image_token_id": ID["<|image|>"], "boi_token_id": ID["<|image>"]}
+GEMMA4_IDS |= {"eoi_token_id": ID["<image|>"], "audio_config": None}
+GEMMA4_IDS |= {"video_token_id": VOCAB, "audio_token_id": VOCAB}
+GEMMA4_PICTURES = {"image_processor_type": "Gemma4ImageProcessor", "patch_size": 2}
+GEMMA4_PICTURES |= {"pooling_kernel_size": 2, "max_soft_tokens": 70}
 
 CASES = {
+    "gemma4": Case(
+        "Gemma4ForConditionalGeneration",
+        {
+            "vision_config": GEMMA4_TOWER | {"standardize": True},
+            "text_config": _text(
+                model_type="gemma4_text",
+                use_bidirectional_attention="vision",
+                hidden_size_per_layer_input=0,
+                **GEMMA4,
+            ),
+            **GEMMA4_IDS,
+        },
+        GEMMA4_PICTURES,
+        _join_positioned,
+        "<|image|>",
+        _kinds_of_rows("mm_token_type_ids", "<|image|>"),
+    ),
     "gemma3": Case(
         "Gemma3ForConditionalGeneration",
         {
@@ -210,6 +250,23 @@ CASES = {
     ),
 }
 MORE_CASES = {
+    "gemma4_e": Case(
+        "Gemma4ForConditionalGeneration",
+        {
+            "vision_config": GEMMA4_TOWER | {"use_clipped_linears": True},
+            "text_config": _text(
+                model_type="gemma4_text",
+                hidden_size_per_layer_input=8,
+                vocab_size_per_layer_input=VOCAB,
+                num_kv_shared_layers=2,
+                **GEMMA4 | {"num_hidden_layers": 4, "layer_types": GEMMA4["layer_types"] * 2},
+            ),
+            **GEMMA4_IDS,
+        },
+        GEMMA4_PICTURES,
+        _join_positioned,
+        "<|image|>",
+    ),
     "paligemma1": Case(
         "PaliGemmaForConditionalGeneration",
         {

@@ -369,6 +369,7 @@ class ModelRunner:
             setup.step_arrays,
             self._encoders.rows,
             setup.max_encoder_len,
+            setup.spec.embed.item_token,
         )
         received = make_received(setup, self.model.dtype)
         eager = EagerSteps(

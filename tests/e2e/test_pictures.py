@@ -132,7 +132,7 @@ def test_layouts(saved, settings):
     name, folder, _, alone = saved
     settings = dict(settings)
     # Chunks may end within pictures whose tokens do not see each other.
-    least = {"gemma3": 16 + 7, "paligemma": LONGEST_PREFIX + 7}.get(name, 8)
+    least = {"gemma3": 16 + 7, "gemma4": 70 + 7, "paligemma": LONGEST_PREFIX + 7}.get(name, 8)
     if "max_num_batched_tokens" in settings:
         settings["max_num_batched_tokens"] = max(least, settings["max_num_batched_tokens"])
     else:

@@ -55,6 +55,8 @@ class StepRope:
 
     is_neox: bool = True
     """Layout of the pairs, as in `RopeSpec`."""
+    parts: int = 1
+    """Number of equal parts of a head, each of which turns as a head of its own (Gemma 4)."""
 
 
 @dataclass(frozen=True)
@@ -418,7 +420,7 @@ class AttentionSpec(BlockSpec):
             if rope is None
             else parts.table(rope, lambda: build_cos_sin_cache(rope, parts.max_model_len)),
             is_neox=not isinstance(self.positions, RopeSpec | StepRope) or self.positions.is_neox,
-            rotates_by_step=isinstance(self.positions, StepRope),
+            rotated_parts=self.positions.parts if isinstance(self.positions, StepRope) else 0,
             q_norm=None if self.q_norm is None else self.q_norm.build(parts.of("q_norm")),
             k_norm=None if self.k_norm is None else self.k_norm.build(parts.of("k_norm")),
             gate_size=self.gate_size,

@@ -16,7 +16,7 @@ from octavo.models.encoder import Sight
 from octavo.models.spec import ModelSpec
 from octavo.models.towers.registry import with_encoders
 
-_PLAIN = ("Gemma3", "Idefics3", "InternVL", "Llava", "Mistral3", "PaliGemma", "SmolVLM")
+_PLAIN = ("Gemma3", "Gemma4", "Idefics3", "InternVL", "Llava", "Mistral3", "PaliGemma", "SmolVLM")
 """Models whose text part reads rows as it reads embeddings."""
 _SECTIONS: Mapping[str, tuple[int, ...] | None] = {
     "Qwen2VL": None,
@@ -53,6 +53,9 @@ def with_pictures(spec: ModelSpec, config: ConfigJson) -> ModelSpec:
     (encoder,) = joined.encoders
     if encoder.sight is not None:
         joined = _with_ranges(joined, encoder.sight)
+    if joined.embed.layer_inputs is not None:
+        pad = config.integer("pad_token_id", default=0, least=0)
+        joined = replace(joined, embed=replace(joined.embed, item_token=pad))
     if name not in _SECTIONS:
         return joined
     sections = _read_sections(config, _SECTIONS[name])

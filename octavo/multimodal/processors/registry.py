@@ -16,6 +16,7 @@ from octavo.multimodal.processors.clip import (
     SiglipProcessor,
 )
 from octavo.multimodal.processors.gemma3 import Gemma3Processor
+from octavo.multimodal.processors.gemma4 import Gemma4Processor
 from octavo.multimodal.processors.idefics3 import Idefics3Processor
 from octavo.multimodal.processors.internvl import InternVLProcessor
 from octavo.multimodal.processors.pixtral import PixtralProcessor
@@ -25,6 +26,7 @@ PROCESSORS: Mapping[str, type[ImageProcessor]] = {
     "clip": ClipProcessor,
     "siglip": SiglipProcessor,
     "gemma3": Gemma3Processor,
+    "gemma4": Gemma4Processor,
     "idefics3": Idefics3Processor,
     "internvl": InternVLProcessor,
     "paligemma": PaliGemmaProcessor,
@@ -35,6 +37,7 @@ PROCESSORS: Mapping[str, type[ImageProcessor]] = {
 
 _OF_MODELS = {
     "gemma3": "gemma3",
+    "gemma4": "gemma4",
     "idefics3": "idefics3",
     "internvl": "internvl",
     "mistral3": "pixtral",
