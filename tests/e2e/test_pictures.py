@@ -69,10 +69,10 @@ def make_saved(tmp_path_factory):
     return make
 
 
-@pytest.fixture(params=["smolvlm", "qwen2_5_vl", "qwen3_vl", "gemma3", "paligemma"])
+@pytest.fixture(params=["smolvlm", "qwen2_5_vl", "qwen3_vl", "gemma3", "gemma4", "paligemma"])
 def saved(make_saved, request):
     """Return cases with tiles, with windows, with all that a decoder may do with pictures, and with
-    tokens of a picture, or of a prompt, that see each other."""
+    tokens of a picture, in all layers or some, or of a prompt, that see each other."""
     return make_saved(request.param)
 
 

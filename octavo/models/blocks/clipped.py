@@ -32,9 +32,14 @@ class ClippedLinearSpec(LinearSpec):
 
     def weights(self, names: Names) -> Iterator[Weight]:
         """Yield the weight and the bounds of each module."""
+        assert self.columns is None, "the bounds are those of a whole sum"
+        begin = 0
         for i, (module, rows) in enumerate(self.modules):
             own = names.of(f"{i}")
-            yield from LinearSpec(((f"{module}.linear", rows),), self.inputs).weights(own)
+            parts = self._parts_of(begin, rows)
+            begin += rows
+            one = LinearSpec(((f"{module}.linear", rows),), self.inputs, parts=parts)
+            yield from one.weights(own)
             sources = tuple(
                 Source(f"{names.checkpoint}{module}.{name}", (), "flat", dummy=bound)
                 for name, bound in _BOUNDS.items()
@@ -48,4 +53,10 @@ class ClippedLinearSpec(LinearSpec):
         modules = [parts.of(f"{i}") for i in range(len(self.modules))]
         weights = tuple(module.linear("weight") for module in modules)
         bounds = tuple(module.tensor("bounds") for module in modules)
-        return ClippedLinear(parts.ops, weights[0], weights=weights, bounds=bounds)
+        columns = None
+        if shared is not None and self.parts is not None:
+            (part,) = self.parts
+            columns = parts.columns(shared, self.whole_outputs, part)
+        return ClippedLinear(
+            parts.ops, weights[0], columns=columns, weights=weights, bounds=bounds
+        )
