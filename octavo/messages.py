@@ -243,8 +243,8 @@ class MultiModalFeatureSpec(msgspec.Struct, array_like=True, frozen=True):
     """Sizes of the rows in time, height and width, for models whose positions have sections
     (m-RoPE): the row of the item's n-th placeholder is the n-th of this grid, width first."""
     ranges: tuple[tuple[int, int], ...] = ()
-    """Ranges (begin, end) of the prompt's tokens that see each other in both directions, in order. A
-    step that computes a token of a range computes all later ones of the range, too."""
+    """Ranges (begin, end) of the prompt's tokens that see each other in both directions, in order.
+    A step that computes a token of a range also computes all later ones of the range."""
 
     @property
     def num_rows(self) -> int:

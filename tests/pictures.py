@@ -85,9 +85,7 @@ def _join_positioned(pictures: Sequence[Arrays]) -> Arrays:
     joined: Arrays = {}
     for name, filling in (("pixel_values", 0), ("image_position_ids", -1)):
         parts = [picture[name] for picture in pictures]
-        parts = [
-            np.pad(p, ((0, most - len(p)), (0, 0)), constant_values=filling) for p in parts
-        ]
+        parts = [np.pad(p, ((0, most - len(p)), (0, 0)), constant_values=filling) for p in parts]
         joined[name] = torch.from_numpy(np.stack(parts))
     return joined
 

@@ -1,7 +1,7 @@
 """Array of a step with the ranges of tokens that see each other in both directions.
 
-Such a range is the rows of a picture (Gemma 3, arXiv:2503.19786, section 2.1), or a whole prompt with
-pictures (PaliGemma, arXiv:2407.07726, section 3.1).
+Such a range is the rows of a picture (Gemma 3, arXiv:2503.19786), or a whole prompt with pictures
+(PaliGemma, arXiv:2407.07726, section 3.1).
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from octavo.layers.step_table import LongArray
@@ -58,11 +57,11 @@ class _Ranges:
 class RangeArray:
     """A `StepArray`: begin and end of each token's range, int32 [tokens, 2].
 
-    See `AttentionParams.sees_ranges`.
+    See `AttentionParams`.
     """
 
     widens: bool
-    """True if a token sees its range also beyond a sliding window; False: the begin is `NO_BEGIN`."""
+    """True if a token sees its range also beyond a sliding window; False: begins are `NO_BEGIN`."""
     name: str = RANGES
     dims: tuple[str | int, ...] = ("tokens", 2)
     dtype: str = "int32"

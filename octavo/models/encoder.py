@@ -31,7 +31,7 @@ class Sight:
     """
 
     scope: Literal["item", "prompt"]
-    """item: each run of rows of an item (Gemma 3). prompt: all of a prompt with items (PaliGemma)."""
+    """item: each run of an item's rows (Gemma 3). prompt: a whole prompt with items (PaliGemma)."""
     longest_run: int = 0
     """Tokens of the longest run of rows, for the scope item."""
     layers: Literal["all", "sliding"] = "all"

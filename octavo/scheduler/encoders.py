@@ -66,8 +66,8 @@ class EncoderInputs:
             if longest > room:
                 least = longest + self._max_num_seqs - 1
                 raise RequestError(
-                    f"Item {index + 1} ({feature.modality}): {longest} tokens of the prompt see each "
-                    f"other, and a step has room for {room} of a request. Raise "
+                    f"Item {index + 1} ({feature.modality}): {longest} tokens of the prompt see "
+                    f"each other, and a step has room for {room} of a request. Raise "
                     f"max_num_batched_tokens to {least}, or send less.",
                     "multi_modal_data",
                 )

@@ -290,7 +290,9 @@ class InputBatch:
                     filler.schedule(row, request)
             for name, out in buffers.table.first(size).extra.items():
                 self.fill(name, out, rows, self.num_computed_tokens[rows], counts)
-        embeds = self._gather_embeds(num_reqs, buffers.table.query_start_loc) if self._embeds else []
+        embeds = (
+            self._gather_embeds(num_reqs, buffers.table.query_start_loc) if self._embeds else []
+        )
         if self._item_token is not None:
             for begin, item_rows in embeds:
                 buffers.table.input_ids[begin : begin + len(item_rows)] = self._item_token

@@ -67,7 +67,9 @@ class Case:
     bias_distance: int | None = None  # of a position bias
     product_distance: int | None = None  # of products with vectors of distances
     multiplied: tuple[str, ...] = ("queries", "keys")  # by these vectors
-    ranges: tuple[tuple[int, int], ...] = ()  # of tokens that see each other, in requests that reach them
+    ranges: tuple[
+        tuple[int, int], ...
+    ] = ()  # of tokens that see each other, in requests that reach them
     widens: bool = True  # ranges reach beyond a window
 
     def params(self) -> AttentionParams:

@@ -339,7 +339,7 @@ class AttentionSpec(BlockSpec):
         )
 
     def arrays(self) -> tuple[StepArray, ...]:
-        """Return the positions of a step, the numbers of tokens before the unseen ones, the ranges."""
+        """Return the arrays of positions, of numbers of tokens that are seen, and of ranges."""
         arrays: list[StepArray] = []
         if isinstance(self.positions, SectionRope):
             arrays.append(self.positions.array)

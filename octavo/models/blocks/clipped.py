@@ -57,6 +57,4 @@ class ClippedLinearSpec(LinearSpec):
         if shared is not None and self.parts is not None:
             (part,) = self.parts
             columns = parts.columns(shared, self.whole_outputs, part)
-        return ClippedLinear(
-            parts.ops, weights[0], columns=columns, weights=weights, bounds=bounds
-        )
+        return ClippedLinear(parts.ops, weights[0], columns=columns, weights=weights, bounds=bounds)

@@ -10,8 +10,15 @@ from octavo.checkpoints.base import Source
 from octavo.models.weights import Names, Weight
 
 if TYPE_CHECKING:
-    from octavo.layers.norm import GroupNorm, HeadNorms, LayerNorm, LayerScale, Norm, RMSNorm
-    from octavo.layers.norm import Standard
+    from octavo.layers.norm import (
+        GroupNorm,
+        HeadNorms,
+        LayerNorm,
+        LayerScale,
+        Norm,
+        RMSNorm,
+        Standard,
+    )
     from octavo.models.blocks.base import Parts
     from octavo.system.tensor import Tensor
 

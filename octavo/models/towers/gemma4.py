@@ -50,7 +50,7 @@ class PositionedLayout:
     group: int
     """Height and width of the squares of patches that become one row."""
     num_positions: int
-    """Number of learned positions of an axis: the table has those of columns, then those of rows."""
+    """Number of learned positions of an axis; those of columns are the first in the table."""
     head_size: int
     theta: float
     """Base of the rotary positions."""
@@ -65,7 +65,7 @@ class PositionedLayout:
         if valid:
             width, height = (int(n) + 1 for n in places[-1])
             valid = (
-                0 < min(width, height)
+                min(width, height) > 0
                 and max(width, height) <= self.num_positions
                 and width % self.group == height % self.group == 0
                 and width * height == tokens
@@ -100,7 +100,7 @@ class PositionedLayout:
         angles = (places[:, :, None].astype(np.float32) * speeds).astype(np.float64)
         rotary = np.concatenate([np.cos(angles), np.sin(angles)], 2).astype(np.float32)
         arrays: dict[str, NDArray[Any]] = {
-            "places": (places + [0, self.num_positions]).astype(np.int32),
+            "places": (places + np.array([0, self.num_positions])).astype(np.int32),
             "shares": np.full(squares.shape, self.factor / self.group**2, np.float32),
         }
         return EncoderItem(
@@ -131,7 +131,10 @@ def read_gemma4(config: ConfigJson) -> EncoderSpec:
     vision.refuse("attention_bias", False, "biases of attention are not supported")
     group = vision.integer("pooling_kernel_size", least=2)
     inner, eps = vision.integer("intermediate_size"), vision.number("rms_norm_eps")
-    numbers, positions = 3 * vision.integer("patch_size") ** 2, vision.integer("position_embedding_size")
+    numbers, positions = (
+        3 * vision.integer("patch_size") ** 2,
+        vision.integer("position_embedding_size"),
+    )
     clipped = vision.flag("use_clipped_linears", False)
 
     def linear(inputs: int, *modules: tuple[str, int]) -> LinearSpec:

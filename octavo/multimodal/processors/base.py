@@ -74,8 +74,8 @@ class ImageProcessor(ABC):
     defaults: ClassVar[Mapping[str, Any]]
     """Settings of preprocessor_config.json that a model may leave out; others are ignored."""
     prefix_end: ClassVar[str | None] = None
-    """End of prompts with pictures, in models whose prompts are pictures, the beginning of text, and
-    a text (PaliGemma); None: prompts have no form. See `arrange_prefix`."""
+    """End of the prompts of models in which pictures, the beginning of a text, and the text follow
+    each other (PaliGemma); None: prompts have any form. See `arrange_prefix`."""
     request_settings: ClassVar[tuple[str, ...]] = ()
     """Settings that a request may change (`mm_processor_kwargs`)."""
 

@@ -85,7 +85,7 @@ class Gemma4Processor(ImageProcessor):
         """
         side, most = self._group * self._patch, self.most_rows
         factor = math.sqrt(most * self._group**2 * self._patch**2 / (height * width))
-        rows, columns = (int(math.floor(factor * n / side)) for n in (height, width))
+        rows, columns = (math.floor(factor * n / side) for n in (height, width))
         if not rows and not columns:  # only with one square
             raise RequestError(f"it has {width} x {height} pixels, and the model needs more rows.")
         if not rows:

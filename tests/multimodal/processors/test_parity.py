@@ -413,7 +413,7 @@ def test_tokens_equal_transformers(name, tmp_path, backend):
     "text", ["caption en", "<image>caption en", "see <image>and<image>what\n\nis it?", ""]
 )
 def test_prefix_equals_transformers(text, tmp_path, backend):
-    """The pictures, the beginning of text, the text and a line end, as `PaliGemmaProcessor` has it."""
+    """Pictures, the beginning of a text, the text and a line end, as in `PaliGemmaProcessor`."""
     ours, module = make("paligemma", tmp_path), "transformers.models.paligemma.processing_paligemma"
     kind = importlib.import_module(module).PaliGemmaProcessor
     tokenizer = Tokenizer(backend, {"bos_token": "<bos>", "add_bos_token": True})
