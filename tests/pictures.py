@@ -126,7 +126,7 @@ GEMMA4_TOWER = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers":
 GEMMA4_TOWER |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
 GEMMA4_TOWER |= {"patch_size": 2, "pooling_kernel_size": 2, "position_embedding_size": 64}
 GEMMA4 = {"head_dim": 8, "global_head_dim": 16, "sliding_window": 9}
-GEMMA4 |= {"layer_types": ["sliding_attention", "full_attention"]}
+GEMMA4 |= {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4}
 GEMMA4_IDS = {"image_token_id": ID["<|image|>"], "boi_token_id": ID["<|image>"]}
 GEMMA4_IDS |= {"eoi_token_id": ID["<image|>"], "audio_config": None}
 GEMMA4_IDS |= {"video_token_id": VOCAB, "audio_token_id": VOCAB}
@@ -257,7 +257,7 @@ MORE_CASES = {
                 hidden_size_per_layer_input=8,
                 vocab_size_per_layer_input=VOCAB,
                 num_kv_shared_layers=2,
-                **GEMMA4 | {"num_hidden_layers": 4, "layer_types": GEMMA4["layer_types"] * 2},
+                **GEMMA4,
             ),
             **GEMMA4_IDS,
         },

@@ -262,10 +262,10 @@ def build_norm(
         rows: name of the buffer in which the ranks combine the rows; see `SharedBuffers`.
         joins: see `RowsNorm`.
     """
-    from octavo.layers.norm import LayerScale, NoNorm, RowsNorm
+    from octavo.layers.norm import LayerScale, NoNorm, RowsNorm, Standard
 
     live = None if norm is None else norm.build(parts)
     if size is not None and parts.splits_rows:
-        assert not isinstance(live, LayerScale), "encoders are not split"
+        assert not isinstance(live, LayerScale | Standard), "encoders are not split"
         return RowsNorm(live, parts.ops, parts.columns(rows, size, (0, size)), joins)
     return live or NoNorm(parts.ops)

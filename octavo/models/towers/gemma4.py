@@ -162,10 +162,11 @@ def read_gemma4(config: ConfigJson) -> EncoderSpec:
         read_activation(vision, "hidden_activation", GATED),
         gated=True,
     )
-    norms = ["input", "pre_feedforward", "post_attention", "post_feedforward"]
-    layer = LayerSpec.of(
-        attention, mlp, *(RMSNormSpec(f"{norm}_layernorm", size, eps) for norm in norms)
+    before, between, *after = (
+        RMSNormSpec(f"{norm}_layernorm", size, eps)
+        for norm in ("input", "pre_feedforward", "post_attention", "post_feedforward")
     )
+    layer = LayerSpec.of(attention, mlp, before, between, after[0], after[1])
     factor = size**0.5
     standard = None
     if vision.flag("standardize", False):
