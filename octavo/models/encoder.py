@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from octavo.errors import RequestError
+from octavo.errors import ConfigError, RequestError
 from octavo.messages import Modality, MultiModalFeatureSpec, PlaceholderRange
 from octavo.models.blocks.base import LargestStep, Parts, Table
+from octavo.models.blocks.embedding import EmbedSpec
 from octavo.models.blocks.encoder_input import InputSpec, TextInputSpec, array_of
 from octavo.models.blocks.layer import LayerSpec
 from octavo.models.blocks.norm import NormSpec, build_norm
 from octavo.models.blocks.projector import ProjectorSpec
 from octavo.models.cache import EncoderCache
 from octavo.models.weights import Names, Weight
+from octavo.system.distributed import Rank
 
 if TYPE_CHECKING:
     from octavo.attention.base import AttentionBackend
@@ -80,6 +82,8 @@ class EncoderSpec:
     """Other items that it reads, in addition to `modality`."""
     sight: Sight | None = None
     """Tokens of the decoder's prompt that see later ones; None: there are none."""
+    is_divided: bool = False
+    """True if each rank computes a part of each layer."""
 
     @property
     def out_size(self) -> int:
@@ -137,6 +141,31 @@ class EncoderSpec:
         for i, (_, projector) in enumerate(self.taps):
             weights += projector.weights(names.of(f"taps.{i}"))
         return weights
+
+    def split(self, rank: Rank) -> EncoderSpec:
+        """Return a rank's part: some outputs and heads of each layer; all else is whole.
+
+        Encoders that cannot be divided among `rank.size` ranks, such as those with fewer heads, are
+        whole on each rank.
+        """
+        rank = Rank(rank.index, rank.size)  # columns of all: no sums, rows or experts
+        try:
+            layers = {id(layer): layer.split(rank) for layer in self.layers}
+        except ConfigError:
+            return self
+        return replace(self, layers=tuple(layers[id(it)] for it in self.layers), is_divided=True)
+
+    def with_own_table(self, embed: EmbedSpec) -> EncoderSpec:
+        """Return the encoder with a copy of the decoder's table of tokens, if it shares it.
+
+        Args:
+            embed: the decoder's embedding, which another stage has.
+        """
+        inputs = self.inputs
+        if not isinstance(inputs, TextInputSpec) or not inputs.shares_table:
+            return self
+        own = replace(inputs.embed, module=embed.module, form=embed.form)
+        return replace(self, inputs=replace(inputs, embed=own, shares_table=False))
 
     def tables_nbytes(self) -> int:
         """Return the bytes of the tables that are computed, not loaded."""
