@@ -34,6 +34,12 @@ PICTURES = [picture(48, 30), picture(16, 40, 1), picture(40, 48, 2)]
 LONGEST_PREFIX = 2 * 64 + len("ab  cd  ef") + 2
 
 
+def budget(name, wanted=8):
+    """Return the tokens of a step: those that see each other are together in one."""
+    least = {"gemma3": 16, "gemma4": 70, "paligemma": LONGEST_PREFIX}
+    return max(least.get(name, 1) + 7, wanted)
+
+
 def prompt(name, *images, text="ab {} cd {} ef", **fields):
     placeholder = (CASES | MORE_CASES)[name].placeholder
     return {
@@ -85,6 +91,12 @@ def make_saved(tmp_path_factory):
 def saved(make_saved, request):
     """Return cases with tiles, with windows, with all that a decoder may do with pictures, and with
     tokens of a picture, in all layers or some, or of a prompt, that see each other."""
+    return make_saved(request.param)
+
+
+@pytest.fixture(params=["smolvlm", "qwen2_5_vl", "qwen3_vl"])
+def paged(make_saved, request):
+    """Return those of them with one block table for all layers."""
     return make_saved(request.param)
 
 
@@ -144,16 +156,14 @@ def test_batches_and_caches(saved):
 def test_layouts(saved, settings):
     name, folder, _, alone = saved
     settings = dict(settings)
-    # Chunks may end within pictures whose tokens do not see each other.
-    least = {"gemma3": 16 + 7, "gemma4": 70 + 7, "paligemma": LONGEST_PREFIX + 7}.get(name, 8)
     if "max_num_batched_tokens" in settings:
-        settings["max_num_batched_tokens"] = max(least, settings["max_num_batched_tokens"])
+        settings["max_num_batched_tokens"] = budget(name, settings["max_num_batched_tokens"])
     else:
         most = max(len(ids) + len(tokens) for ids, tokens, _ in alone) // 16 + 2
         blocks = most + 2
         if "gemma" in name:  # two layers with windows have block tables of their own
-            settings["max_num_batched_tokens"] = least
-            blocks += 2 * (least // 16 + 2)
+            settings["max_num_batched_tokens"] = budget(name)
+            blocks += 2 * (budget(name) // 16 + 2)
         settings |= {"num_gpu_blocks_override": blocks, "max_model_len": 16 * most}
     with make_llm(folder, **settings) as llm:
         given = prompts(name) * 2
@@ -233,6 +243,8 @@ def test_files_of_a_model_that_contradict_each_other(make_saved, tmp_path):
 def test_two_ranks(saved, settings):
     name, folder, _, alone = saved
     settings = {"num_threads": 1} | settings
+    if "max_num_batched_tokens" in settings:
+        settings["max_num_batched_tokens"] = budget(name, settings["max_num_batched_tokens"])
     with make_llm(folder, **settings) as llm:
         assert answers(llm, prompts(name)) == alone
 
@@ -246,9 +258,9 @@ def own_key(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-def test_offloading(saved, tmp_path):
+def test_offloading(paged, tmp_path):
     """Blocks with pictures come back from other memory, also after a preemption and a restart."""
-    name, folder, _, alone = saved
+    name, folder, _, alone = paged
     most = max(len(ids) + len(tokens) for ids, tokens, _ in alone) // 16 + 2
     settings = {"num_gpu_blocks_override": most + 2, "max_model_len": 16 * most, "max_num_seqs": 4}
     file = {"file_path": str(tmp_path / "kv"), "file_bytes_to_use": 2**26}
@@ -266,9 +278,9 @@ def test_offloading(saved, tmp_path):
 
 
 @pytest.mark.parametrize("layout", [{}, {"pipeline_parallel_size": 2, "num_threads": 1}], ids=str)
-def test_prefill_elsewhere(saved, layout):
+def test_prefill_elsewhere(paged, layout):
     """An engine goes on with blocks from another one, and runs no encoder for them."""
-    name, folder, _, alone = saved
+    name, folder, _, alone = paged
     asked = params(1, extra_args={"kv_transfer_params": {"do_remote_decode": True}})
     config = {"kv_transfer_config": connected("P2PConnector")}
     with make_llm(folder, **config) as one, make_llm(folder, **layout, **config) as two:
@@ -319,7 +331,7 @@ def test_drafts(saved, method, tmp_path):
         settings |= {"num_threads": 1}
     elif method == "stages":
         settings |= {"pipeline_parallel_size": 2, "num_threads": 1}
-    with make_llm(folder, max_num_batched_tokens=40, **settings) as llm:
+    with make_llm(folder, max_num_batched_tokens=budget(name, 40), **settings) as llm:
         assert answers(llm, prompts(name) * 2) == alone * 2
         stats = llm.stats()
         assert stats.num_draft_tokens > 0
@@ -417,6 +429,12 @@ def test_an_encoder_that_fails(some, monkeypatch):
                     assert (answer.token_ids, answer.logprobs) == (tokens, logprobs)
         bad.clear()
         assert answers(llm, given) == alone
+
+
+def test_prompts_that_see_all_of_themselves_are_not_moved(make_saved):
+    _, folder, *_ = make_saved("paligemma")
+    with pytest.raises(ConfigError, match=r"encoder of PaliGemma.* kv_transfer_config"):
+        make_llm(folder, kv_transfer_config=connected("OffloadingConnector"))
 
 
 def test_forms_of_a_picture(one):
