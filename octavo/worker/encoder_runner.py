@@ -223,8 +223,8 @@ class EncoderRunner:
         results: list[Tensor] = []
         errors: dict[int, str] = {}
         for index, item in enumerate(items):
-            rows, failed = self.run_apart([item])
-            results += rows
+            own, failed = self.run_apart([item])
+            results += own
             if failed:
                 errors[index] = failed[0]
         return results, errors

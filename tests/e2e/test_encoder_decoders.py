@@ -153,15 +153,13 @@ def bits(llm, prompts, extra=None, tokens=20):
 @pytest.mark.parametrize(
     "settings",
     [
-        {"speculative_config": NGRAM},
-        {"pipeline_parallel_size": 2, "max_num_batched_tokens": 64},
-        {"pipeline_parallel_size": 2, "speculative_config": NGRAM, "enforce_eager": True},
+        {"pipeline_parallel_size": 2, "speculative_config": NGRAM, "max_num_batched_tokens": 64},
         {"tensor_parallel_size": 2, "enable_sequence_parallel": True},
         {"enable_chunked_prefill": False},
         {"kv_transfer_config": OFFLOAD, "preemption_mode": "swap", "num_gpu_blocks_override": 16},
         {"kv_transfer_config": OFFLOAD, "tensor_parallel_size": 2, "pipeline_parallel_size": 2},
     ],
-    ids=["drafts", "stages", "drafts-stages", "rows", "whole", "offload", "offload-ranks"],
+    ids=["stages", "rows", "whole", "offload", "offload-ranks"],
 )
 def test_layouts(alone, settings):
     folder, prompts, expected = alone
@@ -198,6 +196,7 @@ def test_prefill_elsewhere(alone):
         assert two.stats().external_prefix_cache_hits > 0
 
 
+@pytest.mark.parametrize("alone", ["bart"], indirect=True)
 def test_death_in_the_encoder(alone, tmp_path, monkeypatch):
     folder, prompts, expected = alone
     dying = DyingEncoder(tmp_path, monkeypatch)

@@ -94,7 +94,7 @@ def saved(make_saved, request):
     return make_saved(request.param)
 
 
-@pytest.fixture(params=["smolvlm", "qwen2_5_vl", "qwen3_vl"])
+@pytest.fixture(params=["smolvlm", "qwen3_vl"])
 def paged(make_saved, request):
     """Return those of them with one block table for all layers."""
     return make_saved(request.param)
@@ -104,6 +104,12 @@ def paged(make_saved, request):
 def some(make_saved, request):
     """Return the simplest of them, and some others."""
     return make_saved(request.param)
+
+
+@pytest.fixture
+def last(make_saved):
+    """Return the case with sections and DeepStack."""
+    return make_saved("qwen3_vl")
 
 
 @pytest.fixture
@@ -240,8 +246,8 @@ def test_files_of_a_model_that_contradict_each_other(make_saved, tmp_path):
     ],
     ids=["columns", "rows", "stages"],
 )
-def test_two_ranks(saved, settings):
-    name, folder, _, alone = saved
+def test_two_ranks(some, settings):
+    name, folder, _, alone = some
     settings = {"num_threads": 1} | settings
     if "max_num_batched_tokens" in settings:
         settings["max_num_batched_tokens"] = budget(name, settings["max_num_batched_tokens"])
@@ -278,9 +284,9 @@ def test_offloading(paged, tmp_path):
 
 
 @pytest.mark.parametrize("layout", [{}, {"pipeline_parallel_size": 2, "num_threads": 1}], ids=str)
-def test_prefill_elsewhere(paged, layout):
+def test_prefill_elsewhere(last, layout):
     """An engine goes on with blocks from another one, and runs no encoder for them."""
-    name, folder, _, alone = paged
+    name, folder, _, alone = last
     asked = params(1, extra_args={"kv_transfer_params": {"do_remote_decode": True}})
     config = {"kv_transfer_config": connected("P2PConnector")}
     with make_llm(folder, **config) as one, make_llm(folder, **layout, **config) as two:
@@ -320,9 +326,9 @@ def save_eagle(folder):
 
 
 @pytest.mark.parametrize("method", ["ngram", "itself", "eagle", "stages"])
-def test_drafts(saved, method, tmp_path):
+def test_drafts(last, method, tmp_path):
     """Drafts change no answer. A draft model reads placeholders as tokens, and no pictures."""
-    name, folder, _, alone = saved
+    name, folder, _, alone = last
     settings = {"speculative_config": NGRAM}
     if method == "itself":
         settings = {"speculative_config": {"model": str(folder), "num_speculative_tokens": 3}}
