@@ -107,6 +107,21 @@ void unary(const UnaryArgs& a) {
   });
 }
 
+void clip(const ClipArgs& a) {
+  parallel_for(a.rows, a.rows * a.dim / W * 2, [&](int64_t row) {
+    with_type(a.dtype, [&](auto t) {
+      using T = decltype(t);
+      const T* x = static_cast<const T*>(a.x) + row * a.x_stride;
+      T* out = static_cast<T*>(a.out) + row * a.out_stride;
+      for_lanes(a.dim, [&](int64_t i, int n) {
+        vf v = load(x + i, n);
+        v = v < a.bounds[0] ? splat(a.bounds[0]) : v;
+        store(out + i, v > a.bounds[1] ? splat(a.bounds[1]) : v, n);
+      });
+    });
+  });
+}
+
 // xIELU (arXiv:2411.13010) with a beta of 1/2 and an epsilon of -1e-6, as Apertus has them.
 void xielu(const XieluArgs& a) {
   const bool dense = a.out_stride == a.dim;  // all rows as one

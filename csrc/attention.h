@@ -364,6 +364,7 @@ struct Row {
   int64_t token;
   int first, last;  // visible positions of the current tile
   int64_t position, head;
+  int64_t begin, end;  // visible positions
   float slope;
   const float* bias;  // of position_bias, at distance 0
   float max, sum;  // of the current segment
@@ -467,9 +468,11 @@ struct Attention {
     for (int i = 0; i < count; i++) {
       const int64_t token = (first_row + i) / group, head = head_of(t, i);
       const int64_t biases = head * (2 * a.bias_distance + 1) + a.bias_distance;
-      t.rows[i] = {start + token, 0, 0, position0 + token, head,
+      const int64_t position = position0 + token;
+      t.rows[i] = {start + token, 0, 0, position, head, first_visible(position), end_visible(t, position),
                    a.alibi_slopes ? a.alibi_slopes[head] : 0.0f,
                    a.position_bias ? a.position_bias + biases : nullptr, -INFINITY, 0.0f};
+      if (a.ranges) widen(t.rows[i]);
       const T* q = static_cast<const T*>(a.query) + t.rows[i].token * a.query_stride +
                    head * a.query_head_stride;
       if constexpr (std::is_same_v<Q, T>)
@@ -480,8 +483,8 @@ struct Attention {
     }
     if constexpr (kOnTiles<T>)
       if (a.latent) OnTiles<T>::pair_queries(t.query, padded(count), query_stride);
-    t.begin = max<int64_t>(0, first_visible(t.rows[0].position));
-    t.end = end_visible(t, t.rows[count - 1].position);
+    t.begin = t.rows[0].begin;
+    t.end = t.rows[count - 1].end;
     const int64_t widened = kBytes || (a.latent && !kOnTiles<T>) ? 2 * kTile * a.head_size : 0;
     const int64_t on_tiles = kOnTiles<T> ? kTile * (query_stride + acc_stride) : 0;
     T* buffer = static_cast<T*>(scratch((widened + on_tiles) * sizeof(T), 2));
@@ -502,16 +505,23 @@ struct Attention {
     }
   }
 
-  // First position that a query sees; with a window it may be negative.
+  // First position that a query sees, without its range.
   int64_t first_visible(int64_t position) const {
     if (a.chunk) return position / a.chunk * a.chunk;
-    return a.window ? position - a.window + 1 : 0;
+    return a.window ? max<int64_t>(0, position - a.window + 1) : 0;
   }
 
-  // End of the positions that a query sees.
+  // End of the positions that a query sees, without its range.
   int64_t end_visible(const Task& t, int64_t position) const {
     if (a.causal) return position + 1;
     return a.window ? min(position + a.window, t.length) : t.length;
+  }
+
+  // Lets a row see its range. Later rows of a request begin and end no earlier than the row.
+  void widen(Row& row) const {
+    const int32_t* range = a.ranges + 2 * row.token;
+    row.begin = max<int64_t>(0, min<int64_t>(row.begin, range[0]));
+    row.end = max<int64_t>(row.end, range[1]);
   }
 
   // Number of rows that are computed: tile registers process 16 at a time.
@@ -621,9 +631,8 @@ struct Attention {
                  int64_t end) const {
     for (int i = 0; i < t.count; i++) {
       Row& row = t.rows[i];
-      const int64_t from = first_visible(row.position);
-      row.first = int(min<int64_t>(max(from - tile, int64_t(0)), kTile));
-      row.last = int(min<int64_t>(max(end_visible(t, row.position) - tile, int64_t(0)), kTile));
+      row.first = int(min<int64_t>(max(row.begin - tile, int64_t(0)), kTile));
+      row.last = int(min<int64_t>(max(row.end - tile, int64_t(0)), kTile));
     }
     if constexpr (kOnTiles<T>)
       walk_on_tiles(t, here, next, tile, int(begin - tile), int(end - tile));
@@ -902,8 +911,7 @@ struct Attention {
         static_cast<T*>(a.out) + t.rows[row].token * a.out_stride + head * a.out_head_stride;
     float sum = total.sum;
     if (a.sinks) sum += exp(load(static_cast<const T*>(a.sinks) + head, 1) - total.max)[0];
-    const int64_t position = t.rows[row].position;
-    if (first_visible(position) >= end_visible(t, position)) sum = 1.0f;  // the result is 0
+    if (t.rows[row].begin >= t.rows[row].end) sum = 1.0f;  // the result is 0
     Sums::write(acc, sum, out, a.value_size);
   }
 

@@ -352,6 +352,19 @@ struct XieluArgs {
   Work work() const { return {double(size_of(dtype)) * rows * dim * 2, 0.0}; }
 };
 
+struct ClipArgs {
+  const void* x;  // [rows, dim]
+  int64_t x_stride;
+  void* out;  // may be x
+  int64_t out_stride, rows, dim;
+  const float* bounds;  // [2], the least and the largest number
+  DType dtype;
+
+  MEMBERS(x, x_stride, out, out_stride, rows, dim, bounds, dtype)
+  void resize(const StepSize& size) { rows = size.rows; }
+  Work work() const { return {double(size_of(dtype)) * rows * dim * 2, 0.0}; }
+};
+
 struct RotaryArgs {
   const int64_t* positions;  // [tokens]
   void* query;  // [tokens, heads, >= rotary_dim], changed in place
@@ -569,6 +582,7 @@ struct AttentionArgs {
   const int32_t* product_columns;  // [2 * product_distance + 1], column of each distance
   int64_t product_distance;  // distances beyond it have the column of the last one
   const void* sinks;  // [heads], logits that only join the sums of probabilities; or null
+  const int32_t* ranges;  // [tokens, 2], further visible positions of each token; or null
   DType dtype;
   CacheType cache;
 
@@ -576,7 +590,7 @@ struct AttentionArgs {
           kv_block_stride, query_start_loc, seq_lens, block_table, block_table_stride, num_reqs, heads, kv_heads,
           head_size, value_size, block_size, latent, causal, window, chunk, scale, soft_cap, alibi_slopes,
           position_bias, bias_distance, query_products, key_products, products_stride, products_head_stride,
-          product_columns, product_distance, sinks, dtype, cache)
+          product_columns, product_distance, sinks, ranges, dtype, cache)
   void resize(const StepSize& size) { num_reqs = size.num_reqs; }
   Work work() const {
     double keys = 0, pairs = 0;  // positions read; visible (query, position) pairs
@@ -1047,6 +1061,7 @@ struct Wkv7Args {
   KERNEL(gated, GatedArgs)                \
   KERNEL(unary, UnaryArgs)                \
   KERNEL(xielu, XieluArgs)                \
+  KERNEL(clip, ClipArgs)                  \
   KERNEL(rotary, RotaryArgs)              \
   KERNEL(softmax, SoftmaxArgs)            \
   KERNEL(argmax, ArgmaxArgs)              \

@@ -193,6 +193,19 @@ class PlaceholderRange(msgspec.Struct, array_like=True, frozen=True):
         """Number of tokens that rows replace."""
         return self.length if self.is_embed is None else self.is_embed.count(1)
 
+    @property
+    def runs(self) -> tuple[tuple[int, int], ...]:
+        """Ranges (begin, end) of successive tokens that rows replace."""
+        if self.is_embed is None:
+            return ((self.offset, self.end),)
+        found = []
+        end = 0
+        while (begin := self.is_embed.find(1, end)) >= 0:
+            end = self.is_embed.find(0, begin)
+            end = self.length if end < 0 else end
+            found.append((self.offset + begin, self.offset + end))
+        return tuple(found)
+
     def num_embeds_before(self, position: int) -> int:
         """Return the number of tokens before a position of the prompt that rows replace."""
         count = min(max(position - self.offset, 0), self.length)
@@ -234,11 +247,25 @@ class MultiModalFeatureSpec(msgspec.Struct, array_like=True, frozen=True):
     parts are those of one grid."""
     time: int = 0
     """Position of this part in time, in that grid."""
+    ranges: tuple[tuple[int, int], ...] = ()
+    """Ranges (begin, end) of the prompt's tokens that see each other in both directions, in order.
+    A step that computes a token of a range also computes all later ones of the range."""
 
     @property
     def num_rows(self) -> int:
         """Number of rows that the encoder returns."""
         return self.mm_position.num_embeds or self.num_encoder_tokens
+
+    @property
+    def end(self) -> int:
+        """Index after the last token of the item, and of its ranges."""
+        return max(self.mm_position.end, *(end for _, end in self.ranges), 0)
+
+    @property
+    def reaches_text(self) -> bool:
+        """True if tokens of the item see others that do not stand for it."""
+        place = self.mm_position
+        return any(begin < place.offset or place.end < end for begin, end in self.ranges)
 
 
 ALIGNMENT = "alignment"

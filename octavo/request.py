@@ -129,8 +129,10 @@ class Request:
         self.prompt_embeds = core_request.prompt_embeds
         self.mm_features = core_request.mm_features
         """Items of the prompt, in order of their places."""
-        self.mm_end = max((f.mm_position.end for f in self.mm_features), default=0)
-        """Index after the last token that an item replaces; 0 without items."""
+        self.mm_end = max((f.end for f in self.mm_features), default=0)
+        """Index after the last token of an item, or of its ranges; 0 without items."""
+        if any(feature.reaches_text for feature in self.mm_features):
+            block_hasher = block_hashes = None  # a block's hash has no tokens after the block
         self.pooling: PoolingSpec | None = core_request.pooling
         """Result in place of tokens; None: the request generates tokens."""
         self.guard: Guard | None = None

@@ -68,12 +68,18 @@ def next_token(prefix: int, seed: int) -> int:
 
 
 def picture(
-    name: str, offset: int, length: int, is_embed: bytes | None = None, tokens: int = 0
+    name: str,
+    offset: int,
+    length: int,
+    is_embed: bytes | None = None,
+    tokens: int = 0,
+    ranges: tuple[tuple[int, int], ...] = (),
 ) -> MultiModalFeatureSpec:
     """Return an item; its content, and so its rows, are its name."""
     place = PlaceholderRange(offset, length, is_embed)
     data = {"pixels": TensorData("uint8", (1,), b"1")}
-    return MultiModalFeatureSpec("image", name, place, data, tokens or place.num_embeds)
+    num_tokens = tokens or place.num_embeds
+    return MultiModalFeatureSpec("image", name, place, data, num_tokens, ranges=ranges)
 
 
 def replace_tokens(tokens: Sequence[int], features: Iterable[MultiModalFeatureSpec]) -> list[int]:

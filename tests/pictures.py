@@ -22,6 +22,8 @@ SPECIAL = ("<s>", "</s>", "<image>", "<fake_token_around_image>", "<global-img>"
 SPECIAL += tuple(f"<row_{i}_col_{j}>" for i in range(1, 4) for j in range(1, 4))
 SPECIAL += ("[IMG]", "[IMG_BREAK]", "[IMG_END]", "<img>", "</img>", "<IMG_CONTEXT>", "<video>")
 SPECIAL += ("<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|video_pad|>")
+SPECIAL += ("<start_of_image>", "<image_soft_token>", "<end_of_image>")
+SPECIAL += ("<|image>", "<|image|>", "<image|>")
 VOCAB = 256 + len(SPECIAL)
 ID = {text: 256 + i for i, text in enumerate(SPECIAL)}
 
@@ -44,6 +46,9 @@ class Case:
     preprocessor: dict[str, Any]
     join: Callable[[Sequence[Arrays]], Arrays]
     placeholder: str = "<image>"
+    kinds: Callable[[torch.Tensor, int], Arrays] | None = None
+    """Types of the tokens [1, tokens], for attention in both directions; the arguments are the
+    tokens, and the number of those of the prompt."""
 
 
 def _join_tiles(pictures: Sequence[Arrays]) -> Arrays:
@@ -87,6 +92,27 @@ def _join_patches(pictures: Sequence[Arrays]) -> Arrays:
     return {"pixel_values": torch.from_numpy(patches), "image_grid_thw": torch.from_numpy(grids)}
 
 
+def _join_positioned(pictures: Sequence[Arrays]) -> Arrays:
+    """Return patches of pictures, followed by padding as transformers has it."""
+    most = max(len(picture["pixel_values"]) for picture in pictures)
+    joined: Arrays = {}
+    for name, filling in (("pixel_values", 0), ("image_position_ids", -1)):
+        parts = [picture[name] for picture in pictures]
+        parts = [np.pad(p, ((0, most - len(p)), (0, 0)), constant_values=filling) for p in parts]
+        joined[name] = torch.from_numpy(np.stack(parts))
+    return joined
+
+
+def _kinds_of_rows(name: str, embed: str) -> Callable[[torch.Tensor, int], Arrays]:
+    """Return the types of tokens that see the picture that they stand for."""
+    return lambda tokens, _: {name: (tokens == ID[embed]).int()}
+
+
+def _kinds_of_prefix(tokens: torch.Tensor, num_prompt: int) -> Arrays:
+    """Return the types of tokens of a prompt that see all of it."""
+    return {"token_type_ids": (torch.arange(tokens.shape[1]) >= num_prompt).int()[None]}
+
+
 SIGLIP = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2}
 SIGLIP |= {"num_attention_heads": 3, "image_size": 16, "patch_size": 4}
 
@@ -104,8 +130,74 @@ QWEN_IDS |= {"vision_end_token_id": ID["<|vision_end|>"]}
 QWEN_PICTURES = {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 4}
 QWEN_PICTURES |= {"min_pixels": 64, "max_pixels": 2048, "merge_size": 2}
 SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
+GEMMA = {"head_dim": 8, "sliding_window": 9, "num_hidden_layers": 3, "query_pre_attn_scalar": 8}
+GEMMA |= {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+GEMMA_TOWER = SIGLIP | {"image_size": 32}
+PALIGEMMA_PICTURES = {"image_processor_type": "SiglipImageProcessor"}
+PALIGEMMA_PICTURES |= {"size": {"height": 32, "width": 32}}
+GEMMA4_TOWER = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2}
+GEMMA4_TOWER |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+GEMMA4_TOWER |= {"patch_size": 2, "pooling_kernel_size": 2, "position_embedding_size": 64}
+GEMMA4 = {"head_dim": 8, "global_head_dim": 16, "sliding_window": 9}
+GEMMA4 |= {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4}
+GEMMA4_IDS = {"image_token_id": ID["<|image|>"], "boi_token_id": ID["<|image>"]}
+GEMMA4_IDS |= {"eoi_token_id": ID["<image|>"], "audio_config": None}
+GEMMA4_IDS |= {"video_token_id": VOCAB, "audio_token_id": VOCAB}
+GEMMA4_PICTURES = {"image_processor_type": "Gemma4ImageProcessor", "patch_size": 2}
+GEMMA4_PICTURES |= {"pooling_kernel_size": 2, "max_soft_tokens": 70}
 
 CASES = {
+    "gemma4": Case(
+        "Gemma4ForConditionalGeneration",
+        {
+            "vision_config": GEMMA4_TOWER | {"standardize": True},
+            "text_config": _text(
+                model_type="gemma4_text",
+                use_bidirectional_attention="vision",
+                hidden_size_per_layer_input=0,
+                **GEMMA4,
+            ),
+            **GEMMA4_IDS,
+        },
+        GEMMA4_PICTURES,
+        _join_positioned,
+        "<|image|>",
+        _kinds_of_rows("mm_token_type_ids", "<|image|>"),
+    ),
+    "gemma3": Case(
+        "Gemma3ForConditionalGeneration",
+        {
+            "vision_config": GEMMA_TOWER,
+            "text_config": _text(model_type="gemma3_text", **GEMMA),
+            "mm_tokens_per_image": 16,
+            "image_token_id": ID["<image_soft_token>"],
+            "boi_token_index": ID["<start_of_image>"],
+            "eoi_token_index": ID["<end_of_image>"],
+        },
+        {
+            "image_processor_type": "Gemma3ImageProcessor",
+            "size": {"height": 32, "width": 32},
+            "do_pan_and_scan": True,  # one of three pictures has crops
+            "pan_and_scan_min_crop_size": 8,
+            "pan_and_scan_max_num_crops": 2,
+            "pan_and_scan_min_ratio_to_activate": 2.0,
+        },
+        _join_crops,
+        "<start_of_image>",
+        _kinds_of_rows("token_type_ids", "<image_soft_token>"),
+    ),
+    "paligemma": Case(
+        "PaliGemmaForConditionalGeneration",
+        {
+            "vision_config": GEMMA_TOWER | {"model_type": "siglip_vision_model"},
+            "text_config": _text(model_type="gemma2", **GEMMA),
+            "projection_dim": 32,
+            "image_token_id": ID["<image>"],
+        },
+        PALIGEMMA_PICTURES,
+        _join_pictures,
+        kinds=_kinds_of_prefix,
+    ),
     "smolvlm": Case(
         "SmolVLMForConditionalGeneration",
         {
@@ -210,6 +302,35 @@ MORE_CASES = {
         QWEN_PICTURES,
         _join_patches,
         "<|vision_start|><|image_pad|><|vision_end|>",
+    ),
+    "gemma4_e": Case(
+        "Gemma4ForConditionalGeneration",
+        {
+            "vision_config": GEMMA4_TOWER | {"use_clipped_linears": True},
+            "text_config": _text(
+                model_type="gemma4_text",
+                hidden_size_per_layer_input=8,
+                vocab_size_per_layer_input=VOCAB,
+                num_kv_shared_layers=2,
+                **GEMMA4,
+            ),
+            **GEMMA4_IDS,
+        },
+        GEMMA4_PICTURES,
+        _join_positioned,
+        "<|image|>",
+    ),
+    "paligemma1": Case(
+        "PaliGemmaForConditionalGeneration",
+        {
+            "vision_config": GEMMA_TOWER | {"model_type": "siglip_vision_model"},
+            "text_config": _text(model_type="gemma", head_dim=8),
+            "projection_dim": 32,
+            "image_token_id": ID["<image>"],
+        },
+        PALIGEMMA_PICTURES,
+        _join_pictures,
+        kinds=_kinds_of_prefix,
     ),
     "qwen3_5": Case(
         "Qwen3_5ForConditionalGeneration",
@@ -371,14 +492,20 @@ def make_llm(folder: Path, **options: Any) -> LLM:
 
 
 def hf_logprobs(
-    model: Any, name: str, llm: LLM, ids: Sequence[int], pictures: Sequence[Any]
+    model: Any, name: str, llm: LLM, ids: Sequence[int], pictures: Sequence[Any], answer: int = 0
 ) -> torch.Tensor:
-    """Return transformers' log-probabilities after each token: [tokens, vocab]."""
+    """Return transformers' log-probabilities after each token: [tokens, vocab].
+
+    `answer` is the number of tokens after the prompt, for models that see all of a prompt.
+    """
+    case = (CASES | MORE_CASES)[name]
     processor = llm.llm_engine.input_processor._media.readers["image"].processor
     arrays: Arrays = {}
     if pictures:
-        arrays = (CASES | MORE_CASES)[name].join([processor.process(image) for image in pictures])
+        arrays = case.join([processor.process(image) for image in pictures])
     tokens = torch.tensor([list(ids)])
+    if pictures and case.kinds is not None:
+        arrays |= case.kinds(tokens, len(ids) - answer)
     if "image_grid_thw" in arrays:
         kinds = (tokens == ID["<|image_pad|>"]).int()
         arrays["mm_token_type_ids"] = kinds

@@ -47,6 +47,8 @@ class AttentionMetadata:
             and beyond seq_len are not read.
         slot_mapping: int64 [T], slot of each token's key and value: block * block_size + offset;
             tokens with -1 are not stored.
+        ranges: int32 [T, 2], contiguous: begin and end of the range of each token; see
+            `AttentionParams`. None: no token has one.
     """
 
     num_reqs: int
@@ -57,6 +59,7 @@ class AttentionMetadata:
     seq_lens: Tensor
     block_table: Tensor
     slot_mapping: Tensor
+    ranges: Tensor | None = None
 
     @cached_property
     def addresses(self) -> tuple[int, int, int, int]:
@@ -148,6 +151,12 @@ class AttentionParams:
     of q and of k with the distance. A sink is a logit without a position: it only joins the sum by
     which the softmax divides.
 
+    A token may have a range, whose tokens see each other in both directions, such as those of a
+    picture (Gemma 3, arXiv:2503.19786). It then sees all positions from the smaller one of its
+    first position and the range's begin, up to the larger one of its own position and the last of
+    the range. A begin after the token changes only the end. Ranges of a request do not overlap,
+    and a step with a token has the rest of its range.
+
     Attributes:
         scale: factor of the logits.
         sliding_window: number of visible positions on a side, including the token's own; None:
@@ -164,6 +173,7 @@ class AttentionParams:
             bias (T5, arXiv:1910.10683, section 2.1; MPNet).
         products: products of the step that are added to q.k (DeBERTa, arXiv:2006.03654, section
             3.1); only if attention is not causal, since the step then has all keys. None: none.
+        sees_ranges: True if tokens see their ranges; only if attention is causal.
     """
 
     scale: float
@@ -175,10 +185,12 @@ class AttentionParams:
     causal: bool = True
     position_bias: Tensor | None = None
     products: DistanceProducts | None = None
+    sees_ranges: bool = False
 
     def __post_init__(self) -> None:
         assert self.causal or self.chunk_size is None
         assert not self.causal or self.products is None
+        assert self.causal or not self.sees_ranges
 
 
 class AttentionBackend(Protocol):

@@ -198,6 +198,12 @@ class CPUAttention:
             assert params.sinks.dtype == query.dtype
             assert params.sinks.shape == (heads,)
             sinks = params.sinks.data_ptr()
+        ranges = 0
+        if params.sees_ranges and metadata.ranges is not None:
+            assert metadata.ranges.dtype == "int32"
+            assert metadata.ranges.shape == (query.shape[0], 2)
+            assert metadata.ranges.is_contiguous()
+            ranges = metadata.ranges.data_ptr()
         kernels.attention(
             **_addresses(query, kv_cache, metadata, out),
             kv_heads=kv_heads,
@@ -212,6 +218,7 @@ class CPUAttention:
             position_bias=biases,
             bias_distance=distance,
             sinks=sinks,
+            ranges=ranges,
             **_products(query, params.products),
         )
 
@@ -276,6 +283,7 @@ class CPUAttention:
             position_bias=0,
             bias_distance=0,
             sinks=0,
+            ranges=0,
             **_products(query, None),
         )
 

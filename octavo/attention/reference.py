@@ -162,6 +162,10 @@ class ReferenceAttention:
                 first = max(0, position - params.sliding_window + 1)
             if params.chunk_size is not None:
                 first = position // params.chunk_size * params.chunk_size
+            ranges = None
+            if params.sees_ranges and metadata.ranges is not None:
+                ranges = metadata.ranges[tokens]
+                first = max(0, min(first, int(ranges[:, 0].min())))
             keys_at = torch.arange(first, seq_len, device=query.device)
             blocks = metadata.block_table[r][keys_at // block_size].long()
             kv = _cells(kv_cache)[blocks, :, keys_at % block_size]
@@ -187,6 +191,11 @@ class ReferenceAttention:
             if params.chunk_size is not None:
                 begins = queries_at // params.chunk_size * params.chunk_size
                 hidden = hidden | (keys_at[None] < begins[:, None])
+            if ranges is not None:
+                after = queries_at[:, None] + 1
+                begins = torch.minimum(ranges[:, :1], after)
+                ends = torch.maximum(ranges[:, 1:], after)
+                hidden = hidden & ((keys_at[None] < begins) | (keys_at[None] >= ends))
             logits = logits.masked_fill(hidden, -torch.inf)
             if params.sinks is not None:
                 sinks = params.sinks.to(wide)[:, None, None].expand(-1, query_len, 1)

@@ -192,9 +192,11 @@ def check_encoders(spec: ModelSpec, config: EngineConfig, platform: Platform) ->
     if not spec.encoders:
         return
     native, both = _is_native(config, platform), spec.is_encoder_decoder
+    hides = any(it.sight is not None and it.sight.scope == "prompt" for it in spec.encoders)
     for name, wrong in (
         (f"device={platform.name}, except for device=cpu without Triton", not native),
         ("a draft model in speculative_config", both and _has_draft(config)),
+        ("kv_transfer_config", hides and config.cache.kv_transfer_config is not None),
         ("kv_events_config", both and config.cache.kv_events_config is not None),
         ("enable_lora", both and config.lora.enable_lora),
         ("enable_prompt_embeds", both and config.model.enable_prompt_embeds),

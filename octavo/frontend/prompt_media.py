@@ -18,7 +18,7 @@ from octavo.messages import MultiModalFeatureSpec, RequestOptions
 from octavo.models.encoder import EncoderSpec
 from octavo.multimodal.items import Item
 from octavo.multimodal.processors.base import Processor
-from octavo.multimodal.prompt import Placeholders, expand_prompt
+from octavo.multimodal.prompt import Placeholders, arrange_prefix, expand_prompt
 from octavo.system.limited_process import Buffer
 from octavo.text.tokenizer import Tokenizer
 
@@ -238,6 +238,9 @@ class PromptMedia:
             items[placeholder] = read
             places = [[part.place for part in item.parts] for item in read]
             placeholders[placeholder] = Placeholders(reader.name, embed_id, places, around)
+            if read and (end := reader.processor.prefix_end) is not None:
+                bos, ends = self._tokenizer.bos_token_id, self._tokenizer.encode(end, False)
+                token_ids = arrange_prefix(token_ids, len(read), placeholder, bos, ends)
         ids, ranges = expand_prompt(token_ids, placeholders, self._tokenizer)
         following = {
             token: iter([(i, item, part) for i, item in enumerate(found) for part in item.parts])
@@ -250,6 +253,8 @@ class PromptMedia:
             feature = part.feature(
                 item.modality, place, _identifier(part.digest, options.cache_salt)
             )
+            if (sight := reader.encoder.sight) is not None:
+                feature = msgspec.structs.replace(feature, ranges=sight.ranges(place, len(ids)))
             try:
                 reader.encoder.check(feature)
             except RequestError as error:

@@ -752,6 +752,13 @@ class Ops(Protocol):
         """Clamp a dense x to [-bound, bound], in place."""
         ...
 
+    def clip(self, x: Tensor, bounds: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return x [T, N] with its numbers clamped to bounds: float32 [2], least and largest.
+
+        `out` as in `linear`; it may be x.
+        """
+        ...
+
     def empty(self, *shape: int, like: Tensor) -> Tensor:
         """Return an uninitialized tensor for a result, with the dtype and device of `like`."""
         ...

@@ -771,6 +771,24 @@ class NativeOps(NativeStateOps, NativeExpertOps, NativeLoraOps):
     def clamp_(self, x: Tensor, bound: float) -> None:
         self._unary_into(x, _CLAMP, x, bound)
 
+    def clip(self, x: Tensor, bounds: Tensor, out: Tensor | None = None) -> Tensor:
+        assert x.dim() == 2
+        assert x.stride(1) == 1
+        assert bounds.shape == (2,)
+        assert bounds.dtype == "float32"
+        out = self._result(out, *x.shape, dtype=x.dtype)
+        kernels.clip(
+            x=x.data_ptr(),
+            x_stride=x.stride(0),
+            out=out.data_ptr(),
+            out_stride=out.stride(0),
+            rows=x.shape[0],
+            dim=x.shape[1],
+            bounds=bounds.data_ptr(),
+            dtype=DTYPE_CODES[x.dtype],
+        )
+        return out
+
     def soft_cap_(self, x: Tensor, cap: float) -> None:
         self._unary_into(x, _SOFT_CAP, x, cap)
 

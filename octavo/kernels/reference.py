@@ -626,6 +626,10 @@ class ReferenceOps:
     def clamp_(self, x: Tensor, bound: float) -> None:
         x.clamp_(-bound, bound)
 
+    def clip(self, x: Tensor, bounds: Tensor, out: Tensor | None = None) -> Tensor:
+        clipped = torch.minimum(torch.maximum(x.float(), bounds[0]), bounds[1]).to(x.dtype)
+        return clipped if out is None else out.copy_(clipped)
+
     def soft_cap_(self, x: Tensor, cap: float) -> None:
         x.copy_(cap * torch.tanh(x.float() / cap))
 

@@ -39,8 +39,8 @@ class Attention:
     """Table of `octavo.layers.rotary`; None without rotary positions."""
     is_neox: bool = True
     """Layout of a head's pairs: see `Ops.rotary_embedding`."""
-    rotates_by_step: bool = False
-    """True if the rotary positions are `StepContext.rotary`."""
+    rotated_parts: int = 0
+    """Number of parts of a head that `StepContext.rotary` turns separately; 0: none."""
     q_norm: RMSNorm | HeadNorms | None = None
     """Norm of each head of the queries, or of all of them together."""
     k_norm: RMSNorm | HeadNorms | None = None
@@ -86,7 +86,9 @@ class Attention:
             rotary = Rotary(
                 self.ops.rotary_embedding, step.positions, query, self.cos_sin_cache, self.is_neox
             )
-        elif self.rotates_by_step:
+        elif self.rotated_parts > 1:
+            self._rotate_parts(query, key, step)
+        elif self.rotated_parts:
             assert step.rotary is not None
             rows, table = step.rotary.rows, step.rotary.table
             rotary = Rotary(self.ops.rotary_embedding, rows, query, table, self.is_neox)
@@ -120,6 +122,17 @@ class Attention:
         if self.columns is not None:
             self.columns.join()
         return self.o_proj(whole if self.out_norm is None else self.out_norm(whole))
+
+    def _rotate_parts(self, query: Tensor, key: Tensor, step: StepContext) -> None:
+        """Rotate each part of the heads by its own rows of the step's table."""
+        assert step.rotary is not None
+        tokens, size = query.shape[0], self.head_size // self.rotated_parts
+        for part in range(self.rotated_parts):
+            rows = step.rotary.rows[part * tokens : (part + 1) * tokens]
+            numbers = slice(part * size, (part + 1) * size)
+            self.ops.rotary_embedding(
+                rows, query[..., numbers], key[..., numbers], step.rotary.table, self.is_neox
+            )
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Return queries, keys [T, num_kv_heads, D], values [T, num_kv_heads, V], and gates.

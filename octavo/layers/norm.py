@@ -59,6 +59,28 @@ class LayerScale:
 
 
 @dataclass(slots=True)
+class Standard:
+    """Difference from a bias, times factors, in place of a norm."""
+
+    ops: Ops
+    bias: Tensor
+    """Bias [D] of numbers that are `scale` times as large."""
+    weight: Tensor
+    """Factors [D]."""
+    scale: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return (x - bias / scale) * factors for x [T, D]."""
+        bias = self.ops.scale(self.bias.view(1, -1), -1 / self.scale).view(-1)
+        return self.ops.multiply(self.ops.add(x, bias), self.weight)
+
+    def add(self, x: Tensor, residual: Tensor) -> Pair:
+        """Return (result for the sum, sum) with sum = x + residual; both [T, D]."""
+        total = self.ops.add(x, residual)
+        return self(total), total
+
+
+@dataclass(slots=True)
 class RMSNorm:
     """Root-mean-square norm."""
 

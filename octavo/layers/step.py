@@ -19,7 +19,8 @@ class StepRotary:
     """Rotary positions of a step's tokens, if a table of all positions does not suffice.
 
     Attributes:
-        rows: int64 [T], row of each token in the table.
+        rows: int64 [T], row of each token in the table; if parts of a head turn separately, [P, T]
+            as one dimension, the row of each part.
         table: float32 [rows, rotary_dim], cosines first, as for `Ops.rotary_embedding`.
     """
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from octavo.errors import ConfigError
 from octavo.layers.encoder_lens import ENCODER_LENS
+from octavo.layers.ranges import RANGES
 from octavo.layers.seen_lens import SEEN_LENS
 from octavo.system.dtypes import DTYPE_NBYTES
 
@@ -247,4 +248,5 @@ def _attention_metadata(
         seq_lens=table.seq_lens,
         block_table=table.block_tables[group],
         slot_mapping=table.slot_mappings[group],
+        ranges=table.extra.get(RANGES),
     )

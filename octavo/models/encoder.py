@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from octavo.errors import ConfigError, RequestError
-from octavo.messages import Modality, MultiModalFeatureSpec
+from octavo.messages import Modality, MultiModalFeatureSpec, PlaceholderRange
 from octavo.models.blocks.base import LargestStep, Parts, Table
 from octavo.models.blocks.embedding import EmbedSpec
 from octavo.models.blocks.encoder_input import InputSpec, TextInputSpec, array_of
@@ -24,6 +24,31 @@ if TYPE_CHECKING:
     from octavo.layers.layer import Layer
     from octavo.layers.step import StepContext
     from octavo.system.tensor import Tensor
+
+
+@dataclass(frozen=True)
+class Sight:
+    """Rule for the tokens of a prompt that see each other in both directions.
+
+    Other tokens see the tokens up to themselves only.
+    """
+
+    scope: Literal["item", "prompt"]
+    """item: each run of an item's rows (Gemma 3). prompt: a whole prompt with items (PaliGemma)."""
+    longest_run: int = 0
+    """Tokens of the longest run of rows, for the scope item."""
+    layers: Literal["all", "sliding"] = "all"
+    """Layers with this rule: all, or those with a sliding window (Gemma 4)."""
+    widens: bool = False
+    """True if tokens see each other also beyond a sliding window (PaliGemma 2)."""
+
+    def ranges(self, place: PlaceholderRange, num_tokens: int) -> tuple[tuple[int, int], ...]:
+        """Return the ranges (begin, end) of an item in a prompt of `num_tokens` tokens."""
+        return place.runs if self.scope == "item" else ((0, num_tokens),)
+
+    def longest(self, max_model_len: int) -> int:
+        """Return the number of tokens of the longest range."""
+        return self.longest_run if self.scope == "item" else max_model_len
 
 
 @dataclass(frozen=True)
@@ -56,7 +81,8 @@ class EncoderSpec:
     """Pairs (own, stored) of prefixes: other beginnings of names in a checkpoint."""
     modalities: tuple[Modality, ...] = ()
     """Other items that it reads, in addition to `modality`."""
-
+    sight: Sight | None = None
+    """Tokens of the decoder's prompt that see later ones; None: there are none."""
     is_divided: bool = False
     """True if each rank computes a part of each layer."""
 

@@ -57,8 +57,8 @@ class _Families(Mapping[str, Family]):
 
 FAMILIES = _Families()
 _CAUSAL = ("PaliGemmaForConditionalGeneration",)
-"""Architectures whose attention is not causal in the original. They are run with causal attention,
-and a warning says so."""
+"""Architectures whose attention is causal, except in prompts with pictures, whatever their configs
+say. Without their towers it is always causal, and a warning says so."""
 _EXPERTS = (
     "AfmoeForCausalLM",
     "Cohere2MoeForCausalLM",

@@ -85,6 +85,37 @@ def expand_prompt(
     return writer.token_ids, list(zip(owners, writer.ranges, strict=True))
 
 
+def arrange_prefix(
+    token_ids: Sequence[int],
+    num_pictures: int,
+    placeholder_id: int,
+    bos_id: int | None,
+    end_ids: Sequence[int],
+) -> list[int]:
+    """Return a prompt in PaliGemma's form: pictures, the beginning of text, a text, its end.
+
+    The tokens that the prompt has already are not repeated. Without placeholders all pictures
+    precede the text.
+
+    Args:
+        token_ids: the prompt.
+        num_pictures: number of its pictures.
+        placeholder_id: token of a placeholder.
+        bos_id: token of the beginning of a text; None: there is none.
+        end_ids: tokens of the end.
+    """
+    ids = list(token_ids)
+    if bos_id is not None and ids[:1] == [bos_id]:
+        del ids[0]  # the tokenizer's
+    if placeholder_id not in ids:
+        ids = [placeholder_id] * num_pictures + ids
+    begin = len(ids) - ids[::-1].index(placeholder_id)
+    if bos_id is not None and ids[begin : begin + 1] != [bos_id]:
+        ids.insert(begin, bos_id)
+    end = list(end_ids)
+    return ids if ids[-len(end) :] == end else ids + end
+
+
 class _Writer:
     """Tokens of a prompt, as they are written.
 

@@ -166,7 +166,8 @@ def resolve_max_model_len(config: EngineConfig, spec: ModelSpec) -> int:
 def resolve_max_num_batched_tokens(config: EngineConfig, default: int, spec: ModelSpec) -> int:
     """Return the configured token budget of a step, or `default` raised to the settings' needs.
 
-    A text of a model that sees all of it is computed whole, and so is an encoder's input.
+    A text of a model that sees all of it is computed whole, and so are an encoder's input, and
+    tokens that see each other, such as those of a picture.
     """
     sched = config.scheduler
     if sched.max_num_batched_tokens is not None:
@@ -176,6 +177,10 @@ def resolve_max_num_batched_tokens(config: EngineConfig, default: int, spec: Mod
         return max(budget, resolve_max_model_len(config, spec))
     if spec.is_encoder_decoder:  # the encoder's input is computed whole, beside running requests
         budget = max(budget, spec.max_encoder_len + sched.max_num_seqs)
+    for encoder in spec.encoders:
+        if encoder.sight is not None:
+            length = resolve_max_model_len(config, spec)
+            budget = max(budget, encoder.sight.longest(length) + sched.max_num_seqs)
     return budget if sched.enable_chunked_prefill else max(budget, spec.max_model_len)
 
 

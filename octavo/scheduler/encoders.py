@@ -26,12 +26,13 @@ class EncoderInputs:
 
     Args:
         num_rows: number of rows that the encoder cache holds.
-        max_num_tokens: most encoder tokens of a step.
+        max_num_tokens: most encoder tokens, and most tokens, of a step.
+        max_num_seqs: most requests of a step.
     """
 
-    def __init__(self, num_rows: int, max_num_tokens: int) -> None:
+    def __init__(self, num_rows: int, max_num_tokens: int, max_num_seqs: int) -> None:
         self.cache = EncoderCacheManager(num_rows)
-        self._max_num_tokens = max_num_tokens
+        self._max_num_tokens, self._max_num_seqs = max_num_tokens, max_num_seqs
         self._budget = max_num_tokens
         """Number of encoder tokens that may still be added to the step."""
         self._is_full = False
@@ -46,9 +47,14 @@ class EncoderInputs:
     def check(self, request: Request) -> None:
         """Reject a request with an item that never fits.
 
+        Tokens that see each other are in one step. Other running requests may have one token each
+        in it.
+
         Raises:
-            RequestError: the encoder cache has less room than an item needs.
+            RequestError: the encoder cache has less room than an item needs, or a step has less
+                than the tokens that see each other.
         """
+        room = self._max_num_tokens - self._max_num_seqs + 1
         for index, feature in enumerate(request.mm_features):
             if feature.num_rows > self.cache.num_rows:
                 raise RequestError(
@@ -57,6 +63,27 @@ class EncoderInputs:
                     "max_num_batched_tokens.",
                     "multi_modal_data",
                 )
+            longest = max((end - begin for begin, end in feature.ranges), default=0)
+            if longest > room:
+                least = longest + self._max_num_seqs - 1
+                raise RequestError(
+                    f"Item {index + 1} ({feature.modality}): {longest} tokens of the prompt see "
+                    f"each other, and a step has room for {room} of a request. Raise "
+                    f"max_num_batched_tokens to {least}, or send less.",
+                    "multi_modal_data",
+                )
+
+    @staticmethod
+    def fit_ranges(request: Request, start: int, num_new: int, room: int) -> int:
+        """Return the number of a request's tokens from `start` that do not end within a range.
+
+        It is `num_new`, or more if the rest of a range fits into `room`, or less.
+        """
+        for feature in request.mm_features:
+            for begin, end in feature.ranges:
+                if begin < start + num_new < end:
+                    return end - start if end - start <= room else max(begin - start, 0)
+        return num_new
 
     def fit(self, request: Request, start: int, num_new: int, *, whole: bool = False) -> int:
         """Return the number of a request's tokens from `start`, at most `num_new`, that can be
@@ -88,7 +115,8 @@ class EncoderInputs:
                     self._is_full |= not has_room
                     if not has_time and self._late is None:
                         self._late = request
-                    return 0 if whole else max(place.offset - start, 0)
+                    begin = min([place.offset, *(begin for begin, _ in feature.ranges)])
+                    return 0 if whole else max(begin - start, 0)
                 room, budget = room - rows, budget - tokens
                 begun.add(identifier)
             chosen.append(index)

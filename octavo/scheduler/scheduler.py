@@ -140,7 +140,9 @@ class Scheduler:
         if lora is not None:
             self.adapters = AdapterSlots(lora.num_in_memory)
         self._turns = AdapterTurns(0 if lora is None else lora.max_loras)
-        self._encoders = EncoderInputs(encoder_cache_size, max_num_batched_tokens)
+        self._encoders = EncoderInputs(
+            encoder_cache_size, max_num_batched_tokens, config.max_num_seqs
+        )
         self._awaiting_encoder: set[Request] = set()
         """Requests held until the next step, because of their items; some may have ended."""
         self._deadlines = Deadlines()
@@ -665,9 +667,12 @@ class Scheduler:
                         wanted, step.forced = request.num_forced, True
                     request.num_forced = 0
                 num_drafts = min(wanted, left - 1, step.budget - 1, step.draft_budget)
-            if start < request.mm_end and not (num_new := encoders.fit(request, start, num_new)):
-                i += 1
-                continue
+            if start < request.mm_end:
+                num_new = encoders.fit_ranges(request, start, num_new, step.budget)
+                num_new = encoders.fit(request, start, num_new)
+                if not num_new:
+                    i += 1
+                    continue
             new = allocate_slots(request, num_new + num_drafts) if num_drafts else None
             if new is None:
                 num_drafts = 0  # no request is preempted for drafts
@@ -710,10 +715,11 @@ class Scheduler:
             start = request.num_computed_tokens
             total = request.num_tokens + request.num_output_placeholders
             num_new = min(self._cap(total - start), step.budget)
-            if start < request.mm_end and not (
-                num_new := self._encoders.fit(request, start, num_new)
-            ):
-                continue
+            if start < request.mm_end:
+                num_new = self._encoders.fit_ranges(request, start, num_new, step.budget)
+                num_new = self._encoders.fit(request, start, num_new)
+                if not num_new:
+                    continue
             new = self.kv_cache_manager.allocate_slots(request, num_new)
             if new is None:
                 self._in_order = True
@@ -760,6 +766,11 @@ class Scheduler:
             if whole and num_new > step.budget - num_encoded:
                 return self._note_wait(request, WaitReason.BUDGET)
             num_new = min(num_new, step.budget - num_encoded)
+            if request.mm_end:
+                room = step.budget - num_encoded
+                num_new = self._encoders.fit_ranges(request, start, num_new, room)
+                if not num_new:
+                    return self._note_wait(request, WaitReason.BUDGET)
             if request.mm_end and not (
                 num_new := self._encoders.fit(request, start, num_new, whole=whole)
             ):

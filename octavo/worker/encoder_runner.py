@@ -117,7 +117,12 @@ def make_context(
         positions = ops.to_device(_join(given))
     if first.rotary is not None:
         tables = [item.rotary for item in items if item.rotary is not None]
-        rotary = StepRotary(rows, ops.to_device(_join(tables)))
+        table = _join(tables)
+        parts = 1 if table.ndim == 2 else table.shape[1]
+        of_parts = np.arange(total * parts).reshape(total, parts).T.ravel()
+        rotary = StepRotary(
+            ops.to_device(of_parts), ops.to_device(table.reshape(-1, table.shape[-1]))
+        )
     kinds = [
         _metadata(np.concatenate([item.segments[kind] for item in items]), ops)
         for kind in range(len(first.segments))

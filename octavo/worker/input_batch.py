@@ -115,6 +115,7 @@ class InputBatch:
         encoded: rows of each item in the encoder cache, by identifier; None: no rows replace
             embeddings of items here.
         max_encoder_len: most rows of an encoder that the tokens of a request attend to.
+        item_token: see `EmbedSpec.item_token`.
     """
 
     def __init__(
@@ -125,7 +126,9 @@ class InputBatch:
         arrays: Sequence[StepArray] = (),
         encoded: Mapping[str, Tensor] | None = None,
         max_encoder_len: int = 0,
+        item_token: int | None = None,
     ) -> None:
+        self._item_token = item_token
         self._encoded = encoded
         self._step_arrays = arrays
         self._fillers = {array.name: array.make_filler(max_num_seqs) for array in arrays}
@@ -289,6 +292,12 @@ class InputBatch:
                     filler.schedule(row, request)
             for name, out in buffers.table.first(size).extra.items():
                 self.fill(name, out, rows, self.num_computed_tokens[rows], counts)
+        embeds = (
+            self._gather_embeds(num_reqs, buffers.table.query_start_loc) if self._embeds else []
+        )
+        if self._item_token is not None:
+            for begin, item_rows in embeds:
+                buffers.table.input_ids[begin : begin + len(item_rows)] = self._item_token
         return StepInputs(
             req_ids=[request.req_id for request in scheduled],
             rows=self._rows[:num_reqs],
@@ -297,9 +306,7 @@ class InputBatch:
             sampling=np.flatnonzero(self._num_samples[:num_reqs]),
             size=size,
             table=buffers.table,
-            embeds=self._gather_embeds(num_reqs, buffers.table.query_start_loc)
-            if self._embeds
-            else [],
+            embeds=embeds,
         )
 
     def _rows_of(self, part: EmbedRange) -> Tensor:

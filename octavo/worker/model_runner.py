@@ -375,6 +375,7 @@ class ModelRunner:
             setup.step_arrays,
             self._encoders.rows if setup.part.encoders else None,
             setup.max_encoder_len,
+            setup.spec.embed.item_token,
         )
         received = make_received(setup, self.model.dtype)
         alignment = self._make_alignment(kv, kv_caches)

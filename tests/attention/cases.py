@@ -67,6 +67,10 @@ class Case:
     bias_distance: int | None = None  # of a position bias
     product_distance: int | None = None  # of products with vectors of distances
     multiplied: tuple[str, ...] = ("queries", "keys")  # by these vectors
+    ranges: tuple[
+        tuple[int, int], ...
+    ] = ()  # of tokens that see each other, in requests that reach them
+    widens: bool = True  # ranges reach beyond a window
 
     def params(self) -> AttentionParams:
         slopes = 2.0 ** -torch.arange(1, self.heads + 1) if self.alibi else None
@@ -81,7 +85,19 @@ class Case:
             self.causal,
             self.position_bias(),
             self.products(),
+            bool(self.ranges),
         )
+
+    def range_of(self, request: int) -> Tensor:
+        """Return the range of each token of a request's step: int32 [tokens, 2]."""
+        context, new = self.requests[request]
+        found = torch.tensor([[2**31 - 1, 0]], dtype=torch.int32).repeat(context, 1)
+        for begin, end in self.ranges:
+            if end <= context:
+                found[begin:end, 1] = end
+                if self.widens:
+                    found[begin:end, 0] = begin
+        return found[context - new :]
 
     def products(self) -> DistanceProducts | None:
         """Return random products of the step, and a random column of each distance."""
@@ -155,6 +171,10 @@ class Case:
                 seen &= other <= at
             if self.chunk is not None:
                 seen &= other // self.chunk == at // self.chunk
+            if self.ranges:
+                begin, end = self.range_of(r).split(1, dim=1)
+                begin = torch.minimum(begin, at)
+                seen |= (other >= begin) & (other < torch.maximum(end, at + 1))
             seen &= other < self.seen_len(context)
             logits = logits.masked_fill(~seen, -torch.inf)
             if self.sinks:
@@ -194,6 +214,8 @@ class Case:
                 needed = max(0, context - new - self.window + 1)
             elif self.chunk is not None:
                 needed = (context - new) // self.chunk * self.chunk
+            if self.window is not None and self.ranges and new:
+                needed = min(needed, int(self.range_of(r)[:, 0].min()))
             if self.window is not None or self.chunk is not None:
                 slots[:needed] = -1
                 table[r, : needed // self.block_size] = NOWHERE
@@ -219,6 +241,9 @@ class Case:
             seq_lens=torch.tensor([self.seen_len(n) for n, _ in self.requests], dtype=torch.int32),
             block_table=table,
             slot_mapping=torch.cat([torch.empty(0, dtype=torch.int64), *slot_mapping]),
+            ranges=torch.cat([self.range_of(r) for r in range(len(self.requests))])
+            if self.ranges
+            else None,
         )
         query = torch.cat([torch.empty(0, self.heads, self.head_size, dtype=self.dtype), *queries])
         size = self.value_size or self.small or self.head_size

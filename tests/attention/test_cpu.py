@@ -92,6 +92,52 @@ def test_chunks(chunk: int, block_size: int, dtype: torch.dtype) -> None:
 
 
 @isas
+@taking_turns("window", [None, 1, 16, 65], "block_size", [8, 128])
+def test_ranges(window: int | None, block_size: int, dtype: torch.dtype) -> None:
+    """Tokens of a range see each other, alone and beyond a window."""
+    requests = (*MIXED, (300, 1), (300, 90), (300, 200), (700, 660), (700, 3))
+    ranges = (3, 33), (33, 60), (100, 150), (170, 300), (400, 660)
+    for widens in (False, True):
+        case = Case(
+            requests,
+            window=window,
+            block_size=block_size,
+            dtype=dtype,
+            ranges=ranges,
+            widens=widens,
+        )
+        assert_near(case.run(backend), case.truth())
+        case = dataclasses.replace(case, heads=6, kv_heads=1, soft_cap=3.0, head_size=32)
+        assert_near(case.run(backend), case.truth())
+    shared = dataclasses.replace(case, requests=((700, 5),))  # by the threads
+    assert_near(shared.run(backend), shared.truth())
+
+
+@isas
+@dtypes
+def test_ranges_change_no_bit_of_others(dtype: torch.dtype) -> None:
+    """One request: whole, in chunks that do not cut a range, from within one; and among others."""
+    length, ranges = 200, ((3, 60), (100, 150))
+
+    def run(*requests: tuple[int, int], seeds: tuple[int, ...] = (7,), **fields: Any) -> Tensor:
+        given = {"window": 50, "ranges": ranges, "head_size": 32} | fields
+        return Case(requests, seeds=seeds, dtype=dtype, **given).run(backend)
+
+    whole = run((length, length))
+    starts, ends = (0, 3, 60, 61, 100, 150, 170), (3, 60, 61, 100, 150, 170, 200)
+    chunks = [run((end, end - start)) for start, end in zip(starts, ends, strict=True)]
+    assert_same(torch.cat(chunks), whole)
+    for start, end in ((20, 60), (59, 60), (90, 155), (120, 150)):
+        assert_same(run((end, end - start)), whole[start:end])
+        among = run((80, 1), (60, 60), (end, end - start), (33, 33), seeds=(1, 2, 7, 3))
+        assert_same(among[61 : 61 + end - start], whole[start:end])
+    plain = run((length, length), ranges=())
+    assert_same(whole[:3], plain[:3])
+    assert_same(whole[60:100], plain[60:100])
+    assert not torch.equal(whole[3:60], plain[3:60])
+
+
+@isas
 @dtypes
 @pytest.mark.parametrize(("head_size", "small"), [(192, 128), (24, 16), (33, 32), (40, 7)])
 def test_values_smaller_than_keys(head_size: int, small: int, dtype: torch.dtype) -> None:

@@ -22,6 +22,8 @@ WHOLE = ((1, 1), (5, 5), (33, 33), (0, 0), (64, 64))
         Case(MIXED, heads=6, kv_heads=1, block_size=8, head_size=24, window=17, soft_cap=5.0),
         Case(MIXED, chunk=19, head_size=24, small=16),
         Case(MIXED, bias_distance=9, soft_cap=2.0),
+        Case(MIXED, ranges=((0, 33), (44, 48)), window=9),
+        Case(MIXED, ranges=((3, 30), (34, 50)), window=9, widens=False, soft_cap=2.0),
         Case(WHOLE, causal=False),
         Case(WHOLE, causal=False, window=9, bias_distance=0),
         Case(WHOLE, causal=False, unseen=3),

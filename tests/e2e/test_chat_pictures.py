@@ -16,7 +16,7 @@ from octavo import SamplingParams
 from octavo.errors import RequestError
 from octavo.media.videos import read_frames, read_index
 from tests.e2e.harness import serve
-from tests.pictures import ID, make_llm, picture, save_model
+from tests.pictures import CASES, ID, MORE_CASES, make_llm, picture, save_model
 from tests.videos import smooth_frames, video_file
 
 TEMPLATE = (
@@ -225,6 +225,35 @@ def test_a_video_over_http(server, llm):
     response = server.post("/v1/chat/completions", chat)
     assert response.status_code == 400
     assert "video 1: the file is damaged" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("name", ["gemma3", "gemma4", "paligemma"])
+def test_models_with_tokens_that_see_each_other(name, tmp_path):
+    """A chat over HTTP has the answer of the same prompt offline, in the model's own form."""
+    folder, placeholder = tmp_path / "model", (CASES | MORE_CASES)[name].placeholder
+    folder.mkdir()
+    save_model(name, folder)
+    file = folder / "tokenizer_config.json"
+    template = TEMPLATE.replace("<image>", placeholder)
+    file.write_text(json.dumps({**json.loads(file.read_text()), "chat_template": template}))
+    prompt = f"user:{placeholder}and{placeholder}?;"
+    with make_llm(folder) as llm:
+        given = {"prompt": prompt, "multi_modal_data": {"image": [FIRST, SECOND]}}
+        (output,) = llm.generate(given, PARAMS, use_tqdm=False)
+        chat = ask(llm, part(FIRST), text("and"), part(SECOND), text("?"))
+        assert chat == (output.prompt_token_ids, output.outputs[0].text)
+    flags = ["--dtype", "float32", "--max-model-len", "400", "--served-model-name", "m"]
+    content = [part(FIRST), text("and"), part(SECOND), text("?")]
+    chat = {"model": "m", "messages": [{"role": "user", "content": content}], **PLAIN}
+    with serve(tmp_path, *flags, model=str(folder)) as server:
+        body = server.post("/v1/chat/completions", chat).json()
+    assert body["choices"][0]["message"]["content"] == output.outputs[0].text
+    assert body["usage"]["prompt_tokens"] == len(output.prompt_token_ids)
+    if name == "paligemma":
+        ids = output.prompt_token_ids
+        after = len(ids) - ids[::-1].index(ID["<image>"])
+        assert ids[after] == ID["<s>"]
+        assert llm.get_tokenizer().decode(ids[after + 1 :]) == "?;\n"
 
 
 def test_tokens_of_a_chat_with_pictures(server, expected):

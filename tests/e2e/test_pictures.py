@@ -32,6 +32,15 @@ from tests.revival import DyingEncoder, assert_revived
 PICTURES = [picture(48, 30), picture(16, 40, 1), picture(40, 48, 2)]
 
 
+LONGEST_PREFIX = 2 * 64 + len("ab  cd  ef") + 2
+
+
+def budget(name, wanted=8):
+    """Return the tokens of a step: those that see each other are together in one."""
+    least = {"gemma3": 16, "gemma4": 70, "paligemma": LONGEST_PREFIX}
+    return max(least.get(name, 1) + 7, wanted)
+
+
 def prompt(name, *images, text="ab {} cd {} ef", **fields):
     placeholder = (CASES | MORE_CASES)[name].placeholder
     return {
@@ -79,16 +88,25 @@ def make_saved(tmp_path_factory):
     return make
 
 
-@pytest.fixture(params=["smolvlm", "qwen2_5_vl", "qwen3_vl", "llava_onevision"])
+@pytest.fixture(
+    params=["smolvlm", "qwen2_5_vl", "qwen3_vl", "llava_onevision", "gemma3", "gemma4", "paligemma"]
+)
 def saved(make_saved, request):
-    """Return cases with tiles, with windows, with all that a decoder may do with pictures, and with
-    rows that are sums of tokens."""
+    """Return cases with tiles, with windows, with all that a decoder may do with pictures, with
+    rows that are sums of tokens, and with tokens of a picture, in all layers or some, or of a
+    prompt, that see each other."""
     return make_saved(request.param)
 
 
 @pytest.fixture(params=["smolvlm", "qwen3_vl"])
+def paged(make_saved, request):
+    """Return those of them with one block table for all layers."""
+    return make_saved(request.param)
+
+
+@pytest.fixture(params=["smolvlm", "qwen3_vl", "gemma3"])
 def some(make_saved, request):
-    """Return the simplest of them, and the last one."""
+    """Return the simplest of them, and some others."""
     return make_saved(request.param)
 
 
@@ -110,7 +128,8 @@ def test_parity(make_saved, name):
     with make_llm(folder) as llm:
         for one, (ids, tokens, logprobs) in zip(prompts(name), alone, strict=True):
             images = one.get("multi_modal_data", {}).get("image", [])
-            expected = hf_logprobs(model, name, llm, [*ids, *tokens], images)[len(ids) - 1 : -1]
+            expected = hf_logprobs(model, name, llm, [*ids, *tokens], images, len(tokens))
+            expected = expected[len(ids) - 1 : -1]
             expected = expected[:, :256]  # no tokens of pictures
             assert expected.argmax(-1).tolist() == list(tokens)
             found = [row[token].logprob for row, token in zip(logprobs, tokens, strict=True)]
@@ -126,7 +145,9 @@ def test_batches_and_caches(saved):
         # Pictures are found again within and across requests.
         assert stats.mm_cache_queries > stats.mm_cache_hits > 0
         assert answers(llm, prompts(name)) == alone
-        assert llm.stats().mm_cache_queries < 2 * stats.mm_cache_queries  # known prefixes need none
+        if name != "paligemma":  # whose prompts see all of themselves
+            # Known prefixes need none.
+            assert llm.stats().mm_cache_queries < 2 * stats.mm_cache_queries
         assert llm.stats().prefix_cache_hits > 0
         assert answers(llm, prompts(name)[::-1]) == alone[::-1]
         assert stats.num_encoder_cache_rows >= 400
@@ -135,9 +156,9 @@ def test_batches_and_caches(saved):
 @pytest.mark.parametrize(
     "settings",
     [
-        {"max_num_batched_tokens": 8, "enforce_eager": True},  # chunks end within pictures
+        {"max_num_batched_tokens": 0, "enforce_eager": True},  # as small as it may be
         {"max_num_batched_tokens": 23, "enable_prefix_caching": False},
-        {"max_num_seqs": 4},  # and few blocks
+        {"max_num_seqs": 8},  # and few blocks
         {"max_model_len": 240, "max_num_batched_tokens": 240, "enable_chunked_prefill": False},
     ],
     ids=["chunks", "uncached", "preemptions", "whole"],
@@ -145,9 +166,15 @@ def test_batches_and_caches(saved):
 def test_layouts(saved, settings):
     name, folder, _, alone = saved
     settings = dict(settings)
-    if "max_num_batched_tokens" not in settings:
+    if "max_num_batched_tokens" in settings:
+        settings["max_num_batched_tokens"] = budget(name, settings["max_num_batched_tokens"])
+    else:
         most = max(len(ids) + len(tokens) for ids, tokens, _ in alone) // 16 + 2
-        settings |= {"num_gpu_blocks_override": most + 2, "max_model_len": 16 * most}
+        blocks = most + 2
+        if "gemma" in name:  # two layers with windows have block tables of their own
+            settings["max_num_batched_tokens"] = budget(name)
+            blocks += 2 * (budget(name) // 16 + 2)
+        settings |= {"num_gpu_blocks_override": blocks, "max_model_len": 16 * most}
     with make_llm(folder, **settings) as llm:
         given = prompts(name) * 2
         assert answers(llm, given) == alone * 2
@@ -169,7 +196,8 @@ def test_adapters(some, tmp_path):
         expected = answers(llm, given, 8, lora)
         for one, (ids, tokens, logprobs) in zip(given, expected, strict=True):
             images = one.get("multi_modal_data", {}).get("image", [])
-            best = hf_logprobs(adapted, name, llm, [*ids, *tokens], images)[len(ids) - 1 : -1]
+            best = hf_logprobs(adapted, name, llm, [*ids, *tokens], images, len(tokens))
+            best = best[len(ids) - 1 : -1]
             best = best[:, :256].max(-1).values
             found = [row[token].logprob for row, token in zip(logprobs, tokens, strict=True)]
             torch.testing.assert_close(torch.tensor(found), best, atol=2e-4, rtol=1e-4)
@@ -234,6 +262,8 @@ def test_files_of_a_model_that_contradict_each_other(make_saved, tmp_path):
 def test_two_ranks(some, settings):
     name, folder, _, alone = some
     settings = {"num_threads": 1} | settings
+    if "max_num_batched_tokens" in settings:
+        settings["max_num_batched_tokens"] = budget(name, settings["max_num_batched_tokens"])
     with make_llm(folder, **settings) as llm:
         assert answers(llm, prompts(name)) == alone
 
@@ -247,9 +277,9 @@ def own_key(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-def test_offloading(some, tmp_path):
+def test_offloading(paged, tmp_path):
     """Blocks with pictures come back from other memory, also after a preemption and a restart."""
-    name, folder, _, alone = some
+    name, folder, _, alone = paged
     most = max(len(ids) + len(tokens) for ids, tokens, _ in alone) // 16 + 2
     settings = {"num_gpu_blocks_override": most + 2, "max_model_len": 16 * most, "max_num_seqs": 4}
     file = {"file_path": str(tmp_path / "kv"), "file_bytes_to_use": 2**26}
@@ -320,7 +350,7 @@ def test_drafts(last, method, tmp_path):
         settings |= {"num_threads": 1}
     elif method == "stages":
         settings |= {"pipeline_parallel_size": 2, "num_threads": 1}
-    with make_llm(folder, max_num_batched_tokens=40, **settings) as llm:
+    with make_llm(folder, max_num_batched_tokens=budget(name, 40), **settings) as llm:
         assert answers(llm, prompts(name) * 2) == alone * 2
         stats = llm.stats()
         assert stats.num_draft_tokens > 0
@@ -422,6 +452,12 @@ def test_an_encoder_that_fails(some, monkeypatch):
                     assert (answer.token_ids, answer.logprobs) == (tokens, logprobs)
         bad.clear()
         assert answers(llm, given) == alone
+
+
+def test_prompts_that_see_all_of_themselves_are_not_moved(make_saved):
+    _, folder, *_ = make_saved("paligemma")
+    with pytest.raises(ConfigError, match=r"encoder of PaliGemma.* kv_transfer_config"):
+        make_llm(folder, kv_transfer_config=connected("OffloadingConnector"))
 
 
 def test_forms_of_a_picture(one):

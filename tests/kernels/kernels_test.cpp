@@ -818,7 +818,7 @@ struct Requests {
                          start.data(), seq.data(), table.data(), int64_t(wide), count, s.heads, s.kv_heads, s.head_size,
                          s.head_size, s.block_size, false, true, s.window, s.chunk, scale(), s.soft_cap,
                          s.alibi ? slopes.data() : nullptr, nullptr, 0, nullptr, nullptr, 0, 0, nullptr, 0,
-                         s.sinks ? sinks.data() : nullptr, Type<T>::dtype, cache});
+                         s.sinks ? sinks.data() : nullptr, nullptr, Type<T>::dtype, cache});
     return out;
   }
 

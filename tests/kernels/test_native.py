@@ -412,6 +412,21 @@ def test_gelu_silu_relu_sigmoid_xielu_soft_cap(dtype: torch.dtype) -> None:
             assert_near(capped, cap * torch.tanh(x.double() / cap), error=1e-5)
 
 
+@dtypes
+def test_clip(dtype: torch.dtype) -> None:
+    x = random(5, 70, dtype=dtype)
+    for bounds in ([-0.3, 0.7], [-torch.inf, 0.2], [-torch.inf, torch.inf]):
+        limits = torch.tensor(bounds)
+        truth = x.float().clamp(*bounds).to(dtype)
+        for table in (ops, reference):
+            assert_same(table.clip(x, limits), truth)
+            changed = x.clone()
+            part = changed[:, 3:50]
+            table.clip(part, limits, part)
+            assert_same(changed[:, 3:50], truth[:, 3:50])
+            assert_same(changed[:, 50:], x[:, 50:])
+
+
 def apply(kind: int, x: Tensor) -> Tensor:
     out = torch.empty_like(x)
     _native.kernels.unary(

@@ -35,6 +35,7 @@ heads = ops.pack_weight(weight[:, :16].contiguous())
 packed, quantized = ops.pack_weight(weight), ops.quantize_weight([weight], "int8", 0)
 cos_sin, positions = random(ROWS, 8, seed=3), torch.arange(ROWS)
 residual, vector = random(ROWS, DIM, seed=4), bias[:DIM].contiguous()
+bounds = torch.tensor([-0.3, 0.7])
 half = bias[: DIM // 2].contiguous()
 ids = torch.arange(ROWS) * 7 % IDS
 bitmask = torch.arange(ROWS * 2, dtype=torch.int32).view(ROWS, 2) * 77_777_777
@@ -249,6 +250,7 @@ CASES: dict[str, Callable[[Tensor], Tensor | tuple[Tensor, ...]]] = {
     "relu": ops.relu,
     "sigmoid": ops.sigmoid,
     "xielu": lambda x: ops.xielu(x, vector[:2]),
+    "clip": lambda x: ops.clip(x, bounds),
     "multiply": lambda x: ops.multiply(x, residual[: len(x)], "sigmoid"),
     "add": lambda x: ops.add(x, residual[: len(x)]),
     "sum_parts": lambda x: ops.sum_parts(x, 2, half, torch.float32),

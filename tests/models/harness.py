@@ -236,6 +236,14 @@ def make_hf(architecture: str, seed: int = 0, factor: float = 1.0, **config: Any
                 buffer.uniform_(0.7, 1.2)
             elif name.endswith("e_score_correction_bias"):
                 buffer.uniform_(-0.2, 0.2)
+            elif name.endswith(("input_min", "output_min")):  # Gemma 4's tower
+                buffer.uniform_(-3, -1)
+            elif name.endswith(("input_max", "output_max")):
+                buffer.uniform_(1, 3)
+            elif name.endswith("std_bias"):
+                buffer.normal_()
+            elif name.endswith("std_scale"):
+                buffer.uniform_(0.5, 2)
     model.tie_weights()
     return model
 

@@ -162,6 +162,27 @@ def size_features(model: Any, picture: Arrays) -> Tensor:
     return torch.cat(list(found.pooler_output))
 
 
+def squares(*squares: tuple[int, int]) -> Maker:
+    """Return a maker of patches with their places, in rows and columns of squares."""
+
+    def make(random: np.random.Generator, vision: dict[str, Any]) -> list[Arrays]:
+        group, numbers = vision["pooling_kernel_size"], 3 * vision["patch_size"] ** 2
+        result = []
+        for rows, columns in squares:
+            at, width = np.arange(rows * columns * group**2), columns * group
+            patches = random.random((len(at), numbers), np.float32)
+            places = np.stack([at % width, at // width], 1)
+            result.append({"pixel_values": patches, "image_position_ids": places})
+        return result
+
+    return make
+
+
+def square_features(model: Any, picture: Arrays) -> Tensor:
+    pixels, places = (torch.from_numpy(picture[k])[None] for k in picture)
+    return torch.cat(list(model.model.get_image_features(pixels, places).pooler_output))
+
+
 CASES: dict[str, Case] = {}
 
 
@@ -255,14 +276,29 @@ add(
     },
     TEXT | {"model_type": "gemma3_text", "head_dim": 8},
 )
+gemma4 = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3, "head_dim": 8}
+gemma4 |= {"num_attention_heads": 4, "num_key_value_heads": 2, "position_embedding_size": 32}
+gemma4 |= {"patch_size": 2, "pooling_kernel_size": 2}
+gemma4_wide = gemma4 | {"hidden_size": 72, "head_dim": 20, "num_key_value_heads": 4}
+gemma4_wide |= {"pooling_kernel_size": 3, "use_clipped_linears": True, "num_hidden_layers": 1}
+gemma4_odd = gemma4 | {"hidden_size": 39, "intermediate_size": 41, "num_attention_heads": 3}
+gemma4_odd |= {"num_key_value_heads": 1, "patch_size": 3, "standardize": True}
+gemma4_odd |= {"rope_parameters": {"rope_type": "axial", "rope_theta": 50.0}}
+add(
+    "Gemma4",
+    squares((2, 3), (1, 7), (5, 1)),
+    square_features,
+    {"": (gemma4, {}), "-wide": (gemma4_wide, {}), "-odd": (gemma4_odd, {})},
+    TEXT | {"model_type": "gemma4_text", "head_dim": 8, "hidden_size_per_layer_input": 0},
+)
 intern = {"model_type": "internvl_vision"}
-squares = {"image_size": [24, 24], "patch_size": [4, 4]}
+sides = {"image_size": [24, 24], "patch_size": [4, 4]}
 add(
     "InternVL",
     tiles(1, 3, 2),
     tile_features,
     {
-        "": (SMALL | intern | squares, {}),
+        "": (SMALL | intern | sides, {}),
         "-wide": (WIDE | intern | {"image_size": [16, 16], "attention_bias": True}, {}),
         "-odd": (ODD | intern | {"image_size": [15, 15]}, {"downsample_ratio": 1.0}),
     },

@@ -172,6 +172,87 @@ def test_a_picture_that_never_fits_is_refused():
         engine.add("r", range(25), features=[picture("a", 0, 9)])
 
 
+def whole(name, offset, length, **fields):
+    """Return a picture whose tokens see each other."""
+    return picture(name, offset, length, ranges=((offset, offset + length),), **fields)
+
+
+def test_a_chunk_does_not_end_among_tokens_that_see_each_other():
+    engine = make_engine(budget=20, max_num_seqs=2)
+    engine.add("r", range(50), features=[whole("a", 2, 10), whole("b", 15, 15), whole("c", 30, 3)])
+    steps = [engine.schedule() for _ in range(4)]
+    assert [scheduled_tokens(step)["r"] for step in steps] == [15, 20, 15, 1]
+    # Several ranges of one item
+    marks = bytes([1] * 8 + [0] * 2 + [1] * 8)
+    ranges = ((2, 10), (12, 20))
+    engine = make_engine(budget=9, max_num_seqs=2)
+    engine.add("r", range(30), features=[picture("a", 2, 18, marks, ranges=ranges)])
+    assert [scheduled_tokens(engine.schedule())["r"] for _ in range(4)] == [2, 9, 9, 9]
+
+
+def test_a_threshold_does_not_cut_tokens_that_see_each_other():
+    engine = make_engine(long_prefill_token_threshold=4)
+    engine.add("r", range(16), features=[whole("a", 2, 10)])
+    engine.add("s", range(16))
+    steps = [engine.schedule() for _ in range(2)]
+    assert [scheduled_tokens(step) for step in steps] == [{"r": 12, "s": 4}, {"r": 4, "s": 4}]
+
+
+def test_tokens_that_see_each_other_are_not_overtaken_for_ever():
+    """No text takes the room for which a running or a waiting request waits."""
+    engine = make_engine(budget=20, max_num_seqs=4)
+    engine.add("first", range(15), max_tokens=9)
+    engine.add("r", range(30), features=[whole("a", 2, 17), whole("b", 20, 10)])
+    engine.add("text", range(100))
+    assert scheduled_tokens(engine.schedule()) == {"first": 15, "r": 2, "text": 3}
+    assert scheduled_tokens(engine.schedule()) == {"first": 1, "r": 18, "text": 1}
+    assert scheduled_tokens(engine.schedule()) == {"first": 1, "r": 10, "text": 9}
+    engine.add("waiting", range(16), features=[whole("c", 0, 16)])
+    engine.add("later", range(60))
+    while "waiting" not in (step := scheduled_tokens(engine.schedule())):
+        assert "later" not in step
+    engine.run()
+
+
+def test_more_tokens_that_see_each_other_than_a_step_has_room_for_are_refused():
+    engine = make_engine(budget=20, max_num_seqs=4)
+    with pytest.raises(RequestError, match=r"Item 1 .image.: 18 tokens .* room for 17 .* to 21"):
+        engine.add("r", range(25), features=[whole("a", 0, 18)])
+
+
+def test_a_hit_may_end_among_tokens_that_see_each_other():
+    """The known part has been computed with all of them; the step has the rest."""
+    engine = make_engine(budget=24, max_num_seqs=2)
+    features = [whole("a", 2, 20)]
+    engine.add("1", range(30), features=features)
+    engine.run()
+    engine.add("2", [*range(22), *range(8)], features=features)
+    step = engine.schedule()
+    assert (step.scheduled_reqs[0].new.num_computed_tokens, scheduled_tokens(step)["2"]) == (16, 14)
+
+
+def test_a_prompt_that_sees_all_of_itself_is_one_step_without_known_blocks():
+    engine = make_engine(rows=40, budget=40, max_num_seqs=2)
+
+    def add(name):
+        ranges = ((0, 30),)
+        pictures = [picture("a", 0, 8, ranges=ranges), picture("b", 8, 8, ranges=ranges)]
+        engine.add(name, range(30), features=pictures, max_tokens=20)
+
+    for name in "12":
+        add(name)
+        step = engine.schedule()
+        assert scheduled_tokens(step)[name] == 30
+        assert list(step.scheduled_encoder_inputs) == ([name] if name == "1" else [])
+    engine.run()
+    # Encoders compute all of its pictures in that step.
+    add("3")
+    engine.add("4", range(9), features=[picture("c", 0, 8, tokens=30)])
+    engine.scheduler._encoders.cache.forget_all()
+    assert list(engine.schedule().scheduled_encoder_inputs) == ["3"]
+    engine.run()
+
+
 def test_the_worker_gets_no_data_of_computed_items():
     features = [picture("a", 0, 4), picture("b", 4, 4)]
     assert [bool(f.data) for f in uncomputed(features, 4)] == [False, True]

@@ -13,6 +13,7 @@ from octavo.checkpoints.base import Source
 from octavo.errors import ConfigError
 from octavo.kernels.routing import Gate
 from octavo.layers.mrope import MRopeArray
+from octavo.layers.ranges import RangeArray
 from octavo.layers.rope_spec import RopeSpec
 from octavo.layers.seen_lens import SeenLensArray
 from octavo.layers.step_table import StepArray
@@ -54,6 +55,8 @@ class StepRope:
 
     is_neox: bool = True
     """Layout of the pairs, as in `RopeSpec`."""
+    parts: int = 1
+    """Number of equal parts of a head, each of which turns as a head of its own (Gemma 4)."""
 
 
 @dataclass(frozen=True)
@@ -198,6 +201,9 @@ class AttentionSpec(BlockSpec):
     unseen: int | None = None
     """Token of masks at the end of a text, which no token sees (ColBERT); only if attention is not
     causal. None: all tokens are seen."""
+    ranges: RangeArray | None = None
+    """Array of a step with the ranges of tokens that see each other in both directions; None: a
+    token never sees a later one. Only if attention is causal."""
     bias: RelativeBias | None = None
     disentangled: DisentangledSpec | None = None
     """Products with vectors of distances (DeBERTa)."""
@@ -333,12 +339,14 @@ class AttentionSpec(BlockSpec):
         )
 
     def arrays(self) -> tuple[StepArray, ...]:
-        """Return the positions of a step, and the numbers of tokens before the unseen ones."""
+        """Return the arrays of positions, of numbers of tokens that are seen, and of ranges."""
         arrays: list[StepArray] = []
         if isinstance(self.positions, SectionRope):
             arrays.append(self.positions.array)
         if self.unseen is not None:
             arrays.append(SeenLensArray(self.unseen))
+        if self.ranges is not None:
+            arrays.append(self.ranges)
         return tuple(arrays)
 
     def cache_layer(self) -> int | None:
@@ -406,12 +414,13 @@ class AttentionSpec(BlockSpec):
                 else parts.table(alibi, lambda: from_numpy(np.array(alibi.slopes, np.float32))),
                 sinks=None if self.sinks is None else parts.tensor("sinks"),
                 position_bias=None if self.bias is None else parts.tensor("bias"),
+                sees_ranges=self.ranges is not None,
             ),
             cos_sin_cache=None
             if rope is None
             else parts.table(rope, lambda: build_cos_sin_cache(rope, parts.max_model_len)),
             is_neox=not isinstance(self.positions, RopeSpec | StepRope) or self.positions.is_neox,
-            rotates_by_step=isinstance(self.positions, StepRope),
+            rotated_parts=self.positions.parts if isinstance(self.positions, StepRope) else 0,
             q_norm=None if self.q_norm is None else self.q_norm.build(parts.of("q_norm")),
             k_norm=None if self.k_norm is None else self.k_norm.build(parts.of("k_norm")),
             gate_size=self.gate_size,

@@ -155,6 +155,9 @@ class EmbedSpec:
     norm_given: bool = True
     """True if the norm also applies to prompt embeddings. Clients send Muse Glimmer's already
     normed."""
+    item_token: int | None = None
+    """Token whose row of the table of `layer_inputs` tokens of items, such as pictures, have
+    (Gemma 4); None: they have their own."""
 
     def weights(self, names: Names, *, shared: bool) -> Iterator[Weight]:
         """Yield all weights, except a table that is shared with the LM head."""

@@ -50,7 +50,8 @@ class EncoderItem:
         arrays: other arrays by name, which are joined as they are.
         indices: arrays of indices of the item's tokens; joined, they are indices of all tokens.
         positions: int64 [T], position of each token; None: its index.
-        rotary: float32 [T, rotary_dim], cosines and sines of each token, for `StepRope`.
+        rotary: float32 [T, rotary_dim], cosines and sines of each token, for `StepRope`; if parts
+            of a head turn separately, [T, parts, rotary_dim].
         size: number of rows of the item's arrays, for blocks that compute one item at a time.
     """
 

@@ -10,7 +10,15 @@ from octavo.checkpoints.base import Source
 from octavo.models.weights import Names, Weight
 
 if TYPE_CHECKING:
-    from octavo.layers.norm import GroupNorm, HeadNorms, LayerNorm, LayerScale, Norm, RMSNorm
+    from octavo.layers.norm import (
+        GroupNorm,
+        HeadNorms,
+        LayerNorm,
+        LayerScale,
+        Norm,
+        RMSNorm,
+        Standard,
+    )
     from octavo.models.blocks.base import Parts
     from octavo.system.tensor import Tensor
 
@@ -203,11 +211,42 @@ class LayerScaleSpec:
         return LayerScale(parts.ops, parts.tensor("weight"))
 
 
+@dataclass(frozen=True)
+class StandardSpec:
+    """Difference from a bias, times factors, in place of a norm (Gemma 4).
+
+    The checkpoint's bias is that of numbers that are `scale` times as large.
+    """
+
+    bias: str
+    """Tensor of the checkpoint."""
+    factors: str
+    """Tensor of the checkpoint."""
+    size: int
+    scale: float
+
+    def weights(self, names: Names) -> Iterator[Weight]:
+        """Yield bias and factors; 0 and 1 in dummy models."""
+        for own, tensor, dummy in (("bias", self.bias, 0.0), ("weight", self.factors, 1.0)):
+            source = Source(f"{names.checkpoint}{tensor}", (self.size,), dummy=dummy)
+            yield Weight(f"{names.own}{own}", "vector", (self.size,), (source,))
+
+    def tables(self) -> tuple[Ones, ...]:
+        """Return no table."""
+        return ()
+
+    def build(self, parts: Parts) -> Standard:
+        """Return the live block."""
+        from octavo.layers.norm import Standard
+
+        return Standard(parts.ops, parts.tensor("bias"), parts.tensor("weight"), self.scale)
+
+
 NormSpec = RMSNormSpec | LayerNormSpec
 
 
 def build_norm(
-    norm: NormSpec | LayerScaleSpec | None,
+    norm: NormSpec | LayerScaleSpec | StandardSpec | None,
     parts: Parts,
     *,
     size: int | None = None,
@@ -223,10 +262,10 @@ def build_norm(
         rows: name of the buffer in which the ranks combine the rows; see `SharedBuffers`.
         joins: see `RowsNorm`.
     """
-    from octavo.layers.norm import LayerScale, NoNorm, RowsNorm
+    from octavo.layers.norm import LayerScale, NoNorm, RowsNorm, Standard
 
     live = None if norm is None else norm.build(parts)
     if size is not None and parts.splits_rows:
-        assert not isinstance(live, LayerScale), "encoders are not split"
+        assert not isinstance(live, LayerScale | Standard), "encoders are not split"
         return RowsNorm(live, parts.ops, parts.columns(rows, size, (0, size)), joins)
     return live or NoNorm(parts.ops)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from octavo.checkpoints.base import Source
 from octavo.models.blocks.linear import LinearSpec
-from octavo.models.blocks.norm import NormSpec, build_norm
+from octavo.models.blocks.norm import NormSpec, StandardSpec, build_norm
 from octavo.models.weights import Names, Weight
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ class ProjectorSpec:
 
     layers: tuple[tuple[LinearSpec, ProjectorActivation | None], ...]
     """Linear layers, each with the activation of its result."""
-    token_norm: NormSpec | None = None
+    token_norm: NormSpec | StandardSpec | None = None
     norm: NormSpec | None = None
     """Norm of a group."""
     gathers: bool = False

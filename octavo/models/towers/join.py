@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from octavo.checkpoints.config_json import ConfigJson
 from octavo.errors import ModelError
 from octavo.layers.mrope import SECTIONS, MRopeArray
+from octavo.layers.ranges import RangeArray
 from octavo.layers.rope_spec import RopeSpec
 from octavo.models.blocks.attention import AttentionSpec, SectionRope
 from octavo.models.blocks.base import BlockSpec
+from octavo.models.encoder import Sight
 from octavo.models.spec import ModelSpec
 from octavo.models.towers.registry import tower_name, with_encoders
 
 _PLAIN: tuple[str, ...] = (
+    "Gemma3",
+    "Gemma4",
     "Idefics3",
     "InternVL",
     "InternVLChatModel",
     "Llava",
     "LlavaNext",
     "LlavaOnevision",
+    "Mistral3",
+    "PaliGemma",
+    "SmolVLM",
 )
-_PLAIN += ("Mistral3", "SmolVLM")
 """Models whose text part reads rows as it reads embeddings."""
 _SECTIONS: Mapping[str, tuple[int, ...] | None] = {
     "Qwen2VL": None,
@@ -51,14 +57,21 @@ def with_pictures(spec: ModelSpec, config: ConfigJson) -> ModelSpec:
     if config.has("gguf_left_out"):
         return replace(spec, left_out=str(config.get("gguf_left_out")))
     name = tower_name(spec, config)
-    if not config.has("vision_config") or name not in (*_PLAIN, *_SECTIONS):
+    if not config.has("vision_config") or name not in (*_PLAIN, *_SECTIONS) or spec.sees_all:
         return spec
     try:
-        joined = replace(with_encoders(spec, config), left_out="")
+        left_out = "sound" if name == "Gemma4" and config.has("audio_config") else ""
+        joined = replace(with_encoders(spec, config), left_out=left_out)
     except ModelError as error:
         raise ModelError(
             f"{error} The model can answer texts with language_model_only=True."
         ) from None
+    (encoder,) = joined.encoders
+    if encoder.sight is not None:
+        joined = _with_ranges(joined, encoder.sight)
+    if joined.embed.layer_inputs is not None:
+        pad = config.integer("pad_token_id", default=0, least=0)
+        joined = replace(joined, embed=replace(joined.embed, item_token=pad))
     if name not in _SECTIONS:
         return joined
     sections = _read_sections(config, _SECTIONS[name])
@@ -76,6 +89,19 @@ def _read_sections(config: ConfigJson, default: tuple[int, ...] | None) -> tuple
         )
     assert found is not None
     return tuple(found)
+
+
+def _with_ranges(spec: ModelSpec, sight: Sight) -> ModelSpec:
+    """Return a model in which tokens of ranges see each other."""
+    array = RangeArray(sight.widens)
+
+    def changed(block: BlockSpec) -> BlockSpec:
+        if not isinstance(block, AttentionSpec):
+            return block
+        sees = sight.layers == "all" or block.sliding_window is not None
+        return replace(block, ranges=array) if sees else block
+
+    return _with_blocks(spec, changed)
 
 
 def _with_sections(
@@ -97,6 +123,11 @@ def _with_sections(
         array = MRopeArray(rope, sections, interleaved)
         return replace(block, positions=SectionRope(rope.is_neox, array=array))
 
+    return _with_blocks(spec, changed)
+
+
+def _with_blocks(spec: ModelSpec, changed: Callable[[BlockSpec], BlockSpec]) -> ModelSpec:
+    """Return a model with other blocks."""
     layers = {
         id(layer): layer.with_blocks([changed(block) for block in layer.blocks])
         for layer in spec.distinct_layers

@@ -13,7 +13,7 @@ from octavo.models.blocks.encoder_input import PatchInputSpec
 from octavo.models.blocks.linear import LinearSpec
 from octavo.models.blocks.norm import LayerNormSpec, RMSNormSpec
 from octavo.models.blocks.projector import ProjectorActivation, ProjectorSpec
-from octavo.models.encoder import EncoderSpec
+from octavo.models.encoder import EncoderSpec, Sight
 from octavo.models.towers.anyres import AnyresLayout, Size
 from octavo.models.towers.pixels import TileLayout
 from octavo.models.towers.vit import (
@@ -65,6 +65,7 @@ class _Tower:
     """True if a norm follows the last layer."""
     reads_videos: bool = False
     """True if it also reads frames of videos, which are pictures."""
+    sight: Sight | None = None
 
     def read(self) -> EncoderSpec:
         """Return the tower."""
@@ -97,6 +98,7 @@ class _Tower:
             max_num_tokens=self.max_tiles * layout.num_tokens,
             prefixes=(*TOWER_PREFIXES, PROJECTOR_PREFIX),
             modalities=("video",) if self.reads_videos else (),
+            sight=self.sight,
         )
 
 
@@ -250,6 +252,7 @@ def read_paligemma(config: ConfigJson) -> EncoderSpec:
         layout=_read_layout(vision),
         output=ProjectorSpec(((linear, None),), gathers=True),
         max_tiles=1,
+        sight=Sight("prompt", widens=True),
     ).read()
 
 
@@ -272,4 +275,5 @@ def read_gemma3(config: ConfigJson) -> EncoderSpec:
         layout=replace(layout, group=group, averages=True),
         output=ProjectorSpec(((linear, None),), norm=norm, averages=group**2),
         max_tiles=5,
+        sight=Sight("item", rows),
     ).read()

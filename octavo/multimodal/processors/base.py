@@ -82,6 +82,9 @@ class Processor:
 
     around: ClassVar[tuple[str, str] | None] = None
     """Tokens before and after a placeholder that an item's own text replaces."""
+    prefix_end: ClassVar[str | None] = None
+    """End of the prompts of models in which pictures, the beginning of a text, and the text follow
+    each other (PaliGemma); None: prompts have any form. See `arrange_prefix`."""
     request_settings: ClassVar[tuple[str, ...]] = ()
     """Settings that a request may change (`mm_processor_kwargs`)."""
 

@@ -112,7 +112,7 @@ class ClipProcessor(ImageProcessor):
 
 
 class SiglipProcessor(ClipProcessor):
-    """Pictures that are scaled to one size without their aspect ratio: PaliGemma."""
+    """Pictures that are scaled to one size without their aspect ratio: LLaVA with SigLIP."""
 
     defaults = {  # noqa: RUF012
         "size": {"height": 224, "width": 224},
@@ -121,3 +121,22 @@ class SiglipProcessor(ClipProcessor):
         "image_mean": HALF,
         "image_std": HALF,
     }
+
+
+class PaliGemmaProcessor(SiglipProcessor):
+    """Processor of PaliGemma 1 and 2."""
+
+    prefix_end = "\n"
+
+    @classmethod
+    def read_settings(cls, files: ModelFiles) -> dict[str, Any]:
+        """Return the settings; the rows of a picture are its patches."""
+        patch = files.config.section("vision_config").integer("patch_size", default=14)
+        return {
+            **super(ClipProcessor, cls).read_settings(files),
+            "patch_size": patch,
+            "class_rows": 0,
+            "dropped_rows": 0,
+            "placeholder": "<image>",
+            "embed_token": "<image>",
+        }

@@ -10,8 +10,13 @@ from octavo.checkpoints.base import Checkpoint
 from octavo.checkpoints.config_json import ConfigJson
 from octavo.errors import ModelError
 from octavo.multimodal.processors.base import ImageProcessor, ModelFiles
-from octavo.multimodal.processors.clip import ClipProcessor, SiglipProcessor
+from octavo.multimodal.processors.clip import (
+    ClipProcessor,
+    PaliGemmaProcessor,
+    SiglipProcessor,
+)
 from octavo.multimodal.processors.gemma3 import Gemma3Processor
+from octavo.multimodal.processors.gemma4 import Gemma4Processor
 from octavo.multimodal.processors.idefics3 import Idefics3Processor
 from octavo.multimodal.processors.internvl import InternVLChatProcessor, InternVLProcessor
 from octavo.multimodal.processors.llava_next import LlavaNextProcessor, OneVisionProcessor
@@ -23,11 +28,13 @@ PROCESSORS: Mapping[str, type[ImageProcessor]] = {
     "clip": ClipProcessor,
     "siglip": SiglipProcessor,
     "gemma3": Gemma3Processor,
+    "gemma4": Gemma4Processor,
     "idefics3": Idefics3Processor,
     "internvl": InternVLProcessor,
     "internvl_chat": InternVLChatProcessor,
     "llava_next": LlavaNextProcessor,
     "llava_onevision": OneVisionProcessor,
+    "paligemma": PaliGemmaProcessor,
     "pixtral": PixtralProcessor,
     "qwen2_vl": Qwen2VLProcessor,
 }
@@ -35,12 +42,14 @@ PROCESSORS: Mapping[str, type[ImageProcessor]] = {
 
 _OF_MODELS = {
     "gemma3": "gemma3",
+    "gemma4": "gemma4",
     "idefics3": "idefics3",
     "internvl": "internvl",
     "internvl_chat": "internvl_chat",
     "llava_next": "llava_next",
     "llava_onevision": "llava_onevision",
     "mistral3": "pixtral",
+    "paligemma": "paligemma",
     "qwen2_vl": "qwen2_vl",
     "qwen2_5_vl": "qwen2_vl",
     "qwen3_vl": "qwen2_vl",

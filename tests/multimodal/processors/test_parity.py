@@ -13,7 +13,7 @@ from tokenizers import Tokenizer as Backend
 from octavo.checkpoints.registry import open_checkpoint
 from octavo.errors import RequestError
 from octavo.multimodal.processors.registry import make_processor, read_processor
-from octavo.multimodal.prompt import Placeholders, expand_prompt
+from octavo.multimodal.prompt import Placeholders, arrange_prefix, expand_prompt
 from octavo.text.tokenizer import Tokenizer
 
 SIZES = [(37, 53), (224, 224), (640, 480), (101, 700), (900, 333), (1, 1), (1, 90), (1500, 1201)]
@@ -93,6 +93,27 @@ CASES = {
         "preprocessor": {"size": {"height": 84, "width": 84}},
         "request": {"do_pan_and_scan": True},
         "sizes": TALL,
+    },
+    "gemma4": {
+        "model": "gemma4",
+        "config": {},
+        "preprocessor": {"image_processor_type": "Gemma4ImageProcessor"},
+        "sizes": [*SIZES, (1, 4000), (4000, 2), (768, 768)],
+    },
+    "gemma4-small": {
+        "model": "gemma4",
+        "config": {},
+        "preprocessor": {"patch_size": 8, "pooling_kernel_size": 2, "max_soft_tokens": 560},
+        "request": {"max_soft_tokens": 70},
+    },
+    "paligemma": {
+        "model": "paligemma",
+        "config": {"vision_config": {"patch_size": 14}},
+        "preprocessor": {
+            "image_processor_type": "SiglipImageProcessor",
+            "size": {"height": 84, "width": 84},
+            "image_seq_length": 36,
+        },
     },
     "idefics3": {
         "model": "idefics3",
@@ -178,6 +199,10 @@ SPECIAL = (
     "<img>",
     "</img>",
     "<video>",
+    "<|image>",
+    "<|image|>",
+    "<image|>",
+    "<bos>",
 )
 EXTRA = {
     "gemma3": {
@@ -233,6 +258,8 @@ def reference(name):
     given.pop("feature_extractor_type", None)
     classes = {
         "gemma3": ("gemma3", "Gemma3"),
+        "gemma4": ("gemma4", "Gemma4"),
+        "paligemma": ("siglip", "Siglip"),
         "idefics3": ("idefics3", "Idefics3"),
         "smolvlm": ("smolvlm", "SmolVLM"),
         "mistral3": ("pixtral", "Pixtral"),
@@ -284,6 +311,11 @@ def test_pixels_equal_transformers(name, tmp_path):
         expected = call(name, theirs, pixels)
         found = ours.process(pixels)
         values = expected["pixel_values"]
+        if "image_position_ids" in expected:
+            places, count = expected["image_position_ids"][0], len(found["pixel_values"])
+            np.testing.assert_array_equal(found["image_position_ids"], places[:count])
+            assert (places[count:] == -1).all()
+            values = values[:, :count]
         values = values[0] if values.shape != found["pixel_values"].shape else values
         assert found["pixel_values"].dtype == np.float32
         np.testing.assert_array_equal(found["pixel_values"], values, f"{height} x {width}")
@@ -358,6 +390,16 @@ WRITERS = {
     ),
 }
 WRITERS |= {"clip": WRITERS["llava"], "siglip": WRITERS["llava"], "gemma3-pan": WRITERS["gemma3"]}
+WRITERS["gemma4"] = WRITERS["gemma4-small"] = (
+    "gemma4",
+    "Gemma4Processor",
+    {"boi_token": "<|image>", "image_token": "<|image|>", "eoi_token": "<image|>"},
+)
+WRITERS["paligemma"] = (
+    "paligemma",
+    "PaliGemmaProcessor",
+    {"image_token": "<image>", "image_seq_length": 36},
+)
 WRITERS |= {"smolvlm": WRITERS["idefics3"], "llava-pad": WRITERS["llava"]}
 OTHERS = {
     "clip": {"num_additional_image_tokens": 1, "vision_feature_select_strategy": "default"},
@@ -401,6 +443,33 @@ def test_tokens_equal_transformers(name, tmp_path, backend):
     assert rows == [i for i, token in enumerate(found) if token == embed]
     assert [range_.num_embeds for range_ in ranges] == [place.num_embeds for place in places]
     assert max(place.num_embeds for place in places) <= ours.most_embeds
+
+
+@pytest.mark.parametrize(
+    "text", ["caption en", "<image>caption en", "see <image>and<image>what\n\nis it?", ""]
+)
+def test_prefix_equals_transformers(text, tmp_path, backend):
+    """Pictures, the beginning of a text, the text and a line end, as in `PaliGemmaProcessor`."""
+    ours, module = make("paligemma", tmp_path), "transformers.models.paligemma.processing_paligemma"
+    kind = importlib.import_module(module).PaliGemmaProcessor
+    tokenizer = Tokenizer(backend, {"bos_token": "<bos>", "add_bos_token": True})
+    count = max(1, text.count("<image>"))
+
+    class Writer(kind):
+        def __init__(self):
+            self.tokenizer = SimpleNamespace(bos_token="<bos>")
+
+        def validate_inputs(self, *given, **fields):
+            pass
+
+    images = [[Image.fromarray(picture(4, 4))] * count]
+    _, (expected,), *_ = Writer().prepare_inputs_layout(images, [text])
+    placeholder = tokenizer.get_added_vocab()["<image>"]
+    end = tokenizer.encode(ours.prefix_end, False)
+    given = tokenizer.encode(text), count, placeholder, tokenizer.bos_token_id, end
+    found = arrange_prefix(*given)
+    assert tokenizer.decode(found) == expected
+    assert arrange_prefix(found, *given[1:]) == found
 
 
 @pytest.mark.parametrize(("name", "step"), [("pixtral", 16), ("mistral3", 28)])
