@@ -124,7 +124,7 @@ def make_table(
             for x, y in zip(b.split(n), more, strict=True)
         ]
         table.set(slot, parts)
-    ops.put_lora_tables([table])
+    ops.put_adapter_tables([table])
     return table, factors
 
 

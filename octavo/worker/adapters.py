@@ -31,7 +31,7 @@ _Weights = dict[str, list[LoraWeight | None]]
 _Replaced = dict[str, ReplacedWeight]
 
 
-def make_adapters(setup: WorkerSetup, platform: Platform, ops: Ops) -> Adapters | None:
+def make_adapters(setup: WorkerSetup, ops: Ops) -> Adapters | None:
     """Return the live adapters of a model that is loaded next; None: adapters are off."""
     config, lora = setup.config, setup.config.lora
     if not lora.enable_lora:
@@ -41,8 +41,7 @@ def make_adapters(setup: WorkerSetup, platform: Platform, ops: Ops) -> Adapters 
         lora.num_in_memory,
         lora.max_lora_rank,
         lora.lora_modules_to_save,
-        layers_only=not platform.is_native(config.device),
-        adapts_experts=config.adapts_experts and ops.name == "native",
+        adapts_experts=config.adapts_experts,
         targets=targeted_layers(setup.part, lora),
         moves_experts=config.device.enable_eplb,
     )

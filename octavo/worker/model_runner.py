@@ -189,7 +189,7 @@ class ModelRunner:
                 lambda kind: make_processor(kind, vllm_config, device),
             ),
         ]
-        self.adapters = make_adapters(setup, platform, self.ops)
+        self.adapters = make_adapters(setup, self.ops)
         """Adapters in the model's linear layers; None: they are off."""
         buffers, exchange = make_buffers(setup), make_exchange(setup)
         self._exchange = exchange
