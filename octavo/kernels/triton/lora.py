@@ -501,7 +501,7 @@ def add_lora(
     assert slots.dtype == torch.int32
     assert slots.is_contiguous()
     if len(out):
-        _add(out, x, slots, table, precision, upcast=upcast)
+        add_pairs(out, x, slots, table, precision, upcast=upcast)
 
 
 def add_expert_lora(
@@ -546,10 +546,10 @@ def add_expert_lora(
         else:
             scaled = x.index_select(0, tokens).float() * factors.flatten()[found.order, None]
             x = torch.empty_like(scaled, dtype=x.dtype).index_copy_(0, rows, scaled.to(x.dtype))
-    _add(out, x, rows, table, precision, found, sources, upcast=upcast)
+    add_pairs(out, x, rows, table, precision, found, sources, upcast=upcast)
 
 
-def _add(
+def add_pairs(
     out: Tensor,
     x: Tensor,
     slots: Tensor,
@@ -624,7 +624,7 @@ def _add_product(
     tile_r: int,
     pairs: Pairs | None = None,
 ) -> None:
-    """Launch the second product; the arguments are those of `_add` and `_expand`."""
+    """Launch the second product; the arguments are those of `add_pairs` and `_expand`."""
     device, shape = _on_device(table), _Shape.of(table)
     tiles, num_slots = device.tiles, len(device.slices)
     assert tiles is not None
