@@ -119,17 +119,14 @@ class ModelAdapters:
             shape.layer: [None] * (len(layers[shape.layer].bounds) - 1)
             for shape, _ in opened.slices
         }
-        biases = {
-            layer: None if (bias := layers[layer].bias) is None else self._ops.to_host(bias)
-            for layer in weights
-        }
         memory = self._memory[slot]
         begin, needs_weights = 0, False
 
         def pack(layer: str, one: Slice) -> None:
             nonlocal begin, needs_weights
             (rank, inputs), outputs = one.a.shape, one.b.shape[0]
-            affine = one.affine(biases[layer])
+            bias = None if one.gain is None else layers[layer].bias
+            affine = one.affine(None if bias is None else self._ops.to_host(bias))
             has_affine = affine is not None
             end = begin + lora_nbytes(rank, outputs, inputs, setup.dtype, affine=has_affine)
             out = memory[begin:end]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -22,6 +23,14 @@ from tests.torch_ops import Named, reference_ops
 triton, reference = TritonOps(upcast=True), reference_ops()
 ops = Named(triton)
 dtypes = pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+
+
+@pytest.fixture(autouse=True)
+def _nan_in_new_memory() -> Iterator[None]:
+    """Fill memory that no kernel has written yet with NaN."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 def distance(x: Tensor, y: Tensor) -> float:

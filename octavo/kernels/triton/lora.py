@@ -366,7 +366,7 @@ def _columns(
     WORDS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Take a token's column of its adapter's A: float32 [rows, width].
+    """Take a token's column of its adapter's A, and zeros after it: float32 [rows, width].
 
     `kept` receives the slots, without those of tokens that are no columns.
     """
@@ -383,7 +383,7 @@ def _columns(
     mask = rank < tl.load(entry + 3)
     matrix = _load_matrix(entry, like)
     column = tl.load(matrix + rank.to(tl.int64) * vocab + token, mask=mask, other=0.0)
-    tl.store(sums + row * width + rank, column.to(tl.float32), mask=mask)
+    tl.store(sums + row * width + rank, column.to(tl.float32), mask=rank < width)
 
 
 @triton.jit(do_not_specialize=["rows"])  # they change from step to step
