@@ -97,7 +97,7 @@ class LoraTable:
         ]
         """Weights of each slot for each module; None: no change."""
         self.on_device: object | None = None
-        """Copy of the table on the device, from `Ops.put_adapter_tables`; None: there is no copy."""
+        """Copy on the device, from `Ops.put_adapter_tables`; None: there is no copy."""
 
     def weight_nbytes(self, module: int, rank: int, dtype: str, *, affine: bool) -> int:
         """Return the bytes of a packed weight for a module, up to the next cache line.

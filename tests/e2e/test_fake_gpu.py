@@ -35,6 +35,8 @@ from tests.drafts import SETTINGS, Drafter
 from tests.e2e.test_triton import folder
 from tests.encoders import write_encoder
 from tests.fake_gpu import CUDA, FakeGpu
+from tests.models.harness import make_hf
+from tests.models.test_parity import CASES
 from tests.quantization.test_gptq import module as gptq_module
 from tests.triton import needs_triton
 
@@ -255,7 +257,9 @@ def test_a_weight_of_a_checkpoint(gpu: FakeGpu) -> None:
 INVOCATION = [43, 44]
 
 
-def write_adapters(base: str, folder: Path, whole: tuple[str, ...] = ()) -> list[LoRARequest | None]:
+def write_adapters(
+    base: str, folder: Path, whole: tuple[str, ...] = ()
+) -> list[LoRARequest | None]:
     """Return no adapter, and two adapters of different ranks of a model.
 
     The first one has its own modules `whole`, and factors of all other modules. The second one
@@ -341,6 +345,29 @@ def test_adapters_of_experts(
     sizes = {"num_hidden_layers": 1, "hidden_size": 32}
     model = folder(case, tmp_path / "base", **sizes)
     check_adapters(model, write_adapters(model, tmp_path), gpu, **settings)
+
+
+def test_adapters_of_a_classifier(gpu: FakeGpu, tmp_path: Path) -> None:
+    """The head of classes is a whole layer; all other layers have factors."""
+    architecture, config = CASES["llama"]
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_labels": 3}
+    name = architecture.replace("CausalLM", "SequenceClassification")
+    make_hf(name, **config | sizes | {"pad_token_id": 0}).save_pretrained(tmp_path / "base")
+    base = str(tmp_path / "base")
+    adapters = write_adapters(base, tmp_path)
+    requests = [{"prompt_token_ids": ids} for ids in PROMPTS]
+    found = []
+    for device in ("cpu", "cuda"):
+        settings = SMALL | LORA | {"device": device, "convert": "classify", "dtype": "float32"}
+        settings |= {"runner": "pooling", "batch_invariant": device == "cuda"}
+        with LLM(base, **settings) as llm:
+            for mix in (adapters, [None, adapters[1], adapters[1]], [None] * 3):
+                outputs = llm.classify(requests, lora_request=mix, use_tqdm=False)
+                found.append([output.outputs.probs for output in outputs])
+    np.testing.assert_allclose(found[:3], found[3:], atol=1e-5)
+    assert found[0][0] == found[2][0]
+    assert found[0][1:] != found[1][1:] != found[2][1:]
+    assert found[3][1] == found[4][1]
 
 
 def test_everything_that_sampling_has(llama: str, llm: LLM, gpu: FakeGpu) -> None:
