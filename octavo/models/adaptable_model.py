@@ -36,7 +36,7 @@ MOVING = "experts that engines on several machines divide"
 """Kind of modules that adapters cannot change, for an error message."""
 UNTARGETED = "modules that lora_target_modules leaves out"
 """Kind of modules that adapters may not change, for an error message."""
-_OTHERS = "layers between those of the decoder"
+_OTHERS = "other layers than the decoder's"
 _ENCODERS = "encoders of pictures and sound"
 _STACKED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
