@@ -90,7 +90,7 @@ light: .venv/.light
 	@touch $@
 
 .venv/.installed: .venv/.packages .venv/.kernels
-	$(PIP) $(BUILD)=ON -e .
+	$(PIP) $(BUILD)=ON -e '.[vision,audio]'
 	@touch $@
 
 # Two programs must not install packages in .venv at the same time.

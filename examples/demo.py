@@ -1,4 +1,4 @@
-"""`make demo`: the built-in model writes stories, answers a question, and calls a function."""
+"""`make demo`: built-in models write stories, call a function, see a picture, and hear digits."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import json
 import sys
 import time
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
+
+from picture import draw
 
 from octavo import LLM, SamplingParams
 
@@ -29,6 +32,7 @@ MULTIPLY = {
     },
 }
 MANY = 64
+SPEECH = Path(__file__).parents[1] / "tests" / "speech" / "digits.wav"
 
 
 def params(seed: int) -> SamplingParams:
@@ -77,6 +81,23 @@ def ask_with_a_tool(llm: LLM, question: str) -> None:
             messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
 
 
+def see_and_hear() -> None:
+    """Print what a model says about a picture, and what another one hears in a sound."""
+    question = "Describe the picture."
+    with LLM("octavo/stories-eyes") as llm:
+        content = [
+            {"type": "image_pil", "image_pil": draw()},
+            {"type": "text", "text": question},
+        ]
+        greedy = SamplingParams(temperature=0, max_tokens=80)
+        (output,) = llm.chat([{"role": "user", "content": content}], greedy, use_tqdm=False)
+        print(f"user: (a picture of three shapes) {question}")
+        print(f"assistant: {output.outputs[0].text}\n")
+    with LLM("octavo/spoken-words") as llm:
+        (transcript,) = llm.transcribe(SPEECH)
+        print(f"{SPEECH.name}, {transcript.duration:.1f} s of speech: {transcript.text}\n")
+
+
 def main() -> None:
     started = time.perf_counter()
     with LLM() as llm:
@@ -89,6 +110,8 @@ def main() -> None:
         stream(llm, chat, SamplingParams(temperature=0, max_tokens=40), is_text=False)
 
         ask_with_a_tool(llm, PRODUCT)
+
+        see_and_hear()
 
         print(f"The same story among {MANY} that are written at once:")
         started = time.perf_counter()

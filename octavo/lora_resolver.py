@@ -47,7 +47,7 @@ class _Registry:
         """Return a resolver.
 
         Raises:
-            KeyError: there is none of this name.
+            KeyError: no resolver has this name.
         """
         if resolver_name not in self.resolvers:
             raise KeyError(f"There is no resolver {resolver_name!r}.")

@@ -127,7 +127,7 @@ def test_octavo_chat(server):
     assert done.stdout.strip()
 
 
-TOOLS = ("bench", "inspect", "plan", "quality", "convert")
+TOOLS = ("bench", "inspect", "plan", "quality", "convert", "transcribe")
 
 
 @pytest.mark.parametrize("words", [w for w in OCTAVO if w[0] in TOOLS], ids=" ".join)

@@ -18,7 +18,7 @@ _KINDS = {
     "vectors of a text, of a family that Octavo does not have",
     r"Whisper|Speech|Audio|CTC$|Voice|Moonshine|ASR": "it processes sound, and Octavo's "
     "models process text",
-    r"^(T5|MT5|UMT5|Bart|MBart|Pegasus|Marian|M2M|BlenderBot|Led|LED|ProphetNet)": "it is an "
+    r"^(T5|Bart|MBart|Pegasus|Marian|NllbMoe|FSMT|BlenderBot|Led|LED|ProphetNet)": "it is an "
     "encoder-decoder of a family that Octavo does not have",
     r"^(DeepseekV32|GlmMoeDsa|Glm5Next|Qwen4Exp|MiniMaxM3)": "its attention chooses tokens "
     "with an indexer (sparse attention), which Octavo does not compute",

@@ -191,6 +191,10 @@ class LoRAConfig(Section, frozen=True):
 
 
 def _parse(text: str) -> LoRAModule:
+    if re.search("[\ud800-\udfff]", text):
+        raise ConfigError(
+            f"lora_modules={text!r} is not allowed: its bytes are not UTF-8; rename the folder."
+        )
     try:
         if text.lstrip().startswith("{"):
             return msgspec.json.decode(text, type=LoRAModule)

@@ -216,7 +216,7 @@ class Hub:
         It is bound without listening. So others cannot have it, and each process may listen there.
 
         Raises:
-            ConfigError: the port is taken, or there is none.
+            ConfigError: the port is taken, or no port is free.
         """
         port = int(self.address.rpartition(":")[2]) + 1
         reserved = socket(self._family, SOCK_STREAM)

@@ -42,7 +42,7 @@ def activate(options: RequestOptions, prompt: Sequence[int] | None) -> RequestOp
 
 
 def last_occurrence(tokens: Sequence[int], part: Sequence[int]) -> int | None:
-    """Return the index of the last occurrence of some tokens in others; None: there is none."""
+    """Return the index of the last occurrence of some tokens in others; None if absent."""
     ids = np.array(tokens)
     starts = np.arange(max(0, len(ids) - len(part) + 1))
     for offset, token in enumerate(part):

@@ -123,7 +123,7 @@ class AdapterFiles:
     def remove(self, lora_int_id: int) -> bool:
         """Forget an adapter: the files are read again for its next request; False: unknown."""
         with self._lock:
-            known = [key for key in self._known if key[0] == lora_int_id]
+            known = [key for key in self._known if key[0] == lora_int_id != _NO_NUMBER]
             for key in known:
                 del self._known[key]
         return bool(known)
@@ -282,7 +282,7 @@ class AdapterFiles:
 
     @cached_property
     def _drafter(self) -> AdaptableModel | None:
-        """Draft model; None: there is none, or heads make the drafts."""
+        """Draft model; None without drafts, or if heads make them."""
         from octavo.models.drafts import find_draft  # few engines have a draft model
 
         draft = find_draft(self._config, self._spec, self._folder)

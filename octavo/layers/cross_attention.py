@@ -28,6 +28,7 @@ class CrossAttention:
     o_proj: Linear
     """Projection from the heads' results to the hidden size."""
     num_heads: int
+    num_kv_heads: int
     head_size: int
     params: AttentionParams
     columns: Columns | None = None
@@ -44,7 +45,7 @@ class CrossAttention:
             slots: int64 [rows], slot of each row in the cache.
             backend: the attention backend.
         """
-        heads = self.num_heads, self.head_size
+        heads = self.num_kv_heads, self.head_size
         key, value = self.kv_proj(rows).view(len(rows), 2, *heads).unbind(1)
         backend.write_kv(key, value, kv_cache, slots)
 

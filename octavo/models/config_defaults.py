@@ -431,9 +431,18 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     **_encoder("JinaEmbeddingsV3", "jina_embeddings_v3", _FLASH),
     "T5ForConditionalGeneration": {"model_type": "t5", "feed_forward_proj": "relu"} | _T5,
     "MT5ForConditionalGeneration": {"model_type": "mt5", "feed_forward_proj": "gated-gelu"} | _T5,
+    "UMT5ForConditionalGeneration": {"model_type": "umt5", "feed_forward_proj": "gated-gelu"} | _T5,
+    "T5GemmaForConditionalGeneration": {"model_type": "t5gemma", "bos_token_id": 2}
+    | _GEMMA
+    | {"max_position_embeddings": 8192, "eos_token_id": 1, "attn_logit_softcapping": 50.0}
+    | {"final_logit_softcapping": 30.0},
     "BartForConditionalGeneration": {"model_type": "bart", "decoder_start_token_id": 2}
     | _BART
     | {"eos_token_id": 2},
+    "M2M100ForConditionalGeneration": {"model_type": "m2m_100", "decoder_start_token_id": 2}
+    | _BART
+    | {"activation_function": "relu", "scale_embedding": True, "eos_token_id": 2}
+    | {"pad_token_id": 1},
     "MBartForConditionalGeneration": {"model_type": "mbart", "eos_token_id": 2} | _BART,
     "MarianMTModel": {"model_type": "marian", "decoder_start_token_id": 58100, "eos_token_id": 0}
     | _BART,

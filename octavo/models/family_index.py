@@ -12,6 +12,7 @@ INDEX: dict[str, tuple[str, ...]] = {
     "bamba": ("BambaForCausalLM",),
     "bart": (
         "BartForConditionalGeneration",
+        "M2M100ForConditionalGeneration",
         "MBartForConditionalGeneration",
         "MarianMTModel",
         "PegasusForConditionalGeneration",
@@ -288,7 +289,9 @@ INDEX: dict[str, tuple[str, ...]] = {
     "t5": (
         "T5ForConditionalGeneration",
         "MT5ForConditionalGeneration",
+        "UMT5ForConditionalGeneration",
     ),
+    "t5gemma": ("T5GemmaForConditionalGeneration",),
     "whisper": ("WhisperForConditionalGeneration",),
 }
 """Name of a file -> keys of its `ARCHITECTURES`, which config.json names."""

@@ -34,7 +34,7 @@ def open_model(config: EngineConfig, path: Path, dtype: str = "float32") -> Chec
 
 
 def find_merged(config: EngineConfig) -> Path | None:
-    """Return the folder of the adapter of `lora_merge`; None: there is none.
+    """Return the folder of the adapter of `lora_merge`, or None if that is not set.
 
     Raises:
         AdapterError: the adapter does not exist, or cannot be downloaded.

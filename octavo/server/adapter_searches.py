@@ -25,7 +25,7 @@ class AdapterSearches(Generic[T]):
     """Searches that run. All requests that name an adapter wait for the same search.
 
     Args:
-        search: finds an adapter by its name; None: there is none.
+        search: finds an adapter by its name; returns None if no adapter has it.
     """
 
     def __init__(self, search: Callable[[str], Awaitable[T | None]]) -> None:
@@ -36,7 +36,7 @@ class AdapterSearches(Generic[T]):
         """Numbers of the running searches, by the tenant whose request began them."""
 
     async def find(self, name: str, tenant: str | None) -> T | None:
-        """Find an adapter; None: there is none with this name.
+        """Find an adapter; return None if no adapter has this name.
 
         The search continues for other requests if this one gives up.
 

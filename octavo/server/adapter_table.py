@@ -98,7 +98,7 @@ class AdapterTable:
             return [name for (name,) in rows]
 
     def find(self, name: str) -> ServedAdapter | None:
-        """Return the adapter with a name; None: there is none."""
+        """Return the adapter with a name, or None if no adapter has it."""
         try:
             name.encode()
         except UnicodeEncodeError:  # half a surrogate pair
@@ -138,7 +138,7 @@ class AdapterTable:
         return done.rowcount > 0
 
     def remove(self, name: str) -> bool:
-        """Remove an adapter; False: there is none with this name."""
+        """Remove an adapter; return False if no adapter has this name."""
         with _errors():
             done = self._database.execute("DELETE FROM adapters WHERE name = ?", (name,))
         return done.rowcount > 0

@@ -100,7 +100,7 @@ def make_resolvers(config: LoRAConfig) -> dict[str, LoRAResolver]:
     """Return the resolvers that the settings turn on, by their names.
 
     Raises:
-        ConfigError: there is none of this name, or it cannot be loaded.
+        ConfigError: no resolver has this name, or it cannot be loaded.
     """
     return {name: _make(name, config) for name in config.lora_resolvers}
 

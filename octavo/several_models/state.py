@@ -189,7 +189,7 @@ class ModelsState(ProxyState):
     # Choice of a model
 
     def look_up(self, name: str) -> OneModel | None:
-        """Return the model with a name, or with an adapter of this name; None: there is none."""
+        """Return the model that has this name, or an adapter of this name; None if no model has."""
         model = self._by_name.get(name)
         if model is None:
             found = (model for model in self.models if model.find_adapter(name) is not None)
@@ -200,7 +200,7 @@ class ModelsState(ProxyState):
         """Return the model with a name, or with an adapter of this name.
 
         Raises:
-            NotFoundError: there is none.
+            NotFoundError: no model has this name.
         """
         model = self.look_up(name)
         if model is None:

@@ -100,6 +100,7 @@ def test_adapters_of_a_server():
     [
         ({"max_loras": 3, "max_cpu_loras": 2}, "max_cpu_loras=2 is less than max_loras=3"),
         ({"lora_modules": ["a=b", "a=c"]}, "names 'a' twice"),
+        ({"lora_modules": ["a=b\udcff"]}, "its bytes are not UTF-8"),
         ({"lora_modules": ["m=b"]}, "'m' is the name of the model"),
         ({"lora_modules": ["a=b"], "enable_lora": False}, "lora_modules=['a=b'] needs adapters"),
         ({"lora_root": "/x", "enable_lora": False}, "lora_root='/x' needs adapters"),

@@ -23,6 +23,14 @@ BART |= {"bos_token_id": 0, "pad_token_id": 1, "eos_token_id": 2, "decoder_start
 BART |= {"forced_eos_token_id": None}
 ODD = {"d_model": 36, "encoder_attention_heads": 2, "decoder_attention_heads": 3}
 ODD |= {"encoder_layers": 1, "decoder_layers": 3, "decoder_ffn_dim": 40, "scale_embedding": True}
+GEMMA: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 40, "intermediate_size": 56}
+GEMMA |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+GEMMA |= {"head_dim": 8, "sliding_window": 6, "query_pre_attn_scalar": 12}
+GEMMA |= {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 4.0}
+GEMMA |= {"max_position_embeddings": 64}
+ENCODER = {"hidden_size": 24, "num_hidden_layers": 3, "num_key_value_heads": 4, "head_dim": 6}
+BIASED = {"attention_bias": True, "num_key_value_heads": 1, "sliding_window": 5}
+T5GEMMA = {"encoder": GEMMA, "decoder": GEMMA, "vocab_size": VOCAB}
 MARIAN = BART | {"activation_function": "swish", "scale_embedding": True}
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -48,6 +56,24 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "pegasus": ("PegasusForConditionalGeneration", BART | {"scale_embedding": True}),
     "marian": ("MarianMTModel", MARIAN),
     "marian-odd": ("MarianMTModel", MARIAN | ODD),
+    "umt5": ("UMT5ForConditionalGeneration", T5 | {"feed_forward_proj": "gated-gelu"}),
+    "umt5-small": ("UMT5ForConditionalGeneration", T5 | SMALL | {"num_decoder_layers": 4}),
+    "umt5-plain": ("UMT5ForConditionalGeneration", T5 | {"feed_forward_proj": "relu"}),
+    "m2m100": ("M2M100ForConditionalGeneration", BART | {"activation_function": "relu"}),
+    "m2m100-odd": (
+        "M2M100ForConditionalGeneration",
+        BART | ODD | {"scale_embedding": False, "pad_token_id": 0},
+    ),
+    "m2m100-small": ("M2M100ForConditionalGeneration", BART | {"d_model": 24}),
+    "t5gemma": ("T5GemmaForConditionalGeneration", T5GEMMA),
+    "t5gemma-own": (
+        "T5GemmaForConditionalGeneration",
+        T5GEMMA | {"encoder": GEMMA | ENCODER, "tie_word_embeddings": False},
+    ),
+    "t5gemma-bias": (
+        "T5GemmaForConditionalGeneration",
+        {"encoder": GEMMA | BIASED | ENCODER, "decoder": GEMMA | BIASED, "vocab_size": VOCAB},
+    ),
     "marian-own": (
         "MarianMTModel",
         MARIAN | {"share_encoder_decoder_embeddings": False, "decoder_vocab_size": 61},
@@ -87,9 +113,14 @@ def make_inputs(vocab_size: int = 61) -> list[list[int]]:
 @pytest.mark.parametrize("name", MODELS)
 def test_same_as_transformers(name, tmp_path):
     hf_model, inputs = make_model(tmp_path, name), make_inputs()
-    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=2)
+    pad = hf_model.config.pad_token_id  # transformers masks it, or gives it no position
+    params = SamplingParams(
+        temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=2, logit_bias={pad: -100.0}
+    )
     answers = make_llm(tmp_path).generate(inputs, params)
-    start = hf_model.config.decoder_start_token_id
+    start = getattr(hf_model.config, "decoder_start_token_id", None)
+    if start is None:
+        start = hf_model.config.bos_token_id
     for ids, answer in zip(inputs, answers, strict=True):
         assert (answer.encoder_prompt_token_ids, answer.prompt_token_ids) == (ids, [start])
         tokens = answer.outputs[0].token_ids
@@ -100,7 +131,9 @@ def test_same_as_transformers(name, tmp_path):
                 use_cache=False,
             ).logits[0]
         expected = torch.log_softmax(expected, -1)
-        assert expected.argmax(-1).tolist() == list(tokens)
+        assert pad not in tokens
+        allowed = expected.index_fill(1, torch.tensor([pad]), -100.0)
+        assert allowed.argmax(-1).tolist() == list(tokens)
         for row, found in zip(expected, answer.outputs[0].logprobs, strict=True):
             for token, logprob in found.items():
                 assert abs(row[token].item() - logprob.logprob) < 1e-4

@@ -204,7 +204,7 @@ def test_built_in_families_come_first_and_broken_ones_are_named(tmp_path: Path) 
         ("FunnelModel", "encoder, which makes vectors"),
         ("nomic-bert-moe", "lack the bias of the experts"),
         ("XLNetForSequenceClassification", "classifier"),
-        ("UMT5ForConditionalGeneration", "encoder-decoder of a family"),
+        ("NllbMoeForConditionalGeneration", "encoder-decoder of a family"),
         ("WhisperForAudioClassification", "classifier"),
         ("Florence2ForConditionalGeneration", "images"),
         ("DbrxForCausalLM", "mixture of experts"),

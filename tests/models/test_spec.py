@@ -659,7 +659,7 @@ def test_the_architecture_by_the_kind_of_model(tmp_path: Path) -> None:
         config = LLAMA | {"architectures": architectures, "model_type": "llama"}
         assert read(tmp_path, config) == named
     with pytest.raises(ModelError, match="architectures=None"):
-        read(tmp_path, LLAMA | {"architectures": None, "model_type": "umt5"})
+        read(tmp_path, LLAMA | {"architectures": None, "model_type": "prophetnet"})
 
 
 @pytest.mark.parametrize("name", ["dtype", "torch_dtype"])

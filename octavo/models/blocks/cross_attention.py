@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from octavo.errors import ConfigError
 from octavo.layers.encoder_lens import ENCODER_LENS
 from octavo.layers.step_table import StepArray
+from octavo.models.blocks.attention import share_heads
 from octavo.models.blocks.base import BlockSpec, LargestStep
 from octavo.models.blocks.linear import LinearSpec
 from octavo.models.cache import CrossCache
@@ -30,12 +31,17 @@ class CrossAttentionSpec(BlockSpec):
     """Projection of the encoder's rows to all keys and all values, stacked."""
     o_proj: LinearSpec
     num_heads: int
-    """Number of heads of queries, and of keys and values."""
+    """Number of heads of queries."""
+    num_kv_heads: int
+    """Number of heads of keys and values; a divisor of `num_heads`."""
     head_size: int
     scale: float
     """Factor on the attention scores."""
+    soft_cap: float | None = None
+    """Cap of the attention scores."""
     first_head: int = 0
-    """Index of the rank's first head in the whole model."""
+    first_kv_head: int = 0
+    """Indices of the rank's first heads in the whole model."""
 
     def weights(self, names: Names) -> Iterator[Weight]:
         """Yield the weights of the projections."""
@@ -45,7 +51,7 @@ class CrossAttentionSpec(BlockSpec):
 
     def caches(self) -> tuple[CrossCache]:
         """Return the cache of the keys and values of each row."""
-        return (CrossCache(self.num_heads, self.head_size, first_kv_head=self.first_head),)
+        return (CrossCache(self.num_kv_heads, self.head_size, first_kv_head=self.first_kv_head),)
 
     def arrays(self) -> tuple[StepArray, ...]:
         """Return the numbers of rows of the requests."""
@@ -55,14 +61,14 @@ class CrossAttentionSpec(BlockSpec):
         """Return the bytes that attention allocates."""
         from octavo.attention.base import LargestAttention
 
-        heads = self.num_heads, self.num_heads, self.head_size
+        heads = self.num_heads, self.num_kv_heads, self.head_size
         longest = max(largest.max_model_len, largest.num_tokens)
         return backend.scratch_nbytes(
             LargestAttention(largest.num_tokens, longest, *heads, largest.num_threads)
         )
 
     def split(self, rank: Rank) -> CrossAttentionSpec:
-        """Return the attention of a rank's heads.
+        """Return the attention of a rank's query heads, and of their heads of keys and values.
 
         Raises:
             ConfigError: the model has fewer heads than ranks.
@@ -72,19 +78,22 @@ class CrossAttentionSpec(BlockSpec):
                 f"tensor_parallel_size={rank.size} is more than the {self.num_heads} heads of "
                 "cross attention of the model; lower it to at most that number."
             )
-        first, end = rank.share(self.num_heads)
+        (first, end), kv_heads = share_heads(self.num_heads, self.num_kv_heads, rank)
         own = first * self.head_size, end * self.head_size
-        size = self.num_heads * self.head_size
+        own_kv = kv_heads[0] * self.head_size, kv_heads[1] * self.head_size
+        size = self.num_kv_heads * self.head_size
         o_proj = self.o_proj
         return replace(
             self,
             q_proj=self.q_proj.split(own),
-            kv_proj=self.kv_proj.split(own, (size + own[0], size + own[1])),
+            kv_proj=self.kv_proj.split(own_kv, (size + own_kv[0], size + own_kv[1])),
             o_proj=o_proj.split_inputs(own, rank)
             if rank.reduces
             else o_proj.split(rank.share(o_proj.outputs)),
             num_heads=end - first,
+            num_kv_heads=kv_heads[1] - kv_heads[0],
             first_head=first,
+            first_kv_head=kv_heads[0],
         )
 
     def build(self, parts: Parts, caches: tuple[int, ...]) -> CrossAttention:
@@ -103,8 +112,9 @@ class CrossAttentionSpec(BlockSpec):
             kv_proj=self.kv_proj.build(parts.of("kv_proj")),
             o_proj=self.o_proj.build(parts.of("o_proj"), "mixer"),
             num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
             head_size=size,
-            params=AttentionParams(scale=self.scale, causal=False),
+            params=AttentionParams(scale=self.scale, logits_soft_cap=self.soft_cap, causal=False),
             columns=columns,
         )
         parts.cross_attention.append(block)

@@ -44,6 +44,10 @@ class Sinusoids:
 
     rows: int
     size: int
+    first: int = 0
+    """Position that the first row is for."""
+    ends: bool = False
+    """True if the last frequency is 1/10000, as in tensor2tensor; False: it is the one before."""
 
     def nbytes(self, max_model_len: int) -> int:
         """Implement `Table`; upper bound for all types."""
@@ -53,9 +57,11 @@ class Sinusoids:
         """Return the vectors: [rows, size]."""
         from octavo.system.tensor import dense, from_numpy
 
-        dims = np.arange(self.size)
-        angles = np.arange(self.rows)[:, None] / np.power(10000, 2 * (dims // 2) / self.size)
-        parts = [np.sin(angles[:, 0::2]), np.cos(angles[:, 1::2])]
+        pairs = self.size // 2
+        powers = np.arange(-(-self.size // 2)) / (pairs - 1 if self.ends else self.size / 2)
+        positions = np.arange(self.first, self.first + self.rows)
+        angles = positions[:, None] / np.power(10000, powers)
+        parts = [np.sin(angles), np.cos(angles[:, :pairs])]
         return dense(from_numpy(np.concatenate(parts, 1)), dtype)
 
 

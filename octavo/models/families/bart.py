@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from octavo.checkpoints.config_json import MOST_LAYERS, ConfigJson
 from octavo.models.blocks.attention import AttentionSpec
@@ -33,8 +34,10 @@ class BartLike:
     the sums of the blocks' inputs and outputs."""
     embed_norm: bool = True
     """True if there is a norm of the embedding."""
-    sinusoids: bool = False
-    """True if the vectors of positions are computed; False: they are learned."""
+    positions: Literal["learned", "computed", "computed_after_pad"] = "learned"
+    """Vectors of positions: "computed_after_pad" numbers them from pad_token_id + 1 on."""
+    logits_bias: bool = True
+    """True if the logits have a bias."""
     key_bias: bool = True
     """True if the projections to keys have a bias."""
 
@@ -53,10 +56,11 @@ class BartLike:
         head = HeadSpec(
             self.final_norm(config, "decoder"),
             replace(
-                base.read_lm_head(config, embed, tied=True, bias=True),
-                whole_bias="final_logits_bias",
+                base.read_lm_head(config, embed, tied=True, bias=self.logits_bias),
+                whole_bias="final_logits_bias" if self.logits_bias else None,
             ),
         )
+        learned = self.positions == "learned"
         spec = base.model_spec(
             config,
             embed=embed,
@@ -67,7 +71,7 @@ class BartLike:
             bare_prefix="model.",
             ignored=(
                 r"(model\.)?(en|de)coder\.embed_tokens\.weight",
-                *([r"(model\.)?(en|de)coder\.embed_positions\.weight"] if self.sinusoids else []),
+                *([] if learned else [r"(model\.)?(en|de)coder\.embed_positions\.weights?"]),
                 r"(model\.)?classification_head\..*",
                 *([] if shared else [r"model\.shared\.weight"]),
             ),
@@ -92,14 +96,19 @@ class BartLike:
     ) -> EmbedSpec:
         hidden = config.integer("d_model")
         norm = LayerNormSpec(f"model.{stack}.layernorm_embedding", hidden, _EPS)
-        learned = PositionsSpec(f"model.{stack}.embed_positions", length, skipped=2)
+        positions: PositionsSpec | Sinusoids = Sinusoids(length, hidden)
+        if self.positions == "learned":
+            positions = PositionsSpec(f"model.{stack}.embed_positions", length, skipped=2)
+        elif self.positions == "computed_after_pad":
+            first = config.integer("pad_token_id", least=0, most=length) + 1
+            positions = Sinusoids(length, hidden, first, ends=True)
         return EmbedSpec(
             module,
             vocab_size,
             hidden,
             hidden,
             scale=math.sqrt(hidden) if config.flag("scale_embedding", False) else None,
-            positions=Sinusoids(length, hidden) if self.sinusoids else learned,
+            positions=positions,
             norm=norm if self.embed_norm else None,
         )
 
@@ -138,6 +147,7 @@ class BartLike:
             linear("encoder_attn.k_proj", "encoder_attn.v_proj"),
             linear("encoder_attn.out_proj"),
             heads.num_heads,
+            heads.num_heads,
             heads.head_size,
             heads.scale,
         )
@@ -163,8 +173,11 @@ class BartLike:
 ARCHITECTURES = {
     "BartForConditionalGeneration": BartLike().read,
     "MBartForConditionalGeneration": BartLike(pre_norm=True).read,
-    "MarianMTModel": BartLike(embed_norm=False, sinusoids=True).read,
+    "MarianMTModel": BartLike(embed_norm=False, positions="computed").read,
     "PegasusForConditionalGeneration": BartLike(
-        pre_norm=True, embed_norm=False, sinusoids=True
+        pre_norm=True, embed_norm=False, positions="computed"
+    ).read,
+    "M2M100ForConditionalGeneration": BartLike(
+        pre_norm=True, embed_norm=False, positions="computed_after_pad", logits_bias=False
     ).read,
 }

@@ -14,7 +14,8 @@ from octavo.models.families.llama import LlamaLike
 from octavo.models.spec import ModelSpec
 
 
-def _gemma2_like(config: ConfigJson) -> LlamaLike:
+def gemma2_like(config: ConfigJson) -> LlamaLike:
+    """Return the differences of Gemma 2 from Llama."""
     num_layers = read_num_layers(config)
     layer_types = ["full_attention" if i % 2 else "sliding_attention" for i in range(num_layers)]
     window = config.integer("sliding_window", default=4096)
@@ -27,12 +28,12 @@ def _gemma2_like(config: ConfigJson) -> LlamaLike:
 
 def read(config: ConfigJson) -> ModelSpec:
     """Read Gemma 2."""
-    return _gemma2_like(config).read(config)
+    return gemma2_like(config).read(config)
 
 
 def read_vault(config: ConfigJson) -> ModelSpec:
     """Read VaultGemma."""
-    variant = _gemma2_like(config)
+    variant = gemma2_like(config)
     return replace(variant, mixer_out_norm=None, feed_forward_out_norm=None).read(config)
 
 

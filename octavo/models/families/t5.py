@@ -1,9 +1,10 @@
-"""T5, T5 1.1 (Flan-T5) and mT5: encoder-decoders of texts with relative positions."""
+"""T5, T5 1.1 (Flan-T5), mT5 and UMT5: encoder-decoders of texts with relative positions."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 from octavo.checkpoints.config_json import MOST_LAYERS, ConfigJson
 from octavo.models.blocks.attention import AttentionSpec, RelativeBias
@@ -24,12 +25,14 @@ _PLAIN |= {"gelu_new": "gelu_tanh"}
 _GATED: dict[str, Activation] = {"gated-gelu": "gelu_tanh", "gated-silu": "silu"}
 
 
-def _read(config: ConfigJson, *, scaled: bool = True) -> ModelSpec:
+def _read(config: ConfigJson, *, scaled: bool = True, shared_bias: bool = True) -> ModelSpec:
     """Read T5 (Raffel et al., arXiv:1910.10683); 1.1 has a gated MLP and an LM head of its own.
 
     Args:
         config: config.json.
         scaled: True if the logits of a tied LM head have a factor (all but mT5).
+        shared_bias: True if all layers have the bias of the first one (all but UMT5,
+            arXiv:2304.09151).
     """
     config.refuse("is_encoder_decoder", True, "only encoder-decoders are supported")
     hidden, eps = config.integer("d_model"), config.number("layer_norm_epsilon")
@@ -46,9 +49,9 @@ def _read(config: ConfigJson, *, scaled: bool = True) -> ModelSpec:
     def norm(module: str) -> RMSNormSpec:
         return RMSNormSpec(module, hidden, eps)
 
-    def attention(stack: str, *, causal: bool) -> Sublayer:
+    def attention(stack: str, i: int, *, causal: bool) -> Sublayer:
         prefix = "layer.0.SelfAttention"
-        table = f"{stack}.block.0.{prefix}.relative_attention_bias"
+        table = f"{stack}.block.{0 if shared_bias else i}.{prefix}.relative_attention_bias"
         block = AttentionSpec(
             heads.qkv_proj(*(f"{prefix}.{part}" for part in "qkv"), bias=False),
             heads.o_proj(f"{prefix}.o", bias=False),
@@ -79,17 +82,28 @@ def _read(config: ConfigJson, *, scaled: bool = True) -> ModelSpec:
         LinearSpec(((f"{prefix}.k", size), (f"{prefix}.v", size)), hidden),
         heads.o_proj(f"{prefix}.o", bias=False),
         heads.num_heads,
+        heads.num_heads,
         heads.head_size,
         1.0,
     )
-    layer = LayerSpec((attention("encoder", causal=False), feed_forward(1)))
-    decoder_layer = LayerSpec(
-        (
-            attention("decoder", causal=True),
-            Sublayer("cross_attention", cross, norm("layer.1.layer_norm")),
-            feed_forward(2),
+
+    @cache
+    def encoder_layer(i: int) -> LayerSpec:
+        return LayerSpec((attention("encoder", i, causal=False), feed_forward(1)))
+
+    @cache
+    def decoder_layer(i: int) -> LayerSpec:
+        return LayerSpec(
+            (
+                attention("decoder", i, causal=True),
+                Sublayer("cross_attention", cross, norm("layer.1.layer_norm")),
+                feed_forward(2),
+            )
         )
-    )
+
+    def layers(make: Callable[[int], LayerSpec], number: int) -> list[LayerSpec]:
+        return [make(0 if shared_bias else i) for i in range(number)]
+
     embed = EmbedSpec("shared", config.integer("vocab_size"), hidden, hidden)
     # transformers 5 writes tie_word_embeddings=true always, and this field for T5 1.1.
     tied = config.flag("tie_word_embeddings", True) and config.flag("scale_decoder_outputs", True)
@@ -99,7 +113,7 @@ def _read(config: ConfigJson, *, scaled: bool = True) -> ModelSpec:
     spec = base.model_spec(
         config,
         embed=embed,
-        layers=[decoder_layer] * num_decoder_layers,
+        layers=layers(decoder_layer, num_decoder_layers),
         head=HeadSpec(
             norm("decoder.final_layer_norm"),
             base.read_lm_head(config, embed, tied=tied),
@@ -113,7 +127,7 @@ def _read(config: ConfigJson, *, scaled: bool = True) -> ModelSpec:
     encoder = EncoderSpec(
         modality="text",
         inputs=TextInputSpec(embed, shares_table=True),
-        layers=(layer,) * num_layers,
+        layers=tuple(layers(encoder_layer, num_layers)),
         layer_names="encoder.block.{}.",
         hidden_size=hidden,
         norm=norm("encoder.final_layer_norm"),
@@ -126,4 +140,5 @@ def _read(config: ConfigJson, *, scaled: bool = True) -> ModelSpec:
 ARCHITECTURES = {
     "T5ForConditionalGeneration": _read,
     "MT5ForConditionalGeneration": partial(_read, scaled=False),
+    "UMT5ForConditionalGeneration": partial(_read, shared_bias=False),
 }

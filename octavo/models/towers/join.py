@@ -23,7 +23,7 @@ _SECTIONS: Mapping[str, tuple[int, ...] | None] = {
     "Qwen3_5": (11, 11, 10),
     "Qwen3_5Moe": (11, 11, 10),
 }
-"""Models whose rotary positions have sections -> the default sections; None: there is none. Those
+"""Models whose rotary positions have sections -> the default sections (None: no default). Those
 of Qwen3-VL and Qwen3.5 are interleaved."""
 
 

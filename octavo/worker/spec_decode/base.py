@@ -71,7 +71,7 @@ class Proposer(ABC):
     def __init__(self, target: Target) -> None:
         self.target = target
         self.adapters: ModelAdapters | None = None
-        """Adapters of the draft model; None: there is none, or adapters are off."""
+        """Adapters of the draft model; None without a draft model or without adapters."""
 
     def add_row(self, row: int, data: NewRequestData) -> None:
         """Add a request, new or resumed; its tokens are in its row."""
