@@ -332,7 +332,7 @@ def _memory_items(setup: WorkerSetup) -> list[MemoryItem]:
         # The modules are imported before the plan, here and in each worker process.
         nbytes = import_plugins(config.model.logits_processors) * (1 + config.num_worker_processes)
         items.append(MemoryItem("plug-ins", nbytes, note=" for logits processors, as measured"))
-    if (nbytes := setup.encoder_cache_nbytes * setup.rank.world_size) > 0:
+    if (nbytes := setup.encoder_cache_nbytes * setup.rank.size) > 0:  # of the first stage
         note = f" for {setup.encoder_cache_size:,} rows"
         items.append(MemoryItem("encoder cache", nbytes, note=note))
     if not config.model.skip_tokenizer_init:

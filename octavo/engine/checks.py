@@ -191,15 +191,10 @@ def check_encoders(spec: ModelSpec, config: EngineConfig, platform: Platform) ->
     """
     if not spec.encoders:
         return
-    device, native = config.device, _is_native(config, platform)
-    stages, both = device.pipeline_parallel_size, spec.is_encoder_decoder
+    native, both = _is_native(config, platform), spec.is_encoder_decoder
     for name, wrong in (
         (f"device={platform.name}, except for device=cpu without Triton", not native),
-        (f"pipeline_parallel_size={stages}", stages > 1),
-        ("enable_sequence_parallel", device.enable_sequence_parallel),
-        ("speculative_config", config.speculation.speculative_config is not None),
-        ("kv_transfer_config", config.cache.kv_transfer_config is not None),
-        ("enable_chunked_prefill=false", not config.scheduler.enable_chunked_prefill),
+        ("a draft model in speculative_config", both and _has_draft(config)),
         ("kv_events_config", both and config.cache.kv_events_config is not None),
         ("enable_lora", both and config.lora.enable_lora),
         ("enable_prompt_embeds", both and config.model.enable_prompt_embeds),

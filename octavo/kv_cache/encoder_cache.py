@@ -93,9 +93,15 @@ class EncoderCacheManager:
                 del self._held[request]
 
     def free(self, request: Request) -> None:
-        """End a request's use of all its items."""
+        """End a request's use of all its items; give them up if it failed.
+
+        The rows of an item whose encoder failed are NaN, and a later request may try again.
+        """
         for identifier in self._held.pop(request, {}).values():
             self._release(identifier)
+        for feature in request.mm_features if request.error is not None else ():
+            if feature.identifier in self._unused:
+                self._give_up(feature.identifier)
 
     def forget_all(self) -> None:
         """Give up all items; no request may use one."""

@@ -444,6 +444,8 @@ class KVCacheManager:
         """Free all blocks of a request; its last ones are reused first."""
         held = self._requests.pop(request.request_id, None)
         if held is not None:
+            if request.error is not None and request.mm_features:
+                self._forget_items(request, held)
             for blocks in held.blocks:
                 self.pool.free_blocks(reversed(blocks))
             if self.cross is not None:
@@ -452,6 +454,16 @@ class KVCacheManager:
                 self.states.free(request)
                 if not self.managers:  # the first blocks are forgotten last, as in the pool
                     self.states.remember(reversed(request.block_hashes[: held.num_cached_blocks]))
+
+    def _forget_items(self, request: Request, held: _RequestBlocks) -> None:
+        """Forget the blocks of a failed request that depend on its items: they may contain NaN."""
+        begin = min(item.mm_position.offset for item in request.mm_features) // self.block_size
+        blocks = [block for of_group in held.blocks for block in of_group[begin:]]
+        if self.cross is not None:
+            blocks += self.cross.blocks_of(request)
+        for block in blocks:
+            if block.block_hash is not None:
+                self.pool.uncache(block)
 
     def held_blocks(self) -> dict[str, list[int]]:
         """Return the ids of the blocks of each request, or of a load for it; 0: the null block."""

@@ -84,7 +84,8 @@ class KVLayout:
     dtype: str
     """Dtype of the KV cache, as `CacheSpec` names it."""
     groups: tuple[KVCacheGroup, ...]
-    """KV-cache groups that use blocks, with the layers and heads of this rank."""
+    """KV-cache groups that use blocks, with the layers and heads of this rank; without those of
+    cross attention, whose blocks are not copied but computed again."""
     states: tuple[KVCacheGroup, ...] = ()
     """KV-cache groups with recurrent states."""
     first_layer: int = 0

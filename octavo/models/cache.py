@@ -185,13 +185,6 @@ class CrossCache(AttentionCache):
         metadata = _attention_metadata(table, group, max_query_len, max_seq_len)
         return replace(metadata, seq_lens=table.extra[ENCODER_LENS.name])
 
-    def pages(self) -> Pages:
-        """Raise ConfigError: connectors know the blocks of a request's own tokens only."""
-        raise ConfigError(
-            "kv_transfer_config is not supported with encoder-decoders: the keys and values of "
-            "cross attention belong to no token of the decoder; leave it out."
-        )
-
 
 @dataclass(frozen=True)
 class LatentCache:

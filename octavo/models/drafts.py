@@ -74,7 +74,8 @@ def find_draft(config: EngineConfig, target: ModelSpec, target_path: Path) -> Dr
         speculative.model, download_dir=load.download_dir, load_format=load.load_format
     )
     checkpoint = open_checkpoint(path, load.load_format)
-    read, settings = checkpoint.config, msgspec.structs.replace(config.model, hf_overrides={})
+    read = checkpoint.config
+    settings = msgspec.structs.replace(config.model, hf_overrides={}, language_model_only=True)
     match speculative.method or _method_of(read):
         case "medusa":
             medusa = read_medusa(read, target)
@@ -106,7 +107,8 @@ def _read_mtp(config: EngineConfig, checkpoint: Checkpoint) -> MTPSpec:
     Raises:
         ConfigError: the checkpoint has none.
     """
-    spec = read_mtp_spec(checkpoint, config.model)
+    settings = msgspec.structs.replace(config.model, language_model_only=True)
+    spec = read_mtp_spec(checkpoint, settings)
     if spec is None:
         raise ConfigError(
             f"speculative_config: method=mtp needs an MTP layer, and Octavo finds none in "

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from octavo.errors import RequestError
 from octavo.messages import Modality, MultiModalFeatureSpec
 from octavo.models.blocks.base import LargestStep, Parts, Table
+from octavo.models.blocks.embedding import EmbedSpec
 from octavo.models.blocks.encoder_input import InputSpec, TextInputSpec, array_of
 from octavo.models.blocks.layer import LayerSpec
 from octavo.models.blocks.norm import NormSpec, build_norm
@@ -110,6 +111,18 @@ class EncoderSpec:
         for i, (_, projector) in enumerate(self.taps):
             weights += projector.weights(names.of(f"taps.{i}"))
         return weights
+
+    def with_own_table(self, embed: EmbedSpec) -> EncoderSpec:
+        """Return the encoder with a copy of the decoder's table of tokens, if it shares it.
+
+        Args:
+            embed: the decoder's embedding, which another stage has.
+        """
+        inputs = self.inputs
+        if not isinstance(inputs, TextInputSpec) or not inputs.shares_table:
+            return self
+        own = replace(inputs.embed, module=embed.module, form=embed.form)
+        return replace(self, inputs=replace(inputs, embed=own, shares_table=False))
 
     def tables_nbytes(self) -> int:
         """Return the bytes of the tables that are computed, not loaded."""

@@ -74,6 +74,7 @@ def read_medusa(config: ConfigJson, target: ModelSpec) -> MedusaSpec:
         | {
             "architecture": "MedusaModel",
             "layers": (),
+            "encoders": (),
             "bare_prefix": "medusa_heads.",
             "ignored": (),
             "model_class": "octavo.models.medusa:MedusaModel",
@@ -265,6 +266,7 @@ def read_lm_head(target: ModelSpec, draft: ModelSpec, rank: Rank) -> LMHeadSpec 
         **_fields(target)
         | {
             "layers": (),
+            "encoders": (),
             "head": replace(target.head, norm=None),
             "ignored": (".*",),
             "model_class": "octavo.models.eagle:LMHead",

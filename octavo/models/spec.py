@@ -201,8 +201,9 @@ class ModelSpec:
     def stage(self, begin: int, end: int) -> ModelSpec:
         """Return the stage that computes the layers from `begin` to `end`.
 
-        The first stage has the embedding, the last one the head. If the two are tied, both stages
-        have the table.
+        The first stage has the embedding, and the encoders whose rows replace embeddings; the last
+        one has the head. If embedding and head are tied, both stages have the table. All stages
+        have an encoder that cross attention reads.
 
         Raises:
             ConfigError: the model cannot be divided into stages.
@@ -219,6 +220,9 @@ class ModelSpec:
             if layer.cache_layer is not None
         }
         has_embed, has_head, streams = begin == 0, end == len(self.layers), self.streams
+        encoders = self.encoders if has_embed or self.is_encoder_decoder else ()
+        if not has_embed:  # there is no table of tokens to share
+            encoders = tuple(encoder.with_own_table(self.embed) for encoder in encoders)
         if streams is not None:
             streams = StreamsSpec(
                 streams.make if has_embed else (), streams.join if has_head else ()
@@ -227,7 +231,7 @@ class ModelSpec:
             self,
             layers=tuple(moved.get(id(layer), layer) for layer in layers),
             shared_layers=self.shared_layers[begin:end],
-            encoders=self.encoders if has_embed else (),
+            encoders=encoders,
             streams=streams,
             first_layer=begin,
             has_embed=has_embed,
@@ -434,14 +438,18 @@ def divide_layers(spec: ModelSpec, num_stages: int, asked: str | None) -> list[t
             layers of which one reads the cache of another.
     """
     layers = len(spec.layers)
-    # A stage with a layer that reads the cache of an earlier one has that one, too.
+    # A stage with a layer that reads the cache of an earlier one has that one, too. The first stage
+    # has all layers to whose results rows of encoders are added.
     sources = [(layer.cache_layer, i) for i, layer in enumerate(spec.layers)]
     inside = {b for source, i in sources if source is not None for b in range(source + 1, i + 1)}
-    most = layers - len(inside)
+    first = set(range(1, spec.deepstack))
+    most = layers - len(inside | first)
     if num_stages > most:
         known = f"the {layers} layers of the model"
         if inside:
             known = f"{most}, since some of the {layers} layers read the KV cache of earlier ones"
+        elif first:
+            known = f"{most}, since the first {spec.deepstack} layers also read rows of pictures"
         raise ConfigError(f"pipeline_parallel_size={num_stages} is more than {known}; lower it.")
     if asked is not None:
         counts = [int(count) for count in asked.split(",")]
@@ -452,6 +460,11 @@ def divide_layers(spec: ModelSpec, num_stages: int, asked: str | None) -> list[t
                 "layers of the model."
             )
         ends = list(accumulate(counts, initial=0))
+        if first.intersection(ends):
+            raise ConfigError(
+                f"pipeline_layers={asked!r} divides the first {spec.deepstack} layers, which also "
+                "read rows of pictures; the first stage must have all of them."
+            )
         if inside.intersection(ends):
             raise ConfigError(
                 f"pipeline_layers={asked!r} divides layers that read the KV cache of earlier ones "
@@ -463,7 +476,7 @@ def divide_layers(spec: ModelSpec, num_stages: int, asked: str | None) -> list[t
     head = _linear_size(spec.head.weights(Names()))
     # best[k, n]: for k stages with the first n layers, the least possible maximum of the weights
     # that a stage reads, and the begin of the last of these stages. The final stage has the head.
-    ends = [n for n in range(1, layers + 1) if n not in inside]
+    ends = [n for n in range(1, layers + 1) if n not in inside | first]
     best = {(1, n): (read[n], 0) for n in ends}
     for k in range(2, num_stages + 1):
         for index, n in enumerate(ends[k - 1 :], k - 1):

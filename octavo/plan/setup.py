@@ -243,12 +243,21 @@ class WorkerSetup:
                 "not supported with models whose layers have different numbers of heads of keys; "
                 "leave one of the two out."
             )
+        groups = [group for group in self.kv_cache_groups if not group.is_cross]
+        sizes = {
+            cache.block_nbytes(self.config.cache.block_size, self.kv_cache_dtype) for cache in paged
+        }
+        if len(groups) < len(self.kv_cache_groups) and len(sizes) > 1:
+            raise ConfigError(
+                f"kv_transfer_config is not supported with {self.spec.architecture}, whose cross "
+                "attention has another size than its self-attention; leave it out."
+            )
         return KVLayout(
             model=self.model_identity,
             block_size=self.config.cache.block_size,
             dtype=self.kv_cache_dtype,
-            groups=tuple(group for group in self.kv_cache_groups if not group.has_states),
-            states=tuple(group for group in self.kv_cache_groups if group.has_states),
+            groups=tuple(group for group in groups if not group.has_states),
+            states=tuple(group for group in groups if group.has_states),
             first_layer=self.stage_caches[0] if self.rank.num_stages > 1 else 0,
             first_head=first_heads.pop(),
             rank=self.rank.number,

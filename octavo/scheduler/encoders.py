@@ -16,7 +16,8 @@ from octavo.request import Request
 class EncoderInputs:
     """Chooser of the items that encoders compute beside a step's tokens.
 
-    A step computes items of at most `max_num_tokens` encoder tokens together, or one larger item.
+    A step computes items of at most `max_num_tokens` encoder tokens together, or one larger item
+    (without chunked prefill, the items of one prompt).
     So the others wait at most that long for the pictures of one request. A request's tokens stop
     before an item whose rows are not there and cannot be computed in this step.
 
@@ -57,9 +58,13 @@ class EncoderInputs:
                     "multi_modal_data",
                 )
 
-    def fit(self, request: Request, start: int, num_new: int) -> int:
+    def fit(self, request: Request, start: int, num_new: int, *, whole: bool = False) -> int:
         """Return the number of a request's tokens from `start`, at most `num_new`, that can be
-        computed with the items that fit into the step."""
+        computed with the items that fit into the step.
+
+        If `whole` is True, that is all or none. Then the first request of the step with new items
+        may compute more than `max_num_tokens` encoder tokens.
+        """
         self._chosen = chosen = []
         end, cache = start + num_new, self.cache
         budget = self._budget if self._late in (None, request) else 0
@@ -77,12 +82,13 @@ class EncoderInputs:
                 tokens = 0 if known else feature.num_encoder_tokens
                 rows = feature.num_rows if not known or cache.is_unused(identifier) else 0
                 has_room = rows <= (0 if self._is_full else room)
-                has_time = tokens <= max(budget, 0) or budget == self._max_num_tokens
+                left = self._budget if whole else budget
+                has_time = tokens <= max(budget, 0) or left == self._max_num_tokens
                 if not has_room or not has_time:
                     self._is_full |= not has_room
                     if not has_time and self._late is None:
                         self._late = request
-                    return max(place.offset - start, 0)
+                    return 0 if whole else max(place.offset - start, 0)
                 room, budget = room - rows, budget - tokens
                 begun.add(identifier)
             chosen.append(index)

@@ -98,7 +98,9 @@ class KVLoads:
         """Note that a request starts at token `start`, without a load or after it."""
         if self._connector.transfer_config.loads and request.num_external_tokens is None:
             self.num_queries += request.num_tokens - start
-        self._connector.update_state_after_alloc(request, block_ids, 0)
+        # Encoders compute the blocks of cross attention again: they are the last lists.
+        moved = block_ids[: len(self._manager.managers)]
+        self._connector.update_state_after_alloc(request, moved, 0)
 
     def complete_step(self, output: SchedulerOutput) -> None:
         """Add the loads, and the connector's message to the workers, to a scheduled step."""

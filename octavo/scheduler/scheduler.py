@@ -347,7 +347,8 @@ class Scheduler:
         """Apply the result of the oldest step in flight.
 
         A request in `errors` failed alone, after the forward pass: the KV of all tokens of the
-        step is in the cache, and other requests rely on it.
+        step is in the cache, and other requests rely on it. If the encoder of an item failed, this
+        KV is NaN, so all requests that rely on it fail, too; then it is forgotten.
 
         Returns:
             The new outputs, in batch order.
@@ -744,10 +745,13 @@ class Scheduler:
             if not whole:
                 num_new = self._cap(num_new)
             # Only a preempted request can be longer than a whole budget; it is split anyway.
-            if whole and step.budget < num_new <= self.max_num_batched_tokens:
+            whole &= num_new <= self.max_num_batched_tokens - num_encoded
+            if whole and num_new > step.budget - num_encoded:
                 return self._note_wait(request, WaitReason.BUDGET)
             num_new = min(num_new, step.budget - num_encoded)
-            if request.mm_end and not (num_new := self._encoders.fit(request, start, num_new)):
+            if request.mm_end and not (
+                num_new := self._encoders.fit(request, start, num_new, whole=whole)
+            ):
                 self.hold(request.request_id, RequestStatus.WAITING_FOR_ENCODER)
                 self._awaiting_encoder.add(request)
                 return self._note_wait(request, WaitReason.ENCODER)

@@ -43,6 +43,8 @@ class CrossAttentionRows:
         backend: AttentionBackend,
     ) -> None:
         self._encoder, self._block_size = encoder, kv.block_size
+        self.failed: dict[str, str] = {}
+        """Errors of the items whose rows could not be computed last, by identifier."""
         self._ops, self._backend = ops, backend
         self._layers = [
             (layer, caches[layer.cache], kv.layer_to_group[layer.cache]) for layer in layers
@@ -63,8 +65,13 @@ class CrossAttentionRows:
             if request.req_id in output.scheduled_encoder_inputs
         ]
         items = [item for request in new if request.new for item in request.new.mm_features]
+        results, errors = self._encoder.run_apart(items)
+        for index, item in enumerate(items):
+            self.failed.pop(item.identifier, None)
+            if index in errors:
+                self.failed[item.identifier] = errors[index]
         size = self._block_size
-        for request, rows in zip(new, self._encoder.run(items), strict=True):
+        for request, rows in zip(new, results, strict=True):
             row, at = batch.row_of[request.req_id], np.arange(len(rows))
             slots = {
                 group: self._ops.to_device(

@@ -15,8 +15,10 @@ from octavo.system.tensor import Tensor
 class Encoder(Protocol):
     """Part of an `EncoderRunner` that the cache uses."""
 
-    def run(self, items: Sequence[MultiModalFeatureSpec]) -> list[Tensor]:
-        """Return the rows of each item: [rows, size]."""
+    def run_apart(
+        self, items: Sequence[MultiModalFeatureSpec]
+    ) -> tuple[list[Tensor], dict[int, str]]:
+        """Return the rows of each item, [rows, size], and the errors of those that fail."""
 
 
 class EncoderCache:
@@ -30,6 +32,8 @@ class EncoderCache:
         self._encoders = encoders
         self.rows: dict[str, Tensor] = {}
         """Rows of each item, [rows, size], by identifier."""
+        self.failed: dict[str, str] = {}
+        """Errors of the items whose rows could not be computed, by identifier."""
 
     def update(
         self, work: SchedulerOutput, features: Mapping[str, list[MultiModalFeatureSpec]]
@@ -43,6 +47,7 @@ class EncoderCache:
         """
         for identifier in work.free_encoder_mm_hashes:
             self.rows.pop(identifier, None)  # absent if its step failed
+            self.failed.pop(identifier, None)
         items: dict[Modality, list[MultiModalFeatureSpec]] = {}
         for req_id, indices in work.scheduled_encoder_inputs.items():
             for index in indices:
@@ -50,9 +55,12 @@ class EncoderCache:
                 features[req_id][index] = msgspec.structs.replace(feature, data={})
                 items.setdefault(feature.modality, []).append(feature)
         for modality, group in items.items():
+            if modality not in self._encoders:  # another stage reads its rows
+                continue
             with span("encode") as note:
                 note(rows=sum(feature.num_encoder_tokens for feature in group))
-                results = self._encoders[modality].run(group)
+                results, errors = self._encoders[modality].run_apart(group)
+            self.failed |= {group[index].identifier: error for index, error in errors.items()}
             for feature, rows in zip(group, results, strict=True):
                 assert len(rows) == feature.num_rows, (feature.identifier, len(rows))
                 self.rows[feature.identifier] = rows

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 
 from octavo import _native
 from octavo.attention.base import AttentionBackend, AttentionMetadata
+from octavo.errors import EngineDeadError
 from octavo.kernels.base import Ops
 from octavo.kernels.memory import Arena, map_memory, placeholder
 from octavo.kernels.native import NativeOps
@@ -18,7 +20,9 @@ from octavo.layers.step import StepContext, StepRotary
 from octavo.messages import MultiModalFeatureSpec
 from octavo.models.blocks.encoder_input import EncoderItem, LongArray, array_of
 from octavo.models.encoder import EncoderModel, EncoderSpec
-from octavo.system.tensor import Tensor, dense, from_numpy
+from octavo.system.tensor import Tensor, dense, from_numpy, full
+
+logger = logging.getLogger(__name__)
 
 BLOCK_SIZE = 16
 """Number of tokens of a block of keys and values."""
@@ -190,6 +194,34 @@ class EncoderRunner:
         for group in self._divide(items):
             results += self._run(group)
         return results
+
+    def run_apart(
+        self, items: Sequence[MultiModalFeatureSpec]
+    ) -> tuple[list[Tensor], dict[int, str]]:
+        """Run the items in such a way that one that fails harms no other.
+
+        Returns:
+            The rows of each item, and messages by the index of the items that failed. Their rows
+            are NaN, so that no answer can be made from them.
+        """
+        try:
+            return self.run(items), {}
+        except (EngineDeadError, MemoryError):
+            raise
+        except Exception as error:
+            if len(items) == 1:
+                logger.exception("an encoder failed with an item, and its requests fail with it")
+                nan = full((items[0].num_rows, self.spec.out_size), np.nan, "float32")
+                rows = self._ops.to_device(dense(nan, self._model.dtype))
+                return [rows], {0: f"{type(error).__name__}: {error}"}
+        results: list[Tensor] = []
+        errors: dict[int, str] = {}
+        for index, item in enumerate(items):
+            rows, failed = self.run_apart([item])
+            results += rows
+            if failed:
+                errors[index] = failed[0]
+        return results, errors
 
     def _divide(self, items: Iterable[MultiModalFeatureSpec]) -> Iterator[list[EncoderItem]]:
         """Yield groups of successive items that fit in the memory of a run."""

@@ -84,6 +84,7 @@ class FollowingRunner(ModelRunner):
             self._note_forced(grammar)
         if self._experts is not None:
             self._log_experts(self._experts)
+        self._failed.clear()
         return PendingOutput(ModelRunnerOutput(), _NONE, None)
 
     def _learn_tokens(self, scheduled: list[ScheduledRequest]) -> None:

@@ -112,7 +112,8 @@ class InputBatch:
         max_model_len: number of tokens of a row.
         kv_cache: shape of the KV cache.
         arrays: arrays of a step that the model's blocks declare.
-        encoded: rows of each item in the encoder cache, by identifier.
+        encoded: rows of each item in the encoder cache, by identifier; None: no rows replace
+            embeddings of items here.
         max_encoder_len: most rows of an encoder that the tokens of a request attend to.
     """
 
@@ -125,7 +126,7 @@ class InputBatch:
         encoded: Mapping[str, Tensor] | None = None,
         max_encoder_len: int = 0,
     ) -> None:
-        self._encoded = {} if encoded is None else encoded
+        self._encoded = encoded
         self._step_arrays = arrays
         self._fillers = {array.name: array.make_filler(max_num_seqs) for array in arrays}
         self.blocks = -(-max(max_model_len, max_encoder_len) // kv_cache.block_size)
@@ -193,11 +194,12 @@ class InputBatch:
             self._embeds[row] = [EmbedRange(0, len(rows), rows)]
         if data.mm_features:
             self.features[req_id] = data.mm_features
-            self._embeds[row] = [
-                part
-                for feature in data.mm_features
-                for part in _ranges(feature.mm_position, feature.identifier)
-            ]
+            if self._encoded is not None:
+                self._embeds[row] = [
+                    part
+                    for feature in data.mm_features
+                    for part in _ranges(feature.mm_position, feature.identifier)
+                ]
         return row
 
     def append_blocks(self, row: int, block_ids: list[list[int]]) -> None:
@@ -322,7 +324,10 @@ class InputBatch:
             for part in parts:
                 low, high = max(part.begin, first), min(part.end, end)
                 if low < high:
-                    rows = self._encoded[part.rows] if isinstance(part.rows, str) else part.rows
+                    rows = part.rows
+                    if isinstance(rows, str):
+                        assert self._encoded is not None
+                        rows = self._encoded[rows]
                     skipped = part.first_row - part.begin
                     found.append((low + offset, rows[low + skipped : high + skipped]))
         return found

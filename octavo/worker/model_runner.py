@@ -249,7 +249,8 @@ class ModelRunner:
             assert isinstance(self.model, DecoderModel)
             self._pooling = PoolingRows(self.ops, self.model.poolers)
         self._failed: dict[str, str] = {}
-        """Error messages by request id: invalid sampling parameters, reported by the next step."""
+        """Error messages by request id, reported by the next step: of sampling parameters and of
+        items that cannot be used."""
         self._unknown: list[_Unknown] = []
         self._forced: dict[str, tuple[int, list[int]]] = {}
         """By request id, for grammars with a single continuation: the number of tokens in the row
@@ -367,7 +368,7 @@ class ModelRunner:
             setup.max_model_len,
             kv,
             setup.step_arrays,
-            self._encoders.rows,
+            self._encoders.rows if setup.part.encoders else None,
             setup.max_encoder_len,
         )
         received = make_received(setup, self.model.dtype)
@@ -633,7 +634,7 @@ class ModelRunner:
             tokens = sampled.token_ids
             state.steps.put_tokens(tokens)
             for i, message in sampled.errors.items():
-                errors[inputs.req_ids[indices[i]]] = message
+                errors.setdefault(inputs.req_ids[indices[i]], message)
             for i, lists in sampled.logprobs.items():
                 output.logprobs[inputs.req_ids[indices[i]]] = lists
         on_their_way, ones = self.ops.copy_to_host(tokens), inputs.num_samples[indices]
@@ -716,7 +717,7 @@ class ModelRunner:
         ):
             req_id = inputs.req_ids[i]
             if begin in errors:
-                output.errors[req_id] = errors[begin]
+                output.errors.setdefault(req_id, errors[begin])
             if req_id in output.errors:
                 continue
             output.sampled_token_ids[i] = tokens[begin : begin + count].tolist()
@@ -838,8 +839,29 @@ class ModelRunner:
                 batch.append_blocks(batch.row_of[request.req_id], request.new_block_ids)
         if state.cross is not None:
             state.cross.compute(scheduler_output, batch)
+            failed = state.cross.failed
         else:
             self._encoders.update(scheduler_output, batch.features)
+            failed = self._encoders.failed
+        if failed:
+            self._note_failed_items(scheduler_output.scheduled_reqs, failed)
+
+    def _note_failed_items(
+        self, scheduled: Sequence[ScheduledRequest], failed: dict[str, str]
+    ) -> None:
+        """Note an error for each request with an item whose encoder failed.
+
+        Args:
+            scheduled: the requests of the step.
+            failed: errors by the identifier of the item.
+        """
+        for request in scheduled:
+            for index, item in enumerate(self.state.batch.features.get(request.req_id, ()), 1):
+                if item.identifier in failed:
+                    self._failed[request.req_id] = (
+                        f"the encoder of its item {index} ({item.modality}) failed: "
+                        f"{failed[item.identifier]}"
+                    )
 
     def _add_row(self, req_id: str, data: NewRequestData) -> None:
         row = self.state.batch.add(req_id, data)

@@ -5,13 +5,16 @@ import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 
 from octavo import LLM, BeamSearchParams, SamplingParams
+from octavo.config import BUILTIN_DRAFT_MODEL
 from octavo.errors import ConfigError
+from octavo.worker.encoder_runner import EncoderRunner
 from tests.e2e.harness import serve
 from tests.models.harness import make_hf
-from tests.models.test_encoder_decoders import T5, make_llm, make_model
+from tests.models.test_encoder_decoders import SOUNDS, T5, make_inputs, make_llm, make_model
 from tests.small_tokenizers import byte_level, save
 
 OFFLOAD = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
@@ -80,6 +83,120 @@ def test_texts_errors_and_a_death(folder, tmp_path):
         assert [job.result().json()["choices"][0]["text"] for job in jobs] == expected
 
 
+def test_an_encoder_that_fails(folder, monkeypatch):
+    """It fails the requests with its input, and no others; the input may work again."""
+    run, bad = EncoderRunner.run, True
+
+    def fail(self, items):
+        if bad and any(item.num_rows < 4 for item in items):
+            raise ValueError("a bad item")
+        return run(self, items)
+
+    monkeypatch.setattr(EncoderRunner, "run", fail)
+    with LLM(str(folder), **SETTINGS, distributed_executor_backend="uni") as llm:
+        engine = llm.llm_engine
+        for _ in range(2):
+            for index, text in enumerate(TEXTS):
+                engine.add_request(str(index), text, params(30))
+            found = {}
+            while engine.has_unfinished_requests():
+                found |= {output.request_id: output.outputs[0] for output in engine.step()}
+            reasons = [found[str(index)].stop_reason for index in range(4)]
+            assert reasons[0] is reasons[2] is None
+            assert all("(text) failed: ValueError: a bad" in reasons[i] for i in (1, 3))
+        bad = False
+        outputs = llm.generate(TEXTS, params(30), use_tqdm=False)
+        assert [found[str(i)].text for i in (0, 2)] == [outputs[i].outputs[0].text for i in (0, 2)]
+        assert len(outputs[1].outputs[0].token_ids) == 30
+
+
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
+
+
+@pytest.fixture(params=["flan-t5", "bart", "whisper"], scope="module")
+def alone(request, tmp_path_factory):
+    """Return a model's folder, prompts, and their answers one after the other."""
+    name, folder = request.param, tmp_path_factory.mktemp(request.param)
+    if name == "whisper":
+        architecture, config = SOUNDS[name]
+        make_hf(architecture, **config).save_pretrained(folder)
+        sounds = np.random.default_rng(0).normal(size=(3, 50, 6)).astype(np.float32)
+        prompts = [{"encoder_prompt": {"input_features": sound}} for sound in sounds]
+        prompts = [prompt | {"decoder_prompt": [3, 9, 11]} for prompt in prompts]
+    else:
+        make_model(folder, name)
+        prompts = make_inputs()
+    with make_llm(folder, max_num_seqs=1, enable_prefix_caching=False) as llm:
+        found = [line for prompt in prompts for line in bits(llm, [prompt])]
+    return folder, prompts, found
+
+
+def bits(llm, prompts, extra=None, tokens=20):
+    """Return a greedy and a sampled answer to each prompt, with their logprobs."""
+    several = [prompt for prompt in prompts for _ in range(2)]
+    params = [
+        SamplingParams(
+            max_tokens=tokens,
+            temperature=0.8 * (i % 2),
+            seed=3,
+            ignore_eos=True,
+            logprobs=2,
+            extra_args=None if extra is None else extra[i],
+        )
+        for i in range(len(several))
+    ]
+    outputs = llm.generate(several, params, use_tqdm=False)
+    return [(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in outputs]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"speculative_config": NGRAM},
+        {"pipeline_parallel_size": 2, "max_num_batched_tokens": 64},
+        {"pipeline_parallel_size": 2, "speculative_config": NGRAM, "enforce_eager": True},
+        {"tensor_parallel_size": 2, "enable_sequence_parallel": True},
+        {"enable_chunked_prefill": False},
+        {"kv_transfer_config": OFFLOAD, "preemption_mode": "swap", "num_gpu_blocks_override": 16},
+        {"kv_transfer_config": OFFLOAD, "tensor_parallel_size": 2, "pipeline_parallel_size": 2},
+    ],
+    ids=["drafts", "stages", "drafts-stages", "rows", "whole", "offload", "offload-ranks"],
+)
+def test_layouts(alone, settings):
+    folder, prompts, expected = alone
+    with make_llm(folder, **settings) as llm:
+        for _ in range(2):
+            assert bits(llm, prompts) == expected
+        if "speculative_config" in settings:
+            assert llm.stats().num_draft_tokens > 0
+        if "num_gpu_blocks_override" in settings:
+            assert llm.stats().num_preemptions > 0
+            assert llm.stats().external_prefix_cache_hits > 0
+
+
+def test_prefill_elsewhere(alone):
+    """An engine goes on after another one; only the encoder runs again."""
+    folder, prompts, _ = alone
+    begin = [3, *range(5, 27)]
+    prompts = [
+        (p if isinstance(p, dict) else {"encoder_prompt": p}) | {"decoder_prompt": begin}
+        for p in prompts
+    ]
+    with make_llm(folder) as llm:
+        expected = bits(llm, prompts, tokens=6)
+    config = {"kv_transfer_config": OFFLOAD | {"kv_connector": "P2PConnector"}}
+    with make_llm(folder, **config) as one, make_llm(folder, **config) as two:
+        asked = {"kv_transfer_params": {"do_remote_decode": True}}
+        handed = one.generate(
+            [p for p in prompts for _ in range(2)],
+            SamplingParams(max_tokens=1, ignore_eos=True, extra_args=asked),
+            use_tqdm=False,
+        )
+        offers = [{"kv_transfer_params": output.kv_transfer_params} for output in handed]
+        assert bits(two, prompts, offers, tokens=6) == expected
+        assert two.stats().external_prefix_cache_hits > 0
+
+
 def test_answers_and_beams_share_one_run(tmp_path):
     make_model(tmp_path, "bart")
     runs = []
@@ -112,16 +229,14 @@ def test_answers_and_beams_share_one_run(tmp_path):
 @pytest.mark.parametrize(
     "settings",
     [
-        {"pipeline_parallel_size": 2},
-        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
+        {"speculative_config": {"model": BUILTIN_DRAFT_MODEL}},
         {"enable_lora": True},
         {"enable_prompt_embeds": True},
-        {"kv_transfer_config": OFFLOAD},
         {"attention_backend": "triton"},
     ],
 )
 def test_settings_that_are_not_supported(settings, folder):
     (name,) = settings
-    name = "device=cpu" if name == "attention_backend" else name
+    name = {"attention_backend": "device=cpu", "speculative_config": "draft model"}.get(name, name)
     with pytest.raises(ConfigError, match=f"T5ForCond.* is not supported with .*{name}"):
         LLM(str(folder), **SETTINGS, **settings)

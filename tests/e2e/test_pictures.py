@@ -3,17 +3,29 @@
 import functools
 import importlib.util
 import json
+import re
 import shutil
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import save_file
 
 from octavo import LoRARequest
 from octavo.errors import AdapterError, ConfigError, RequestError, UnsupportedError
+from octavo.worker.encoder_runner import EncoderRunner
 from tests.e2e.test_peft import make_adapter
-from tests.pictures import CASES, MORE_CASES, hf_logprobs, make_llm, params, picture, save_model
+from tests.pictures import (
+    VOCAB,
+    CASES,
+    MORE_CASES,
+    hf_logprobs,
+    make_llm,
+    params,
+    picture,
+    save_model,
+)
 from tests.revival import assert_revived
 
 PICTURES = [picture(48, 30), picture(16, 40, 1), picture(40, 48, 2)]
@@ -118,8 +130,9 @@ def test_batches_and_caches(saved):
         {"max_num_batched_tokens": 8, "enforce_eager": True},  # chunks end within pictures
         {"max_num_batched_tokens": 23, "enable_prefix_caching": False},
         {"max_num_seqs": 4},  # and few blocks
+        {"max_model_len": 240, "max_num_batched_tokens": 240, "enable_chunked_prefill": False},
     ],
-    ids=["chunks", "uncached", "preemptions"],
+    ids=["chunks", "uncached", "preemptions", "whole"],
 )
 def test_layouts(saved, settings):
     name, folder, _, alone = saved
@@ -192,10 +205,110 @@ def test_files_of_a_model_that_contradict_each_other(make_saved, tmp_path):
         answers(llm, prompt("llava", PICTURES[0], text="{}"))
 
 
-def test_two_ranks(some):
-    name, folder, _, alone = some
-    with make_llm(folder, tensor_parallel_size=2, num_threads=1) as llm:
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"tensor_parallel_size": 2},
+        {"tensor_parallel_size": 2, "enable_sequence_parallel": True, "enforce_eager": True},
+        {"pipeline_parallel_size": 2, "max_num_batched_tokens": 23},
+    ],
+    ids=["columns", "rows", "stages"],
+)
+def test_two_ranks(saved, settings):
+    name, folder, _, alone = saved
+    settings = {"num_threads": 1} | settings
+    with make_llm(folder, **settings) as llm:
         assert answers(llm, prompts(name)) == alone
+
+
+def connected(kind, **extra):
+    return {"kv_connector": kind, "kv_connector_extra_config": {"cpu_bytes_to_use": 2**26} | extra}
+
+
+@pytest.fixture(autouse=True)
+def own_key(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def test_offloading(saved, tmp_path):
+    """Blocks with pictures come back from other memory, also after a preemption and a restart."""
+    name, folder, _, alone = saved
+    most = max(len(ids) + len(tokens) for ids, tokens, _ in alone) // 16 + 2
+    settings = {"num_gpu_blocks_override": most + 2, "max_model_len": 16 * most, "max_num_seqs": 4}
+    file = {"file_path": str(tmp_path / "kv"), "file_bytes_to_use": 2**26}
+    config = connected("OffloadingConnector", **file)
+    settings |= {"preemption_mode": "swap", "kv_transfer_config": config}
+    queries = []
+    for _ in range(2):
+        with make_llm(folder, **settings) as llm:
+            assert answers(llm, prompts(name) * 2) == alone * 2
+            stats = llm.stats()
+            assert stats.num_preemptions > 0
+            assert stats.external_prefix_cache_hits > 0
+            queries.append(stats.mm_cache_queries)
+    assert queries[0] > queries[1]
+
+
+@pytest.mark.parametrize("layout", [{}, {"pipeline_parallel_size": 2, "num_threads": 1}], ids=str)
+def test_prefill_elsewhere(saved, layout):
+    """An engine goes on with blocks from another one, and runs no encoder for them."""
+    name, folder, _, alone = saved
+    asked = params(1, extra_args={"kv_transfer_params": {"do_remote_decode": True}})
+    config = {"kv_transfer_config": connected("P2PConnector")}
+    with make_llm(folder, **config) as one, make_llm(folder, **layout, **config) as two:
+        handed = one.generate(prompts(name), asked, use_tqdm=False)
+        go_on = [
+            params(40, extra_args={"kv_transfer_params": output.kv_transfer_params})
+            for output in handed
+        ]
+        outputs = two.generate(prompts(name), go_on, use_tqdm=False)
+        found = [
+            (o.prompt_token_ids, o.outputs[0].token_ids, o.outputs[0].logprobs) for o in outputs
+        ]
+        assert found == alone
+        stats = two.stats()
+        assert stats.external_prefix_cache_hits > 0
+        assert stats.mm_cache_queries < one.stats().mm_cache_queries
+
+
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
+
+
+def save_eagle(folder):
+    """Save a random EAGLE head for models of `CASES`."""
+    config = {"architectures": ["EagleLlamaForCausalLM"], "model_type": "llama"}
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "vocab_size": VOCAB}
+    config |= sizes | {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1}
+    config |= {"max_position_embeddings": 512, "rms_norm_eps": 1e-5, "hidden_act": "silu"}
+    (folder / "config.json").write_text(json.dumps(config))
+    shapes = {"fc": (32, 64), "layers.0.mlp.down_proj": (32, 48)}
+    shapes |= {f"layers.0.mlp.{name}_proj": (48, 32) for name in ("gate", "up")}
+    shapes |= {f"layers.0.self_attn.{name}_proj": (32, 32) for name in "qo"}
+    shapes |= {f"layers.0.self_attn.{name}_proj": (16, 32) for name in "kv"}
+    tensors = {f"{name}.weight": torch.randn(shape) / 8 for name, shape in shapes.items()}
+    tensors["layers.0.post_attention_layernorm.weight"] = torch.ones(32)
+    save_file(tensors, folder / "model.safetensors")
+    return {"method": "eagle", "model": str(folder), "num_speculative_tokens": 2}
+
+
+@pytest.mark.parametrize("method", ["ngram", "itself", "eagle", "stages"])
+def test_drafts(saved, method, tmp_path):
+    """Drafts change no answer. A draft model reads placeholders as tokens, and no pictures."""
+    name, folder, _, alone = saved
+    settings = {"speculative_config": NGRAM}
+    if method == "itself":
+        settings = {"speculative_config": {"model": str(folder), "num_speculative_tokens": 3}}
+    elif method == "eagle":
+        settings = {"speculative_config": save_eagle(tmp_path), "tensor_parallel_size": 2}
+        settings |= {"num_threads": 1}
+    elif method == "stages":
+        settings |= {"pipeline_parallel_size": 2, "num_threads": 1}
+    with make_llm(folder, max_num_batched_tokens=40, **settings) as llm:
+        assert answers(llm, prompts(name) * 2) == alone * 2
+        stats = llm.stats()
+        assert stats.num_draft_tokens > 0
+        if method == "itself":
+            assert sum(stats.num_accepted_tokens_per_pos) > 0
 
 
 def test_death(some):
@@ -247,6 +360,39 @@ def test_errors(one):
         assert answers(llm, prompts(name)) == alone
 
 
+def test_an_encoder_that_fails(some, monkeypatch):
+    """It fails the requests that need its item, and no others; the item may work again."""
+    name, folder, _, alone = some
+    given, run, ran, bad = prompts(name), EncoderRunner.run, set(), set()
+
+    def fail(self, items):
+        ran.update(item.identifier for item in items)
+        if any(item.identifier in bad for item in items):
+            raise ValueError("a bad item")
+        return run(self, items)
+
+    monkeypatch.setattr(EncoderRunner, "run", fail)
+    with make_llm(folder, distributed_executor_backend="uni", max_num_seqs=5) as llm:
+        engine = llm.llm_engine
+        assert answers(llm, given[-1:]) == alone[-1:]
+        bad |= ran  # the third picture
+        llm.reset_prefix_cache()
+        for _ in range(2):
+            for index, one in enumerate(given * 2):
+                engine.add_request(str(index), one, params(40))
+            found = {}
+            while engine.has_unfinished_requests():
+                found |= {output.request_id: output for output in engine.step()}
+            for index, (_, tokens, logprobs) in enumerate(alone * 2):
+                (answer,) = found[str(index)].outputs
+                if index % 6 in (2, 5):
+                    assert re.search("encoder of its item .* a bad item", answer.stop_reason)
+                else:
+                    assert (answer.token_ids, answer.logprobs) == (tokens, logprobs)
+        bad.clear()
+        assert answers(llm, given) == alone
+
+
 def test_forms_of_a_picture(one):
     name, folder, _, alone = one
     pictures = [Image.fromarray(pixels) for pixels in PICTURES[:2]]
@@ -275,30 +421,7 @@ def test_text_only(some):
                 llm.generate(prompts(name)[0], params())
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2"),
-        ({"tensor_parallel_size": 2, "enable_sequence_parallel": True}, "enable_sequence_parallel"),
-        (
-            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
-            "speculative_config",
-        ),
-        (
-            {
-                "kv_transfer_config": {
-                    "kv_connector": "SharedStorageConnector",
-                    "kv_role": "kv_both",
-                    "kv_connector_extra_config": {"shared_storage_path": "/tmp/x"},
-                }
-            },
-            "kv_transfer_config",
-        ),
-        ({"enable_chunked_prefill": False}, "enable_chunked_prefill=false"),
-        ({"attention_backend": "triton"}, "device=cpu without Triton"),
-    ],
-)
-def test_what_does_not_work_yet_is_refused(one, settings, message):
+def test_what_does_not_work_yet_is_refused(one):
     name, folder, *_ = one
-    with pytest.raises(ConfigError, match=f"encoder of {CASES[name].architecture}.*{message}"):
-        make_llm(folder, **settings)
+    with pytest.raises(ConfigError, match=f"encoder of {CASES[name].architecture}.* Triton"):
+        make_llm(folder, attention_backend="triton")

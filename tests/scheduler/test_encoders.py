@@ -1,3 +1,5 @@
+from unittest.mock import ANY
+
 import pytest
 
 from octavo.errors import RequestError
@@ -66,6 +68,19 @@ def test_pictures_do_not_delay_texts():
     for i in range(1, 6):
         step = engine.schedule()
         assert list(step.scheduled_encoder_inputs) == [f"p{i}"]
+    engine.run()
+
+
+def test_prompts_with_pictures_stay_whole_without_chunked_prefill():
+    engine = make_engine(enable_chunked_prefill=False)
+    pictures = [picture("a", 2, 8, tokens=30), picture("b", 12, 8, tokens=30)]
+    engine.add("1", range(5), features=[picture("c", 0, 4, tokens=8)])
+    engine.add("2", range(25), features=pictures)
+    engine.add("3", range(5), features=[picture("d", 0, 4, tokens=8)])
+    steps = [engine.schedule() for _ in range(3)]
+    assert [scheduled_tokens(step) for step in steps] == [{"1": 5}, {"1": 1, "2": 25}, ANY]
+    inputs = [step.scheduled_encoder_inputs for step in steps]
+    assert inputs == [{"1": [0]}, {"2": [0, 1]}, {"3": [0]}]
     engine.run()
 
 

@@ -10,9 +10,10 @@ class Encoder:
     def __init__(self):
         self.runs = []
 
-    def run(self, items):
+    def run_apart(self, items):
         self.runs.append([item.identifier for item in items])
-        return [full((item.num_rows, 2), len(item.identifier), "float32") for item in items]
+        rows = [full((item.num_rows, 2), len(item.identifier), "float32") for item in items]
+        return rows, {i: "bad" for i, item in enumerate(items) if item.identifier == "bb"}
 
 
 def test_items_of_all_requests_are_computed_together_and_forgotten():
@@ -27,9 +28,11 @@ def test_items_of_all_requests_are_computed_together_and_forgotten():
         "bb": [[2, 2]] * 3,
         "ccc": [[3, 3]],
     }
+    assert cache.failed == {"bb": "bad"}
     # An item that is given up and computed again in one step stays.
     work = SchedulerOutput(
         scheduled_encoder_inputs={"2": [0]}, free_encoder_mm_hashes=["bb", "ccc", "never there"]
     )
     cache.update(work, features)
     assert list(cache.rows) == ["ccc"]
+    assert cache.failed == {}

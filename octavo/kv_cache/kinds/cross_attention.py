@@ -80,6 +80,10 @@ class CrossAttentionManager:
         held = self._requests[request_id]
         return [[block.block_id for block in blocks] for blocks in held.blocks]
 
+    def blocks_of(self, request: Request) -> list[KVCacheBlock]:
+        """Return the blocks of a request in all groups."""
+        return [*chain.from_iterable(self._requests[request.request_id].blocks)]
+
     def check_integrity(self, live: Sequence[Request], ref_counts: list[int]) -> None:
         """Check the records of the requests with blocks, and add their references.
 
