@@ -193,7 +193,7 @@ def check_encoders(spec: ModelSpec, config: EngineConfig, platform: Platform) ->
         return
     native, both = _is_native(config, platform), spec.is_encoder_decoder
     for name, wrong in (
-        (f"device={platform.name}, except for device=cpu without Triton", not native),
+        (f"device={platform.name}, except for device=cpu without Triton", both and not native),
         ("a draft model in speculative_config", both and _has_draft(config)),
         ("kv_events_config", both and config.cache.kv_events_config is not None),
         ("enable_lora", both and config.lora.enable_lora),

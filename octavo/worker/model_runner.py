@@ -438,6 +438,7 @@ class ModelRunner:
         groups = setup.kv_cache_groups
         kv = KVCacheConfig(blocks + 1, cache.block_size, groups, num_states=1)
         self._state = self._make_state(kv, capture=False)
+        self._encoders.run_largest()
         # The parameters that need most memory: changed logits next to a copy of them, and
         # candidates, for which logits are sorted.
         params = CoreSamplingParams(

@@ -1,0 +1,60 @@
+"""Encoders with device=cuda, on tensors that only claim to be on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from octavo import SamplingParams
+from octavo.errors import ConfigError
+from tests.e2e.test_pictures import PICTURES, prompt
+from tests.fake_gpu import FakeGpu
+from tests.pictures import make_llm, save_model
+from tests.triton import needs_triton
+
+pytestmark = needs_triton
+GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+NAMES = ["smolvlm", "llava", "mistral3", "internvl", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5"]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Write the models before the GPU is faked."""
+    folders = {name: tmp_path_factory.mktemp(name) for name in NAMES}
+    for name, folder in folders.items():
+        save_model(name, folder)
+    return folders
+
+
+@pytest.fixture(scope="module")
+def gpu(models: dict[str, Path]) -> Iterator[FakeGpu]:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        yield FakeGpu(monkeypatch)
+
+
+def ask(llm: Any, given: list[Any]) -> list[Any]:
+    outputs = llm.generate(given, GREEDY, use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_pictures(name: str, models: dict[str, Path], gpu: FakeGpu) -> None:
+    """Tokens are those of the CPU, with texts among them; no step waits; some are captured."""
+    first, second, third = PICTURES
+    given = [
+        prompt(name, first, second),
+        {"prompt": "only a text"},
+        prompt(name, third, first, text="{} and {}"),
+    ]
+    settings = {"dtype": "float32", "max_num_batched_tokens": 40, "max_num_seqs": 2}
+    with make_llm(models[name], **settings, device="cpu") as llm:
+        expected = ask(llm, given)
+    with make_llm(models[name], **settings, device="cuda") as llm:
+        gpu.waits.clear()
+        replays = gpu.replays
+        assert ask(llm, given) == expected
+        assert gpu.waits == []
+        assert gpu.replays > replays
