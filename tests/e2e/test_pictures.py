@@ -13,13 +13,13 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from octavo import LoRARequest
-from octavo.errors import AdapterError, ConfigError, RequestError, UnsupportedError
+from octavo.errors import AdapterError, RequestError, UnsupportedError
 from octavo.worker.encoder_runner import EncoderRunner
 from tests.e2e.test_peft import make_adapter
 from tests.pictures import (
-    VOCAB,
     CASES,
     MORE_CASES,
+    VOCAB,
     hf_logprobs,
     make_llm,
     params,
@@ -419,9 +419,3 @@ def test_text_only(some):
             assert all("encoder" not in item.name for item in llm.memory_plan.items)
             with pytest.raises(UnsupportedError, match="reads text only"):
                 llm.generate(prompts(name)[0], params())
-
-
-def test_what_does_not_work_yet_is_refused(one):
-    name, folder, *_ = one
-    with pytest.raises(ConfigError, match=f"encoder of {CASES[name].architecture}.* Triton"):
-        make_llm(folder, attention_backend="triton")
