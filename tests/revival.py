@@ -1,10 +1,15 @@
-"""Kill the process of an engine in the middle of an answer."""
+"""Kill the process of an engine in the middle of an answer, or of an encoder's run."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
+
+import pytest
 
 from octavo import LLM, SamplingParams
 from octavo.outputs import RequestOutput
@@ -34,3 +39,57 @@ def assert_revived(llm: LLM, prompt: Any, params: SamplingParams) -> None:
     assert found == [found[0]] * 3
     assert len(found[0]) == params.max_tokens
     assert engine.client.pids != [first]
+
+
+_DYING = '''
+import os, signal
+from octavo.models.encoder import EncoderModel
+from octavo.sampling.logits_processors.base import LogitsProcessor
+
+class Dying(LogitsProcessor):
+    """Processor that changes no logits. Its process dies between two layers of an encoder, once."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        forward = EncoderModel.forward
+
+        def die(self, step):
+            if os.path.exists(os.environ["DYING"]):
+                os.unlink(os.environ["DYING"])
+                self._layers[-1] = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
+            return forward(self, step)
+
+        EncoderModel.forward = die
+
+    def add_row(self, new):
+        return False
+
+    def apply(self, ops, logits, step):
+        raise NotImplementedError
+'''
+
+
+class DyingEncoder:
+    """Engine setting by which the process dies in the middle of an encoder's run.
+
+    Args:
+        folder: an empty folder.
+        monkeypatch: changes the environment of processes.
+    """
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        (folder / "dying.py").write_text(_DYING)
+        self._sign = folder / "die"
+        monkeypatch.setenv("DYING", str(self._sign))
+        monkeypatch.syspath_prepend(folder)
+        monkeypatch.setenv("PYTHONPATH", str(folder))
+        self.settings = {"isolate": True, "logits_processors": ["dying:Dying"]}
+
+    @contextlib.contextmanager
+    def once(self, llm: LLM) -> Iterator[None]:
+        """Let the next run of an encoder in the context die; check that it did."""
+        (first,) = llm.llm_engine.client.pids
+        self._sign.touch()
+        yield
+        assert not self._sign.exists()
+        assert llm.llm_engine.client.pids != [first]

@@ -14,8 +14,8 @@ from octavo.system.tensor import Tensor, from_numpy, itemsize
 
 _ALIGNMENT = 64  # a cache line
 
-BufferRows = Literal["tokens", "samples", "prompt_logprobs"]
-"""Dimension of a step that limits the rows of a buffer."""
+BufferRows = Literal["tokens", "samples", "prompt_logprobs", "encoder"]
+"""Dimension of a step, or of an encoder's run, that limits the rows of a buffer."""
 
 
 @dataclass(slots=True)

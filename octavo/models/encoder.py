@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from octavo.errors import RequestError
+from octavo.errors import ConfigError, RequestError
 from octavo.messages import Modality, MultiModalFeatureSpec
 from octavo.models.blocks.base import LargestStep, Parts, Table
 from octavo.models.blocks.embedding import EmbedSpec
@@ -16,6 +16,7 @@ from octavo.models.blocks.norm import NormSpec, build_norm
 from octavo.models.blocks.projector import ProjectorSpec
 from octavo.models.cache import EncoderCache
 from octavo.models.weights import Names, Weight
+from octavo.system.distributed import Rank
 
 if TYPE_CHECKING:
     from octavo.attention.base import AttentionBackend
@@ -54,6 +55,9 @@ class EncoderSpec:
     """Pairs (own, stored) of prefixes: other beginnings of names in a checkpoint."""
     modalities: tuple[Modality, ...] = ()
     """Other items that it reads, in addition to `modality`."""
+
+    is_divided: bool = False
+    """True if each rank computes a part of each layer."""
 
     @property
     def out_size(self) -> int:
@@ -111,6 +115,19 @@ class EncoderSpec:
         for i, (_, projector) in enumerate(self.taps):
             weights += projector.weights(names.of(f"taps.{i}"))
         return weights
+
+    def split(self, rank: Rank) -> EncoderSpec:
+        """Return a rank's part: some outputs and heads of each layer; all else is whole.
+
+        Encoders that cannot be divided among `rank.size` ranks, such as those with fewer heads, are
+        whole on each rank.
+        """
+        rank = Rank(rank.index, rank.size)  # columns of all: no sums, rows or experts
+        try:
+            layers = {id(layer): layer.split(rank) for layer in self.layers}
+        except ConfigError:
+            return self
+        return replace(self, layers=tuple(layers[id(it)] for it in self.layers), is_divided=True)
 
     def with_own_table(self, embed: EmbedSpec) -> EncoderSpec:
         """Return the encoder with a copy of the decoder's table of tokens, if it shares it.

@@ -144,7 +144,7 @@ class ModelSpec:
     def split(self, rank: Rank) -> ModelSpec:
         """Return a rank's part: some outputs and heads of each layer, a part of the LM head.
 
-        The embedding is whole, and so are encoders.
+        The embedding is whole.
 
         Raises:
             ConfigError: the model cannot be split, or not among `rank.size` ranks.
@@ -161,6 +161,7 @@ class ModelSpec:
             self,
             layers=tuple(layers[id(layer)] for layer in self.layers),
             head=self.head.split(rank),
+            encoders=tuple(encoder.split(rank) for encoder in self.encoders),
         )
         return part._without_others(self) if rank.splits_experts else part
 

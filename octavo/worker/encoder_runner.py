@@ -20,6 +20,7 @@ from octavo.layers.step import StepContext, StepRotary
 from octavo.messages import MultiModalFeatureSpec
 from octavo.models.blocks.encoder_input import EncoderItem, LongArray, array_of
 from octavo.models.encoder import EncoderModel, EncoderSpec
+from octavo.system.distributed import group_failure
 from octavo.system.tensor import Tensor, dense, from_numpy, full
 
 logger = logging.getLogger(__name__)
@@ -221,8 +222,8 @@ class EncoderRunner:
         results: list[Tensor] = []
         errors: dict[int, str] = {}
         for index, item in enumerate(items):
-            rows, failed = self.run_apart([item])
-            results += rows
+            own, failed = self.run_apart([item])
+            results += own
             if failed:
                 errors[index] = failed[0]
         return results, errors
@@ -251,7 +252,12 @@ class EncoderRunner:
         ops, dtype = self._ops, self._model.dtype
         step = make_context(self.spec, items, self._cache, ops, self._backend, dtype)
         with self._memory():
-            parts = self._model.forward(step)
+            try:
+                parts = self._model.forward(step)
+            except Exception as error:
+                if self.spec.is_divided:  # the other ranks may wait for this one
+                    raise group_failure(error) from error
+                raise
         results, row = [], 0
         for item in items:
             rows = ops.empty(item.num_rows, self.spec.out_size, like=parts[0])

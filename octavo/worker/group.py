@@ -25,6 +25,7 @@ def make_buffers(setup: WorkerSetup) -> SharedBuffers | None:
         "tokens": tokens,
         "samples": samples,
         "prompt_logprobs": setup.prompt_logprobs_rows,
+        "encoder": max((encoder.max_num_tokens for encoder in setup.part.encoders), default=0),
     }
     return SharedBuffers(setup.rank, most_rows, setup.dtype)
 

@@ -302,6 +302,12 @@ class InputBatch:
             else [],
         )
 
+    def _rows_of(self, part: EmbedRange) -> Tensor:
+        if not isinstance(part.rows, str):
+            return part.rows
+        assert self._encoded is not None
+        return self._encoded[part.rows]
+
     def fill(
         self,
         name: str,
@@ -324,10 +330,7 @@ class InputBatch:
             for part in parts:
                 low, high = max(part.begin, first), min(part.end, end)
                 if low < high:
-                    rows = part.rows
-                    if isinstance(rows, str):
-                        assert self._encoded is not None
-                        rows = self._encoded[rows]
+                    rows = self._rows_of(part)
                     skipped = part.first_row - part.begin
                     found.append((low + offset, rows[low + skipped : high + skipped]))
         return found

@@ -509,6 +509,9 @@ def test_encoder_decoders(case, dtype, tmp_path):
         assert llm.stats().num_preemptions > 0
     with LLM(tensor_parallel_size=2, **settings) as llm:
         assert answers(llm, requests * 2) == alone * 2
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
+    with LLM(pipeline_parallel_size=2, speculative_config=drafts, **settings) as llm:
+        assert answers(llm, requests * 2) == alone * 2
 
 
 @pytest.mark.parametrize("case", ["bert-odd", "modernbert-tokens", "mpnet-model", "deberta"])

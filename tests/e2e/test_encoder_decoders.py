@@ -15,6 +15,7 @@ from octavo.worker.encoder_runner import EncoderRunner
 from tests.e2e.harness import serve
 from tests.models.harness import make_hf
 from tests.models.test_encoder_decoders import SOUNDS, T5, make_inputs, make_llm, make_model
+from tests.revival import DyingEncoder
 from tests.small_tokenizers import byte_level, save
 
 OFFLOAD = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
@@ -195,6 +196,13 @@ def test_prefill_elsewhere(alone):
         offers = [{"kv_transfer_params": output.kv_transfer_params} for output in handed]
         assert bits(two, prompts, offers, tokens=6) == expected
         assert two.stats().external_prefix_cache_hits > 0
+
+
+def test_death_in_the_encoder(alone, tmp_path, monkeypatch):
+    folder, prompts, expected = alone
+    dying = DyingEncoder(tmp_path, monkeypatch)
+    with make_llm(folder, **dying.settings) as llm, dying.once(llm):
+        assert bits(llm, prompts) == expected
 
 
 def test_answers_and_beams_share_one_run(tmp_path):

@@ -26,7 +26,7 @@ from tests.pictures import (
     picture,
     save_model,
 )
-from tests.revival import assert_revived
+from tests.revival import DyingEncoder, assert_revived
 
 PICTURES = [picture(48, 30), picture(16, 40, 1), picture(40, 48, 2)]
 
@@ -316,6 +316,16 @@ def test_death(some):
     name, folder, _, _ = some
     with make_llm(folder, isolate=True) as llm:
         assert_revived(llm, prompt(name, *PICTURES[:2]), params(60))
+
+
+def test_death_in_the_encoder(some, tmp_path, monkeypatch):
+    name, folder, _, alone = some
+    dying = DyingEncoder(tmp_path, monkeypatch)
+    with make_llm(folder, **dying.settings) as llm:
+        assert answers(llm, prompts(name)[1:2]) == alone[1:2]
+        with dying.once(llm):
+            assert answers(llm, prompts(name)) == alone
+        assert answers(llm, prompts(name)) == alone
 
 
 def test_errors(one):

@@ -181,6 +181,7 @@ class Parts:
         self.adapters = adapters
         self._cached = cached or {}
         self._own = ""
+        self._of_encoder = False
         self._tables: dict[Table, Tensor] = {}
 
     def of(self, part: str) -> Parts:
@@ -194,14 +195,14 @@ class Parts:
         return parts
 
     def of_encoder(self, part: str, max_num_tokens: int) -> Parts:
-        """Return the parts of an encoder beside the decoder: each rank computes all of it.
+        """Return the parts of an encoder beside the decoder; its ranks have buffers of their own.
 
         Args:
             part: name of the encoder.
             max_num_tokens: tokens of its longest item.
         """
         parts = self.of(part)
-        parts.max_model_len, parts.adapters, parts._shared = max_num_tokens, None, None
+        parts.max_model_len, parts.adapters, parts._of_encoder = max_num_tokens, None, True
         parts._tables = {}
         return parts
 
@@ -316,6 +317,8 @@ class Parts:
             rows: dimension of a step that limits the rows.
         """
         assert self._shared is not None, "a rank's part needs the others"
+        if self._of_encoder:
+            name, rows = f"encoder.{name}", "encoder"
         return self._shared.columns(name, size, part, dtype or self._shared.dtype, rows)
 
     def join_ranks(self) -> None:
@@ -326,7 +329,7 @@ class Parts:
     @property
     def splits_rows(self) -> bool:
         """True if ranks split the rows of norms; see `Rank`."""
-        return self._shared is not None and self._shared.rank.splits_rows
+        return self._shared is not None and self._shared.rank.splits_rows and not self._of_encoder
 
     def table(self, table: Table, compute: Callable[[], HostTensor]) -> Tensor:
         """Return a table on the device; compute it at the first call."""
