@@ -220,7 +220,6 @@ class CUDAPlatform(Platform):
                     note=f" for {lora.num_in_memory} of rank {lora.max_lora_rank}",
                 ),
                 MemoryItem("activations", step, "step"),
-                MemoryItem("encoder cache", setup.encoder_cache_nbytes),
             ),
         )
 
