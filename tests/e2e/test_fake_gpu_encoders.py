@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from octavo import SamplingParams
+from octavo.models.towers import qwen_vl
 from tests.e2e.test_pictures import PICTURES, prompt
 from tests.fake_gpu import FakeGpu
 from tests.pictures import make_llm, save_model
@@ -32,6 +33,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture(scope="module")
 def gpu(models: dict[str, Path]) -> Iterator[FakeGpu]:
     with pytest.MonkeyPatch.context() as monkeypatch:
+        # The longest item, which measures the memory, would take minutes in the interpreter.
+        monkeypatch.setattr(qwen_vl, "MAX_PATCHES", 64)
         yield FakeGpu(monkeypatch)
 
 
@@ -53,3 +56,20 @@ def test_pictures(name: str, models: dict[str, Path], gpu: FakeGpu) -> None:
         assert ask(llm, given) == expected
         assert gpu.waits == []
         assert gpu.replays > replays
+
+
+def test_bits_alone_and_among_others(models: dict[str, Path], gpu: FakeGpu) -> None:
+    """Also if both pictures are items of one run, and a chunk ends within a picture."""
+    name = "qwen2_5_vl"
+    given = [prompt(name, PICTURES[1], text="{} b"), prompt(name, PICTURES[0], text="a {}")]
+    settings = {"max_num_seqs": 2, "max_model_len": 128, "enable_prefix_caching": False}
+    settings |= {"max_num_batched_tokens": 30, "device": "cuda", "batch_invariant": True}
+    asked = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True, logprobs=2)
+
+    def answer(llm: Any, given: list[Any]) -> list[Any]:
+        outputs = [it.outputs[0] for it in llm.generate(given, asked, use_tqdm=False)]
+        return [(output.token_ids, output.logprobs) for output in outputs]
+
+    with make_llm(models[name], **settings) as llm:
+        together = answer(llm, given)
+        assert [*answer(llm, given[:1]), *answer(llm, given[1:])] == together
