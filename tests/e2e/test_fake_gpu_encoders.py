@@ -34,7 +34,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def gpu(models: dict[str, Path]) -> Iterator[FakeGpu]:
     with pytest.MonkeyPatch.context() as monkeypatch:
         # The longest item, which measures the memory, would take minutes in the interpreter.
-        monkeypatch.setattr(qwen_vl, "MAX_PATCHES", 64)
+        monkeypatch.setattr(qwen_vl, "MAX_PATCHES", 96)
         yield FakeGpu(monkeypatch)
 
 
