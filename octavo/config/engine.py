@@ -136,14 +136,10 @@ class EngineConfig(Section, frozen=True):
 
     @property
     def adapts_experts(self) -> bool:
-        """True if adapters may change experts, unless `device=auto` finds a GPU.
-
-        They must be on CPUs of one machine.
-        """
-        device, parallel = self.device, self.parallel
-        on_gpu = device.device not in ("auto", "cpu") or device.attention_backend == "triton"
+        """True if adapters may change experts: they must be on one machine."""
+        parallel = self.parallel
         is_here = parallel.num_local_engines >= parallel.data_parallel_size
-        return not on_gpu and (is_here or not self.divides_experts)
+        return is_here or not self.divides_experts
 
     @property
     def divides_experts(self) -> bool:

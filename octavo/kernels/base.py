@@ -440,10 +440,10 @@ class Ops(Protocol):
         """
         ...
 
-    def put_lora_tables(self, tables: Sequence[LoraTable]) -> None:
+    def put_adapter_tables(self, tables: Sequence[LoraTable | ReplacedTable]) -> None:
         """Copy all tables of a model to the device, after the steps that were launched before.
 
-        `add_lora` reads the copy. On a CPU nothing is copied.
+        The operations of adapters read the copies. On a CPU nothing is copied.
         """
         ...
 
@@ -1022,8 +1022,7 @@ class Ops(Protocol):
     ) -> Tensor:
         """Add the changes of each token's adapter to the results of one product of `experts`.
 
-        The change of a row is that of `add_lora` with the pair (slot of the token, expert). On a
-        CPU only.
+        The change of a row is that of `add_lora` with the pair (slot of the token, expert).
 
         Args:
             out: results [T * K, N], dense; changed in place.
@@ -1256,7 +1255,7 @@ class Ops(Protocol):
         ids: Tensor,
         dtype: str | None = None,
     ) -> Tensor:
-        """Return rows `ids` [T] int64 of weight [V, D], packed or plain: [T, D].
+        """Return rows `ids` [T] int64 of weight [V, D], packed or plain, also of int32: [T, D].
 
         Rows of blocks are rounded to `dtype`; other quantized weights are not supported.
         """

@@ -60,7 +60,7 @@ def affine_panels(affine: NDArray[np.float32]) -> NDArray[np.float32]:
 class LoraTable:
     """The adapters in the slots of one linear layer.
 
-    A change takes effect at the next call of `Ops.add_lora` after `Ops.put_lora_tables`, in a
+    A change takes effect at the next call of `Ops.add_lora` after `Ops.put_adapter_tables`, in a
     recorded step, too.
 
     Args:
@@ -97,7 +97,7 @@ class LoraTable:
         ]
         """Weights of each slot for each module; None: no change."""
         self.on_device: object | None = None
-        """Copy of the table on the device, from `Ops.put_lora_tables`; None: there is no copy."""
+        """Copy on the device, from `Ops.put_adapter_tables`; None: there is no copy."""
 
     def weight_nbytes(self, module: int, rank: int, dtype: str, *, affine: bool) -> int:
         """Return the bytes of a packed weight for a module, up to the next cache line.

@@ -994,7 +994,10 @@ class NativeOps(NativeStateOps, NativeExpertOps, NativeLoraOps):
         ids: Tensor,
         dtype: str | None = None,
     ) -> Tensor:
-        """Copy the rows, also from a packed weight. Ids outside of the table yield NaN."""
+        """Copy the rows, also from a packed weight. Ids outside of the table yield NaN.
+
+        A table may have int32 numbers, whose bits are copied like those of float32.
+        """
         assert ids.dtype == "int64"
         assert ids.is_contiguous()
         packed = isinstance(weight, PackedWeight)
@@ -1029,6 +1032,6 @@ class NativeOps(NativeStateOps, NativeExpertOps, NativeLoraOps):
             rows=len(ids),
             dim=dim,
             packed=packed,
-            dtype=DTYPE_CODES[weight.dtype],
+            dtype=DTYPE_CODES["float32" if weight.dtype == "int32" else weight.dtype],
         )
         return out

@@ -82,7 +82,7 @@ class NativeLoraOps(NativeMemory):
             dtype=DTYPE_CODES[w.dtype],
         )
 
-    def put_lora_tables(self, tables: Sequence[LoraTable]) -> None:
+    def put_adapter_tables(self, tables: Sequence[LoraTable | ReplacedTable]) -> None:
         """Do nothing: the kernel reads the tables themselves."""
 
     def add_lora(self, out: Tensor, x: Tensor, slots: Tensor, table: LoraTable) -> None:

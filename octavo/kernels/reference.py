@@ -356,7 +356,7 @@ class ReferenceOps:
             panels = self.to_device(from_numpy(affine_panels(affine.numpy())))
         return LoraWeight(left, right, a.shape[0], b.shape[0], a.shape[1], scale, panels)
 
-    def put_lora_tables(self, tables: Sequence[LoraTable]) -> None:
+    def put_adapter_tables(self, tables: Sequence[LoraTable | ReplacedTable]) -> None:
         """Do nothing: `add_lora` reads the tables themselves."""
 
     def add_lora(self, out: Tensor, x: Tensor, slots: Tensor, table: LoraTable) -> None:

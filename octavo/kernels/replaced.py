@@ -25,7 +25,8 @@ class ReplacedWeight:
 class ReplacedTable:
     """The layers of the adapters in all slots, in place of one layer.
 
-    A change takes effect at the next call of an operation, in a recorded step, too.
+    A change takes effect at the next call of an operation after `Ops.put_adapter_tables`, in a
+    recorded step, too.
 
     Args:
         num_slots: number of adapters.
@@ -42,6 +43,8 @@ class ReplacedTable:
         """Addresses of weight and bias, for kernels: WholeLayer in csrc/kernels.h."""
         self.weights: list[ReplacedWeight | None] = [None] * num_slots
         """Weights of each slot; None: the adapter has none."""
+        self.on_device: object | None = None
+        """As in `LoraTable`."""
 
     def sizes(self, dtype: str) -> tuple[int, int]:
         """Return the bytes of an adapter's weight and of its bias."""

@@ -84,7 +84,6 @@ class Adapters:
         num_slots: number of adapters that a step may use.
         max_rank: largest rank of an adapter.
         modules_to_save: `lora_modules_to_save`.
-        layers_only: True if adapters may change the decoder's layers only.
         adapts_experts: True if adapters may change experts.
         targets: layers that adapters may change or replace, by their names; None: all.
         moves_experts: True if experts move between processes.
@@ -97,12 +96,11 @@ class Adapters:
         max_rank: int,
         modules_to_save: Collection[str] = (),
         *,
-        layers_only: bool = False,
         adapts_experts: bool = True,
         targets: Collection[str] | None = None,
         moves_experts: bool = False,
     ) -> None:
-        self.ops, self.layers_only, self.targets = ops, layers_only, targets
+        self.ops, self.targets = ops, targets
         self.moves_experts = moves_experts
         self.in_group = False
         """True if a token of the step has an adapter in any engine that divides the experts."""
@@ -114,6 +112,8 @@ class Adapters:
         self.slots: Tensor | None = None
         """Slot of each row that layers compute now, int32 [T], -1 for none; None: no row has an
         adapter, and no kernel is called."""
+        self._tables: list[LoraTable] = []
+        """Tables of all layers; that of a mixture has those of all experts."""
         self._linear: list[LoraTable] = []
         self._modules_to_save = modules_to_save
         self._num_slots = num_slots
@@ -165,6 +165,7 @@ class Adapters:
         self, name: str, outputs: Sequence[int], inputs: int, bias: Tensor | None = None
     ) -> LoraTable:
         table = LoraTable(self._num_slots, outputs, inputs, self._max_rank, bias)
+        self._tables.append(table)
         self.layers[name] = table
         return table
 
@@ -184,8 +185,7 @@ class Adapters:
         """
         if self.slots is None:
             return None
-        numbers = self.slots.view("float32").view(len(self.slots), 1)  # the bits are only copied
-        slots: Tensor = self.ops.embedding(numbers, rows).view("int32").view(len(rows))
+        slots: Tensor = self.ops.embedding(self.slots.view(-1, 1), rows).view(-1)
         return slots
 
     def experts(
@@ -200,6 +200,7 @@ class Adapters:
             inputs: number of inputs of one expert.
         """
         table = LoraTable(self._num_slots, outputs, inputs, self._max_rank, experts=experts)
+        self._tables.append(table)
         self._linear.append(table)
         self.layers |= {name: ExpertPart(table, expert) for expert, name in names.items()}
         return table
@@ -244,8 +245,7 @@ class Adapters:
 
     def put_tables(self) -> None:
         """Copy the tables of all layers to the device; needed before the first step."""
-        tables = [it for it in self.layers.values() if isinstance(it, LoraTable)]
-        self.ops.put_lora_tables(tables)
+        self.ops.put_adapter_tables([*self._tables, *self.replaced.values()])
 
     def clear(self, slot: int) -> None:
         """Remove the adapter from a slot."""

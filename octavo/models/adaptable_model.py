@@ -32,11 +32,11 @@ LM_HEAD = "lm_head."
 """Name of the LM head, as `SliceShape.layer`."""
 _TIED_HEAD = "lm_head"
 """Module of an LM head that is tied to the embedding: adapters distinguish the two."""
-MOVING = "experts on a GPU, or that engines on several machines divide,"
+MOVING = "experts that engines on several machines divide"
 """Kind of modules that adapters cannot change, for an error message."""
 UNTARGETED = "modules that lora_target_modules leaves out"
 """Kind of modules that adapters may not change, for an error message."""
-_OTHERS = "other layers than the decoder's, on this device,"
+_OTHERS = "other layers than the decoder's"
 _ENCODERS = "encoders of pictures and sound"
 _STACKED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),

@@ -148,6 +148,11 @@ class WorkerSetup:
         return rows if longest else 0
 
     @property
+    def longest_sequence(self) -> int:
+        """Most tokens that attention reads at a time, of the decoder or of an encoder."""
+        return max(self.max_model_len, *(it.max_num_tokens for it in self.spec.encoders), 0)
+
+    @property
     def encoder_cache_nbytes(self) -> int:
         """Bytes of the encoder cache of a worker."""
         sizes = [encoder.out_size for encoder in self.spec.encoders]

@@ -149,7 +149,7 @@ class CPUPlatform(Platform):
 
                 attention = TritonAttention(
                     torch.device("cpu"),
-                    setup.max_model_len,
+                    setup.longest_sequence,
                     batch_invariant=config.batch_invariant,
                 )
                 return cast("AttentionBackend", attention)

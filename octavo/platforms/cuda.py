@@ -86,13 +86,13 @@ class CUDAPlatform(Platform):
                 from octavo.attention.triton import TritonAttention
 
                 attention = TritonAttention(
-                    device, setup.max_model_len, batch_invariant=config.batch_invariant
+                    device, setup.longest_sequence, batch_invariant=config.batch_invariant
                 )
                 return cast("AttentionBackend", attention)
             case "flashinfer":
                 spec = setup.spec
                 other = spec.uses_alibi or spec.sees_all or spec.uses_sinks_or_chunks
-                if other or setup.dtype == "float32":
+                if other or spec.encoders or setup.dtype == "float32":
                     raise ConfigError(
                         "attention_backend=flashinfer supports neither ALiBi biases, nor encoders, "
                         "nor attention sinks, nor chunks, nor values smaller than keys, nor "

@@ -31,7 +31,7 @@ _Weights = dict[str, list[LoraWeight | None]]
 _Replaced = dict[str, ReplacedWeight]
 
 
-def make_adapters(setup: WorkerSetup, platform: Platform, ops: Ops) -> Adapters | None:
+def make_adapters(setup: WorkerSetup, ops: Ops) -> Adapters | None:
     """Return the live adapters of a model that is loaded next; None: adapters are off."""
     config, lora = setup.config, setup.config.lora
     if not lora.enable_lora:
@@ -41,8 +41,7 @@ def make_adapters(setup: WorkerSetup, platform: Platform, ops: Ops) -> Adapters 
         lora.num_in_memory,
         lora.max_lora_rank,
         lora.lora_modules_to_save,
-        layers_only=not platform.is_native(config.device),
-        adapts_experts=config.adapts_experts and ops.name == "native",
+        adapts_experts=config.adapts_experts,
         targets=targeted_layers(setup.part, lora),
         moves_experts=config.device.enable_eplb,
     )
@@ -120,17 +119,14 @@ class ModelAdapters:
             shape.layer: [None] * (len(layers[shape.layer].bounds) - 1)
             for shape, _ in opened.slices
         }
-        biases = {
-            layer: None if (bias := layers[layer].bias) is None else self._ops.to_host(bias)
-            for layer in weights
-        }
         memory = self._memory[slot]
         begin, needs_weights = 0, False
 
         def pack(layer: str, one: Slice) -> None:
             nonlocal begin, needs_weights
             (rank, inputs), outputs = one.a.shape, one.b.shape[0]
-            affine = one.affine(biases[layer])
+            bias = None if one.gain is None else layers[layer].bias
+            affine = one.affine(None if bias is None else self._ops.to_host(bias))
             has_affine = affine is not None
             end = begin + lora_nbytes(rank, outputs, inputs, setup.dtype, affine=has_affine)
             out = memory[begin:end]

@@ -34,9 +34,10 @@ logger = logging.getLogger(__name__)
 # Two steps are in flight while the inputs of a third are gathered. No code waits for steps that
 # sample nothing, so a buffer is used again only after its copy.
 _HOST_BUFFERS = 3
-_TORCH_DTYPES = {"int32": torch.int32, "int64": torch.int64}
 
 DeviceTable = StepTable[Tensor]
+Embeds = Sequence[tuple[int, Tensor]]
+"""Rows that replace embeddings: `StepInputs.embeds`."""
 
 
 class Graph(Protocol):
@@ -150,6 +151,8 @@ class DeviceSteps:
         """Launch a step; see `StepRunner`."""
         size, host, adapted = inputs.size, inputs.table, has_adapters(inputs)
         graph = self._find_graph(size.tokens, size.requests)
+        if inputs.embeds:  # a captured step looks all embeddings up
+            graph = None
         host.sampling_rows[: size.samples] = inputs.sampling_rows
         # A captured step always chooses tokens. If they are not used: greedily, which is quick.
         words = 0 if params is None else params.view(np.int64).reshape(-1, SAMPLING_ROW_WORDS)
@@ -161,6 +164,7 @@ class DeviceSteps:
         copied = self._copied[self._at]
         if copied is not None:
             copied.record()
+        self._eager.embeds.clear()
         if graph is not None:
             self._rows = graph.table.sampling_rows[: size.samples]
             captured = graph.adapted if adapted else graph.graph
@@ -181,6 +185,7 @@ class DeviceSteps:
             max_seq_len,
             sample=params is not None,
             has_adapters=adapted,
+            embeds=inputs.embeds,
         )
 
     def put_tokens(self, tokens: Tensor) -> None:
@@ -245,16 +250,25 @@ class DeviceSteps:
         *,
         sample: bool,
         has_adapters: bool,
+        embeds: Embeds = (),
     ) -> StepResult:
         with self._eager.use_adapters(table) if has_adapters else nullcontext():
-            return self._compute(table, max_query_len, max_seq_len, sample=sample)
+            return self._compute(table, max_query_len, max_seq_len, embeds, sample=sample)
 
     def _compute(
-        self, table: DeviceTable, max_query_len: int, max_seq_len: int, *, sample: bool
+        self,
+        table: DeviceTable,
+        max_query_len: int,
+        max_seq_len: int,
+        embeds: Embeds,
+        *,
+        sample: bool,
     ) -> StepResult:
         eager, indices, rows = self._eager, table.logits_indices, table.sampling_rows
         take_tokens(table.input_ids, indices, rows, self._sampled)
         step = eager.context(table, max_query_len, max_seq_len)
+        if embeds:
+            eager.write_embeds(step, table.input_ids, embeds)
         hidden = eager.model.forward(table.input_ids, step)
         if len(indices) == 0:
             return StepResult(hidden, self._logits[:0], step.kept, self._tokens[:0])
@@ -269,7 +283,7 @@ class DeviceSteps:
 def _device_table(layout: StepLayout, memory: Tensor) -> DeviceTable:
     """Return a step's arrays in uint8 [layout.nbytes or more] on the device."""
     return layout.table(
-        lambda begin, end, dtype, shape: memory[begin:end].view(_TORCH_DTYPES[dtype]).view(shape)
+        lambda begin, end, dtype, shape: memory[begin:end].view(torch_dtype(dtype)).view(shape)
     )
 
 

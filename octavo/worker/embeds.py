@@ -14,14 +14,26 @@ class EmbedWriter:
     Args:
         ops: the model's table of operations.
         embed_size: size of an embedding.
+        dtype: type of the model.
         deepstack: `StepContext.deepstack` of the largest step, filled with zeros.
     """
 
-    def __init__(self, ops: Ops, embed_size: int, deepstack: Sequence[Tensor] = ()) -> None:
-        self._ops, self._size = ops, embed_size
+    def __init__(
+        self, ops: Ops, embed_size: int, dtype: str, deepstack: Sequence[Tensor] = ()
+    ) -> None:
+        self._ops, self._size, self._dtype = ops, embed_size, dtype
         self.deepstack = deepstack
         self._used: list[tuple[int, int]] = []
         """Ranges of tokens with numbers other than zero in `deepstack`."""
+
+    def clear(self) -> None:
+        """Fill the rows of `deepstack` that the last step has written with zeros again."""
+        for begin, end in self._used:
+            for level in self.deepstack:
+                part = level[begin:end]
+                zero = zeros(*part.shape, dtype=self._dtype)
+                self._ops.copy_(part, self._ops.to_device(zero))
+        self._used = []
 
     def write(self, x: Tensor, embeds: Iterable[tuple[int, Tensor]]) -> None:
         """Write `StepInputs.embeds` to the rows of their tokens.
@@ -31,11 +43,7 @@ class EmbedWriter:
             embeds: the rows.
         """
         copy, size = self._ops.copy_, self._size
-        for begin, end in self._used if self.deepstack else ():
-            for level in self.deepstack:
-                part = level[begin:end]
-                copy(part, self._ops.to_device(zeros(*part.shape, dtype=level.dtype)))
-        self._used = []
+        self.clear()
         for begin, rows in embeds:
             end = begin + len(rows)
             copy(x[begin:end], rows[:, :size])

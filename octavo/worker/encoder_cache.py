@@ -20,6 +20,9 @@ class Encoder(Protocol):
     ) -> tuple[list[Tensor], dict[int, str]]:
         """Return the rows of each item, [rows, size], and the errors of those that fail."""
 
+    def run_largest(self) -> list[Tensor]:
+        """Run the longest item, for a measurement of memory; return its rows."""
+
 
 class EncoderCache:
     """Rows of the items of live requests, and of others that may come again.
@@ -34,6 +37,11 @@ class EncoderCache:
         """Rows of each item, [rows, size], by identifier."""
         self.failed: dict[str, str] = {}
         """Errors of the items whose rows could not be computed, by identifier."""
+
+    def run_largest(self) -> None:
+        """Run each encoder with its longest item, for a measurement of memory."""
+        for encoder in set(self._encoders.values()):
+            encoder.run_largest()
 
     def update(
         self, work: SchedulerOutput, features: Mapping[str, list[MultiModalFeatureSpec]]

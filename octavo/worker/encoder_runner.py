@@ -202,6 +202,10 @@ class EncoderRunner:
             results += self._run(group)
         return results
 
+    def run_largest(self) -> list[Tensor]:
+        """Run the longest item, of zeros, for a measurement of memory; return its rows."""
+        return self._run([self.spec.inputs.largest(self.spec.max_num_tokens)])
+
     def run_apart(
         self, items: Sequence[MultiModalFeatureSpec]
     ) -> tuple[list[Tensor], dict[int, str]]:

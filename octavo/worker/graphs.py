@@ -136,7 +136,7 @@ class EagerSteps:
             ops.to_device(zeros(tokens, spec.hidden_size, dtype=model.dtype))
             for _ in range(spec.deepstack)
         ]
-        self.embeds = EmbedWriter(ops, spec.embed_size, deepstack)
+        self.embeds = EmbedWriter(ops, spec.embed_size, model.dtype, deepstack)
         self._rows: Tensor | None = None
         """int64 [tokens], index of each token; None: the model has no sections of positions."""
         if MROPE in buffers.table.extra:
@@ -195,6 +195,14 @@ class EagerSteps:
             deepstack=[level[:tokens] for level in self.embeds.deepstack],
         )
 
+    def write_embeds(
+        self, step: StepContext, input_ids: Tensor, embeds: Sequence[tuple[int, Tensor]]
+    ) -> None:
+        """Look a step's tokens up, and write `StepInputs.embeds` over the rows of their tokens."""
+        assert isinstance(self.model, DecoderModel)
+        step.embeds = self.model.embed_input_ids(input_ids)
+        self.embeds.write(step.embeds, embeds)
+
     def use_adapters(self, table: StepTable[Tensor]) -> AbstractContextManager[None]:
         """Return the context in which the layers compute with the adapters of a step's tokens."""
         assert self.adapters is not None
@@ -214,9 +222,7 @@ class EagerSteps:
     def _run(self, inputs: StepInputs, tensors: StepTable[Tensor], max_seq_len: int) -> StepResult:
         step = self.context(tensors, int(inputs.counts.max()), max_seq_len)
         if (inputs.embeds or step.deepstack) and self.model.spec.has_embed:
-            assert isinstance(self.model, DecoderModel)
-            step.embeds = self.model.embed_input_ids(tensors.input_ids)
-            self.embeds.write(step.embeds, inputs.embeds)
+            self.write_embeds(step, tensors.input_ids, inputs.embeds)
         hidden = self.model.forward(tensors.input_ids, step)
         if step.handed is not None:
             return StepResult(hidden, _NO_LOGITS, step.kept, handed=step.handed)

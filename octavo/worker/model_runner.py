@@ -194,7 +194,7 @@ class ModelRunner:
                 lambda kind: make_processor(kind, vllm_config, device),
             ),
         ]
-        self.adapters = make_adapters(setup, platform, self.ops)
+        self.adapters = make_adapters(setup, self.ops)
         """Adapters in the model's linear layers; None: they are off."""
         buffers, exchange = make_buffers(setup), make_exchange(setup)
         self._exchange = exchange
@@ -455,6 +455,7 @@ class ModelRunner:
         groups = setup.kv_cache_groups
         kv = KVCacheConfig(blocks + 1, cache.block_size, groups, num_states=1)
         self._state = self._make_state(kv, capture=False)
+        self._encoders.run_largest()
         # The parameters that need most memory: changed logits next to a copy of them, and
         # candidates, for which logits are sorted.
         params = CoreSamplingParams(

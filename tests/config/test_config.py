@@ -838,7 +838,7 @@ def test_other_addresses_are_refused():
         assert EngineConfig.from_kwargs(model=name).model.model == name
 
 
-def test_adapters_change_experts_on_the_cpus_of_one_machine():
+def test_adapters_change_experts_of_one_machine():
     def adapts(**settings):
         return EngineConfig.from_kwargs(**settings).adapts_experts
 
@@ -849,5 +849,3 @@ def test_adapters_change_experts_on_the_cpus_of_one_machine():
     divided = {"enable_expert_parallel": True, "data_parallel_size": 2}
     assert adapts(**divided)
     assert not adapts(**divided, data_parallel_size_local=1)
-    assert not adapts(device="cuda")
-    assert not adapts(attention_backend="triton")

@@ -21,7 +21,7 @@ from octavo.frontend.input_processor import InputProcessor
 from octavo.kernels.reference import ReferenceOps
 from octavo.kernels.torch_tensors import from_torch
 from octavo.messages import GuardSpec
-from octavo.models.adaptable_model import AdaptableModel
+from octavo.models.adaptable_model import EMBED, AdaptableModel
 from octavo.models.blocks.base import is_adaptable
 from octavo.models.registry import read_spec
 from octavo.quantization import int4
@@ -30,11 +30,13 @@ from octavo.quantization.gptq import GPTQ
 from octavo.quantization.int4 import GROUP_SIZE
 from octavo.system.tensor import from_numpy
 from octavo.worker import model_runner
-from tests.adapters import make_factors, write_adapter
+from tests.adapters import PREFIX, make_factors, write_adapter
 from tests.drafts import SETTINGS, Drafter
 from tests.e2e.test_triton import folder
 from tests.encoders import write_encoder
 from tests.fake_gpu import CUDA, FakeGpu
+from tests.models.harness import make_hf
+from tests.models.test_parity import CASES
 from tests.quantization.test_gptq import module as gptq_module
 from tests.triton import needs_triton
 
@@ -252,56 +254,120 @@ def test_a_weight_of_a_checkpoint(gpu: FakeGpu) -> None:
     np.testing.assert_allclose(ops.to_host(got).T, weight, rtol=1e-6, atol=1e-8)
 
 
-@pytest.fixture(scope="module")
-def adapters(llama: str, tmp_path_factory: pytest.TempPathFactory) -> list[LoRARequest | None]:
-    """Return no adapter, and two adapters of different ranks."""
-    folder = tmp_path_factory.mktemp("adapters")
-    spec = read_spec(open_checkpoint(Path(llama), "auto"), EngineConfig().model)
+INVOCATION = [43, 44]
+
+
+def write_adapters(
+    base: str, folder: Path, whole: tuple[str, ...] = ()
+) -> list[LoRARequest | None]:
+    """Return no adapter, and two adapters of different ranks of a model.
+
+    The first one has its own modules `whole`, and factors of all other modules. The second one
+    begins at `INVOCATION`, and changes half of all modules but the embedding.
+    """
+    spec = read_spec(open_checkpoint(Path(base), "auto"), EngineConfig().model)
     names = {weight.name.removesuffix("weight") for weight in spec.weights()}
-    model = AdaptableModel(spec, {name for name in names if is_adaptable(name, layers_only=True)})
-    requests: list[LoRARequest | None] = [None]
-    for rank in (3, 8):
-        modules = list(model.modules)[rank % 2 :]
-        factors = make_factors(model, modules, rank=rank, seed=rank)
-        path = write_adapter(folder / str(rank), factors, r=rank, lora_alpha=2 * rank)
-        requests.append(LoRARequest(f"rank {rank}", rank, str(path)))
-    return requests
+    model = AdaptableModel(spec, {EMBED, *filter(is_adaptable, names)}, whole)
+    generator = torch.Generator().manual_seed(0)
+    own = {
+        f"{PREFIX}{name}.{kind}": torch.randn(shape, generator=generator) / shape[-1] ** 0.5
+        for name, module in model.replaceable.items()
+        for kind, shape in module.shapes.items()
+    }
+    mine = [name for name in model.modules if name not in model.replaceable]
+    factors = make_factors(model, mine, rank=3, seed=3)
+    fields = {"modules_to_save": [name.rpartition(".")[2] for name in model.replaceable] or None}
+    first = write_adapter(folder / "first", factors | own, r=3, lora_alpha=6, **fields)
+    some = [it for it in model.modules if not model.modules[it].is_embedding][1::2]
+    factors = make_factors(model, some, rank=8, seed=8)
+    fields = {"r": 8, "lora_alpha": 16, "alora_invocation_tokens": INVOCATION}
+    second = write_adapter(folder / "second", factors, **fields)
+    requests = [LoRARequest(path.name, i, str(path)) for i, path in enumerate((first, second), 1)]
+    return [None, *requests]
 
 
 LORA = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
+WHOLE = ("embed_tokens", "lm_head")
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [{}, {"enforce_eager": True, "quantization": "int8"}, {"batch_invariant": True}],
-    ids=["captured", "eager int8", "invariant"],
-)
-def test_adapters(
-    settings: dict[str, object],
-    llama: str,
-    adapters: list[LoRARequest | None],
-    gpu: FakeGpu,
+def check_adapters(
+    model: str, adapters: list[LoRARequest | None], gpu: FakeGpu, **settings: Any
 ) -> None:
-    """Tokens are those of the CPU; no step waits, also while adapters are read."""
-    params = [PLAIN, GREEDY, GREEDY]
-    native = {"quantization": settings.get("quantization")}
+    """Check that tokens are those of the CPU, and that no step waits, also for adapters."""
+    params = [PLAIN, GREEDY, msgspec.structs.replace(GREEDY, max_tokens=5)]
+    native = {k: v for k, v in settings.items() if k in ("quantization", "lora_modules_to_save")}
 
     def ask(llm: LLM, requests: list[LoRARequest | None]) -> list[list[int]]:
         prompts = [{"prompt_token_ids": ids} for ids in PROMPTS]
         outputs = llm.generate(prompts, params, lora_request=requests, use_tqdm=False)
         return ids([output.outputs[0] for output in outputs])
 
-    mixes = [adapters, [adapters[2], None, adapters[1]], [adapters[1]] * 3, [None] * 3]
-    with LLM(model=llama, dtype="float32", device="cpu", **SMALL | native | LORA) as llm:
+    mixes = [[adapters[0], adapters[2], adapters[1]], [adapters[1]] * 3, [None] * 3]
+    with LLM(model=model, dtype="float32", device="cpu", **SMALL | native | LORA) as llm:
         expected = [ask(llm, mix) for mix in mixes]
     assert len({str(tokens) for tokens in expected}) == len(mixes)
     few = {"max_loras": 1} if "batch_invariant" in settings else {}  # slots change adapters
-    with LLM(model=llama, dtype="float32", device="cuda", **SMALL | settings | LORA | few) as llm:
+    with LLM(model=model, dtype="float32", device="cuda", **SMALL | settings | LORA | few) as llm:
         gpu.waits.clear()
         replays = gpu.replays
         assert [ask(llm, mix) for mix in mixes] == expected
         assert gpu.waits == []
         assert (gpu.replays > replays) != ("enforce_eager" in settings)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"enforce_eager": True, "quantization": "int8"},
+        {"batch_invariant": True, "lora_modules_to_save": list(WHOLE)},
+    ],
+    ids=["captured", "eager int8", "invariant whole"],
+)
+def test_adapters(settings: dict[str, Any], llama: str, gpu: FakeGpu, tmp_path: Path) -> None:
+    """All linear layers, embedding and LM head; whole ones; activated LoRA."""
+    whole = WHOLE if "lora_modules_to_save" in settings else ()
+    check_adapters(llama, write_adapters(llama, tmp_path, whole), gpu, **settings)
+
+
+@pytest.mark.parametrize(
+    ("case", "settings"),
+    [
+        ("qwen3-moe", {}),
+        ("llama4", {"enforce_eager": True}),
+        ("gpt-oss", {"enforce_eager": True, "quantization": "int8"}),
+    ],
+)
+def test_adapters_of_experts(
+    case: str, settings: dict[str, Any], gpu: FakeGpu, tmp_path: Path
+) -> None:
+    """Routers and experts, one by one and fused, with biases and factors of inputs."""
+    sizes = {"num_hidden_layers": 1, "hidden_size": 32}
+    model = folder(case, tmp_path / "base", **sizes)
+    check_adapters(model, write_adapters(model, tmp_path), gpu, **settings)
+
+
+def test_adapters_of_a_classifier(gpu: FakeGpu, tmp_path: Path) -> None:
+    """The head of classes is a whole layer; all other layers have factors."""
+    architecture, config = CASES["llama"]
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_labels": 3}
+    name = architecture.replace("CausalLM", "SequenceClassification")
+    make_hf(name, **config | sizes | {"pad_token_id": 0}).save_pretrained(tmp_path / "base")
+    base = str(tmp_path / "base")
+    adapters = write_adapters(base, tmp_path)
+    requests = [{"prompt_token_ids": ids} for ids in PROMPTS]
+    found = []
+    for device in ("cpu", "cuda"):
+        settings = SMALL | LORA | {"device": device, "convert": "classify", "dtype": "float32"}
+        settings |= {"runner": "pooling", "batch_invariant": device == "cuda"}
+        with LLM(base, **settings) as llm:
+            for mix in (adapters, [None, adapters[1], adapters[1]], [None] * 3):
+                outputs = llm.classify(requests, lora_request=mix, use_tqdm=False)
+                found.append([output.outputs.probs for output in outputs])
+    np.testing.assert_allclose(found[:3], found[3:], atol=1e-5)
+    assert found[0][0] == found[2][0]
+    assert found[0][1:] != found[1][1:] != found[2][1:]
+    assert found[3][1] == found[4][1]
 
 
 def test_everything_that_sampling_has(llama: str, llm: LLM, gpu: FakeGpu) -> None:

@@ -499,9 +499,3 @@ def test_layers_that_read_rows_stay_together(last):
         make_llm(last[1], **stages, pipeline_layers="1,2")
     with pytest.raises(ConfigError, match="more than 2, since the first 2 layers"):
         make_llm(last[1], **stages | {"pipeline_parallel_size": 3})
-
-
-def test_what_does_not_work_yet_is_refused(one):
-    name, folder, *_ = one
-    with pytest.raises(ConfigError, match=f"encoder of {CASES[name].architecture}.* Triton"):
-        make_llm(folder, attention_backend="triton")

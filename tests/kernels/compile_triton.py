@@ -28,6 +28,7 @@ from octavo.kernels.base import (
     Wkv7Parameters,
 )
 from octavo.kernels.lora import SLICE_WORDS, LoraTable
+from octavo.kernels.replaced import ReplacedTable
 from octavo.kernels.routing import Routing
 from octavo.kernels.triton import (
     activation,
@@ -209,13 +210,30 @@ def products(x: torch.Tensor) -> None:
 
 def adapters(dtype: torch.dtype, rank: int) -> None:
     """Launch the changes of adapters, for few rows and for many."""
-    table = LoraTable(8, [4096, 1024, 1024], 4096, rank)
-    slices = zeros(*table.slices.shape, SLICE_WORDS, dtype=torch.int64)
-    table.on_device = lora.DeviceTable(slices, zeros(96, 4, dtype=torch.int32), slices)
+
+    def on_device(table: LoraTable) -> LoraTable:
+        slices = zeros(*table.slices.shape, SLICE_WORDS, dtype=torch.int64)
+        table.on_device = lora.DeviceTable(slices, slices, zeros(96, 4, dtype=torch.int32))
+        return table
+
+    table = on_device(LoraTable(8, [4096, 1024, 1024], 4096, rank))
+    of_experts = on_device(LoraTable(8, [2048, 2048], 4096, rank, experts=8))
+    words, ids = zeros(8, 2, dtype=torch.int64), zeros(4096, dtype=torch.int64)
+    head = ReplacedTable(8, (4096, 4096), has_bias=True, is_embedding=False)
+    embedding = ReplacedTable(8, (32000, 4096), has_bias=False, is_embedding=True)
+    head.on_device = embedding.on_device = lora.DeviceTable(words, words)
+    precision: lora.Precision = "ieee" if dtype == torch.float32 else "tf32x3"
     for rows in (8, 4096):
         x, slots = zeros(rows, 4096, dtype=dtype), zeros(rows, dtype=torch.int32)
-        precision = "ieee" if dtype == torch.float32 else "tf32x3"
         lora.add_lora(zeros(rows, 6144, dtype=dtype), x, slots, table, precision, upcast=False)
+        order, bounds = zeros(rows, dtype=torch.int64), zeros(65, dtype=torch.int64)
+        pairs = experts.Pairs(slots, order, slots.view(-1, 2), bounds)
+        out = zeros(rows, 4096, dtype=dtype)
+        lora.add_pairs(out, x, order, of_experts, precision, pairs, order, upcast=False)
+        lora.replace_linear(zeros(rows, 4096), x, slots, head, upcast=False)
+    of_tokens = on_device(LoraTable(8, [4096], 32000, rank))
+    lora.add_lora_embedding(out, ids, slots, of_tokens, precision)
+    lora.replace_embedding(out, ids, slots, embedding)
 
 
 def states(dtype: torch.dtype) -> None:

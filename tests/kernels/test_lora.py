@@ -66,7 +66,7 @@ def table_of(
     result = LoraTable(len(adapters), sizes(adapters), k, rank)
     for slot, modules in enumerate(adapters):
         result.set(slot, [None if m is None else pack(table, m, dtype) for m in modules])
-    table.put_lora_tables([result])
+    table.put_adapter_tables([result])
     return result
 
 

@@ -217,7 +217,14 @@ NOT_IN_STEPS = {
     "pack_quantized",
     "empty",
 }
-NOT_IN_STEPS |= {"to_device", "to_host", "copy_to_host", "copy_", "copy_blocks", "put_lora_tables"}
+NOT_IN_STEPS |= {
+    "to_device",
+    "to_host",
+    "copy_to_host",
+    "copy_",
+    "copy_blocks",
+    "put_adapter_tables",
+}
 NOT_IN_STEPS |= {"gather", "ranks", "set_at_", "add_at_", "penalize_", "change_rows"}
 """Operations that a recorded step does not have."""
 

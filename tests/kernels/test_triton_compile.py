@@ -45,6 +45,9 @@ KERNELS = {
     "_take",
     "_shrink",
     "_expand",
+    "_columns",
+    "_replace",
+    "_copy_rows",
 }
 
 

@@ -84,10 +84,10 @@ def test_a_row_has_the_same_bits_in_any_batch(few: int, monkeypatch: pytest.Monk
 
 
 def test_tables_of_all_layers_change_at_once() -> None:
-    """The kernels see a change after `put_lora_tables`, at the same addresses."""
+    """The kernels see a change after `put_adapter_tables`, at the same addresses."""
     first, second = (adapter([48], 32, 8, seed) for seed in (0, 50))
     tables = [LoraTable(2, [48], 32, 8) for _ in range(2)]
-    ops.put_lora_tables(tables)
+    ops.put_adapter_tables(tables)
     places = [table.on_device.slices.data_ptr() for table in tables]
     x, slots = random(3, 32), torch.tensor([1, -1, 1], dtype=torch.int32)
 
@@ -103,12 +103,12 @@ def test_tables_of_all_layers_change_at_once() -> None:
     for table, modules in zip(tables, both, strict=True):
         table.set(1, [pack(ops, m, torch.float32) for m in modules if m])
     assert not any(out.any() for out in results()), "not put yet"
-    ops.put_lora_tables(tables)
+    ops.put_adapter_tables(tables)
     for out, want in zip(results(), expected, strict=True):
         torch.testing.assert_close(out.double(), want, rtol=1e-4, atol=1e-5)
     assert places == [table.on_device.slices.data_ptr() for table in tables]
     tables[0].clear(1)
-    ops.put_lora_tables(tables)
+    ops.put_adapter_tables(tables)
     assert [bool(out.any()) for out in results()] == [False, True]
 
 

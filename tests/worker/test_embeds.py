@@ -12,7 +12,7 @@ def rows(count, *values):
 
 def test_rows_replace_embeddings_and_go_to_the_first_layers():
     deepstack = [zeros(6, 2, dtype="float32") for _ in range(2)]
-    writer = EmbedWriter(NativeOps(), 2, deepstack)
+    writer = EmbedWriter(NativeOps(), 2, "float32", deepstack)
     x = zeros(6, 2, dtype="float32")
     writer.write(x, [(1, rows(2, 5, 6, 7)), (4, rows(1, 8))])
     assert x.numpy()[:, 0].tolist() == [0, 5, 5, 0, 8, 0]

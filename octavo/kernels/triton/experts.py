@@ -111,13 +111,12 @@ class Pairs:
 
 
 @triton.jit
-def _find(bounds, tile_ends, experts, TILE_R: tl.constexpr):
-    """Return this program's expert, the rows [TILE_R] of its tile, and which of these exist.
+def find_tile(bounds, tile_ends, experts, tile, TILE_R: tl.constexpr):
+    """Return the expert of a tile, the rows [TILE_R] of the tile, and which of these exist.
 
-    The last result is the end of the expert's rows. The expert is `experts` if the program has no
+    The last result is the end of the expert's rows. The expert is `experts` if there is no such
     tile, since the grid has room for the most possible tiles.
     """
-    tile = tl.program_id(0)
     low = tl.full([], 0, tl.int32)
     high = low + experts
     while low < high:
@@ -161,7 +160,7 @@ def _experts(
     TILE_K: tl.constexpr,
 ):
     """Multiply rows `sources` [pairs] of x by the weights of their experts."""
-    expert, m_at, m_in, end = _find(bounds, tile_ends, experts, TILE_R)
+    expert, m_at, m_in, end = find_tile(bounds, tile_ends, experts, tl.program_id(0), TILE_R)
     if expert < experts:
         row = tl.load(sources + m_at, mask=m_in, other=0)
         n_at = (tl.program_id(1) * TILE_N + tl.arange(0, TILE_N)).to(tl.int64)
@@ -198,7 +197,7 @@ def _experts_int8(
     TILE_K: tl.constexpr,
 ):
     """Multiply rows `sources` [pairs] of x, int8 with a scale each; see `quantized`."""
-    expert, m_at, m_in, end = _find(bounds, tile_ends, experts, TILE_R)
+    expert, m_at, m_in, end = find_tile(bounds, tile_ends, experts, tl.program_id(0), TILE_R)
     if expert < experts:
         row = tl.load(sources + m_at, mask=m_in, other=0)
         n_at = (tl.program_id(1) * TILE_N + tl.arange(0, TILE_N)).to(tl.int64)
@@ -245,7 +244,7 @@ def _experts_codes(
     """Multiply rows `sources` [pairs] of x by codes; see `quantized`."""
     DTYPE: tl.constexpr = tl.float32 if UPCAST else x.dtype.element_ty
     SCALE: tl.constexpr = tl.int32 if PAIRS or FORMAT == "int4_zeros" else tl.float32
-    expert, m_at, m_in, end = _find(bounds, tile_ends, experts, TILE_R)
+    expert, m_at, m_in, end = find_tile(bounds, tile_ends, experts, tl.program_id(0), TILE_R)
     if expert < experts:
         row = tl.load(sources + m_at, mask=m_in, other=0)
         tile_n = tl.program_id(1)
@@ -346,7 +345,7 @@ def experts(
     ids: Tensor,
     up: StackedWeight | None,
     down: StackedWeight | None,
-    activation: ExpertActivation,
+    activation: ExpertActivation | None,
     factors: Tensor | None,
     inner: Tensor | None,
     *,
@@ -363,14 +362,19 @@ def experts(
             x = (rows * factors.flatten()[pairs.order, None]).to(x.dtype)
             sources = None
         inner = multiply(x, sources, up, pairs, upcast=upcast)
-        if activation.gated:
-            inner = activations.act_and_mul(inner, activation.name, activation.limit)
-        else:
-            inner = activations.act(inner, activation.name)
+        if activation is not None:
+            inner = activate(inner, activation)
     assert inner is not None
     if down is None:
         return inner, pairs.places
     return multiply(inner, None, down, pairs, upcast=upcast), pairs.places
+
+
+def activate(x: Tensor, activation: ExpertActivation) -> Tensor:
+    """Apply the activation of experts to results of the first product."""
+    if activation.gated:
+        return activations.act_and_mul(x, activation.name, activation.limit)
+    return activations.act(x, activation.name)
 
 
 def multiply(

@@ -25,6 +25,7 @@ from octavo.kernels.base import (
 )
 from octavo.kernels.lora import LoraTable, LoraWeight
 from octavo.kernels.reference import into
+from octavo.kernels.replaced import ReplacedTable, ReplacedWeight
 from octavo.kernels.routing import ExpertActivation, Gate, Routing
 from octavo.kernels.torch_tensors import as_torch, torch_dtype
 from octavo.kernels.triton import activation as _activation
@@ -124,12 +125,67 @@ class TritonOps(TritonStateOps):
         more = None if affine is None else as_torch(affine)
         return lora.pack(left, right, scale, torch_dtype(dtype), out, more, self.device)
 
-    def put_lora_tables(self, tables: Sequence[LoraTable]) -> None:
+    def put_adapter_tables(self, tables: Sequence[LoraTable | ReplacedTable]) -> None:
         lora.put_tables(tables, self.device)
 
     def add_lora(self, out: Tensor, x: Tensor, slots: Tensor, table: LoraTable) -> None:
         """Run a kernel for each product; a row's bits do not depend on other rows."""
         lora.add_lora(out, x, slots, table, lora.best_precision(x), upcast=self.upcast)
+
+    def add_lora_embedding(self, out: Tensor, ids: Tensor, slots: Tensor, table: LoraTable) -> None:
+        """Take columns of A, and run the kernel of the second product of `add_lora`."""
+        lora.add_lora_embedding(out, ids, slots, table, lora.best_precision(out))
+
+    def add_expert_lora(
+        self,
+        out: Tensor,
+        x: Tensor,
+        ids: Tensor,
+        places: Tensor,
+        slots: Tensor,
+        table: LoraTable,
+        activation: ExpertActivation | None = None,
+        factors: Tensor | None = None,
+        inner: Tensor | None = None,
+    ) -> Tensor:
+        """Sort the pairs by slot and expert, and run the kernels of `add_lora`."""
+        lora.add_expert_lora(
+            out,
+            x,
+            ids,
+            places,
+            slots,
+            table,
+            lora.best_precision(x),
+            of_tokens=activation is not None,
+            factors=factors,
+            upcast=self.upcast,
+        )
+        return out if activation is None else into(inner, experts.activate(out, activation))
+
+    def pack_replaced(
+        self,
+        weight: HostTensor,
+        bias: HostTensor | None,
+        dtype: str,
+        table: ReplacedTable,
+        out: Tensor | None = None,
+    ) -> ReplacedWeight:
+        """Copy the weight as it is."""
+        own = None if bias is None else as_torch(bias)
+        return lora.pack_replaced(
+            as_torch(weight), own, torch_dtype(dtype), table, out, self.device
+        )
+
+    def replace_linear(self, out: Tensor, x: Tensor, slots: Tensor, table: ReplacedTable) -> None:
+        """Run one kernel; a row's bits do not depend on other rows."""
+        lora.replace_linear(out, x, slots, table, upcast=self.upcast)
+
+    def replace_embedding(
+        self, out: Tensor, ids: Tensor, slots: Tensor, table: ReplacedTable
+    ) -> None:
+        """Run one kernel."""
+        lora.replace_embedding(out, ids, slots, table)
 
     def rms_norm(
         self,
@@ -198,7 +254,6 @@ class TritonOps(TritonStateOps):
         assert counts is None, "on a CPU only"
         assert slots is None, "on a CPU only"
         assert placed is None, "on a CPU only"
-        assert activation is not None, "on a CPU only"
         given = None if up is not None else inner
         result, places = experts.experts(
             x, ids, up, down, activation, factors, given, upcast=self.upcast

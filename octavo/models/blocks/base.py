@@ -133,15 +133,9 @@ class BlockSpec(ABC):
         )
 
 
-def is_adaptable(name: str, layers_only: bool = False) -> bool:
-    """Return True if adapters may change a layer, by its name.
-
-    Args:
-        name: the name.
-        layers_only: True if they may change the decoder's layers only.
-    """
-    others = () if layers_only else ("embed.", "lm_head.", "project.", "poolers.")
-    return name.startswith(("layers.", *others))
+def is_adaptable(name: str) -> bool:
+    """Return True if adapters may change a layer, by its name."""
+    return name.startswith(("layers.", "embed.", "lm_head.", "project.", "poolers."))
 
 
 class Parts:
@@ -281,10 +275,9 @@ class Parts:
 
     def _adapts(self, layer: str) -> bool:
         """Return True if adapters may change a layer, by its name; they must be on."""
-        adapters = self.adapters
-        assert adapters is not None
-        targets = adapters.targets
-        return is_adaptable(layer, adapters.layers_only) and (targets is None or layer in targets)
+        assert self.adapters is not None
+        targets = self.adapters.targets
+        return is_adaptable(layer) and (targets is None or layer in targets)
 
     def linear(self, name: str) -> PackedWeight | QuantizedWeight:
         """Return a packed weight."""

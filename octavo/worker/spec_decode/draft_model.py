@@ -29,7 +29,7 @@ class DraftModelProposer(Proposer):
         super().__init__(target)
         setup = target.setup.draft
         assert setup is not None
-        live = make_adapters(setup, target.platform, target.ops)
+        live = make_adapters(setup, target.ops)
         model = load_draft(target, live)
         if live is not None:
             self.adapters = ModelAdapters(

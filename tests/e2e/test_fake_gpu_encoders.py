@@ -1,0 +1,75 @@
+"""Encoders with device=cuda, on tensors that only claim to be on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from octavo import SamplingParams
+from octavo.models.towers import qwen_vl
+from tests.e2e.test_pictures import PICTURES, prompt
+from tests.fake_gpu import FakeGpu
+from tests.pictures import make_llm, save_model
+from tests.triton import needs_triton
+
+pytestmark = needs_triton
+GREEDY = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
+NAMES = ["smolvlm", "qwen2_5_vl", "qwen3_vl"]
+"""Pictures in tiles, m-RoPE and windows, and m-RoPE and DeepStack."""
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Write the models before the GPU is faked."""
+    folders = {name: tmp_path_factory.mktemp(name) for name in NAMES}
+    for name, folder in folders.items():
+        save_model(name, folder)
+    return folders
+
+
+@pytest.fixture(scope="module")
+def gpu(models: dict[str, Path]) -> Iterator[FakeGpu]:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        # The longest item, which measures the memory, would take minutes in the interpreter.
+        monkeypatch.setattr(qwen_vl, "MAX_PATCHES", 96)
+        yield FakeGpu(monkeypatch)
+
+
+def ask(llm: Any, given: list[Any]) -> list[Any]:
+    outputs = llm.generate(given, GREEDY, use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_pictures(name: str, models: dict[str, Path], gpu: FakeGpu) -> None:
+    """Tokens are those of the CPU, with texts among them; no step waits; some are captured."""
+    given = [prompt(name, PICTURES[1], text="{} b"), {"prompt": "only a text"}]
+    settings = {"max_num_batched_tokens": 24, "max_num_seqs": 2, "max_model_len": 128}
+    with make_llm(models[name], **settings, device="cpu") as llm:
+        expected = ask(llm, given)
+    with make_llm(models[name], **settings, device="cuda") as llm:
+        gpu.waits.clear()
+        replays = gpu.replays
+        assert ask(llm, given) == expected
+        assert gpu.waits == []
+        assert gpu.replays > replays
+
+
+def test_bits_alone_and_among_others(models: dict[str, Path], gpu: FakeGpu) -> None:
+    """Also if both pictures are items of one run, and a chunk ends within a picture."""
+    name = "qwen2_5_vl"
+    given = [prompt(name, PICTURES[1], text="{} b"), prompt(name, PICTURES[0], text="a {}")]
+    settings = {"max_num_seqs": 2, "max_model_len": 128, "enable_prefix_caching": False}
+    settings |= {"max_num_batched_tokens": 30, "device": "cuda", "batch_invariant": True}
+    asked = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True, logprobs=2)
+
+    def answer(llm: Any, given: list[Any]) -> list[Any]:
+        outputs = [it.outputs[0] for it in llm.generate(given, asked, use_tqdm=False)]
+        return [(output.token_ids, output.logprobs) for output in outputs]
+
+    with make_llm(models[name], **settings) as llm:
+        together = answer(llm, given)
+        assert [*answer(llm, given[:1]), *answer(llm, given[1:])] == together
