@@ -27,10 +27,12 @@ def make_saved(tmp_path_factory):
     def make(name: str) -> tuple[Path, Path, Path, Any]:
         folder, pair = tmp_path_factory.mktemp(name), tmp_path_factory.mktemp(f"{name}-gguf")
         model = save_model(name, folder)
+        config = json.loads((folder / "config.json").read_text())
         if name == "qwen2_5_vl":  # the files do not name the size of windows
-            config = json.loads((folder / "config.json").read_text())
             config["vision_config"]["window_size"] = 112
-            (folder / "config.json").write_text(json.dumps(config))
+        if name == "gemma3":  # nor the layers with a sliding window: five of six
+            config["text_config"]["layer_types"] = ["sliding_attention"] * 3
+        (folder / "config.json").write_text(json.dumps(config))
         return (folder, *save_pair(model, name, pair), model)
 
     return make
@@ -60,6 +62,8 @@ def settings(name: str) -> dict[str, Any]:
     options: dict[str, Any] = {"max_num_batched_tokens": 1024, "max_model_len": 500}
     if name.startswith("qwen"):
         options["mm_processor_kwargs"] = QWEN
+    if name == "gemma3":  # the files have no settings of crops
+        options["mm_processor_kwargs"] = {"do_pan_and_scan": False}
     return options
 
 
@@ -76,7 +80,7 @@ def test_answers(name: str, make_saved) -> None:
 
 
 @pytest.mark.parametrize("kind", ["f16", "q8_0"])
-@pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_vl", "mistral3"])
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_vl", "mistral3", "gemma3"])
 def test_types_of_towers(name: str, kind: str, make_saved, tmp_path: Path) -> None:
     """Rounded towers change the answers by no more than rounding does."""
     _, text, tower, model = make_saved(name)
