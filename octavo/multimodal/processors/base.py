@@ -161,11 +161,6 @@ class ImageProcessor(Processor, ABC):
             RequestError: the model reads no picture with this size.
         """
 
-    @property
-    @abstractmethod
-    def most_embeds(self) -> int:
-        """Upper bound of `Place.num_embeds`."""
-
 
 _COMMON = ("do_resize", "do_rescale", "rescale_factor", "do_normalize")
 
