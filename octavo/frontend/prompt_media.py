@@ -161,7 +161,7 @@ class PromptMedia:
         self._ids = {
             reader.modality: (
                 self._token(reader.processor.placeholder, reader.name),
-                self._token(reader.processor.embed_token, reader.name),
+                self._embed_token(reader),
                 reader.processor.around
                 and tuple(self._token(text, reader.name) for text in reader.processor.around),
             )
@@ -306,6 +306,16 @@ class PromptMedia:
                 )
             found[modality] = items
         return found
+
+    def _embed_token(self, reader: MediaReader[Any]) -> int:
+        """Return the token that rows replace.
+
+        Any token will do: it is that of the placeholder if the tokenizer lacks the model's own, as
+        in published GGUF files of Gemma 3.
+        """
+        processor = reader.processor
+        ids = self._tokenizer.encode(processor.embed_token, False)
+        return ids[0] if len(ids) == 1 else self._token(processor.placeholder, reader.name)
 
     def _token(self, text: str, name: str) -> int:
         ids = self._tokenizer.encode(text, False)

@@ -10,7 +10,7 @@ import pytest
 
 from octavo import LLM
 from octavo.errors import ModelError
-from tests.mmproj_files import TEXTS, arrays_of, metadata_of, save_pair, save_tower
+from tests.mmproj_files import TEXTS, VOCABULARY, arrays_of, metadata_of, save_pair, save_tower
 from tests.pictures import CASES, MORE_CASES, make_llm, params, picture, save_model
 
 LARGE = picture(150, 170, 3)
@@ -77,6 +77,22 @@ def test_answers(name: str, make_saved) -> None:
     for (ids, tokens, logprobs), (own_ids, own_tokens, own) in zip(expected, found, strict=True):
         assert (ids, tokens) == (own_ids, own_tokens)
         assert own == pytest.approx(logprobs, abs=5e-6)
+
+
+def test_vocabulary_without_the_token_of_rows(
+    make_saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Published files of Gemma 3 end before it."""
+    _, text, _, model = make_saved("gemma3")
+    tokens = VOCABULARY["tokenizer.ggml.tokens"]
+    own = [f"<unused{i}>" if x == "<image_soft_token>" else x for i, x in enumerate(tokens)]
+    vocabulary = VOCABULARY | {"tokenizer.ggml.tokens": own}
+    monkeypatch.setattr("tests.mmproj_files.VOCABULARY", vocabulary)
+    found = []
+    for file in (text, save_pair(model, "gemma3", tmp_path)[0]):
+        with make_llm(file, **settings("gemma3")) as llm:
+            found.append([answer[1:] for answer in answers(llm, "gemma3")])
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("kind", ["f16", "q8_0"])

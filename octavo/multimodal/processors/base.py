@@ -74,7 +74,8 @@ class Processor:
 
     Attributes:
         placeholder: text in a rendered chat that stands for one item.
-        embed_token: special token whose embeddings the encoder's rows replace.
+        embed_token: special token whose embeddings the encoder's rows replace; that of the
+            placeholder replaces it if the tokenizer lacks it.
 
     Raises:
         ModelError: a setting has an impossible value.
