@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from tests.gguf_files import TYPES, convert, quantize, write_gguf
-from tests.pictures import ID, VOCAB
+from tests.pictures import CASES, ID, MORE_CASES, VOCAB
 
 TEXTS = {"smolvlm": "llama", "idefics3": "llama", "llava": "llama", "qwen2_vl": "qwen2vl"}
 TEXTS |= {"qwen2_5_vl": "qwen2vl", "qwen3_vl": "qwen3vl", "qwen3_5": "qwen35"}
@@ -170,6 +170,9 @@ def metadata_of(model: Any, name: str) -> dict[str, Any]:
 
     embed, kind = getattr(vision, "embed_dim", None), KINDS[name]
     is_qwen, halves = name.startswith("qwen"), kind in ("idefics3", "gemma3")
+    given = (CASES | MORE_CASES)[name].preprocessor
+    mean = [0.5] * 3 if halves else [0.48145466, 0.4578275, 0.40821073]
+    std = [0.5] * 3 if halves else [0.26862954, 0.26130258, 0.27577711]
     fields = {
         "image_size": 560 if is_qwen else side("image_size"),
         "patch_size": side("patch_size"),
@@ -179,8 +182,8 @@ def metadata_of(model: Any, name: str) -> dict[str, Any]:
         "attention.head_count": get("num_heads", "num_attention_heads"),
         "attention.layer_norm_epsilon": float(getattr(vision, "layer_norm_eps", 1e-6)),
         "projection_dim": config.get_text_config().hidden_size,
-        "image_mean": [0.5] * 3 if halves else [0.48145466, 0.4578275, 0.40821073],
-        "image_std": [0.5] * 3 if halves else [0.26862954, 0.26130258, 0.27577711],
+        "image_mean": given.get("image_mean", mean),
+        "image_std": given.get("image_std", std),
     }
     metadata: dict[str, Any] = {
         "general.architecture": "clip",
