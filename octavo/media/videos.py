@@ -194,7 +194,7 @@ def _read_index(container: av.container.InputContainer, name: str) -> VideoIndex
     announced = stream.frames
     if name == "mov" and stream.duration:  # an edit list may leave frames out
         shown = max(1, end - (stream.start_time or 0))
-        announced = round(count * stream.duration / shown)
+        announced = min(announced, round(count * stream.duration / shown))
     if announced - count > max(1, _LACKING * announced):
         raise RequestError(
             f"the file is cut off: its head announces {announced} frames, and {count} are "
