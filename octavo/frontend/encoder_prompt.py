@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -21,6 +21,9 @@ from octavo.messages import (
     PoolingSpec,
     TensorData,
 )
+
+if TYPE_CHECKING:
+    from octavo.models.spec import ModelSpec
 
 PARTS = ("encoder_prompt", "decoder_prompt")
 """Keys of a prompt with both parts."""
@@ -115,27 +118,37 @@ def encoder_token_ids(features: list[MultiModalFeatureSpec]) -> list[int] | None
 
 
 def read_alignment(
-    extra_args: Mapping[str, Any] | None, features: list[MultiModalFeatureSpec]
+    extra_args: Mapping[str, Any] | None, features: list[MultiModalFeatureSpec], spec: ModelSpec
 ) -> PoolingSpec | None:
     """Return the result that a request asks for with `ALIGNMENT`; None: it asks for tokens.
 
     Raises:
-        RequestError: the value is wrong, or the encoder has fewer rows.
+        RequestError: the value is wrong, the encoder has fewer rows, or the model is no
+            encoder-decoder that reads sounds.
     """
     given = (extra_args or {}).get(ALIGNMENT)
     if given is None:
         return None
+    if not spec.is_encoder_decoder or spec.encoder_modality != "audio":
+        raise RequestError(
+            f"extra_args.{ALIGNMENT} is for encoder-decoders that read sounds; leave it out.",
+            "extra_args",
+        )
     try:
-        spec = msgspec.convert(given, AlignmentSpec)
+        asked = msgspec.convert(given, AlignmentSpec)
     except msgspec.ValidationError as error:
         raise RequestError(f"extra_args.{ALIGNMENT}: {error}.", "extra_args") from None
     rows = sum(feature.num_rows for feature in features)
-    if not spec.heads or min(map(min, spec.heads)) < 0 or not 0 < spec.num_rows <= rows:
+    heads = asked.heads
+    # Each head takes time, so that none may be asked for twice.
+    are_heads = 0 < len(heads) == len(set(heads)) and min(map(min, heads)) >= 0
+    if not are_heads or not 0 < asked.num_rows <= rows:
         raise RequestError(
-            f"extra_args.{ALIGNMENT} needs heads, and 1 to {rows} rows: {str(given)[:100]}.",
+            f"extra_args.{ALIGNMENT} needs different heads, and 1 to {rows} rows: "
+            f"{str(given)[:100]}.",
             "extra_args",
         )
-    return PoolingSpec(ALIGNMENT, reads_all=True, whole=True, alignment=spec)
+    return PoolingSpec(ALIGNMENT, reads_all=True, whole=True, alignment=asked)
 
 
 def scoped(feature: MultiModalFeatureSpec, cache_salt: str | None) -> MultiModalFeatureSpec:

@@ -428,7 +428,7 @@ class InputProcessor:
             n=params.n,
             prompt_embeds=embeds,
             mm_features=features,
-            pooling=read_alignment(params.extra_args, features),
+            pooling=read_alignment(params.extra_args, features, self._spec),
         )
         return request, text
 

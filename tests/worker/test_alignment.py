@@ -93,8 +93,9 @@ def test_few_rows_are_not_smoothed() -> None:
 @pytest.mark.parametrize(
     ("alignment", "message"),
     [
-        ({"heads": []}, "needs heads"),
-        ({"heads": [[0, -1]]}, "needs heads"),
+        ({"heads": []}, "needs different heads"),
+        ({"heads": [[0, -1]]}, "needs different heads"),
+        ({"heads": [[0, 1], [0, 1]]}, "needs different heads"),
         ({"num_rows": 301}, "1 to 300 rows"),
         ({"num_rows": 0}, "1 to 300 rows"),
         ({"heads": "x"}, "extra_args.alignment"),
