@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -21,9 +21,6 @@ from octavo.messages import (
     PoolingSpec,
     TensorData,
 )
-
-if TYPE_CHECKING:
-    from octavo.models.spec import ModelSpec
 
 PARTS = ("encoder_prompt", "decoder_prompt")
 """Keys of a prompt with both parts."""
@@ -118,18 +115,22 @@ def encoder_token_ids(features: list[MultiModalFeatureSpec]) -> list[int] | None
 
 
 def read_alignment(
-    extra_args: Mapping[str, Any] | None, features: list[MultiModalFeatureSpec], spec: ModelSpec
+    extra_args: Mapping[str, Any] | None, features: list[MultiModalFeatureSpec], *, hears: bool
 ) -> PoolingSpec | None:
     """Return the result that a request asks for with `ALIGNMENT`; None: it asks for tokens.
 
+    Args:
+        extra_args: those of the request.
+        features: its items.
+        hears: True if the model is an encoder-decoder that reads sounds.
+
     Raises:
-        RequestError: the value is wrong, the encoder has fewer rows, or the model is no
-            encoder-decoder that reads sounds.
+        RequestError: the value is wrong, the encoder has fewer rows, or `hears` is False.
     """
     given = (extra_args or {}).get(ALIGNMENT)
     if given is None:
         return None
-    if not spec.is_encoder_decoder or spec.encoder_modality != "audio":
+    if not hears:
         raise RequestError(
             f"extra_args.{ALIGNMENT} is for encoder-decoders that read sounds; leave it out.",
             "extra_args",
