@@ -428,7 +428,11 @@ class InputProcessor:
             n=params.n,
             prompt_embeds=embeds,
             mm_features=features,
-            pooling=read_alignment(params.extra_args, features),
+            pooling=read_alignment(
+                params.extra_args,
+                features,
+                hears=self._spec.is_encoder_decoder and self._spec.encoder_modality == "audio",
+            ),
         )
         return request, text
 
