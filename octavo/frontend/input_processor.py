@@ -796,7 +796,7 @@ class InputProcessor:
         )
 
     def reset_mm_cache(self) -> None:
-        """Forget the media that are kept because they have a uuid."""
+        """Forget the media that are kept by their files and uuids."""
         if self._media is not None:
             self._media.cache.clear()
 

@@ -204,7 +204,12 @@ async def read_chat_media(
     tenant = None if options.background else options.tenant
     with engine.request_memory.collect("media", tenant) as add:
         return await media.read_prompt(
-            rendered.pieces, rendered.items, mm_processor_kwargs, add, options.share
+            rendered.pieces,
+            rendered.items,
+            mm_processor_kwargs,
+            add,
+            options.share,
+            options.cache_salt,
         )
 
 
