@@ -265,7 +265,9 @@ def measure_flood(folder: Path, kind: str, repeats: int = 4) -> None:
         stop.set()
         for it in running:
             it.result()
-    print(f"{len(firsts)} pictures in {seconds:.1f} s" + ("" if still else "; they ended too early"))
+    print(
+        f"{len(firsts)} pictures in {seconds:.1f} s" + ("" if still else "; they ended too early")
+    )
     for name, share in (("median", 50), ("p99", 99)):
         a, b = (float(np.percentile(ms, share)) for ms in (alone, beside))
         print(f"TPOT {name}: {a:.1f} ms alone, {b:.1f} ms beside pictures: {b / a:.2f}")

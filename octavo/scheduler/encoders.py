@@ -14,7 +14,6 @@ from octavo.messages import EncoderSlice, Modality, MultiModalFeatureSpec, Sched
 from octavo.request import Request
 from octavo.scheduler.costs import MANY, learn
 
-
 _SHARE = 0.25
 """Time of encoders beside texts, as a share of the time of the steps without them."""
 
