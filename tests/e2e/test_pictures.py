@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from octavo import LoRARequest
 from octavo.errors import AdapterError, ConfigError, RequestError, UnsupportedError
-from octavo.scheduler.encoders import EncoderPace
+from octavo.scheduler.encoders import EncoderInputs, EncoderPace
 from octavo.worker.encoder_runner import EncoderRunner
 from tests.e2e.test_peft import make_adapter
 from tests.pictures import (
@@ -462,19 +462,20 @@ def test_an_encoder_that_fails(some, monkeypatch):
         assert answers(llm, given) == alone
 
 
-def test_runs_of_encoders_in_slices(some, monkeypatch):
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_runs_of_encoders_in_slices(some, monkeypatch, ranks):
     """Beside a text they take several steps, in which the text gets tokens."""
     name, folder, _, alone = some
     monkeypatch.setattr(EncoderPace, "num_layers", lambda self, item: 1)
-    found, lengths, advance = {}, [], EncoderRunner.advance
+    found, lengths, add_slice = {}, [], EncoderInputs._add_slice
 
-    def note(self, part):
-        text = found.get("text")
-        lengths.append((part.end, len(text.outputs[0].token_ids) if text else 0))
-        return advance(self, part)
+    def note(self, run, end, output):
+        lengths.append((end, len(found["text"].outputs[0].token_ids)))
+        add_slice(self, run, end, output)
 
-    monkeypatch.setattr(EncoderRunner, "advance", note)
-    with make_llm(folder, distributed_executor_backend="uni", max_num_seqs=9) as llm:
+    monkeypatch.setattr(EncoderInputs, "_add_slice", note)
+    settings = {"tensor_parallel_size": ranks, "num_threads": 1, "max_num_seqs": 9}
+    with make_llm(folder, **settings) as llm:
         engine = llm.llm_engine
         engine.add_request("text", "some text", params(120))
         while "text" not in found:
