@@ -16,9 +16,10 @@ The servers take turns in each round; each is asked once for warmth, then three 
 again: a chat whose rows and prefix are cached: it is asked four times, and the last three count.
 Beside it a text with as many tokens, asked alike. Prints the medians of six chats.
 
-flood: four chats with texts are answered with 24 tokens each, alone, and while a client sends chats
-with new pictures, always two at once. Prints the milliseconds of a token, by answer (TPOT): median
-and 99th percentile, and their ratios.
+flood: eight chats with texts at a time, four times, are answered with 64 tokens each, alone, and
+while a client sends chats with new pictures, always two at once. Prints the milliseconds of a
+token, by answer (TPOT): median and 99th percentile, and their ratios; the seconds to the first
+token of the pictures' chats; and the longest pause between two tokens of a text.
 """
 
 from __future__ import annotations
@@ -123,8 +124,9 @@ def new_picture(seed: int) -> str:
     return "data:image/jpeg;base64," + base64.b64encode(file.getvalue()).decode()
 
 
-def chat(port: int, content: Any, tokens: int = 1) -> tuple[float, float]:
-    """Return the seconds to the first token, and the seconds of each further one."""
+def chat(port: int, content: Any, tokens: int = 1) -> tuple[float, float, float]:
+    """Return the seconds to the first token, the seconds of each further one, and the longest
+    pause between two."""
     body = {"messages": [{"role": "user", "content": content}], "max_tokens": tokens}
     body |= {"temperature": 0, "stream": True, "ignore_eos": True}
     request = urllib.request.Request(
@@ -132,7 +134,7 @@ def chat(port: int, content: Any, tokens: int = 1) -> tuple[float, float]:
         json.dumps(body).encode(),
         {"Content-Type": "application/json"},
     )
-    begin, first, last = time.perf_counter(), 0.0, 0.0
+    begin, first, last, longest = time.perf_counter(), 0.0, 0.0, 0.0
     with urllib.request.urlopen(request, timeout=300) as response:
         for line in response:
             if not line.startswith(b"data: {"):
@@ -143,8 +145,9 @@ def chat(port: int, content: Any, tokens: int = 1) -> tuple[float, float]:
             delta = choices[0].get("delta") or {}
             has_token = delta.get("content") is not None and "role" not in delta
             if has_token or choices[0].get("finish_reason"):
+                longest = max(longest, now - last if first else 0.0)
                 first, last = first or now, now
-    return first - begin, (last - first) / max(1, tokens - 1)
+    return first - begin, (last - first) / max(1, tokens - 1), longest
 
 
 def with_picture(url: str, text: str = "What is it?") -> list[dict[str, Any]]:
@@ -178,7 +181,7 @@ def serving(command: list[str], ready: str) -> Iterator[int]:
 def octavo(file: Path) -> tuple[list[str], str]:
     """Return the command of Octavo's server, and its path that answers once it is ready."""
     words = [sys.executable, "-m", "octavo", "serve", str(file), "--max-model-len", "8192"]
-    return [*words, "--kv-cache-memory-bytes", "1G", "--max-num-seqs", "8"], "/ready"
+    return [*words, "--kv-cache-memory-bytes", "1G", "--max-num-seqs", "16"], "/ready"
 
 
 def llama(server: str, file: Path) -> tuple[list[str], str]:
@@ -215,40 +218,43 @@ def measure_again(folder: Path, kind: str) -> None:
             url = new_picture(100 + seed)
             for name, content in (("picture", with_picture(url)), ("text", f"{seed}{long}")):
                 for turn in range(4):
-                    seconds, _ = chat(port, content)
+                    seconds, _, _ = chat(port, content)
                     if turn and seed:
                         times[name].append(seconds)
     picture, text = (1000 * statistics.median(own) for own in times.values())
     print(f"again: {picture:.1f} ms with the picture, {text:.1f} ms text: {picture - text:+.1f} ms")
 
 
-def measure_flood(folder: Path, kind: str, repeats: int = 1) -> None:
+def measure_flood(folder: Path, kind: str, repeats: int = 4) -> None:
     """Print the milliseconds of a token of texts without and with pictures beside them."""
-    with serving(*octavo(folder / kind / "model.gguf")) as port, ThreadPoolExecutor(8) as pool:
+    with serving(*octavo(folder / kind / "model.gguf")) as port, ThreadPoolExecutor(10) as pool:
         chat(port, with_picture(new_picture(0)))
         urls = [new_picture(1000 + i) for i in range(40)]
 
+        pauses: list[float] = []
+
         def texts() -> list[float]:
             ms: list[float] = []
+            pauses.clear()
             for turn in range(repeats):
-                prompts = [f"{turn} {i} " + "some words of a text " * 4 for i in range(4)]
-                ms += [1000 * it[1] for it in pool.map(lambda p: chat(port, p, 24), prompts)]
+                prompts = [f"{turn} {i} " + "some words of a text " * 4 for i in range(8)]
+                answers = [*pool.map(lambda p: chat(port, p, 64), prompts)]
+                ms += [1000 * it[1] for it in answers]
+                pauses.extend(it[2] for it in answers)
             return ms
 
         texts()
         alone = texts()
         stop, sent, lock = threading.Event(), iter(urls), threading.Lock()
-        count = 0
+        firsts: list[float] = []
 
         def flood() -> None:
-            nonlocal count
             while not stop.is_set():
                 with lock:
                     url = next(sent, None)
                 if url is None:
                     return
-                chat(port, with_picture(url))
-                count += 1
+                firsts.append(chat(port, with_picture(url))[0])
 
         running = [pool.submit(flood) for _ in range(2)]
         time.sleep(0.3)
@@ -259,10 +265,14 @@ def measure_flood(folder: Path, kind: str, repeats: int = 1) -> None:
         stop.set()
         for it in running:
             it.result()
-    print(f"{count} pictures in {seconds:.1f} s" + ("" if still else "; they ended too early"))
+    print(
+        f"{len(firsts)} pictures in {seconds:.1f} s" + ("" if still else "; they ended too early")
+    )
     for name, share in (("median", 50), ("p99", 99)):
         a, b = (float(np.percentile(ms, share)) for ms in (alone, beside))
         print(f"TPOT {name}: {a:.1f} ms alone, {b:.1f} ms beside pictures: {b / a:.2f}")
+    print(f"pictures: {statistics.median(firsts):.1f} s to the first token (median)")
+    print(f"texts: longest pause {1000 * max(pauses):.0f} ms")
 
 
 def main() -> None:

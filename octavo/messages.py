@@ -602,6 +602,17 @@ class AdapterLoaded(msgspec.Struct, array_like=True, frozen=True):
     """Name of the error class in `octavo.errors` for `error`."""
 
 
+class EncoderSlice(msgspec.Struct, array_like=True, frozen=True):
+    """Part of an encoder's run for one item: some of its layers."""
+
+    item: MultiModalFeatureSpec
+    """The item; it has its data if `begin` is 0."""
+    begin: int
+    """First layer; 0 begins the run, in place of any other."""
+    end: int
+    """Layer after the last one."""
+
+
 class SchedulerOutput(msgspec.Struct, array_like=True):
     """Work of one step."""
 
@@ -629,6 +640,9 @@ class SchedulerOutput(msgspec.Struct, array_like=True):
     step."""
     free_encoder_mm_hashes: list[str] = []
     """Identifiers of the items whose rows the worker forgets before this step."""
+    encoder_slice: EncoderSlice | None = None
+    """Part of an encoder's run that takes several steps. If it ends the run, the item is one of
+    `scheduled_encoder_inputs`."""
 
 
 class KVConnectorOutput(msgspec.Struct, array_like=True, omit_defaults=True):

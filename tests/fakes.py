@@ -263,6 +263,10 @@ class FakeWorker:
         """Contents of the slots of adapters."""
         self.reading: dict[int, str] = {}
         """Contents that are being read, by slot."""
+        self.encoder_layers: dict[str, int] = {}
+        """Numbers of layers of the encoders whose runs may be cut, by modality."""
+        self.slice: tuple[str, int] | None = None
+        """Item of the last slice, and the number of its computed layers."""
         self.encoded: dict[str, int] = {}
         """Number of rows of each item in the encoder cache."""
         self.num_encoded = 0
@@ -364,13 +368,25 @@ class FakeWorker:
                 row = self.rows[request.req_id]
                 for table, ids in zip(row.tables, new_blocks, strict=True):
                     table += ids
+        part, ended = work.encoder_slice, None
+        if part is not None:
+            name, most = part.item.identifier, self.encoder_layers[part.item.modality]
+            assert work.scheduled_reqs
+            assert part.begin < part.end <= most
+            if part.begin:
+                assert self.slice in ((name, part.begin), None), "a slice does not follow another"
+            else:
+                assert part.item.data, "the data of an item is missing"
+            self.slice, ended = (name, part.end), name if part.end == most else None
         for req_id, indices in work.scheduled_encoder_inputs.items():
             for index in indices:
                 feature = self.rows[req_id].features[index]
                 assert feature.data, "the data of an item is missing"
+                ended = None if ended == feature.identifier else ended
                 assert feature.identifier not in self.encoded, "an item is computed again"
                 self.encoded[feature.identifier] = feature.num_rows
                 self.num_encoded += 1
+        assert ended is None, "a run ends without a use for its rows"
 
     def _block(self, block: int) -> list[int | None]:
         return self.memory.setdefault(block, [None] * self.config.block_size)
@@ -579,6 +595,7 @@ class FakeEngine:
         num_states: int = 0,
         lora: LoRAConfig | None = None,
         encoder_cache_size: int = 0,
+        encoder_layers: dict[str, int] | None = None,
         **config: object,
     ) -> None:
         groups = make_kv_cache_groups(caches)
@@ -586,6 +603,8 @@ class FakeEngine:
         self.max_loras = 0 if lora is None else lora.max_loras
         self.on_step: Callable[[SchedulerOutput], object] = lambda work: None
         self.now = 0.0
+        self.layer_seconds = 0.0
+        """Seconds of a layer of an encoder; a step takes 0.01 s more. 0: time stands still."""
         config.setdefault("max_num_seqs", 8)
         self.scheduler = Scheduler(
             msgspec.convert(config, SchedulerConfig),
@@ -602,9 +621,11 @@ class FakeEngine:
             message_ends=MESSAGE_ENDS,
             lora=lora,
             encoder_cache_size=encoder_cache_size,
+            encoder_layers=encoder_layers,
         )
-        self.encoder_cache_size = encoder_cache_size
         self.executor = FakeWorker(self.kv_config, num_drafts, fail)
+        self.executor.encoder_layers = encoder_layers or {}
+        self.encoder_cache_size = encoder_cache_size
         self.hasher = make_block_hasher(block_size, input_keys) if caching else None
         self.depth = depth
         self.in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
@@ -706,6 +727,9 @@ class FakeEngine:
 
     def update(self) -> list[EngineCoreOutput]:
         """Process the oldest result in flight."""
+        if self.layer_seconds:
+            part = self.in_flight[0][0].encoder_slice
+            self.now += 0.01 + self.layer_seconds * (part.end - part.begin if part else 0)
         outputs = self.scheduler.update_from_output(*self.in_flight.popleft())
         self.scheduler.check_integrity()
         for output in outputs:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 from octavo.errors import ConfigError, RequestError
@@ -197,6 +197,20 @@ class EncoderSpec:
         return EncoderModel(self, parts)
 
 
+@dataclass(slots=True)
+class HiddenStates:
+    """Hidden states between the layers of a run."""
+
+    x: Tensor
+    """[T, hidden_size]."""
+    residual: Tensor | None = None
+    """[T, hidden_size], as for `Layer`."""
+    taps: list[Tensor] = field(default_factory=list)
+    """Rows of the taps of the computed layers."""
+    num_layers: int = 0
+    """Number of the computed layers."""
+
+
 class EncoderModel:
     """Encoder that is ready to run.
 
@@ -229,12 +243,24 @@ class EncoderModel:
         Returns:
             The rows [R, size] of the last layer, and those of each tap.
         """
-        x, residual = self._inputs(step), None
-        results: list[Tensor] = []
-        for i, layer in enumerate(self._layers):
-            x, residual = layer(x, residual, step)
+        return self.finish(self.advance(self.begin(step), step, len(self._layers)), step)
+
+    def begin(self, step: StepContext) -> HiddenStates:
+        """Return the hidden states before the first layer; `step` is that of `forward`."""
+        return HiddenStates(self._inputs(step))
+
+    def advance(self, states: HiddenStates, step: StepContext, end: int) -> HiddenStates:
+        """Compute the layers up to layer `end`; return the hidden states after them."""
+        x, residual, taps = states.x, states.residual, list(states.taps)
+        for i in range(states.num_layers, end):
+            x, residual = self._layers[i](x, residual, step)
             if i in self._taps:
                 stream = x if residual is None else self._ops.add(x, residual)
-                results.append(self._taps[i](stream, step))
+                taps.append(self._taps[i](stream, step))
+        return HiddenStates(x, residual, taps, end)
+
+    def finish(self, states: HiddenStates, step: StepContext) -> list[Tensor]:
+        """Return the result of `forward` from the hidden states after the last layer."""
+        x, residual = states.x, states.residual
         x = self._norm(x) if residual is None else self._norm.add(x, residual)[0]
-        return [x if self._output is None else self._output(x, step), *results]
+        return [x if self._output is None else self._output(x, step), *states.taps]

@@ -14,6 +14,7 @@ from octavo.kv_cache.groups import KVCacheGroup, make_kv_cache_groups, select_la
 from octavo.kv_connector.layout import KVLayout
 from octavo.layers.adapter_table import ADAPTER_SLOTS
 from octavo.layers.step_table import StepArray, StepSize
+from octavo.messages import Modality
 from octavo.models.expert_sizes import ExpertSizes, divide_slots
 from octavo.models.spec import ModelSpec, divide_layers
 from octavo.models.state_cache import StateCache
@@ -146,6 +147,17 @@ class WorkerSetup:
         longest = max((encoder.longest_item for encoder in self.spec.encoders), default=0)
         rows = max(self.max_num_batched_tokens, min(longest, self.max_model_len))
         return rows if longest else 0
+
+    @property
+    def encoder_layers(self) -> dict[Modality, int]:
+        """Number of layers of the encoder of each modality; empty if cross attention reads the
+        rows."""
+        encoders = () if self.spec.is_encoder_decoder else self.spec.encoders
+        return {
+            modality: len(encoder.layers)
+            for encoder in encoders
+            for modality in (encoder.modality, *encoder.modalities)
+        }
 
     @property
     def longest_sequence(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 _WEIGHT = 0.2
 """Weight of the newest measurement in the running mean."""
-_MANY = 16
+MANY = 16
 """Tokens per request from which on a step measures the computation of prompts."""
 
 
@@ -31,13 +31,14 @@ class PrefillCosts:
     def load_ended(self, request_id: str, now: float) -> None:
         """Record the end of a load, successful or not."""
         num_tokens, since = self._loads.pop(request_id)
-        self._load = _learn(self._load, (now - since) / num_tokens)
+        self._load = learn(self._load, (now - since) / num_tokens)
 
     def step_ended(self, num_tokens: int, num_requests: int, since: float, now: float) -> None:
         """Record the computation of a step."""
-        if num_tokens >= _MANY * num_requests:
-            self._compute = _learn(self._compute, (now - since) / num_tokens)
+        if num_tokens >= MANY * num_requests:
+            self._compute = learn(self._compute, (now - since) / num_tokens)
 
 
-def _learn(known: float | None, new: float) -> float:
+def learn(known: float | None, new: float) -> float:
+    """Return the running mean of measurements, with the newest one."""
     return new if known is None else known + _WEIGHT * (new - known)

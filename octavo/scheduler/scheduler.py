@@ -15,8 +15,9 @@ any case. The worker computes from the true position, and the result corrects th
 from __future__ import annotations
 
 import bisect
+import math
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -31,6 +32,7 @@ from octavo.messages import (
     EngineCoreOutput,
     FinishReason,
     KVConnectorOutput,
+    Modality,
     ModelRunnerOutput,
     NewRequestData,
     PauseMode,
@@ -91,6 +93,7 @@ class Scheduler:
         encoder_cache_size: number of rows that the encoder cache holds; 0: the model has no
             encoder. A step computes items of at most `max_num_batched_tokens` encoder tokens, or
             one larger item.
+        encoder_layers: numbers of layers of the encoders whose runs may be cut, by modality.
     """
 
     def __init__(
@@ -111,6 +114,7 @@ class Scheduler:
         message_ends: Iterable[int] = (),
         lora: LoRAConfig | None = None,
         encoder_cache_size: int = 0,
+        encoder_layers: Mapping[Modality, int] | None = None,
     ) -> None:
         self.config = config
         self.enable_caching = enable_caching
@@ -141,7 +145,7 @@ class Scheduler:
             self.adapters = AdapterSlots(lora.num_in_memory)
         self._turns = AdapterTurns(0 if lora is None else lora.max_loras)
         self._encoders = EncoderInputs(
-            encoder_cache_size, max_num_batched_tokens, config.max_num_seqs
+            encoder_cache_size, max_num_batched_tokens, config.max_num_seqs, encoder_layers
         )
         self._awaiting_encoder: set[Request] = set()
         """Requests held until the next step, because of their items; some may have ended."""
@@ -158,6 +162,8 @@ class Scheduler:
             self._loads = KVLoads(connector, config, self.kv_cache_manager)
         self._num_preemptions = 0
         self._expert_counts = 0, 0, 0, 0, 0
+        self._last_result = -math.inf
+        """Time when the last step ended."""
         self._num_steps = 0
         self._num_scheduled_tokens = 0
 
@@ -309,6 +315,7 @@ class Scheduler:
         now = self._clock()
         if now >= self._deadlines.next:
             self._fail_expired(now)
+        self._encoders.begin_step(self.running)
         if self._awaiting_encoder:
             self._end_waits_for_encoders()
         output = SchedulerOutput()
@@ -426,7 +433,7 @@ class Scheduler:
         self._preempt_all()
         for later in self._in_flight:
             later.drop()
-        was_reset = self._encoders.cache.forget_all()
+        was_reset = self.reset_encoder_cache()
         assert was_reset, "rows are in use though nothing runs"
         was_reset = self.kv_cache_manager.reset_prefix_cache()
         assert was_reset, "blocks are in use though nothing runs"
@@ -528,7 +535,11 @@ class Scheduler:
         return not reset_connector or self._connector is None or self._connector.reset_cache()
 
     def reset_encoder_cache(self) -> bool:
-        """Forget the results of encoders; return False, and keep them, if requests use some."""
+        """Forget the results of encoders; return False, and keep them, if requests use some.
+
+        A run in progress begins again.
+        """
+        self._encoders.forget_run()
         return self._encoders.cache.forget_all()
 
     def make_stats(self) -> SchedulerStats:
@@ -949,7 +960,10 @@ class Scheduler:
         self._num_steps += 1
         self._num_scheduled_tokens += step.output.total_num_scheduled_tokens
         now = self._clock()
-        self.drafting.learn(step, result, now)
+        # The step began when it was scheduled, or when the step before it ended.
+        seconds, self._last_result = now - max(step.scheduled_at, self._last_result), now
+        self._encoders.pace.step_ended(step.output, seconds)
+        self.drafting.learn(step, result, seconds)
         if self._loads is not None and step.entries:
             self._loads.step_succeeded(step, now)
 

@@ -46,7 +46,6 @@ class Drafting:
         self.lengths = DraftLengths(num_speculative_tokens)
         self.num_drafts = self.num_draft_tokens = 0
         self.num_accepted_tokens_per_pos = [0] * num_speculative_tokens
-        self._last_result = -math.inf
         self._logged_pause, self._next_log = False, -math.inf
 
     def choose(self, num_running: int, now: float) -> int:
@@ -72,12 +71,10 @@ class Drafting:
         """
         return MAX_FORCED if num_running * MAX_FORCED <= self.max_num_drafts else 0
 
-    def learn(self, step: ScheduledStep, result: ModelRunnerOutput, now: float) -> None:
+    def learn(self, step: ScheduledStep, result: ModelRunnerOutput, seconds: float) -> None:
         """Measure the cost and gain of drafts in a step, if it has no other work."""
         if not self.lengths.most:
             return
-        # The step began when it was scheduled, or when the step before it ended.
-        seconds, self._last_result = now - max(step.scheduled_at, self._last_result), now
         work = step.output.scheduled_reqs
         if not (result.errors or step.forced) and all(
             r.num_tokens == 1 + r.num_drafts for r in work

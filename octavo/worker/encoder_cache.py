@@ -7,7 +7,7 @@ from typing import Protocol
 
 import msgspec
 
-from octavo.messages import Modality, MultiModalFeatureSpec, SchedulerOutput
+from octavo.messages import EncoderSlice, Modality, MultiModalFeatureSpec, SchedulerOutput
 from octavo.observability.profiler import span
 from octavo.system.tensor import Tensor
 
@@ -19,6 +19,9 @@ class Encoder(Protocol):
         self, items: Sequence[MultiModalFeatureSpec]
     ) -> tuple[list[Tensor], dict[int, str]]:
         """Return the rows of each item, [rows, size], and the errors of those that fail."""
+
+    def advance(self, part: EncoderSlice) -> Tensor | None:
+        """Compute a part of an item's run; return its rows if the run has ended."""
 
     def run_largest(self) -> list[Tensor]:
         """Run the longest item, for a measurement of memory; return its rows."""
@@ -56,12 +59,22 @@ class EncoderCache:
         for identifier in work.free_encoder_mm_hashes:
             self.rows.pop(identifier, None)  # absent if its step failed
             self.failed.pop(identifier, None)
+        part = work.encoder_slice
+        computed: dict[str, Tensor] = {}
+        if part is not None and part.item.modality in self._encoders:
+            with span("encode") as note:
+                note(rows=part.item.num_encoder_tokens)
+                rows = self._encoders[part.item.modality].advance(part)
+            if rows is not None:
+                computed[part.item.identifier] = rows
         items: dict[Modality, list[MultiModalFeatureSpec]] = {}
         for req_id, indices in work.scheduled_encoder_inputs.items():
             for index in indices:
                 feature = features[req_id][index]
                 features[req_id][index] = msgspec.structs.replace(feature, data={})
-                items.setdefault(feature.modality, []).append(feature)
+                if feature.identifier not in computed:
+                    items.setdefault(feature.modality, []).append(feature)
+        self.rows |= computed
         for modality, group in items.items():
             if modality not in self._encoders:  # another stage reads its rows
                 continue

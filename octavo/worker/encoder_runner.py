@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,10 +18,11 @@ from octavo.kernels.base import Ops
 from octavo.kernels.memory import Arena, map_memory, placeholder
 from octavo.kernels.native import NativeOps
 from octavo.layers.step import StepContext, StepRotary
-from octavo.messages import MultiModalFeatureSpec
+from octavo.messages import EncoderSlice, MultiModalFeatureSpec
 from octavo.models.blocks.encoder_input import EncoderItem, LongArray, array_of
-from octavo.models.encoder import EncoderModel, EncoderSpec
+from octavo.models.encoder import EncoderModel, EncoderSpec, HiddenStates
 from octavo.system.distributed import group_failure
+from octavo.system.dtypes import DTYPE_NBYTES
 from octavo.system.tensor import Tensor, dense, from_numpy, full
 
 logger = logging.getLogger(__name__)
@@ -42,7 +44,8 @@ def runner_nbytes(
 ) -> tuple[int, int]:
     """Return the exact bytes of an arena for the largest run, and those of its other memory.
 
-    The other memory is that of the keys and values, and an upper bound of the arrays.
+    The other memory is that of the keys and values, an upper bound of the arrays, and, if runs may
+    take several steps, the arrays and hidden states of one such run.
 
     Args:
         model: the encoder without memory of its weights.
@@ -63,7 +66,10 @@ def runner_nbytes(
         array for part in (item.numbers, item.arrays, item.indices) for array in part.values()
     ]
     arrays += [it for it in (item.positions, item.rotary) if it is not None]
-    return arena.peak, blocks * nbytes + rows + 2 * sum(array.nbytes for array in arrays)
+    given = 2 * sum(array.nbytes for array in arrays)
+    states = 2 * item.num_tokens * spec.hidden_size * DTYPE_NBYTES[model.dtype]
+    kept = given + states + sum(result.nbytes for result in results[1:])
+    return arena.peak, blocks * nbytes + rows + given + kept
 
 
 def encoder_arena(nbytes: int) -> Arena:
@@ -163,6 +169,17 @@ def _metadata(sizes: LongArray, ops: Ops) -> AttentionMetadata:
     )
 
 
+@dataclass(slots=True)
+class _PartialRun:
+    """Run of one item that takes several steps."""
+
+    identifier: str
+    item: EncoderItem
+    step: StepContext
+    states: HiddenStates
+    """In memory of their own."""
+
+
 class EncoderRunner:
     """Runner of an encoder.
 
@@ -186,6 +203,8 @@ class EncoderRunner:
         self.spec = spec = model.spec
         self._model, self._ops, self._backend = model, ops, backend
         self._arena = arena
+        self._partial: _PartialRun | None = None
+        """Run that later steps continue."""
         self._num_blocks = num_blocks(spec)
         nbytes = spec.cache.block_nbytes(BLOCK_SIZE, model.dtype)
         memory = map_memory(self._num_blocks * nbytes).view(self._num_blocks, nbytes)
@@ -201,6 +220,62 @@ class EncoderRunner:
         for group in self._divide(items):
             results += self._run(group)
         return results
+
+    def advance(self, part: EncoderSlice) -> Tensor | None:
+        """Compute a part of an item's run; return its rows if the run has ended.
+
+        The rows have the same bits as those of `run`. If a part fails, the run is forgotten: its
+        further parts do nothing, and `run_apart` computes the item and reports the failure. In a
+        divided encoder a failure is an `EngineDeadError`, as in `run`.
+        """
+        run, self._partial = self._partial, None
+        try:
+            if not part.begin:
+                run = None  # its memory is free before the next one begins
+                run = self._begin(part.item)
+            elif run is None or (run.identifier, run.states.num_layers) != (
+                part.item.identifier,
+                part.begin,
+            ):
+                return None
+            with self._memory():
+                run.states = self._model.advance(run.states, run.step, part.end)
+                if is_end := part.end == len(self.spec.layers):
+                    results = self._model.finish(run.states, run.step)
+            if is_end:
+                return self._rows([run.item], results)[0]
+            states = run.states
+            run.states = HiddenStates(
+                self._copy(states.x),
+                None if states.residual is None else self._copy(states.residual),
+                [self._copy(rows) for rows in states.taps],
+                states.num_layers,
+            )
+        except Exception as error:
+            if self.spec.is_divided:  # the other ranks may wait for this one
+                raise group_failure(error) from error
+            if isinstance(error, EngineDeadError | MemoryError):
+                raise
+            logger.debug("a part of an encoder's run failed", exc_info=True)
+            return None
+        self._partial = run
+        return None
+
+    def _begin(self, feature: MultiModalFeatureSpec) -> _PartialRun:
+        """Return the run of an item before its first layer."""
+        arrays = {name: array_of(tensor) for name, tensor in feature.data.items()}
+        item = self.spec.inputs.read(arrays)
+        ops, dtype = self._ops, self._model.dtype
+        step = make_context(self.spec, [item], self._cache, ops, self._backend, dtype)
+        with self._memory():
+            states = self._model.begin(step)
+        return _PartialRun(feature.identifier, item, step, states)
+
+    def _copy(self, tensor: Tensor) -> Tensor:
+        """Return a copy in memory of its own."""
+        copy = self._ops.empty(*tensor.shape, like=tensor)
+        self._ops.copy_(copy, tensor)
+        return copy
 
     def run_largest(self) -> list[Tensor]:
         """Run the longest item, of zeros, for a measurement of memory; return its rows."""
@@ -264,7 +339,11 @@ class EncoderRunner:
                 if self.spec.is_divided:  # the other ranks may wait for this one
                     raise group_failure(error) from error
                 raise
-        results, row = [], 0
+        return self._rows(items, parts)
+
+    def _rows(self, items: Sequence[EncoderItem], parts: Sequence[Tensor]) -> list[Tensor]:
+        """Return the rows of each item, in memory of their own, from those of a run."""
+        ops, results, row = self._ops, [], 0
         for item in items:
             rows = ops.empty(item.num_rows, self.spec.out_size, like=parts[0])
             column = 0

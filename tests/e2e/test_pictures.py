@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 
 from octavo import LoRARequest
 from octavo.errors import AdapterError, ConfigError, RequestError, UnsupportedError
+from octavo.scheduler.encoders import EncoderInputs, EncoderPace
 from octavo.worker.encoder_runner import EncoderRunner
 from tests.e2e.test_peft import make_adapter
 from tests.pictures import (
@@ -447,7 +448,14 @@ def test_an_encoder_that_fails(some, monkeypatch):
             raise ValueError("a bad item")
         return run(self, items)
 
+    advance = EncoderRunner.advance
     monkeypatch.setattr(EncoderRunner, "run", fail)
+    # A part that fails forgets the run.
+    monkeypatch.setattr(
+        EncoderRunner,
+        "advance",
+        lambda self, part: None if part.item.identifier in bad else advance(self, part),
+    )
     with make_llm(folder, distributed_executor_backend="uni", max_num_seqs=5) as llm:
         engine = llm.llm_engine
         assert answers(llm, given[-1:]) == alone[-1:]
@@ -467,6 +475,40 @@ def test_an_encoder_that_fails(some, monkeypatch):
                     assert (answer.token_ids, answer.logprobs) == (tokens, logprobs)
         bad.clear()
         assert answers(llm, given) == alone
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_runs_of_encoders_in_slices(some, monkeypatch, ranks):
+    """Beside a text they take several steps, in which the text gets tokens."""
+    name, folder, _, alone = some
+    monkeypatch.setattr(EncoderPace, "num_layers", lambda self, item: 1)
+    found, lengths, add_slice = {}, [], EncoderInputs._add_slice
+
+    def note(self, run, end, output):
+        lengths.append((end, len(found["text"].outputs[0].token_ids)))
+        add_slice(self, run, end, output)
+
+    monkeypatch.setattr(EncoderInputs, "_add_slice", note)
+    settings = {"tensor_parallel_size": ranks, "num_threads": 1, "max_num_seqs": 9}
+    with make_llm(folder, **settings) as llm:
+        engine = llm.llm_engine
+        engine.add_request("text", "some text", params(120))
+        while "text" not in found:
+            found |= {output.request_id: output for output in engine.step()}
+        for index, one in enumerate(prompts(name)):
+            engine.add_request(str(index), one, params(40))
+        while engine.has_unfinished_requests():
+            found |= {output.request_id: output for output in engine.step()}
+        for index, (_, tokens, logprobs) in enumerate(alone):
+            (answer,) = found[str(index)].outputs
+            assert (answer.token_ids, answer.logprobs) == (tokens, logprobs)
+        (text,) = found["text"].outputs
+        llm.reset_prefix_cache()
+        ((_, tokens, logprobs),) = answers(llm, "some text", 120)
+        assert (text.token_ids, text.logprobs) == (tokens, logprobs)
+    # Each part is in a step of its own, with a token of the text.
+    assert len({end for end, _ in lengths}) > 1
+    assert lengths[-1][1] - lengths[0][1] >= len(lengths) - 2
 
 
 def test_prompts_that_see_all_of_themselves_are_not_moved(make_saved):

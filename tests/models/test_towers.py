@@ -18,7 +18,7 @@ from octavo.checkpoints.registry import open_checkpoint
 from octavo.errors import RequestError
 from octavo.kernels.native import NativeOps
 from octavo.kernels.torch_tensors import as_torch
-from octavo.messages import MultiModalFeatureSpec, PlaceholderRange, TensorData
+from octavo.messages import EncoderSlice, MultiModalFeatureSpec, PlaceholderRange, TensorData
 from octavo.models.decoder import DecoderModel
 from octavo.models.encoder import EncoderSpec
 from octavo.models.loader import load_model
@@ -391,9 +391,24 @@ def test_rows_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
         torch.testing.assert_close(as_torch(rows), expected, atol=atol, rtol=0)
         (alone,) = runner.run([feature(arrays)])
         assert torch.equal(as_torch(alone), as_torch(rows))
+        for cuts in (range(1, len(encoder.spec.layers)), range(2, len(encoder.spec.layers), 2)):
+            found = run_in_slices(runner, feature(arrays), [0, *cuts], feature(pictures[0]))
+            assert torch.equal(as_torch(found), as_torch(rows))
         item = encoder.spec.inputs.read(arrays)
         assert encoder.spec.inputs.sizes(arrays) == (item.num_tokens, len(rows))
         check_refusals(encoder.spec, arrays, item.num_tokens, len(rows))
+
+
+def run_in_slices(runner, item, begins, other):
+    """Return the rows of an item whose run is cut before the layers `begins`; between the slices
+    the encoder computes another item."""
+    ends = [*begins[1:], len(runner.spec.layers)]
+    for begin, end in zip(begins, ends, strict=True):
+        given = replace(item, data={}) if begin else item
+        rows = runner.advance(EncoderSlice(given, begin, end))
+        assert (rows is None) == (end < ends[-1])
+        runner.run([other])
+    return rows
 
 
 def check_refusals(spec: EncoderSpec, arrays: Arrays, tokens: int, rows: int) -> None:

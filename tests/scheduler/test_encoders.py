@@ -3,8 +3,9 @@ from unittest.mock import ANY
 import pytest
 
 from octavo.errors import RequestError
+from octavo.messages import EncoderSlice, ScheduledRequest, SchedulerOutput
 from octavo.request import RequestStatus
-from octavo.scheduler.encoders import uncomputed
+from octavo.scheduler.encoders import EncoderPace, uncomputed
 from tests.fakes import FakeEngine, pages, picture, scheduled_tokens
 
 
@@ -292,3 +293,150 @@ def test_a_request_that_is_too_late_forgets_nothing():
     step = engine.schedule()
     assert (step.scheduled_encoder_inputs, scheduled_tokens(step)) == ({}, {"2": 1})
     engine.run()
+
+
+def make_cut(layers=4, **options):
+    """Return an engine whose encoder has some layers; a text gets its tokens in each step."""
+    engine = make_engine(encoder_layers={"image": layers}, num_blocks=60, **options)
+    engine.add("text", range(5), max_tokens=90)
+    engine.schedule()
+    return engine
+
+
+def slices(steps):
+    """Return the layers of the slices of steps."""
+    parts = [step.encoder_slice for step in steps]
+    return [None if part is None else (part.begin, part.end) for part in parts]
+
+
+def test_beside_a_text_a_run_takes_several_steps():
+    engine = make_cut()
+    engine.add("p", range(20), features=[picture("p", 2, 8)], max_tokens=2)
+    steps = [engine.schedule() for _ in range(5)]
+    assert slices(steps) == [(0, 1), (1, 2), (2, 3), (3, 4), None]
+    assert all("text" in scheduled_tokens(step) for step in steps)
+    # The tokens before the picture are computed at once; the others follow with the last slice.
+    assert [scheduled_tokens(step).get("p") for step in steps] == [2, None, None, 18, 1]
+    assert [step.scheduled_encoder_inputs for step in steps] == [{}, {}, {}, {"p": [0]}, {}]
+    assert [bool(step.encoder_slice.item.data) for step in steps[:4]] == [True] + [False] * 3
+    engine.run()
+
+
+def test_a_prompt_that_begins_with_a_picture_starts_with_the_last_slice():
+    engine = make_cut()
+    engine.add("p", range(20), features=[picture("p", 0, 8)])
+    engine.add("other", range(7), max_tokens=1)
+    steps = [engine.schedule() for _ in range(4)]
+    assert ["p" in scheduled_tokens(step) for step in steps] == [False] * 3 + [True]
+    assert scheduled_tokens(steps[0])["other"] == 7  # texts behind it do not wait
+    engine.run()
+
+
+def test_without_texts_a_run_is_one_step():
+    engine = make_engine(encoder_layers={"image": 4})
+    engine.add("1", range(20), features=[picture("a", 0, 8)], max_tokens=9)
+    engine.add("2", range(20), features=[picture("b", 0, 8)], max_tokens=9)
+    steps = [engine.schedule() for _ in range(3)]
+    assert slices(steps) == [None] * 3
+    assert steps[0].scheduled_encoder_inputs | steps[1].scheduled_encoder_inputs == {
+        "1": [0],
+        "2": [0],
+    }
+
+
+def test_the_rest_of_a_run_is_one_slice_once_the_texts_have_ended():
+    engine = make_cut()
+    engine.add("p", range(20), features=[picture("p", 0, 8)])
+    engine.schedule()
+    engine.scheduler.finish_requests(["text"], RequestStatus.FINISHED_ABORTED)
+    step = engine.schedule()
+    assert slices([step]) == [(1, 4)]
+    assert step.scheduled_encoder_inputs == {"p": [0]}
+    engine.run()
+
+
+def test_the_run_in_progress_ends_first():
+    engine = make_cut(layers=2, rows=500)
+    for name in "abc":
+        engine.add(name, range(20), features=[picture(name, 0, 8)], max_tokens=1)
+    steps = [engine.schedule() for _ in range(6)]
+    assert slices(steps) == [(0, 1), (1, 2)] * 3
+    assert [list(step.scheduled_encoder_inputs) for step in steps[1::2]] == [["a"], ["b"], ["c"]]
+    engine.run()
+
+
+def test_a_run_without_use_makes_place_for_the_next_one():
+    """Its request has no seat, and a request that has one needs another item."""
+    engine = make_cut(max_num_seqs=2, budget=16)
+    engine.add("two", range(30), features=[picture("a", 4, 8), picture("b", 16, 8)], max_tokens=1)
+    assert scheduled_tokens(engine.schedule())["two"] == 4
+    run = engine.scheduler._encoders._run
+    assert run.item.identifier == "a"
+    engine.add("late", range(20), features=[picture("c", 0, 8)], max_tokens=1)
+    # As if the run of the waiting request had begun first.
+    run.request, run.item = engine.scheduler.requests["late"], picture("c", 0, 8)
+    engine.executor.slice = ("c", run.num_done)
+    steps = [engine.schedule() for _ in range(16)]
+    assert {"two": [0]} in [step.scheduled_encoder_inputs for step in steps]
+    engine.run()
+
+
+def test_a_run_ends_with_its_request():
+    engine = make_cut()
+    engine.add("p", range(20), features=[picture("p", 0, 8)])
+    engine.schedule()
+    engine.scheduler.finish_requests(["p"], RequestStatus.FINISHED_ABORTED)
+    assert slices([engine.schedule()]) == [None]
+    assert engine.scheduler._encoders._run is None
+
+
+def test_a_run_begins_again_after_a_reset():
+    engine = make_cut()
+    engine.add("p", range(20), features=[picture("p", 0, 8)])
+    engine.schedule()
+    assert engine.scheduler.reset_encoder_cache()
+    assert slices([engine.schedule()]) == [(0, 1)]
+    engine.run()
+
+
+def test_a_run_begins_again_after_a_failed_step():
+    engine = make_cut()
+    engine.update()
+    engine.add("p", range(20), features=[picture("p", 0, 8)])
+    work = engine.schedule()
+    assert slices([work]) == [(0, 1)]
+    engine.in_flight.clear()
+    engine.scheduler.fail_step(work, "failed")
+    engine.executor.forget()
+    step = engine.schedule()  # the text has failed, so the run is whole
+    assert slices([step]) == [None]
+    assert step.scheduled_encoder_inputs == {"p": [0]}
+
+
+def test_the_pace_follows_the_times_of_steps():
+    """The encoder takes a quarter of the time of the other steps, and at least one layer."""
+    pace, item = EncoderPace(), picture("p", 0, 8, tokens=10)
+    one = [ScheduledRequest("text", 1)]
+
+    def begin_step():
+        pace.begin_step(has_texts=True)
+        return pace.num_layers(item)
+
+    def end_step(seconds, part=None, **fields):
+        output = SchedulerOutput(one, 1, encoder_slice=part, **fields)
+        pace.step_ended(output, seconds)
+
+    assert begin_step() == 1  # nothing is known yet
+    end_step(4.0)
+    end_step(6.0, EncoderSlice(item, 0, 2))  # a second for a layer
+    end_step(90.0, scheduled_encoder_inputs={"p": [0]})  # it has a chunk of the prompt
+    assert begin_step() == 1
+    pace.spend(item, 1)
+    assert begin_step() == 1
+    pace.spend(item, 3)
+    assert [begin_step() for _ in range(3)] == [0, 1, 1]
+    pace.spend(item, 9)
+    pace.begin_step(has_texts=False)
+    assert begin_step() == 1
+    small = picture("s", 0, 8, tokens=2)
+    assert pace.num_layers(small) == 5

@@ -205,7 +205,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     def schedule(self):
         first = self.scheduler.running[0] if self.scheduler.running else None
         may_stand_still = (
-            self.engine.in_flight or self.scheduler.config.scheduling_policy == "priority"
+            self.engine.in_flight
+            or self.scheduler.config.scheduling_policy == "priority"
+            or self.scheduler._encoders._run is not None  # it may wait for the next slices
         )
         # Prompts of several tenants take turns: this step may be another one's.
         takes_turns = self.scheduler._tenants.several_compete and not self.scheduler._in_order
@@ -424,7 +426,10 @@ class EncoderMachine(SchedulerMachine):
 
     @initialize(data=st.data(), rows=st.integers(12, 60))
     def start(self, data, rows):
-        super().start(data.draw(engines(encoder_cache_size=rows)))
+        layers = data.draw(st.sampled_from([0, 1, 4, 9]))
+        cut = {"image": layers} if layers else None
+        super().start(data.draw(engines(encoder_cache_size=rows, encoder_layers=cut)))
+        self.engine.layer_seconds = data.draw(st.sampled_from([0, 0.001, 0.02]))
 
     @rule(
         prompt=prompts,
@@ -462,6 +467,7 @@ class EncoderMachine(SchedulerMachine):
         if hasattr(self, "engine"):
             cache = self.scheduler._encoders.cache
             assert not cache.num_used_rows
+            assert self.scheduler._encoders._run is None
             assert not self.scheduler._awaiting_encoder
 
 
