@@ -8,7 +8,7 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from types import SimpleNamespace
-from typing import Any, Literal, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_type_hints
 
 import msgspec
 from starlette.requests import Request
@@ -37,6 +37,9 @@ from octavo.server.schema import ChatBody, CompletionBody
 from octavo.server.state import ServerState
 from octavo.system.logs import REQUEST_ID
 from octavo.system.offload import offload
+
+if TYPE_CHECKING:
+    from octavo.server.batch_runner import BatchRunner
 
 Endpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings"]
 """Routes that a line may name."""
@@ -108,13 +111,19 @@ def parse_line(line: bytes) -> BatchLine:
         raise _fault(error, _custom_id(line)) from None
 
 
-async def answer_line(state: ServerState, line: BatchLine, context: RequestContext) -> LineAnswer:
+async def answer_line(
+    state: ServerState,
+    line: BatchLine,
+    context: RequestContext,
+    batches: BatchRunner | None = None,
+) -> LineAnswer:
     """Answer a line; a wrong one gets an error as its answer.
 
     Args:
         state: the server.
         line: the line.
         context: id, key and rank of its request.
+        batches: batches of the server, which have its files; None: there are no files.
 
     Raises:
         QueueFullError: the server has no room now; try again later.
@@ -145,7 +154,7 @@ async def answer_line(state: ServerState, line: BatchLine, context: RequestConte
             await writing.enter_async_context(state.long_line)
         sent.extend(piece)
 
-    app = SimpleNamespace(state=SimpleNamespace(octavo=state))
+    app = SimpleNamespace(state=SimpleNamespace(octavo=state, batches=batches))
     scope: Scope = {
         "type": "http",
         "method": "POST",
@@ -155,10 +164,10 @@ async def answer_line(state: ServerState, line: BatchLine, context: RequestConte
         "app": app,
         "octavo": context,
     }
+    context.body_bytes = len(data)
     try:
         if len(data) > state.max_chat_bytes:
             raise BodyTooLargeError(state.max_chat_bytes)
-        context.body_bytes = len(data)
         body, _ = await offload(len(data) // 8, check_body, data, model, state.config.strict_fields)
         if getattr(body, "stream", False):
             raise RequestError("stream must be false in a batch.", "stream")
@@ -176,6 +185,7 @@ async def answer_line(state: ServerState, line: BatchLine, context: RequestConte
         ended = error_status(error)
         return failed(context.request_id, error)
     finally:
+        state.body_bytes -= context.body_bytes - len(data)  # files that the line names
         if context.story is not None:
             context.story.end_http(ended, time.monotonic())
     return LineAnswer(status, context.request_id, bytes(sent), None)

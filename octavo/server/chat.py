@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from starlette.requests import Request
 from starlette.responses import Response
 
-from octavo.errors import RequestError
+from octavo.errors import RequestError, UnsupportedError
 from octavo.frontend.input_processor import check_processor_kwargs
 from octavo.media.content import MediaItem, MediaKind, Modality, read_media, with_media_io
 from octavo.messages import RequestOptions
@@ -44,6 +44,7 @@ from octavo.text.tokenizer import MAX_TOKENS, Tokenizer
 
 if TYPE_CHECKING:
     from octavo.frontend.async_llm import AsyncLLM
+    from octavo.frontend.chat_media import ChatMedia
 
 
 async def create_chat_completion(request: Request) -> Response:
@@ -168,8 +169,7 @@ async def read_chat(
     without_tools = body.tool_choice == "none" and state.config.exclude_tools_when_tool_choice_none
     prompts: list[Prompt] = []
     media = engine.chat_media
-    settings = with_media_io(body.mm_processor_kwargs, body.media_io_kwargs)
-    check_processor_kwargs(media, settings)
+    settings = read_media_settings(media, body.mm_processor_kwargs, body.media_io_kwargs)
     for messages in body.conversations:
         rendered = await render_messages(
             template,
@@ -184,6 +184,34 @@ async def read_chat(
         prompts.append(await read_chat_media(engine, rendered, settings, options))
     # The template writes the special tokens itself.
     return Reading(prompts, params, bool(body.add_special_tokens))
+
+
+def read_media_settings(
+    media: ChatMedia | None,
+    mm_processor_kwargs: Mapping[str, Any] | None,
+    media_io_kwargs: Mapping[str, Any] | None,
+) -> Mapping[str, Any] | None:
+    """Return the settings of the processors of media for a chat, with or without media.
+
+    Raises:
+        UnsupportedError: the model does not read the media that they are for.
+        RequestError: a setting is wrong.
+    """
+    if frames := with_media_io(None, media_io_kwargs):
+        if media is None or "video" not in media.kinds:
+            raise UnsupportedError(
+                "media_io_kwargs.video is not supported by this model, which reads no videos; "
+                "leave it out.",
+                "media_io_kwargs",
+            )
+        try:
+            media.check_settings(frames)
+        except RequestError as error:
+            message = error.message.replace("mm_processor_kwargs", "media_io_kwargs.video")
+            raise RequestError(message, "media_io_kwargs") from None
+    settings = with_media_io(mm_processor_kwargs, media_io_kwargs)
+    check_processor_kwargs(media, settings)
+    return settings
 
 
 async def read_chat_media(

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from starlette.requests import Request
 
-from octavo.errors import RequestError
+from octavo.errors import RequestError, UnsupportedError
 from octavo.media.fetch import MAX_NBYTES
 from octavo.server.auth import tenant_of
 from octavo.server.file_store import FileStore, StorageError
@@ -25,12 +25,19 @@ async def with_files(request: Request, items: Sequence[Item]) -> list[Item]:
     Raises:
         NotFoundError: the client's key has no such file.
         RequestError: the files are too large, or the server keeps no files.
+        UnsupportedError: the request is of a batch that no server runs.
     """
     names = {part["file_id"] for item in items for part in _pictures(item)}
     if not names:
         return list(items)
     state, context = state_of(request), context_of(request)
     batches = request.app.state.batches  # they share the files
+    if batches is None:
+        raise UnsupportedError(
+            "input has a picture with a file_id, and `octavo run-batch` keeps no files; send "
+            "image_url, with data:.",
+            "input",
+        )
     await batches.open()
     store: FileStore = batches.files
     owner = tenant_of(context.api_key)
