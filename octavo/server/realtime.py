@@ -300,7 +300,7 @@ class _Session:
             )
         if self._items.qsize() >= MAX_ITEMS:
             raise RequestError(
-                f"{MAX_ITEMS} items wait for their transcripts already; send this sound again later.",
+                f"{MAX_ITEMS} items wait for their transcripts already; send this sound later.",
                 None,
                 "too_many_items",
             )
