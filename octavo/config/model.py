@@ -211,6 +211,7 @@ class ModelConfig(Section, frozen=True):
             description="Memory in GiB of media that clients sent with a uuid, so that they need"
             " not send them again; several front ends divide it. 0: none are kept.",
             ge=0,
+            le=2**20,
         ),
     ] = 0.25
     enable_sleep_mode: Annotated[

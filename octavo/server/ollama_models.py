@@ -85,11 +85,13 @@ async def show_model(request: Request) -> Response:
         raise RequestError("model is missing; it is required.", "model", "missing_parameter")
     name = served_name(state, asked)
     model, engine = await _described(state), await state.get_engine()
-    capabilities: list[Literal["completion", "embedding", "tools", "thinking"]] = []
+    capabilities: list[Literal["completion", "embedding", "vision", "tools", "thinking"]] = []
     if engine.spec.generates:
         capabilities.append("completion")
     elif engine.spec.pooler("embed") is not None:
         capabilities.append("embedding")
+    if engine.chat_media is not None and "image" in engine.chat_media.kinds:
+        capabilities.append("vision")
     template = ""
     if engine.tokenizer is not None and engine.spec.generates:
         template = (await state.chat_template(engine.tokenizer)).source or ""

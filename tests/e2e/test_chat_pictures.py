@@ -317,6 +317,10 @@ def test_ollama(server, llm):
     assert response.json()["message"]["content"] == answer, response.text
     response = server.post("/api/generate", {"prompt": "?", "images": images, **options})
     assert response.json()["response"] == answer, response.text
+    assert server.post("/api/show", {"model": "m"}).json()["capabilities"] == [
+        "completion",
+        "vision",
+    ]
 
 
 def test_placeholders_of_users_are_text_over_http(server, llm):
