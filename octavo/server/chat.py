@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from starlette.requests import Request
@@ -170,18 +171,19 @@ async def read_chat(
     prompts: list[Prompt] = []
     media = engine.chat_media
     settings = read_media_settings(media, body.mm_processor_kwargs, body.media_io_kwargs)
-    for messages in body.conversations:
-        rendered = await render_messages(
-            template,
-            messages,
-            body.add_generation_prompt,
-            body.continue_final_message,
-            state.template_kwargs(body.chat_template_kwargs, body.reasoning_effort),
-            None if without_tools else body.tools,
-            body.documents,
-            None if media is None else media.kinds,
-        )
-        prompts.append(await read_chat_media(engine, rendered, settings, options))
+    with collect_media(engine, options) as add:
+        for messages in body.conversations:
+            rendered = await render_messages(
+                template,
+                messages,
+                body.add_generation_prompt,
+                body.continue_final_message,
+                state.template_kwargs(body.chat_template_kwargs, body.reasoning_effort),
+                None if without_tools else body.tools,
+                body.documents,
+                None if media is None else media.kinds,
+            )
+            prompts.append(await read_chat_media(engine, rendered, settings, options, add))
     # The template writes the special tokens itself.
     return Reading(prompts, params, bool(body.add_special_tokens))
 
@@ -214,13 +216,32 @@ def read_media_settings(
     return settings
 
 
+def collect_media(
+    engine: AsyncLLM, options: RequestOptions
+) -> AbstractContextManager[Callable[[int], None]]:
+    """Count the media of all chats of a request, until the engine counts the request's memory.
+
+    Returns:
+        A context with a function that adds bytes; see `RequestMemory.collect`.
+    """
+    return engine.request_memory.collect("media", None if options.background else options.tenant)
+
+
 async def read_chat_media(
     engine: AsyncLLM,
     rendered: RenderedChat,
     mm_processor_kwargs: Mapping[str, Any] | None,
     options: RequestOptions,
+    add_nbytes: Callable[[int], None],
 ) -> Prompt:
     """Return the prompt of a rendered chat, with its media; a text if it has none.
+
+    Args:
+        engine: the engine.
+        rendered: the chat.
+        mm_processor_kwargs: settings of the processors.
+        options: envelope of the request.
+        add_nbytes: counts the media; see `collect_media`.
 
     Raises:
         RequestError: a file cannot be had or read.
@@ -228,12 +249,9 @@ async def read_chat_media(
     media = engine.chat_media
     if media is None or (not rendered.items and len(rendered.pieces) == 1):
         return rendered.text
-    # Until the engine counts the request's own memory.
-    tenant = None if options.background else options.tenant
-    with engine.request_memory.collect("media", tenant) as add:
-        return await media.read_prompt(
-            rendered.pieces, rendered.items, mm_processor_kwargs, add, options.share
-        )
+    return await media.read_prompt(
+        rendered.pieces, rendered.items, mm_processor_kwargs, add_nbytes, options.share
+    )
 
 
 async def count_prompt_tokens(

@@ -11,7 +11,12 @@ from octavo.sampling_params import SamplingParams
 from octavo.server import answers
 from octavo.server.body import read_model
 from octavo.server.call import unanswered_options
-from octavo.server.chat import read_chat_media, read_media_settings, render_messages
+from octavo.server.chat import (
+    collect_media,
+    read_chat_media,
+    read_media_settings,
+    render_messages,
+)
 from octavo.server.middleware import context_of
 from octavo.server.schema import DetokenizeBody, TokenizeBody
 from octavo.server.state import state_of
@@ -51,8 +56,11 @@ async def tokenize(request: Request) -> Response:
             options = unanswered_options(state, context, None)
 
             async def read() -> list[int]:
-                with state.admit(1, "messages", options.tenant):
-                    prompt = await read_chat_media(engine, rendered, settings, options)
+                with (
+                    state.admit(1, "messages", options.tenant),
+                    collect_media(engine, options) as add,
+                ):
+                    prompt = await read_chat_media(engine, rendered, settings, options, add)
                     params = SamplingParams()
                     found, _ = await engine.process(prompt, params, "tokenize", options, special)
                     return found.prompt_token_ids
