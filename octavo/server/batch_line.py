@@ -8,7 +8,7 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Literal, get_args, get_type_hints
+from typing import Any, Literal, get_args, get_type_hints
 
 import msgspec
 from starlette.requests import Request
@@ -31,15 +31,13 @@ from octavo.server.errors import (
 )
 from octavo.server.middleware import RequestContext
 from octavo.server.pooling_schema import EmbeddingsBody
+from octavo.server.response_files import StoredFiles
 from octavo.server.responses import respond_in_batch
 from octavo.server.responses_schema import ResponseBody
 from octavo.server.schema import ChatBody, CompletionBody
 from octavo.server.state import ServerState
 from octavo.system.logs import REQUEST_ID
 from octavo.system.offload import offload
-
-if TYPE_CHECKING:
-    from octavo.server.batch_runner import BatchRunner
 
 Endpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings"]
 """Routes that a line may name."""
@@ -115,7 +113,7 @@ async def answer_line(
     state: ServerState,
     line: BatchLine,
     context: RequestContext,
-    batches: BatchRunner | None = None,
+    batches: StoredFiles | None = None,
 ) -> LineAnswer:
     """Answer a line; a wrong one gets an error as its answer.
 

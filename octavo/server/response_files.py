@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 from starlette.requests import Request
 
@@ -15,6 +16,21 @@ from octavo.server.file_store import FileStore, StorageError
 from octavo.server.middleware import context_of
 from octavo.server.response_items import Item
 from octavo.server.state import state_of
+
+
+class StoredFiles(Protocol):
+    """Files of a server, which its batches share."""
+
+    async def open(self) -> None:
+        """Read the stored files; only once.
+
+        Raises:
+            RequestError: this server has no files.
+        """
+
+    @property
+    def files(self) -> FileStore:
+        """The files, after `open`."""
 
 
 async def with_files(request: Request, items: Sequence[Item]) -> list[Item]:
@@ -31,7 +47,7 @@ async def with_files(request: Request, items: Sequence[Item]) -> list[Item]:
     if not names:
         return list(items)
     state, context = state_of(request), context_of(request)
-    batches = request.app.state.batches  # they share the files
+    batches: StoredFiles | None = request.app.state.batches
     if batches is None:
         raise UnsupportedError(
             "input has a picture with a file_id, and `octavo run-batch` keeps no files; send "
@@ -39,7 +55,7 @@ async def with_files(request: Request, items: Sequence[Item]) -> list[Item]:
             "input",
         )
     await batches.open()
-    store: FileStore = batches.files
+    store = batches.files
     owner = tenant_of(context.api_key)
     urls, total = {}, 0
     for name in sorted(names):
