@@ -525,7 +525,7 @@ class LLM(PoolingMethods, SpeechMethods):
         return self.llm_engine.reset_encoder_cache()
 
     def reset_mm_cache(self) -> None:
-        """Forget the pictures and sounds that are kept because they have a uuid."""
+        """Forget the pictures, videos and sounds that are kept by their files and uuids."""
         self.llm_engine.reset_mm_cache()
 
     def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:

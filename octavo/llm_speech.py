@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -17,7 +18,7 @@ from octavo.frontend.llm_engine import LLMEngine
 from octavo.media.audio import SAMPLE_RATE, AudioParts, Samples
 from octavo.outputs import RequestOutput
 from octavo.sampling_params import SamplingParams
-from octavo.speech.interface import Job, Question, TranscriptionOptions
+from octavo.speech.interface import Job, Question, SpeechToText, TranscriptionOptions
 from octavo.speech.registry import open_speech_model
 from octavo.speech.segments import Transcript
 from octavo.speech.tokens import Task
@@ -43,6 +44,13 @@ class SpeechMethods(ABC):
         use_tqdm: Any = True,
     ) -> list[RequestOutput]:
         """Generate an answer to each prompt."""
+
+    @cached_property
+    def _speech_model(self) -> SpeechToText:
+        engine = self.llm_engine
+        return open_speech_model(
+            engine.checkpoint, engine.spec, engine.tokenizer, engine.memory_plan.max_model_len
+        )
 
     def transcribe(
         self,
@@ -89,12 +97,7 @@ class SpeechMethods(ABC):
                 read, or a request fails.
             ModelError: a file of the model is missing or wrong.
         """
-        model = open_speech_model(
-            self.llm_engine.checkpoint,
-            self.llm_engine.spec,
-            self.llm_engine.tokenizer,
-            self.llm_engine.memory_plan.max_model_len,
-        )
+        model = self._speech_model
         options = TranscriptionOptions(
             task=task,
             language=language,

@@ -9,16 +9,16 @@ from typing import Any
 import numpy as np
 
 from tests.gguf_files import TYPES, convert, quantize, write_gguf
-from tests.pictures import ID, VOCAB
+from tests.pictures import CASES, ID, MORE_CASES, VOCAB
 
 TEXTS = {"smolvlm": "llama", "idefics3": "llama", "llava": "llama", "qwen2_vl": "qwen2vl"}
 TEXTS |= {"qwen2_5_vl": "qwen2vl", "qwen3_vl": "qwen3vl", "qwen3_5": "qwen35"}
-TEXTS |= {"mistral3": "llama", "internvl": "qwen2"}
+TEXTS |= {"mistral3": "llama", "internvl": "qwen2", "gemma3": "gemma3"}
 """Cases of tests/pictures.py, and `general.architecture` of their text parts."""
 
 KINDS = {"smolvlm": "idefics3", "idefics3": "idefics3", "llava": "mlp", "mistral3": "pixtral"}
 KINDS |= {"qwen2_vl": "qwen2vl_merger", "qwen2_5_vl": "qwen2.5vl_merger", "internvl": "internvl"}
-KINDS |= {"qwen3_vl": "qwen3vl_merger", "qwen3_5": "qwen3vl_merger"}
+KINDS |= {"qwen3_vl": "qwen3vl_merger", "qwen3_5": "qwen3vl_merger", "gemma3": "gemma3"}
 
 _CHARS = sorted(chr(c) for c in range(33, 127)) + [chr(c) for c in range(161, 173)]
 _CHARS += [chr(c) for c in range(174, 256)] + [chr(c) for c in range(256, 324)]
@@ -96,6 +96,7 @@ _PROJECTORS = {
         "norm": "mm.input_norm",
         "patch_merger.merging_layer": "mm.patch_merger",
     },
+    "gemma3": {"mm_soft_emb_norm": "mm.soft_emb_norm"},
     "internvl": {
         "layer_norm": "mm.model.mlp.0",
         "linear_1": "mm.model.mlp.1",
@@ -136,7 +137,7 @@ def save_tower(
     tensors = {}
     for name, x in arrays.items():
         own = kind if x.ndim == 2 and not re.search("position|patch_merger", name) else "f32"
-        if own == "q8_0" and x.shape[-1] % 32:
+        if own == "q8_0" and (x.shape[-1] % 32 or "input_projection" in name):
             own = "f16"
         tensors[name] = TYPES[own], x.shape, quantize(np.ascontiguousarray(x), own)
     write_gguf(path, metadata, tensors)
@@ -168,7 +169,10 @@ def metadata_of(model: Any, name: str) -> dict[str, Any]:
         return int(value[0] if isinstance(value, list | tuple) else value)
 
     embed, kind = getattr(vision, "embed_dim", None), KINDS[name]
-    is_qwen, halves = name.startswith("qwen"), kind == "idefics3"
+    is_qwen, halves = name.startswith("qwen"), kind in ("idefics3", "gemma3")
+    given = (CASES | MORE_CASES)[name].preprocessor
+    mean = [0.5] * 3 if halves else [0.48145466, 0.4578275, 0.40821073]
+    std = [0.5] * 3 if halves else [0.26862954, 0.26130258, 0.27577711]
     fields = {
         "image_size": 560 if is_qwen else side("image_size"),
         "patch_size": side("patch_size"),
@@ -178,8 +182,8 @@ def metadata_of(model: Any, name: str) -> dict[str, Any]:
         "attention.head_count": get("num_heads", "num_attention_heads"),
         "attention.layer_norm_epsilon": float(getattr(vision, "layer_norm_eps", 1e-6)),
         "projection_dim": config.get_text_config().hidden_size,
-        "image_mean": [0.5] * 3 if halves else [0.48145466, 0.4578275, 0.40821073],
-        "image_std": [0.5] * 3 if halves else [0.26862954, 0.26130258, 0.27577711],
+        "image_mean": given.get("image_mean", mean),
+        "image_std": given.get("image_std", std),
     }
     metadata: dict[str, Any] = {
         "general.architecture": "clip",
@@ -199,6 +203,10 @@ def metadata_of(model: Any, name: str) -> dict[str, Any]:
         case "idefics3":
             metadata["clip.use_gelu"] = True
             fields |= {"projector.scale_factor": config.scale_factor, "preproc_image_size": 48}
+        case "gemma3":
+            metadata["clip.use_gelu"] = True
+            side = vision.image_size // vision.patch_size
+            fields["projector.scale_factor"] = side // int(config.mm_tokens_per_image**0.5)
         case "mlp":
             fields["block_count"] -= 1
         case "pixtral":
@@ -241,9 +249,14 @@ def arrays_of(model: Any, name: str) -> dict[str, Any]:
         elif match := re.fullmatch(r"deepstack_merger_list\.(\d+)\.(\w+)\.(\w+)", rest):
             index = vision.deepstack_visual_indexes[int(match[1])]
             arrays[f"v.deepstack.{index}.{match[2].removeprefix('linear_')}.{match[3]}"] = x
+        elif rest.startswith("head."):  # SigLIP's pooler, which converters leave out
+            continue
         elif part == "connector":
             arrays[f"{_OUTER[f'connector.{module}']}.{kind}"] = x
+        elif rest == "mm_input_projection_weight":
+            arrays["mm.input_projection.weight"] = x
         elif part == "multi_modal_projector":
+            x = x + 1 if module == "mm_soft_emb_norm" else x
             arrays[f"{_PROJECTORS[name][module]}.{kind}"] = x
         elif rest in _OUTER:
             arrays[_OUTER[rest]] = x

@@ -208,8 +208,9 @@ class ModelConfig(Section, frozen=True):
     mm_processor_cache_gb: Annotated[
         float,
         Meta(
-            description="Memory in GiB of media that clients sent with a uuid, so that they need"
-            " not send them again; several front ends divide it. 0: none are kept.",
+            description="Memory in GiB for processed media that are kept: a file that comes again"
+            " is not decoded again, and media with a uuid need not be sent again. Several front"
+            " ends divide it, and each engine may use as much. 0: none are kept.",
             ge=0,
             le=2**20,
         ),

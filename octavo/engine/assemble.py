@@ -335,9 +335,9 @@ def _memory_items(setup: WorkerSetup) -> list[MemoryItem]:
     if (nbytes := setup.encoder_cache_nbytes * setup.rank.size) > 0:  # of the first stage
         note = f" for {setup.encoder_cache_size:,} rows"
         items.append(MemoryItem("encoder cache", nbytes, note=note))
-    kept = int(config.model.mm_processor_cache_gb * 2**30)
-    if spec.encoders and not spec.is_encoder_decoder and kept:
-        items.append(MemoryItem("kept media", kept, "serving", " at most, by their uuids"))
+    if kept := kept_media_nbytes(config, spec):
+        note = " at most, in the front end and in the engine"
+        items.append(MemoryItem("kept media", 2 * kept, "serving", note))
     if not config.model.skip_tokenizer_init:
         items.append(MemoryItem("tokenizer", _TOKEN_NBYTES * spec.vocab_size))
     if spec.generates and not config.model.skip_tokenizer_init:
@@ -345,6 +345,13 @@ def _memory_items(setup: WorkerSetup) -> list[MemoryItem]:
         nbytes = grammar_memory(spec.vocab_size, grammar_backends())
         items.append(MemoryItem("grammars", nbytes, "serving", note))
     return items
+
+
+def kept_media_nbytes(config: EngineConfig, spec: ModelSpec) -> int:
+    """Return the most bytes of the media that front ends keep, and also the engine."""
+    if not spec.encoders or spec.is_encoder_decoder:
+        return 0
+    return int(config.model.mm_processor_cache_gb * 2**30)
 
 
 def _start_grammar_helper(

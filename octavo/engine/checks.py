@@ -198,7 +198,7 @@ def check_encoders(spec: ModelSpec, config: EngineConfig, platform: Platform) ->
     ranges = any(array.name == "ranges" for array in spec.step_arrays)
     for name, wrong in (
         (
-            f"device={platform.name}, except for device=cpu without Triton",
+            f"the Triton kernels of device={platform.name}",
             not native and (not pictures or ranges),
         ),
         ("a draft model in speculative_config", both and _has_draft(config)),

@@ -8,8 +8,8 @@ from octavo.config import EngineConfig
 from octavo.plan.memory_plan import MemoryPlan
 from octavo.plan.setup import Machine
 
-# Kinds of message, sent as the first frame.
-ADD, ABORT, UTILITY = b"A", b"B", b"U"
+# Kinds of message, sent as the first frame. ITEMS is a `RequestWithItems`.
+ADD, ITEMS, ABORT, UTILITY = b"A", b"I", b"B", b"U"
 READY, OUTPUTS, RESULT, DEAD = b"R", b"O", b"V", b"D"
 # Between a coordinator and its front ends: the state of the engines; a page of metrics, which a
 # front end requests by an empty page.
@@ -65,6 +65,8 @@ class CoreReady(msgspec.Struct):
     plan: MemoryPlan
     worker_pids: list[int] = []
     """Process ids of the workers that have separate processes."""
+    kept_items_nbytes: int = 0
+    """Most bytes of the items that the core may be told to keep; see `RequestWithItems`."""
 
 
 class CoreDead(msgspec.Struct):

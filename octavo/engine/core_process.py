@@ -31,12 +31,13 @@ import zmq
 
 from octavo.checkpoints.registry import open_checkpoint
 from octavo.config import EngineConfig
-from octavo.engine.assemble import make_engine_core
+from octavo.engine.assemble import kept_media_nbytes, make_engine_core
 from octavo.engine.core import EngineCore
 from octavo.engine.core_messages import (
     ABORT,
     ADD,
     DEAD,
+    ITEMS,
     OUTPUTS,
     READY,
     RESULT,
@@ -46,6 +47,7 @@ from octavo.engine.core_messages import (
     CoreReady,
 )
 from octavo.engine.head import ENGINE_IN, ENGINE_OUT, HELLO, connect
+from octavo.engine.kept_items import KeptItems, RequestWithItems
 from octavo.engine.record import StepRecorder
 from octavo.engine.step_reporter import StepReporter
 from octavo.errors import EngineDeadError, EngineStoppedError, OctavoError
@@ -140,7 +142,9 @@ def main() -> None:
         gc.freeze()
         gc.enable()
         loaded.set()
-        output_queue.put((READY, CoreReady(plan, core.executor.pids)))
+        nbytes = kept_media_nbytes(setup.config, spec)
+        ready = CoreReady(plan, core.executor.pids, nbytes)
+        output_queue.put((READY, ready))
         _BusyLoop(core, inputs, output_queue, core.executor.wave).run()
         core.shutdown()
         if recorder is not None:
@@ -244,10 +248,11 @@ def _receive_inputs(setup: CoreProcessSetup, inputs: queue.SimpleQueue[object]) 
     """Decode messages in the input thread while the core computes."""
     decoders: dict[bytes, msgspec.msgpack.Decoder[Any]] = {
         ADD: msgspec.msgpack.Decoder(EngineCoreRequest),
+        ITEMS: msgspec.msgpack.Decoder(RequestWithItems),
         ABORT: msgspec.msgpack.Decoder(list[str]),
         UTILITY: msgspec.msgpack.Decoder(UtilityCall),
     }
-    count = 0
+    count, kept = 0, KeptItems()
     try:
         if setup.reached_by is not None:
             name = ENGINE_IN + setup.reached_by.launch_id
@@ -262,7 +267,8 @@ def _receive_inputs(setup: CoreProcessSetup, inputs: queue.SimpleQueue[object]) 
             count += 1
             if number and int.from_bytes(number[0], "little") != count:
                 raise EngineDeadError("requests were lost when the connection to the head broke")
-            inputs.put(decoders[kind].decode(payload))
+            message = decoders[kind].decode(payload)
+            inputs.put(kept.complete(message) if kind == ITEMS else message)
     except Exception as error:
         inputs.put(error)  # the busy loop raises it: the core cannot work without inputs
 

@@ -221,9 +221,9 @@ class Coordinator:
                     await front_end.send(core_messages.STATE, state)
                 if client.ready.done() and not front_end.told_ready:
                     front_end.told_ready = True
-                    await front_end.send(
-                        core_messages.READY, self._encoder.encode(client.ready.result())
-                    )
+                    # The coordinator records whole requests.
+                    ready = msgspec.structs.replace(client.ready.result(), kept_items_nbytes=0)
+                    await front_end.send(core_messages.READY, self._encoder.encode(ready))
                 for payload in news:
                     await front_end.send(core_messages.OUTPUTS, payload)
             await asyncio.sleep(_PUBLISH_SECONDS)

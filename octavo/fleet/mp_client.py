@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import msgspec
 
 from octavo.engine import core_messages
+from octavo.engine.kept_items import ItemRecord
 from octavo.errors import EngineDeadError, EngineStoppedError, make_error
 from octavo.messages import EngineCoreOutputs, EngineCoreRequest, UtilityCall, UtilityResult
 
@@ -100,6 +101,7 @@ class AsyncMPClient:
         self._outputs_decoder = msgspec.msgpack.Decoder(EngineCoreOutputs)
         self._next: tuple[bytes, bytes] | None = None
         """Message that was received and is not processed yet."""
+        self._items = ItemRecord()
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._call_ids = itertools.count()
 
@@ -148,7 +150,9 @@ class AsyncMPClient:
         if kind == core_messages.OUTPUTS:
             return self._outputs_decoder.decode(payload)
         if kind == core_messages.READY:
-            self.ready.set_result(msgspec.msgpack.decode(payload, type=core_messages.CoreReady))
+            ready = msgspec.msgpack.decode(payload, type=core_messages.CoreReady)
+            self._items.max_nbytes = ready.kept_items_nbytes
+            self.ready.set_result(ready)
         elif kind == core_messages.RESULT:
             self._finish_call(msgspec.msgpack.decode(payload, type=UtilityResult))
         elif kind == core_messages.DEAD:
@@ -158,7 +162,13 @@ class AsyncMPClient:
 
     async def add_request(self, request: EngineCoreRequest) -> None:
         """Implement `EngineClient`."""
-        await self._send(core_messages.ADD, request)
+        if not request.mm_features or not self._items.max_nbytes:
+            await self._send(core_messages.ADD, request)
+            return
+        message = self._items.pack(request)
+        payload = self._encoder.encode(message)
+        self._items.note(message)
+        await self._channel.send(core_messages.ITEMS, payload)
 
     async def abort_requests(self, request_ids: list[str]) -> None:
         """Implement `EngineClient`."""

@@ -631,7 +631,7 @@ class AsyncLLM(AsyncPooling):
         return bool(await self._client.call_utility("reset_encoder_cache"))
 
     async def reset_mm_cache(self) -> None:
-        """Forget the media of this front end that have a uuid; see `LLM.reset_mm_cache`."""
+        """Forget the media that this front end keeps; see `LLM.reset_mm_cache`."""
         if self._media is not None:
             self._media.cache.clear()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +12,14 @@ from typing import Any
 
 from octavo.config import ModelConfig
 from octavo.errors import ContextLengthError, RequestError
-from octavo.frontend.prompt_media import DATA, KWARGS, UUIDS, FileReader, PromptMedia
+from octavo.frontend.prompt_media import (
+    DATA,
+    KWARGS,
+    UUIDS,
+    FileReader,
+    PromptMedia,
+    media_key,
+)
 from octavo.media.content import NAMES, MediaItem, MediaKind, Modality
 from octavo.media.fetch import MediaFetcher
 from octavo.multimodal.items import Item
@@ -23,6 +31,8 @@ from octavo.text.tokenizer import MAX_TOKENS, Tokenizer
 # Files in memory that are read; and of hosts, which may answer slowly. Tenants take turns at the
 # helper processes, so few files wait for these.
 _MOST_FILES, _MOST_OF_HOSTS = 4, 16
+# Bytes that SHA-256 reads in a microsecond.
+_DIGEST_SPEED = 500
 
 
 class ChatMedia:
@@ -73,11 +83,13 @@ class ChatMedia:
         mm_processor_kwargs: Mapping[str, Any] | None = None,
         add_nbytes: Callable[[int], None] = lambda nbytes: None,
         share: Tenant = None,
+        scope: str | None = None,
     ) -> dict[str, Any]:
         """Return the prompt of a chat, with its media.
 
         The files of a request are read one after the other, so that requests with many of them
-        leave the helper processes to others in between; tenants take turns.
+        leave the helper processes to others in between; tenants take turns. A file that was read
+        before in the same scope, with the same settings, is found in the cache.
 
         Args:
             pieces: pieces of the rendered chat that are tokenised separately.
@@ -85,6 +97,7 @@ class ChatMedia:
             mm_processor_kwargs: settings of the processors.
             add_nbytes: called with the bytes of each item that is kept; it may raise an error.
             share: the sender, as the scheduler divides tokens.
+            scope: scope of the prefix cache.
 
         Raises:
             RequestError: a file cannot be had or read, or a setting is wrong.
@@ -101,7 +114,7 @@ class ChatMedia:
         for item in items:
             source = item.source
             if isinstance(source, str):
-                read = await self._read(item, mm_processor_kwargs or {}, share)
+                read = await self._read(item, mm_processor_kwargs or {}, share, scope)
                 num_embeds += read.num_embeds
                 if num_embeds > self._max_model_len:
                     count = len(found.get(item.modality, ())) + 1
@@ -123,7 +136,9 @@ class ChatMedia:
             prompt[KWARGS] = mm_processor_kwargs
         return prompt
 
-    async def _read(self, item: MediaItem, settings: Mapping[str, Any], share: Tenant) -> Item:
+    async def _read(
+        self, item: MediaItem, settings: Mapping[str, Any], share: Tenant, scope: str | None
+    ) -> Item:
         """Return an item that a chat names by URL."""
         is_of_host = item.source[:4].lower() == "http"
         own = self._media.settings_of(item.modality, settings)
@@ -135,8 +150,14 @@ class ChatMedia:
                 await places.enter_async_context(self._slots.hold(share))
                 if not is_of_host:
                     file = await self._fetcher.fetch(item.source, item.name)
-                reading = self._files[item.modality].read(file, item.name, own)
-                return await asyncio.wrap_future(reading)
+                digest = await offload(len(file) // _DIGEST_SPEED, _digest, file)
+                key, cache = media_key(scope, digest, item.modality, own), self._media.cache
+                found: Item | None = cache.get(key)
+                if found is None:
+                    reading = self._files[item.modality].read(file, item.name, own)
+                    found = await asyncio.wrap_future(reading)
+                    cache.put(key, found, found.nbytes, share)
+                return found
         except RequestError as error:
             if error.param == item.name:
                 error.param = "messages"
@@ -165,6 +186,10 @@ class ChatMedia:
                     f"The text has more than {most} tokens, the limit. Shorten it.", "messages"
                 )
         return ids
+
+
+def _digest(file: bytes) -> bytes:
+    return hashlib.sha256(file).digest()
 
 
 def _close(readers: Sequence[FileReader]) -> None:

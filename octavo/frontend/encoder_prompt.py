@@ -115,27 +115,41 @@ def encoder_token_ids(features: list[MultiModalFeatureSpec]) -> list[int] | None
 
 
 def read_alignment(
-    extra_args: Mapping[str, Any] | None, features: list[MultiModalFeatureSpec]
+    extra_args: Mapping[str, Any] | None, features: list[MultiModalFeatureSpec], *, hears: bool
 ) -> PoolingSpec | None:
     """Return the result that a request asks for with `ALIGNMENT`; None: it asks for tokens.
 
+    Args:
+        extra_args: those of the request.
+        features: its items.
+        hears: True if the model is an encoder-decoder that reads sounds.
+
     Raises:
-        RequestError: the value is wrong, or the encoder has fewer rows.
+        RequestError: the value is wrong, the encoder has fewer rows, or `hears` is False.
     """
     given = (extra_args or {}).get(ALIGNMENT)
     if given is None:
         return None
+    if not hears:
+        raise RequestError(
+            f"extra_args.{ALIGNMENT} is for encoder-decoders that read sounds; leave it out.",
+            "extra_args",
+        )
     try:
-        spec = msgspec.convert(given, AlignmentSpec)
+        asked = msgspec.convert(given, AlignmentSpec)
     except msgspec.ValidationError as error:
         raise RequestError(f"extra_args.{ALIGNMENT}: {error}.", "extra_args") from None
     rows = sum(feature.num_rows for feature in features)
-    if not spec.heads or min(map(min, spec.heads)) < 0 or not 0 < spec.num_rows <= rows:
+    heads = asked.heads
+    # Each head takes time, so that none may be asked for twice.
+    are_heads = 0 < len(heads) == len(set(heads)) and min(map(min, heads)) >= 0
+    if not are_heads or not 0 < asked.num_rows <= rows:
         raise RequestError(
-            f"extra_args.{ALIGNMENT} needs heads, and 1 to {rows} rows: {str(given)[:100]}.",
+            f"extra_args.{ALIGNMENT} needs different heads, and 1 to {rows} rows: "
+            f"{str(given)[:100]}.",
             "extra_args",
         )
-    return PoolingSpec(ALIGNMENT, reads_all=True, whole=True, alignment=spec)
+    return PoolingSpec(ALIGNMENT, reads_all=True, whole=True, alignment=asked)
 
 
 def scoped(feature: MultiModalFeatureSpec, cache_salt: str | None) -> MultiModalFeatureSpec:

@@ -429,7 +429,11 @@ class InputProcessor:
             n=params.n,
             prompt_embeds=embeds,
             mm_features=features,
-            pooling=read_alignment(params.extra_args, features),
+            pooling=read_alignment(
+                params.extra_args,
+                features,
+                hears=self._spec.is_encoder_decoder and self._spec.encoder_modality == "audio",
+            ),
         )
         return request, text
 
@@ -793,7 +797,7 @@ class InputProcessor:
         )
 
     def reset_mm_cache(self) -> None:
-        """Forget the media that are kept because they have a uuid."""
+        """Forget the media that are kept by their files and uuids."""
         if self._media is not None:
             self._media.cache.clear()
 

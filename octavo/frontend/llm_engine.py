@@ -384,7 +384,7 @@ class LLMEngine:
         return bool(complete(self.client.call_utility("reset_encoder_cache")))
 
     def reset_mm_cache(self) -> None:
-        """Forget the media that have a uuid; see `LLM.reset_mm_cache`."""
+        """Forget the kept media; see `LLM.reset_mm_cache`."""
         self.input_processor.reset_mm_cache()
 
     def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:

@@ -1,8 +1,10 @@
-"""Cache of processed media that clients name by a `uuid`, so that they need not send them again.
+"""Cache of processed media: a file that comes again is not decoded and processed again, and media
+with a `uuid` need not be sent again.
 
-vLLM's cache of processed media has the same size setting. A uuid finds an item only in the scope
-of the prefix cache in which the item was sent: no client finds the media of another API key, or
-changes them. It finds the encoder's input, whose digest is still the identity of the item.
+vLLM's cache of processed media has the same size setting. A key finds an item only in the scope
+of the prefix cache in which the item was sent: no client finds the media of another API key,
+changes them, or sees by the time of an answer that they were sent. It finds the encoder's input,
+whose digest is still the identity of the item.
 """
 
 from __future__ import annotations
@@ -20,12 +22,12 @@ _ENTRY = 1024
 
 @dataclass(frozen=True)
 class MediaKey:
-    """Name of an item."""
+    """Key of an item."""
 
     scope: str | None
     """Scope of the prefix cache."""
-    uuid: str
-    """Name that the client gives to the item."""
+    name: str | bytes
+    """The uuid that the client gives to the item; or, as bytes, the SHA-256 of its file."""
     form: str
     """Modality, and settings of the processor, as text."""
 
@@ -65,10 +67,10 @@ class MediaCache:
             return found[0]
 
     def put(self, key: MediaKey, item: Any, nbytes: int, tenant: Tenant) -> None:
-        """Keep an item in place of the one of this name; one that never fits is not kept.
+        """Keep an item in place of the one with this key; one that never fits is not kept.
 
         Args:
-            key: its name.
+            key: its key.
             item: the item.
             nbytes: its bytes.
             tenant: sender of the item.

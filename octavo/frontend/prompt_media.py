@@ -138,7 +138,7 @@ class PromptMedia:
         readers: readers of the modalities that it reads.
         tokenizer: its tokenizer.
         max_num_embeds: most tokens of the items of a prompt.
-        cache_nbytes: most bytes of the items that are kept by their uuids.
+        cache_nbytes: most bytes of the items that are kept by their uuids and files.
 
     Raises:
         RequestError: a placeholder is not one token.
@@ -152,7 +152,7 @@ class PromptMedia:
         cache_nbytes: int = 0,
     ) -> None:
         self.cache = MediaCache(cache_nbytes)
-        """Items that clients sent with a uuid."""
+        """Items of files, and those that clients sent with a uuid."""
         self._max_num_embeds = max_num_embeds
         self.readers: Mapping[Modality, MediaReader[Any]] = {
             reader.modality: reader for reader in readers
@@ -161,7 +161,7 @@ class PromptMedia:
         self._ids = {
             reader.modality: (
                 self._token(reader.processor.placeholder, reader.name),
-                self._token(reader.processor.embed_token, reader.name),
+                self._embed_token(reader),
                 reader.processor.around
                 and tuple(self._token(text, reader.name) for text in reader.processor.around),
             )
@@ -219,9 +219,9 @@ class PromptMedia:
             own = self.settings_of(modality, settings)
             placeholder, embed_id, around = self._ids[modality]
             uuids = _uuids_of(prompt.get(UUIDS), modality, reader.name, len(sources))
-            form, read = json.dumps([modality, own], sort_keys=True), list[Item]()
+            read = list[Item]()
             for i, (source, uuid) in enumerate(zip(sources, uuids, strict=True)):
-                key = None if uuid is None else MediaKey(options.cache_salt, uuid, form)
+                key = None if uuid is None else media_key(options.cache_salt, uuid, modality, own)
                 if key is not None and source is None:
                     read.append(self._recall(key, reader, i))
                 else:
@@ -270,7 +270,7 @@ class PromptMedia:
         if found is None:
             name = reader.name
             raise RequestError(
-                f"{name} {index + 1}: no {name} with the uuid {key.uuid!r} is kept here for this "
+                f"{name} {index + 1}: no {name} with the uuid {key.name!r} is kept here for this "
                 f"client and these mm_processor_kwargs; send the {name} together with the uuid. "
                 "Each front end (--api-server-count) keeps its own, and gives up old ones "
                 "(--mm-processor-cache-gb).",
@@ -307,6 +307,16 @@ class PromptMedia:
             found[modality] = items
         return found
 
+    def _embed_token(self, reader: MediaReader[Any]) -> int:
+        """Return the token that rows replace.
+
+        Any token will do: it is that of the placeholder if the tokenizer lacks the model's own, as
+        in published GGUF files of Gemma 3.
+        """
+        processor = reader.processor
+        ids = self._tokenizer.encode(processor.embed_token, False)
+        return ids[0] if len(ids) == 1 else self._token(processor.placeholder, reader.name)
+
     def _token(self, text: str, name: str) -> int:
         ids = self._tokenizer.encode(text, False)
         if len(ids) != 1:
@@ -316,6 +326,20 @@ class PromptMedia:
                 DATA,
             )
         return ids[0]
+
+
+def media_key(
+    scope: str | None, name: str | bytes, modality: Modality, settings: Mapping[str, Any]
+) -> MediaKey:
+    """Return the key of an item.
+
+    Args:
+        scope: scope of the prefix cache.
+        name: see `MediaKey`.
+        modality: modality of the item.
+        settings: other values of the processor's settings, those of the modality only.
+    """
+    return MediaKey(scope, name, json.dumps([modality, settings], sort_keys=True))
 
 
 def _settings_of(prompt: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -247,10 +247,16 @@ class BlockPool:
         block.block_hash = None
 
     def forget_all(self) -> None:
-        """Forget all known prefixes; blocks in use stay in use, but are no longer known."""
+        """Forget all known prefixes; blocks in use stay in use, but are no longer known.
+
+        The free ones are reused next: unlike blocks that were never used, they have memory.
+        """
         for cached in self._cached:
             for block in list(cached.values()):
                 self.uncache(block)
+                if block.ref_cnt == 0:
+                    self.free_queue.remove(block)
+                    self.free_queue.appendleft(block)
         if self.events is not None:
             self.events.note_cleared()
 

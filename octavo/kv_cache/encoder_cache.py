@@ -93,13 +93,13 @@ class EncoderCacheManager:
                 del self._held[request]
 
     def free(self, request: Request) -> None:
-        """End a request's use of all its items; give them up if it failed.
-
-        The rows of an item whose encoder failed are NaN, and a later request may try again.
-        """
+        """End a request's use of all its items."""
         for identifier in self._held.pop(request, {}).values():
             self._release(identifier)
-        for feature in request.mm_features if request.error is not None else ():
+
+    def forget(self, request: Request) -> None:
+        """Give up the items of a request that no request uses, so that they are computed again."""
+        for feature in request.mm_features:
             if feature.identifier in self._unused:
                 self._give_up(feature.identifier)
 

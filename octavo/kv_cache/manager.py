@@ -444,8 +444,6 @@ class KVCacheManager:
         """Free all blocks of a request; its last ones are reused first."""
         held = self._requests.pop(request.request_id, None)
         if held is not None:
-            if request.error is not None and request.mm_features:
-                self._forget_items(request, held)
             for blocks in held.blocks:
                 self.pool.free_blocks(reversed(blocks))
             if self.cross is not None:
@@ -455,15 +453,22 @@ class KVCacheManager:
                 if not self.managers:  # the first blocks are forgotten last, as in the pool
                     self.states.remember(reversed(request.block_hashes[: held.num_cached_blocks]))
 
-    def _forget_items(self, request: Request, held: _RequestBlocks) -> None:
-        """Forget the blocks of a failed request that depend on its items: they may contain NaN."""
+    def forget_items(self, request: Request) -> None:
+        """Forget what a request may have made known from its first item on: it may contain NaN.
+
+        The blocks are found by their hashes: a request that was preempted, or has ended, does not
+        have them any more, and a window releases them early.
+        """
         begin = min(item.mm_position.offset for item in request.mm_features) // self.block_size
-        blocks = [block for of_group in held.blocks for block in of_group[begin:]]
+        for group_id in range(len(self.managers)):
+            known = self.pool.cached_blocks(group_id)
+            for block_hash in request.block_hashes[begin:]:
+                if block_hash in known:
+                    self.pool.uncache(known[block_hash])
         if self.cross is not None:
-            blocks += self.cross.blocks_of(request)
-        for block in blocks:
-            if block.block_hash is not None:
-                self.pool.uncache(block)
+            self.cross.forget(request)
+        if self.states is not None:
+            self.states.forget(request)
 
     def held_blocks(self) -> dict[str, list[int]]:
         """Return the ids of the blocks of each request, or of a load for it; 0: the null block."""

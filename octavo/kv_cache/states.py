@@ -290,10 +290,14 @@ class StateManager:
             return
         self._publish(request, states)
         if request.error is not None:  # its state may contain NaN
-            for snapshot in self._taken.pop(request, ()):
-                self._drop_for_good(snapshot)
+            self.forget(request)
         for slot in [*states.slots, *(slot for _, slot in states.pending)]:
             self._release(slot)
+
+    def forget(self, request: Request) -> None:
+        """Forget the snapshots that a request has taken."""
+        for snapshot in self._taken.pop(request, ()):
+            self._drop_for_good(snapshot)
 
     def forget_all(self) -> None:
         """Forget all snapshots."""

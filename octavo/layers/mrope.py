@@ -2,9 +2,8 @@
 
 Wang et al., "Qwen2-VL" (arXiv:2409.12191), section 2.1. In a text the three positions of a token
 are equal. The rows of a picture, or of a video, have the positions of its grid, after those of the
-text before it;
-the text after it continues behind the largest of them. So a token of an answer has its index in the
-request plus a constant of the request as its position.
+text before it; the text after it continues behind the largest of them. So a token of an answer has
+its index in the request plus a constant of the request as its position.
 
 A step brings the cosines and sines of its tokens, which all layers use.
 """

@@ -138,8 +138,10 @@ class LogMel:
         padded[:half] = padded[half + 1 : 2 * half + 1][::-1]
         padded[-half:] = padded[-2 * half - 1 : -half - 1][::-1]
         frames = np.lib.stride_tricks.sliding_window_view(padded, self.n_fft)[:: self.hop_length]
-        mel = np.empty((self.feature_size, num_frames), np.float32)
-        for begin in range(0, num_frames, _FRAMES_AT_ONCE):
+        mel = np.zeros((self.feature_size, num_frames), np.float32)
+        # The frames after the samples are silent.
+        sounding = min(num_frames, -(-(len(samples) + half) // self.hop_length))
+        for begin in range(0, sounding, _FRAMES_AT_ONCE):
             end = min(begin + _FRAMES_AT_ONCE, num_frames)
             spectrum = np.fft.rfft(frames[begin:end] * _window(self.n_fft), axis=1)
             power = (spectrum.real**2 + spectrum.imag**2).astype(np.float32, copy=False)

@@ -176,10 +176,12 @@ def _read_index(container: av.container.InputContainer, name: str) -> VideoIndex
         )
     times: list[int | None] = []
     keys: list[int] = []
+    end = 0
     for packet in container.demux(stream):
-        if not packet.size:
+        if not packet.size or packet.is_discard:  # the latter is decoded, but not shown
             continue
         times.append(packet.pts)
+        end = max(end, (packet.pts or 0) + (packet.duration or 0))
         if packet.is_keyframe and packet.pts is not None:
             keys.append(packet.pts)
         if len(times) > MAX_FRAMES:
@@ -189,9 +191,13 @@ def _read_index(container: av.container.InputContainer, name: str) -> VideoIndex
     count = len(times)
     if not count:
         raise RequestError("the video has no frames.")
-    if stream.frames - count > max(1, _LACKING * stream.frames):
+    announced = stream.frames
+    if name == "mov" and stream.duration:  # an edit list may leave frames out
+        shown = max(1, end - (stream.start_time or 0))
+        announced = min(announced, round(count * stream.duration / shown))
+    if announced - count > max(1, _LACKING * announced):
         raise RequestError(
-            f"the file is cut off: its head announces {stream.frames} frames, and {count} are "
+            f"the file is cut off: its head announces {announced} frames, and {count} are "
             "there; send the whole file."
         )
     rate = stream.average_rate

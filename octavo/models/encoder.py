@@ -72,6 +72,8 @@ class EncoderSpec:
     """Projection of tokens to rows; None: the tokens are the rows."""
     max_num_tokens: int
     """Tokens of the longest item, and of a run of several items."""
+    max_num_rows: int = 0
+    """Most rows of an item, if they may be more than its tokens."""
     segments: tuple[int, ...] = ()
     """Index of `EncoderItem.segments` of each layer; empty: all layers use the first."""
     taps: tuple[tuple[int, ProjectorSpec], ...] = ()
@@ -91,6 +93,11 @@ class EncoderSpec:
         """Number of numbers of a row."""
         size = self.hidden_size if self.output is None else self.output.size
         return size + sum(projector.size for _, projector in self.taps)
+
+    @property
+    def longest_item(self) -> int:
+        """Upper bound of the rows of an item."""
+        return max(self.max_num_tokens, self.max_num_rows)
 
     @property
     def cache(self) -> EncoderCache:

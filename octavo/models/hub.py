@@ -129,26 +129,26 @@ def resolve_model(
         raise HubError(f"{model}: {form!r} is not the end of a file's name, such as Q4_K_M.")
     if load_format not in ("auto", "gguf", "dummy"):
         raise HubError(f"{model} is a GGUF file, and load_format={load_format}; leave it out.")
-    patterns = [
+    models = [
         f"*[-._]{name}{part}.gguf"
         for name in dict.fromkeys((form, form.upper(), form.lower()))
         for part in ("", "-?????-of-?????")
     ]
-    if mmproj is None and (beside := _mmproj_of(repo_id, revision, download_dir)) is not None:
-        patterns.append(glob.escape(beside))
+    beside = None if mmproj is not None else _mmproj_of(repo_id, revision, download_dir)
+    patterns = [*models, *([] if beside is None else [glob.escape(beside)])]
     files = []
     if header_only and not hub_offline():
         with contextlib.suppress(HubError):  # an earlier download
             folder = _download(repo_id, revision, download_dir, patterns, offline=True)
-            files = _find(folder, patterns)
+            if beside is None or (folder / beside).exists():
+                files = _find_models(folder, models)
         if not files:
             from octavo.models.hub_headers import fetch_headers
 
             with _hub_errors(repo_id, revision):
-                files = _find(fetch_headers(repo_id, revision, tuple(patterns)), patterns)
+                files = _find_models(fetch_headers(repo_id, revision, tuple(patterns)), models)
     else:
-        files = _find(_download(repo_id, revision, download_dir, patterns), patterns)
-    files = [file for file in files if not is_mmproj(file.name)]
+        files = _find_models(_download(repo_id, revision, download_dir, patterns), models)
     if not files:
         raise HubError(
             f"{repo_id} has no GGUF file whose name ends with {form}.gguf; look at its list of "
@@ -241,9 +241,10 @@ def _is_path(name: str) -> bool:
     return name.startswith((".", "/", "~", "\\")) or name.count("/") > 1
 
 
-def _find(folder: Path, patterns: list[str]) -> list[Path]:
-    """Return the files of a folder that match one of the patterns, by name."""
-    return sorted(file for pattern in patterns for file in folder.glob(pattern))
+def _find_models(folder: Path, patterns: list[str]) -> list[Path]:
+    """Return the files of a folder that match one of the patterns, by name, without towers."""
+    found = sorted(file for pattern in patterns for file in folder.glob(pattern))
+    return [file for file in found if not is_mmproj(file.name)]
 
 
 def _module_files(folder: Path) -> list[str]:

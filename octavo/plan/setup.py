@@ -143,7 +143,7 @@ class WorkerSetup:
         item if that is more; 0 without encoders, and if cross attention reads the rows."""
         if self.spec.is_encoder_decoder:
             return 0
-        longest = max((encoder.max_num_tokens for encoder in self.spec.encoders), default=0)
+        longest = max((encoder.longest_item for encoder in self.spec.encoders), default=0)
         rows = max(self.max_num_batched_tokens, min(longest, self.max_model_len))
         return rows if longest else 0
 

@@ -70,6 +70,13 @@ def check_fits(
             f"the decoder's. Shorten it, or raise max_num_batched_tokens to {encoded + 1}.",
             "prompt",
         )
+    if prompt + encoded > budget and request.whole:  # a part of it would give another result
+        raise ContextLengthError(
+            f"The encoder's input has {encoded} tokens and the prompt {prompt}, but a step takes "
+            f"{budget}, and computes all of both. Raise max_num_batched_tokens to "
+            f"{encoded + prompt}.",
+            "prompt",
+        )
     needed = max_blocks_per_request(
         kv_cache_config.groups, kv_cache_config.block_size, most, budget, rows
     )

@@ -17,9 +17,9 @@ class EncoderInputs:
     """Chooser of the items that encoders compute beside a step's tokens.
 
     A step computes items of at most `max_num_tokens` encoder tokens together, or one larger item
-    (without chunked prefill, the items of one prompt).
-    So the others wait at most that long for the pictures of one request. A request's tokens stop
-    before an item whose rows are not there and cannot be computed in this step.
+    (without chunked prefill, the items of one prompt). So the others wait at most that long for the
+    pictures of one request. A request's tokens stop before an item whose rows are not there and
+    cannot be computed in this step.
 
     A request that has begun can always continue once it is the first one to be scheduled: it uses
     the rows of an item only until its tokens have passed it, and needs no others before.

@@ -371,11 +371,16 @@ class Scheduler:
         self._note_success(step, result)
         sampled = dict(zip(result.req_ids, result.sampled_token_ids, strict=True))
         for request, start, num_sampled in step.entries:
-            if request.status > RequestStatus.PREEMPTED:
-                continue  # it ended while the step was in flight
+            has_ended = request.status > RequestStatus.PREEMPTED  # while the step was in flight
             error = result.errors.get(request.request_id) if result.errors else None
             if error is not None:
-                outputs.append(self._fail(request, error, "RequestError"))
+                if not has_ended:
+                    outputs.append(self._fail(request, error, "RequestError"))
+                if request.mm_features:
+                    self.kv_cache_manager.forget_items(request)
+                    self._encoders.cache.forget(request)
+                continue
+            if has_ended:
                 continue
             output = self._take_result(request, start, num_sampled, sampled, result)
             if output is not None:

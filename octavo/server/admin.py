@@ -84,7 +84,7 @@ async def reset_encoder_cache(request: Request) -> Response:
 
 
 async def reset_mm_cache(request: Request) -> Response:
-    """Forget the media that clients sent with a uuid; each front end has its own."""
+    """Forget the media that this front end keeps by their files and uuids."""
     check_admin(request)
     await (await state_of(request).get_engine()).reset_mm_cache()
     return answers.respond(answers.CacheReset(success=True))

@@ -250,7 +250,12 @@ async def read_chat_media(
     if media is None or (not rendered.items and len(rendered.pieces) == 1):
         return rendered.text
     return await media.read_prompt(
-        rendered.pieces, rendered.items, mm_processor_kwargs, add_nbytes, options.share
+        rendered.pieces,
+        rendered.items,
+        mm_processor_kwargs,
+        add_nbytes,
+        options.share,
+        options.cache_salt,
     )
 
 

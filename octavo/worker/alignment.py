@@ -136,12 +136,13 @@ class AlignmentRows:
         self._ops.call(copy, len(array), 0)
 
     def _keys(self, index: int, head: int, row: int, batch: InputBatch, count: int) -> Floats:
-        """Return the first keys of a head, times the factor of the scores."""
+        """Return the first keys for a head of queries, times the factor of the scores."""
         assert isinstance(self._backend, CPUAttention)
         layer, cache = self._layers[index], self._caches[index]
         blocks = -(-count // cache.shape[3])
         ids = batch.block_tables[self._groups[index], row, :blocks].tolist()
-        keys = self._backend.read_keys(cache, ids, head, count)
+        kv_head = head * layer.num_kv_heads // layer.num_heads
+        keys = self._backend.read_keys(cache, ids, kv_head, count)
         return keys * np.float32(layer.params.scale)
 
 

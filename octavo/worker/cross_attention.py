@@ -44,7 +44,7 @@ class CrossAttentionRows:
     ) -> None:
         self._encoder, self._block_size = encoder, kv.block_size
         self.failed: dict[str, str] = {}
-        """Errors of the items whose rows could not be computed last, by identifier."""
+        """Errors of the items of live requests whose rows could not be computed, by identifier."""
         self._ops, self._backend = ops, backend
         self._layers = [
             (layer, caches[layer.cache], kv.layer_to_group[layer.cache]) for layer in layers
@@ -57,6 +57,9 @@ class CrossAttentionRows:
             output: the step.
             batch: the rows of the requests, which have their blocks.
         """
+        if self.failed:
+            live = {item.identifier for of_req in batch.features.values() for item in of_req}
+            self.failed = {name: self.failed[name] for name in self.failed.keys() & live}
         if not output.scheduled_encoder_inputs:
             return
         new: list[ScheduledRequest] = [

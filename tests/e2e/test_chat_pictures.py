@@ -4,6 +4,7 @@ import base64
 import contextlib
 import io
 import json
+import os
 import signal
 
 import httpx
@@ -13,6 +14,7 @@ import pytest
 from PIL import Image
 
 from octavo import SamplingParams
+from octavo.engine.core_messages import ITEMS
 from octavo.errors import RequestError
 from octavo.media.videos import read_frames, read_index
 from tests.e2e.harness import serve
@@ -83,6 +85,35 @@ def test_offline_chat(llm, expected):
     assert ask(llm, pil, text("and"), part(SECOND), text("?")) == expected
 
 
+def test_a_file_that_comes_again(folder, expected):
+    """It is neither read nor sent again, gives the same bits, and reaches the engine that replaces
+    a dead one."""
+    content = [part(FIRST), text("and"), part(SECOND), text("?")]
+    with make_llm(folder, isolate=True, enable_prefix_caching=False) as llm:
+        engine = llm.llm_engine
+        supervisor = engine.client._client
+        assert ask(llm, *content) == expected
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(engine.chat_media, "_files", {})
+            channel, sent = supervisor._client._channel, []
+            send = channel.send
+
+            async def note(kind, payload):
+                sent.append((kind, len(payload)))
+                await send(kind, payload)
+
+            patch.setattr(channel, "send", note)
+            assert ask(llm, *content) == expected
+            assert ask(llm, text("other"), *content[1:]) != expected
+            assert [kind for kind, _ in sent] == [ITEMS] * 2
+            assert sum(nbytes for _, nbytes in sent) < supervisor._client._items.nbytes / 4
+            (pid,) = engine.client.pids
+            os.kill(pid, signal.SIGKILL)
+            assert ask(llm, *content) == expected
+            assert ask(llm, *content) == expected
+        assert engine.client.pids != [pid]
+
+
 def test_placeholders_of_users_are_text(llm):
     alone, _ = ask(llm, part(FIRST))
     ids, _ = ask(llm, text("<image>"), part(FIRST))
@@ -116,7 +147,7 @@ def video(file, **more):
     return {"type": "video_url", "video_url": {"url": url}, **more}
 
 
-def test_videos(llm):
+def test_videos(llm, monkeypatch):
     """A file gives the answer of its frames as an array; users cannot write the placeholder."""
     file = video_file(smooth_frames(9, 32, 48), codec="gif", kind="gif")
     index = read_index(memoryview(file))
@@ -128,8 +159,11 @@ def test_videos(llm):
     chat = [part(FIRST), text("and"), video(file), text("?")]
     messages = [{"role": "user", "content": chat}]
     settings = {"num_frames": 2}
-    (output,) = llm.chat(messages, PARAMS, mm_processor_kwargs=settings, use_tqdm=False)
-    assert (output.prompt_token_ids, output.outputs[0].text) == expected
+    for _ in range(2):  # the second time it is not read
+        (output,) = llm.chat(messages, PARAMS, mm_processor_kwargs=settings, use_tqdm=False)
+        assert (output.prompt_token_ids, output.outputs[0].text) == expected
+        monkeypatch.setattr(llm.llm_engine.chat_media, "_files", {})
+    monkeypatch.undo()
     alone, _ = ask(llm, text("<video>"))
     assert ID["<video>"] not in alone
     with pytest.raises(RequestError, match=r"video 1: the file is a picture"):
@@ -356,4 +390,5 @@ def test_bad_pictures_harm_nobody(server, expected, stream):
         with contextlib.suppress(psutil.NoSuchProcess):
             if "octavo.media.process" in process.cmdline():
                 process.send_signal(signal.SIGKILL)
-    assert send(part(FIRST), text("and"), part(SECOND), text("?")).status_code == 200
+    new = picture(30, 48, 2)
+    assert send(part(FIRST), text("and"), part(new), text("?")).status_code == 200

@@ -10,7 +10,7 @@ import pytest
 
 from octavo import LLM
 from octavo.errors import ModelError
-from tests.mmproj_files import TEXTS, arrays_of, metadata_of, save_pair, save_tower
+from tests.mmproj_files import TEXTS, VOCABULARY, arrays_of, metadata_of, save_pair, save_tower
 from tests.pictures import CASES, MORE_CASES, make_llm, params, picture, save_model
 
 LARGE = picture(150, 170, 3)
@@ -27,10 +27,12 @@ def make_saved(tmp_path_factory):
     def make(name: str) -> tuple[Path, Path, Path, Any]:
         folder, pair = tmp_path_factory.mktemp(name), tmp_path_factory.mktemp(f"{name}-gguf")
         model = save_model(name, folder)
+        config = json.loads((folder / "config.json").read_text())
         if name == "qwen2_5_vl":  # the files do not name the size of windows
-            config = json.loads((folder / "config.json").read_text())
             config["vision_config"]["window_size"] = 112
-            (folder / "config.json").write_text(json.dumps(config))
+        if name == "gemma3":  # nor the layers with a sliding window: five of six
+            config["text_config"]["layer_types"] = ["sliding_attention"] * 3
+        (folder / "config.json").write_text(json.dumps(config))
         return (folder, *save_pair(model, name, pair), model)
 
     return make
@@ -60,6 +62,8 @@ def settings(name: str) -> dict[str, Any]:
     options: dict[str, Any] = {"max_num_batched_tokens": 1024, "max_model_len": 500}
     if name.startswith("qwen"):
         options["mm_processor_kwargs"] = QWEN
+    if name == "gemma3":  # the files have no settings of crops
+        options["mm_processor_kwargs"] = {"do_pan_and_scan": False}
     return options
 
 
@@ -75,8 +79,24 @@ def test_answers(name: str, make_saved) -> None:
         assert own == pytest.approx(logprobs, abs=5e-6)
 
 
+def test_vocabulary_without_the_token_of_rows(
+    make_saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Published files of Gemma 3 end before it."""
+    _, text, _, model = make_saved("gemma3")
+    tokens = VOCABULARY["tokenizer.ggml.tokens"]
+    own = [f"<unused{i}>" if x == "<image_soft_token>" else x for i, x in enumerate(tokens)]
+    vocabulary = VOCABULARY | {"tokenizer.ggml.tokens": own}
+    monkeypatch.setattr("tests.mmproj_files.VOCABULARY", vocabulary)
+    found = []
+    for file in (text, save_pair(model, "gemma3", tmp_path)[0]):
+        with make_llm(file, **settings("gemma3")) as llm:
+            found.append([answer[1:] for answer in answers(llm, "gemma3")])
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("kind", ["f16", "q8_0"])
-@pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_vl", "mistral3"])
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_vl", "mistral3", "gemma3"])
 def test_types_of_towers(name: str, kind: str, make_saved, tmp_path: Path) -> None:
     """Rounded towers change the answers by no more than rounding does."""
     _, text, tower, model = make_saved(name)

@@ -228,6 +228,16 @@ def test_a_merged_adapter_may_change_the_tower(some, tmp_path):
     )
 
 
+def test_pictures_with_more_rows_than_patches(make_saved):
+    """A row ends each line of LLaVA-NeXT: large pictures fit into the cache of a small budget."""
+    name, folder, _, _ = make_saved("llava_next")
+    given = prompt(name, picture(40, 40, 5), text="{}")
+    with make_llm(folder) as llm:
+        alone = answers(llm, given)
+    with make_llm(folder, max_num_batched_tokens=23) as llm:
+        assert answers(llm, given) == alone
+
+
 def test_internvl_as_published(make_saved, tmp_path):
     """Its code is no part of transformers: the same weights in both formats give the same bits."""
     _, folder, _, alone = make_saved("internvl")
@@ -416,6 +426,11 @@ def test_errors(one):
             "would cut the media",
             prompt(name, PICTURES[0], text="{}"),
             params=params(truncate_prompt_tokens=4),
+        )
+        refuse(
+            "extra_args.alignment is for encoder-decoders",
+            prompt(name, PICTURES[0], text="{}"),
+            params=params(extra_args={"alignment": [[[0, 0]], 1]}),
         )
         refuse("maximum context length", prompt(name, PICTURES[0], text="{}" + "x" * 380))
         assert answers(llm, prompts(name)) == alone

@@ -188,7 +188,7 @@ def wav(samples, rate=RATE):
     return file.getvalue()
 
 
-def test_chats(one):
+def test_chats(one, monkeypatch):
     name, folder, _, _ = one
     samples = np.round(SOUNDS[1] * 32768) / 32768
     data = base64.b64encode(wav(samples)).decode()
@@ -208,6 +208,8 @@ def test_chats(one):
             (output,) = llm.chat(chat, params(30), chat_template=template, use_tqdm=False)
             answer = output.outputs[0]
             assert (output.prompt_token_ids, answer.token_ids, answer.logprobs) == expected[0]
+            monkeypatch.setattr(llm.llm_engine.chat_media, "_files", {})  # the file is known
+        monkeypatch.undo()
         part["audio_url"] = {"url": "data:audio/wav;base64,AAAA"}
         with pytest.raises(RequestError, match=r"sound 1.* no sound of a supported format"):
             llm.chat(chat, params(), chat_template=template)

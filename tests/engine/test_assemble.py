@@ -260,6 +260,25 @@ def test_each_process_of_an_engine_imports_the_plug_ins(ranks, processes, monkey
     assert nbytes["plug-ins"] == processes * 5 * 2**20
 
 
+def test_kept_media_are_planned_in_both_processes():
+    encoder = object()
+    for encoders, is_encoder_decoder, gb, expected in (
+        ((encoder,), False, 0.5, 2**30),
+        ((encoder,), False, 0.0, None),
+        ((encoder,), True, 0.5, None),
+        ((), False, 0.5, None),
+    ):
+        spec = SimpleNamespace(
+            encoders=encoders,
+            is_encoder_decoder=is_encoder_decoder,
+            generates=False,
+            vocab_size=10,
+        )
+        config = EngineConfig.from_kwargs(model=BUILTIN_MODEL, mm_processor_cache_gb=gb)
+        items = assemble._memory_items(setup_of(config, spec))
+        assert {it.name: it.nbytes for it in items}.get("kept media") == expected
+
+
 def test_tokenizers_and_grammars_are_planned_where_they_are_loaded():
     def planned(spec, **settings):
         config = EngineConfig.from_kwargs(model=BUILTIN_MODEL, **settings)

@@ -183,7 +183,8 @@ def test_how_the_engines_are(tmp_path):
         await until(lambda: client.missing == [1])
         assert not client.up
         engines.up, engines.missing = True, []
-        engines.ready.set_result(CoreReady(make_plan(64, 8)))
+        # Front ends send the coordinator whole requests.
+        engines.ready.set_result(CoreReady(make_plan(64, 8), kept_items_nbytes=1000))
         assert await client.ready == CoreReady(make_plan(64, 8))
         await until(lambda: client.up)
         engines.down = {1: "is being started"}

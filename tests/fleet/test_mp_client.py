@@ -7,9 +7,12 @@ import msgspec
 import pytest
 
 from octavo.engine import core_messages
+from octavo.engine.kept_items import KeptItems, RequestWithItems
 from octavo.errors import EngineDeadError, EngineStoppedError
 from octavo.fleet.mp_client import AsyncMPClient
-from octavo.messages import EngineCoreOutput, EngineCoreOutputs
+from octavo.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
+from tests.engine.test_kept_items import request_of
+from tests.plan.plans import make_plan
 
 
 class Process:
@@ -17,10 +20,14 @@ class Process:
 
     def __init__(self, *messages):
         self.messages = deque(messages)
+        self.sent = []
         self.closed, self.killed, self.was_stopped = False, None, False
 
     def open_channel(self):
         return self
+
+    async def send(self, kind, payload):
+        self.sent.append((kind, payload))
 
     async def receive(self, seconds):
         return self.receive_nowait()
@@ -80,6 +87,38 @@ def test_the_rest_is_left_to_who_waits(message, error):
         with pytest.raises(EngineDeadError, match=error):
             await client.get_output()
         assert (process.killed is not None) == (message[0] == core_messages.OUTPUTS)
+
+    asyncio.run(main())
+
+
+def test_items_are_sent_once_to_an_engine_that_keeps_them():
+    """Engines keep nothing before they have said so, and nothing that could not be encoded."""
+
+    async def main():
+        ready = core_messages.CoreReady(make_plan(64, 8), kept_items_nbytes=10_000)
+        process = Process((core_messages.READY, msgspec.msgpack.encode(ready)), outputs(1))
+        client, kept = AsyncMPClient(process), KeptItems()
+        await client.add_request(request_of("a"))
+        kind, payload = process.sent.pop()
+        assert kind == core_messages.ADD
+        assert msgspec.msgpack.decode(payload, type=EngineCoreRequest) == request_of("a")
+        await client.get_output()
+        bad = request_of("a")
+        bad.request_id = object()
+        with pytest.raises(TypeError):
+            await client.add_request(bad)
+        assert not process.sent
+        sizes = []
+        for name in ("a", "a", "b"):
+            await client.add_request(request_of(name))
+            kind, payload = process.sent.pop()
+            assert kind == core_messages.ITEMS
+            sizes.append(len(payload))
+            message = msgspec.msgpack.decode(payload, type=RequestWithItems)
+            assert kept.complete(message) == request_of(name)
+        assert sizes[0] == sizes[2] > sizes[1] + 100
+        await client.add_request(request_of())
+        assert process.sent.pop()[0] == core_messages.ADD
 
     asyncio.run(main())
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import hashlib
 import io
 from concurrent.futures import Future
 from types import SimpleNamespace
@@ -13,8 +14,9 @@ from PIL import Image
 from octavo.config import ModelConfig
 from octavo.errors import ContextLengthError, RequestError
 from octavo.frontend.chat_media import ChatMedia
+from octavo.frontend.media_cache import MediaCache
 from octavo.frontend.pictures import Pictures
-from octavo.frontend.prompt_media import PromptMedia
+from octavo.frontend.prompt_media import PromptMedia, media_key
 from octavo.media.content import MediaItem
 from octavo.multimodal.processors.registry import make_processor
 
@@ -142,6 +144,82 @@ def test_pictures_are_bounded_while_they_are_read(chat_media):
 
     with pytest.raises(RequestError, match="full"):
         asyncio.run(chat_media.read_prompt(["a"], items, None, full))
+
+
+class Counting:
+    """Reader of files that counts them."""
+
+    def __init__(self, reader):
+        self.reader, self.count = reader, 0
+
+    def read(self, *args):
+        self.count += 1
+        return self.reader.read(*args)
+
+
+@pytest.fixture
+def counting(chat_media, monkeypatch):
+    """Return the reader of files of `chat_media`, which keeps at most three items of this size."""
+    reader = Counting(chat_media._files["image"])
+    monkeypatch.setitem(chat_media._files, "image", reader)
+    nbytes = 4 * 6 * 1176 * 4 + 3 * 8 + 1024
+    monkeypatch.setattr(chat_media._media, "cache", MediaCache(3 * nbytes))
+    return reader
+
+
+def test_a_file_is_read_once(chat_media, folder, counting):
+    """The URL does not count; the content, the settings and the scope do."""
+
+    def read_in(scope, source, settings=None, share=None):
+        work = chat_media.read_prompt(["a"], items_of([source]), settings, share=share, scope=scope)
+        before = counting.count
+        (item,) = asyncio.run(work)["multi_modal_data"]["image"]
+        return item, counting.count - before
+
+    file = url(28, 84)
+    first, count = read_in(None, file)
+    assert count == 1
+    for source in (file, f"file://{folder}/a.png", file.replace("image/png", "image/x")):
+        assert read_in(None, source) == (first, 0)
+    small, count = read_in(None, file, {"min_pixels": 1})
+    assert (small.num_embeds, first.num_embeds, count) == (3, 8, 1)
+    assert read_in(None, file, {"min_pixels": 1}) == (small, 0)
+    chat_media._media.cache.clear()
+    assert read_in(None, file) == (first, 1)
+    for scope in ("mine", "other"):  # also the time of an answer tells them nothing
+        assert read_in(scope, file) == (first, 1)
+        assert read_in(scope, file) == (first, 0)
+
+
+def test_the_files_that_are_kept_are_bounded(chat_media, counting):
+    files = [url(56, 84 + i) for i in range(4)]
+    sizes = [read(chat_media, file)["multi_modal_data"]["image"][0].nbytes for file in files]
+    cache = chat_media._media.cache
+    assert sizes == [24 * 1176 * 4 + 3 * 8] * 4
+    assert (len(cache), cache.nbytes) == (3, cache.max_nbytes)
+    assert counting.count == 4
+    read(chat_media, files[3])
+    assert counting.count == 4
+    read(chat_media, files[0])
+    assert counting.count == 5
+
+
+def test_a_file_that_cannot_be_read_is_not_kept(chat_media, counting):
+    for count in (1, 2):
+        with pytest.raises(RequestError, match="no picture"):
+            read(chat_media, "data:;base64,AAAA")
+        assert (counting.count, len(chat_media._media.cache)) == (count, 0)
+
+
+def test_a_uuid_finds_no_file(chat_media, counting):
+    """No client can name a file by its digest."""
+    file = base64.b64decode(url(28, 84).partition(",")[2])
+    read(chat_media, url(28, 84))
+    digest = hashlib.sha256(file)
+    cache = chat_media._media.cache
+    assert cache.get(media_key(None, digest.digest(), "image", {})) is not None
+    for uuid in (digest.hexdigest(), digest.digest().decode("latin-1")):
+        assert cache.get(media_key(None, uuid, "image", {})) is None
 
 
 def test_slow_hosts_delay_no_files(chat_media, monkeypatch):

@@ -135,6 +135,15 @@ class TestBlockPool:
         pool.free_blocks(blocks)
         pool.check_integrity([0] * 3)
 
+    def test_forgotten_blocks_are_reused_before_new_ones(self):
+        pool = BlockPool(5, 1)
+        blocks = pool.get_new_blocks(2)
+        pool.cache_full_blocks(blocks, [b"a", b"b"], 0, 2, 0)
+        pool.free_blocks(blocks)
+        assert not {*ids(pool.free_queue.to_list()[:2])} & {*ids(blocks)}
+        pool.forget_all()
+        assert {*ids(pool.get_new_blocks(2))} == {*ids(blocks)}
+
 
 class TestIntegrity:
     def pool(self):
@@ -242,6 +251,10 @@ class PoolMachine(RuleBasedStateMachine):
     @rule()
     def reset(self):
         self.pool.forget_all()
+        for _, block in sorted(self.known.items(), key=lambda item: item[0][0]):
+            if block in self.free:
+                self.free.remove(block)
+                self.free.insert(0, block)
         self.known = {}
 
     @invariant()

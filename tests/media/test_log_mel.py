@@ -40,6 +40,15 @@ def test_features_are_those_of_transformers(settings):
         assert np.abs(features - expected).max() < 1e-4
 
 
+@pytest.mark.parametrize("count", [1, 199, 39_800, 39_801, 40_000, 79_800, 80_000, 80_001])
+def test_silence_after_a_sound_is_not_computed(count):
+    samples = np.random.default_rng(1).normal(0, 0.1, count).astype(np.float32)
+    padded = np.zeros(30 * RATE, np.float32)
+    padded[:count] = samples
+    # Samples of silence are computed; those that are missing are not.
+    assert np.array_equal(LogMel().compute(samples), LogMel().compute(padded))
+
+
 @pytest.mark.skipif(not CLIPS.is_dir(), reason="set OCTAVO_REAL_MODELS to a folder with it")
 def test_real_sound():
     for path in CLIPS.glob("*.wav"):

@@ -291,6 +291,19 @@ def test_tower_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     listed = httpx.ConnectError("no route")
     assert resolve_model("org/name:Q8_0", mmproj=None) == tmp_path / "m-Q8_0.gguf"
     assert "mmproj-Q8_0.gguf" in fake.options["allow_patterns"]
+    # A plan reads headers, unless both files were downloaded earlier.
+    listed = [*repo, "m-Q4_K_M.gguf"]
+    headers = tmp_path / "headers"
+    headers.mkdir()
+    (headers / "m-Q4_K_M.gguf").touch()
+    monkeypatch.setattr("octavo.models.hub_headers.fetch_headers", lambda *args: headers)
+    for form, place in (("Q8_0", tmp_path), ("Q4_K_M", headers)):
+        found = resolve_model(f"org/name:{form}", mmproj=None, header_only=True)
+        assert found == place / f"m-{form}.gguf"
+    (tmp_path / "mmproj-Q8_0.gguf").unlink()
+    (headers / "m-Q8_0.gguf").touch()
+    found = resolve_model("org/name:Q8_0", mmproj=None, header_only=True)
+    assert found == headers / "m-Q8_0.gguf"
     listed = ["m-Q8_0.gguf", "mmproj-a.gguf", "mmproj-b.gguf"]
     with pytest.raises(HubError, match=r"org/name: there are several mmproj files.*--mmproj"):
         resolve_model("org/name:Q8_0", mmproj=None)

@@ -9,6 +9,7 @@ import torch
 from octavo import SamplingParams
 from octavo.errors import RequestError
 from octavo.models.blocks.wave import MIN_SAMPLES
+from octavo.models.families.moonshine import MAX_SAMPLES
 from tests.models.harness import make_hf
 from tests.models.test_encoder_decoders import make_llm
 from tests.revival import assert_revived
@@ -128,6 +129,7 @@ def test_wrong_sounds(moonshine):
             (np.zeros((MIN_SAMPLES - 1, 1), np.float32), f"at least {MIN_SAMPLES} samples"),
             (np.full((9000, 1), np.nan), "not finite"),
             (np.zeros((31 * 16_000, 1), np.float32), "at most"),
+            (np.zeros((MAX_SAMPLES + 100, 1), np.float32), f"at most {MAX_SAMPLES}"),
         ):
             with pytest.raises(RequestError, match=message):
                 llm.generate({"encoder_prompt": {"input_features": wrong}}, params())

@@ -76,6 +76,27 @@ def test_chosen_frames_of_every_format(reader, kind, codec):
     assert item.modality == "video"
 
 
+@pytest.mark.parametrize("options", [{"g": "4"}, {"bf": "2", "g": "40"}])
+def test_frames_that_an_edit_list_leaves_out_are_not_counted(reader, options):
+    """An MP4 that a phone has cut holds frames before its begin: those from a key frame on."""
+    file = io.BytesIO()
+    muxer = {"use_editlist": "1", "avoid_negative_ts": "disabled"}
+    with av.open(file, "w", format="mp4", options=muxer) as container:
+        stream = container.add_stream("libx264", rate=4, options=options)
+        stream.height, stream.width, stream.pix_fmt = HEIGHT, WIDTH, "yuv420p"
+        images = [av.VideoFrame.from_ndarray(image, format="rgb24") for image in PIXELS]
+        for packet in [p for image in (*images, None) for p in stream.encode(image)]:
+            left_out = int(10 / 4 / packet.time_base)
+            packet.pts, packet.dts = packet.pts - left_out, packet.dts - left_out
+            container.mux(packet)
+    item = read(reader, file.getvalue())
+    shown = [10, 15, 21, 27, 33, 39]
+    means = [PIXELS[[a, b]].mean() for a, b in zip(shown[::2], shown[1::2], strict=True)]
+    np.testing.assert_allclose(levels(item), means, atol=3)
+    assert item.parts[0].place.pieces[0] == "<0.6 seconds><|vision_start|>"
+    assert len(read(reader, file.getvalue(), num_frames=-1).parts) == 15
+
+
 def test_request_chooses_frames(reader):
     assert len(read(reader, H264, num_frames=9).parts) == 5
     assert len(read(reader, H264, num_frames=-1).parts) == COUNT // 2

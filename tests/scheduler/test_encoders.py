@@ -5,7 +5,7 @@ import pytest
 from octavo.errors import RequestError
 from octavo.request import RequestStatus
 from octavo.scheduler.encoders import uncomputed
-from tests.fakes import FakeEngine, picture, scheduled_tokens
+from tests.fakes import FakeEngine, pages, picture, scheduled_tokens
 
 
 def make_engine(rows=64, budget=32, **options):
@@ -257,3 +257,38 @@ def test_the_worker_gets_no_data_of_computed_items():
     features = [picture("a", 0, 4), picture("b", 4, 4)]
     assert [bool(f.data) for f in uncomputed(features, 4)] == [False, True]
     assert features[0].data
+
+
+@pytest.mark.parametrize("fate", ["running", "preempted", "aborted"])
+def test_what_depends_on_a_failed_item_is_forgotten(fate):
+    """So is what the request has released: blocks before a window, all blocks at its end."""
+    engine = make_engine(caches=pages(None, 16))
+    engine.add("1", range(60), features=[picture("a", 10, 10)])
+    engine.schedule()
+    engine.schedule()
+    if fate == "preempted":
+        engine.scheduler._preempt_all()
+    elif fate == "aborted":
+        engine.scheduler.finish_requests(["1"], RequestStatus.FINISHED_ABORTED)
+    pool, items = engine.scheduler.kv_cache_manager.pool, engine.scheduler._encoders.cache
+    assert [len(pool.cached_blocks(group)) for group in range(2)] == [7, 7]
+    assert "a" in items
+    engine.in_flight[0][1].errors["1"] = "its encoder failed"
+    engine.update()
+    # The first block ends before the picture.
+    assert [len(pool.cached_blocks(group)) for group in range(2)] == [1, 1]
+    assert "a" not in items
+    engine.run()
+
+
+def test_a_request_that_is_too_late_forgets_nothing():
+    engine = make_engine()
+    engine.add("1", range(25), features=[picture("a", 2, 10)], deadline=1.0)
+    engine.step()
+    engine.now = 2.0
+    engine.step()
+    assert engine.finish_reason("1").name == "ERROR"
+    engine.add("2", range(25), features=[picture("a", 2, 10)])
+    step = engine.schedule()
+    assert (step.scheduled_encoder_inputs, scheduled_tokens(step)) == ({}, {"2": 1})
+    engine.run()

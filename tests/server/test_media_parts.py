@@ -104,7 +104,7 @@ class LargeMedia:
 
     kinds = KINDS
 
-    async def read_prompt(self, pieces, items, settings, add_nbytes, share):
+    async def read_prompt(self, pieces, items, settings, add_nbytes, share, scope):
         add_nbytes(600 * 2**20)
         return "".join(pieces)
 

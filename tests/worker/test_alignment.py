@@ -94,8 +94,9 @@ def test_few_rows_are_not_smoothed() -> None:
 @pytest.mark.parametrize(
     ("alignment", "message"),
     [
-        ({"heads": []}, "needs heads"),
-        ({"heads": [[0, -1]]}, "needs heads"),
+        ({"heads": []}, "needs different heads"),
+        ({"heads": [[0, -1]]}, "needs different heads"),
+        ({"heads": [[0, 1], [0, 1]]}, "needs different heads"),
         ({"num_rows": 301}, "1 to 300 rows"),
         ({"num_rows": 0}, "1 to 300 rows"),
         ({"heads": "x"}, "extra_args.whisper_alignment"),
@@ -113,3 +114,17 @@ def test_a_head_that_the_model_lacks_fails_alone(llm: LLM) -> None:
         assert output.outputs[0].finish_reason == "error"
         assert "has no head" in str(output.outputs[0].stop_reason)
     assert good.pooled is not None
+
+
+def test_a_step_must_have_room_for_the_sound_and_all_tokens(folder: Path) -> None:
+    for budget in (300 + 32, 300 + 31):
+        settings = {"max_num_batched_tokens": budget, "enable_prefix_caching": False}
+        with LLM(str(folder), dtype="float32", max_num_seqs=4, **settings) as llm:
+            asks = [ask(llm, sounds()[1], tokens) for tokens in TOKENS[:2]]
+            if budget < 332:
+                (output,) = llm.generate(*asks[1])
+                assert "max_num_batched_tokens to 332" in str(output.outputs[0].stop_reason)
+                continue
+            outputs = llm.generate([one for one, _ in asks], [params for _, params in asks])
+            sizes = [len(output.pooled or b"") for output in outputs]
+            assert sizes == [4 * ROWS * len(tokens) for tokens in TOKENS[:2]]

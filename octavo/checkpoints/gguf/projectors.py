@@ -60,9 +60,11 @@ class Projector:
     names: Mapping[str, str]
     """The same outside of layers."""
     last: str
-    """Tensor whose rows are the numbers of a row of the decoder."""
+    """Tensor whose rows, or columns, are the numbers of a row of the decoder."""
     own_keys: tuple[str, ...] = ()
     """Keys of `clip.vision` that only these files have."""
+    transposed: bool = False
+    """True if they are the columns of `last`."""
     permuted: bool = False
     """True if the converter has reordered the rows of queries and keys for rotations of
     neighbors."""
@@ -191,6 +193,19 @@ def _internvl(file: Described, vision: dict[str, Any]) -> tuple[dict[str, Any], 
     return config, pictures
 
 
+def _gemma3(file: Described, vision: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    side, factor = vision["image_size"], file.number("projector.scale_factor", 4)
+    patches = side // vision["patch_size"]
+    if patches % factor:
+        raise file.keys.error(
+            "clip.vision.projector.scale_factor", f"it must divide {patches}, the patches of a side"
+        )
+    vision["hidden_act"] = "gelu_pytorch_tanh"
+    pictures = {"size": {"height": side, "width": side}}
+    rows = (patches // factor) ** 2
+    return {"vision_config": vision, "mm_tokens_per_image": rows}, pictures
+
+
 _QWEN_NAMES = {"visual.patch_embed.proj": "v.patch_embd", "visual.merger.ln_q": "v.post_ln"}
 _QWEN_NAMES |= {"visual.merger.mlp.0": "mm.0", "visual.merger.mlp.2": "mm.2"}
 _QWEN3_NAMES = {"visual.patch_embed.proj": "v.patch_embd", "visual.pos_embed": "v.position_embd"}
@@ -218,6 +233,13 @@ _PIXTRAL_NAMES = {
     "multi_modal_projector.norm": "mm.input_norm",
     "multi_modal_projector.patch_merger.merging_layer": "mm.patch_merger",
 }
+_GEMMA3_NAMES = {
+    "vision_tower.embeddings.patch_embedding": "v.patch_embd",
+    "vision_tower.embeddings.position_embedding": "v.position_embd",
+    "vision_tower.post_layernorm": "v.post_ln",
+    "multi_modal_projector.mm_input_projection_weight": "mm.input_projection.weight",
+    "multi_modal_projector.mm_soft_emb_norm": "mm.soft_emb_norm",
+}
 _INTERNVL_NAMES = {
     "vision_tower.embeddings.patch_embeddings.projection": "v.patch_embd",
     "vision_tower.embeddings.position_embeddings": "v.position_embd.weight",
@@ -228,6 +250,20 @@ _INTERNVL_NAMES = {
 }
 
 PROJECTORS: dict[str, Projector] = {
+    "gemma3": Projector(
+        "Gemma3",
+        "gemma3",
+        ("gemma3",),
+        _gemma3,
+        "vision_tower.encoder.layers.",
+        _SIGLIP,
+        _GEMMA3_NAMES,
+        "mm.input_projection.weight",
+        ("projector.scale_factor",),
+        transposed=True,
+        shifted="multi_modal_projector.mm_soft_emb_norm.weight",
+        floats=("mm.input_projection.weight",),
+    ),
     "qwen2vl_merger": Projector(
         "Qwen2VL",
         "qwen2_vl",

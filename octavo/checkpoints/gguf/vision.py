@@ -121,7 +121,7 @@ class VisionFile:
                 f"{' or '.join(known.texts)}, and this one has {printable(text_kind)}"
             )
         hidden, shape = text.integer("hidden_size"), self.shapes.get(known.last, ())
-        if shape[:1] != (hidden,):
+        if (shape[-1:] if known.transposed else shape[:1]) != (hidden,):
             return (
                 f"{known.last} has the shape {list(shape)}, and the text model has embeddings of "
                 f"{hidden} numbers"

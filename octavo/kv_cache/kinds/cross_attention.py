@@ -80,9 +80,13 @@ class CrossAttentionManager:
         held = self._requests[request_id]
         return [[block.block_id for block in blocks] for blocks in held.blocks]
 
-    def blocks_of(self, request: Request) -> list[KVCacheBlock]:
-        """Return the blocks of a request in all groups."""
-        return [*chain.from_iterable(self._requests[request.request_id].blocks)]
+    def forget(self, request: Request) -> None:
+        """Forget the known blocks of a request's encoder input."""
+        for group_id in self.groups:
+            known = self.pool.cached_blocks(group_id)
+            for block_hash in _block_hashes(request, self.block_size):
+                if block_hash in known:
+                    self.pool.uncache(known[block_hash])
 
     def check_integrity(self, live: Sequence[Request], ref_counts: list[int]) -> None:
         """Check the records of the requests with blocks, and add their references.

@@ -58,6 +58,12 @@ class WaveInputSpec:
                 f"with at least {MIN_SAMPLES} samples.",
                 "encoder_prompt",
             )
+        if len(samples) > self.max_num_samples:
+            raise RequestError(
+                f"'input_features' has {len(samples)} samples, and the encoder reads at most "
+                f"{self.max_num_samples}; divide the sound.",
+                "encoder_prompt",
+            )
         return num_tokens, num_tokens
 
     def read(self, data: Arrays) -> EncoderItem:

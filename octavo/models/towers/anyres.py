@@ -181,6 +181,12 @@ class AnyresLayout:
         return 1 + max(height * width for height, width in self.resolutions) // self.tiles.size**2
 
     @property
+    def max_rows(self) -> int:
+        """Upper bound of the rows of a picture."""
+        side = self.tiles.side
+        return side**2 + self._largest_packing(self.max_tiles - 1).num_rows
+
+    @property
     def frame_rows(self) -> Size:
         """Lines and columns of the rows of a frame."""
         return (-(-self.tiles.side // 2),) * 2
@@ -211,18 +217,21 @@ class AnyresLayout:
 
     def largest(self, num_tokens: int) -> EncoderItem:
         """Implement `PatchLayout`."""
-        item, side = self.tiles.largest(num_tokens), self.tiles.size
         count = num_tokens // self.num_tokens - 1
-        if self.limit is not None:  # a picture that is just not shrunk has most rows
-            count = min(count, math.ceil(self.limit * _SHRINKS_FROM**2))
-        packing = Packing(self.tiles.side, (count, 1), (count * side, side))
-        return self._packed(item, packing)
+        return self._packed(self.tiles.largest(num_tokens), self._largest_packing(count))
 
     def packing(self, height: int, width: int) -> Packing:
         """Return the lines of a picture with this size in pixels."""
         best = best_resolution(height, width, self.resolutions)
         grid = best[0] // self.tiles.size, best[1] // self.tiles.size
         return Packing(self.tiles.side, grid, (height, width), self.limit)
+
+    def _largest_packing(self, count: int) -> Packing:
+        """Return the lines of at most `count` tiles that have most rows."""
+        side = self.tiles.size
+        if self.limit is not None:  # a picture that is just not shrunk has most rows
+            count = min(count, math.ceil(self.limit * _SHRINKS_FROM**2))
+        return Packing(self.tiles.side, (count, 1), (count * side, side))
 
     def _packing(self, data: Arrays) -> Packing:
         size = [int(n) for n in data["image_sizes"].ravel()]

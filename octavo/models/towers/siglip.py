@@ -214,7 +214,11 @@ def _with_tiles(tower: _Tower, config: ConfigJson, limit: int | None) -> Encoder
     layout = AnyresLayout(tiles, read_resolutions(config, tiles.size), limit)
     output = replace(tower.output, gathers=False, newline="image_newline")
     spec = replace(tower, layout=layout, output=output, max_tiles=layout.max_tiles).read()
-    return replace(spec, prefixes=(*spec.prefixes, ("image_newline", "model.image_newline")))
+    return replace(
+        spec,
+        prefixes=(*spec.prefixes, ("image_newline", "model.image_newline")),
+        max_num_rows=layout.max_rows,
+    )
 
 
 def read_llava_next(config: ConfigJson) -> EncoderSpec:

@@ -74,7 +74,8 @@ class Processor:
 
     Attributes:
         placeholder: text in a rendered chat that stands for one item.
-        embed_token: special token whose embeddings the encoder's rows replace.
+        embed_token: special token whose embeddings the encoder's rows replace; that of the
+            placeholder replaces it if the tokenizer lacks it.
 
     Raises:
         ModelError: a setting has an impossible value.
@@ -160,11 +161,6 @@ class ImageProcessor(Processor, ABC):
         Raises:
             RequestError: the model reads no picture with this size.
         """
-
-    @property
-    @abstractmethod
-    def most_embeds(self) -> int:
-        """Upper bound of `Place.num_embeds`."""
 
 
 _COMMON = ("do_resize", "do_rescale", "rescale_factor", "do_normalize")

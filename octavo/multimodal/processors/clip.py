@@ -80,11 +80,6 @@ class ClipProcessor(ImageProcessor):
             "embed_token": "<image>",
         }
 
-    @property
-    def most_embeds(self) -> int:
-        """Upper bound of `Place.num_embeds`."""
-        return self.place(1, 1).num_embeds
-
     def place(self, height: int, width: int) -> Place:
         """Return the place of a picture, which is the same for every size."""
         rows = (self._size[0] // self._patch_size) * (self._size[1] // self._patch_size)

@@ -70,11 +70,6 @@ class Gemma3Processor(ImageProcessor):
             "embed_token": "<image_soft_token>",
         }
 
-    @property
-    def most_embeds(self) -> int:
-        """Upper bound of `Place.num_embeds`."""
-        return self._rows * (1 + self._max_crops * self._crops)
-
     def place(self, height: int, width: int) -> Place:
         """Return the place of a picture with this size."""
         before, after = f"\n\n{self.placeholder}", "<end_of_image>\n\n"

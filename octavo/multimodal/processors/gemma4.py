@@ -49,11 +49,6 @@ class Gemma4Processor(ImageProcessor):
         tokens = {"placeholder": "<|image|>", "embed_token": "<|image|>"}
         return {**super().read_settings(files), **tokens}
 
-    @property
-    def most_embeds(self) -> int:
-        """Upper bound of `Place.num_embeds`."""
-        return self.most_rows
-
     def place(self, height: int, width: int) -> Place:
         """Return the place of a picture with this size."""
         rows, columns = self._squares(height, width)

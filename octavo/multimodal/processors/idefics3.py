@@ -67,14 +67,6 @@ class Idefics3Processor(ImageProcessor):
             "embed_token": "<image>",
         }
 
-    @property
-    def most_embeds(self) -> int:
-        """Upper bound of `Place.num_embeds`."""
-        if not self._splits:
-            return self._tile_rows
-        side = math.ceil(min(self._longest, MAX_SIDE) / self._tile)
-        return (side * side + 1) * self._tile_rows
-
     def place(self, height: int, width: int) -> Place:
         """Return the place of a picture with this size."""
         rows, columns = self._tiles(height, width)

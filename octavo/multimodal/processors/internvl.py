@@ -73,11 +73,6 @@ class InternVLProcessor(ImageProcessor):
             "embed_token": "<IMG_CONTEXT>",
         }
 
-    @property
-    def most_embeds(self) -> int:
-        """Upper bound of `Place.num_embeds`."""
-        return self._tile_rows * (self._max_tiles + (self._max_tiles > 1))
-
     def place(self, height: int, width: int) -> Place:
         """Return the place of a picture with this size."""
         columns, rows = self._grid(height, width)

@@ -71,12 +71,6 @@ class LlavaNextProcessor(ImageProcessor):
             "embed_token": "<image>",
         }
 
-    @property
-    def most_embeds(self) -> int:
-        """Upper bound of `Place.num_embeds`."""
-        layout = self.layout
-        return layout.largest(layout.max_tiles * layout.num_tokens).num_rows
-
     def place(self, height: int, width: int) -> Place:
         """Return the place of a picture with this size."""
         packing = self.layout.packing(height, width)

@@ -57,11 +57,6 @@ class PixtralProcessor(ImageProcessor):
             "image_end_token": files.processor.get("image_end_token") or "[IMG_END]",
         }
 
-    @property
-    def most_embeds(self) -> int:
-        """Upper bound of `Place.num_embeds`."""
-        return math.ceil(self._longest / (self._patch * self._merge)) ** 2
-
     def place(self, height: int, width: int) -> Place:
         """Return the place of a picture with this size."""
         rows, columns = self._grid(height, width)

@@ -75,11 +75,6 @@ class Qwen2VLProcessor(ImageProcessor):
             "embed_token": "<|image_pad|>",
         }
 
-    @property
-    def most_embeds(self) -> int:
-        """Upper bound of `Place.num_embeds`."""
-        return max(1, self._max_pixels // (self._patch * self._merge) ** 2)
-
     def place(self, height: int, width: int) -> Place:
         """Return the place of a picture with this size."""
         rows, columns = self.grid(height, width)

@@ -248,7 +248,8 @@ class Qwen3VideoProcessor(QwenVideoProcessor):
         if min(height, width) < factor:
             scale = max(factor / height, factor / width)
             height, width = int(height * scale), int(width * scale)
-        return self.image.grid(height, width, len(frames.times), self._per_patch)
+        count = max(len(frames.times), self._per_patch)  # a frame alone is repeated
+        return self.image.grid(height, width, count, self._per_patch)
 
 
 class SmolVideoProcessor(VideoProcessor):

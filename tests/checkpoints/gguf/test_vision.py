@@ -81,13 +81,16 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("qwen2_5_vl", {f"{V}n_wa_pattern": None}, "n_wa_pattern is missing"),
     ("qwen3_vl", {f"{V}spatial_merge_size": HUGE}, "spatial_merge_size=2147483647"),
     ("mistral3", {"clip.use_silu": True, "clip.use_gelu": True}, "either it or clip.use_gelu"),
+    ("gemma3", {f"{V}projector.scale_factor": 3}, "scale_factor=3.*it must divide 8"),
+    ("gemma3", {f"{V}projector.scale_factor": 16}, "scale_factor=16.*it must divide 8"),
+    ("gemma3", {"clip.projector_type": "idefics3"}, "needs a text model of .*llama"),
     ("internvl", {f"{V}preproc_max_tiles": 0}, "preproc_max_tiles=0"),
     ("internvl", {f"{V}preproc_min_tiles": 9}, "max_patches=4"),
 ]
 
 
 @pytest.mark.parametrize(
-    "name", ["smolvlm", "llava", "qwen2_5_vl", "qwen3_vl", "mistral3", "internvl"]
+    "name", ["smolvlm", "llava", "qwen2_5_vl", "qwen3_vl", "mistral3", "gemma3", "internvl"]
 )
 def test_metadata(name: str, make_files, tmp_path: Path) -> None:
     text, metadata, arrays = make_files(name)
@@ -114,6 +117,9 @@ def test_metadata(name: str, make_files, tmp_path: Path) -> None:
         ("smolvlm", "v.blk.0.ffn_up.weight", None, "intermediate_size|lacks|ffn_up"),
         ("smolvlm", "mm.model.fc.weight", (31, 96), "embeddings of 32 numbers"),
         ("smolvlm", "v.extra.weight", (2,), "holds 1 tensors .*v.extra.weight"),
+        ("gemma3", "mm.input_projection.weight", (24, 31), "embeddings of 32 numbers"),
+        ("gemma3", "mm.input_projection.weight", (23, 32), r"has shape \[23, 32\]"),
+        ("gemma3", "mm.soft_emb_norm.weight", None, "lacks 1 tensors .*mm.soft_emb_norm"),
         ("qwen2_vl", "v.blk.2.attn_k.bias", (15,), r"attn_k.bias has shape \[15\]"),
         ("qwen2_vl", "v.patch_embd.weight.1", (16, 3, 4, 5), "v.patch_embd.weight.1 has shape"),
         ("qwen2_vl", "v.patch_embd.weight.1", None, "v.patch_embd.weight has shape"),

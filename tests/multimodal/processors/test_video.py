@@ -67,6 +67,12 @@ def test_all_frames_of_qwen3_share_the_limits(size, count):
     assert place.grid == (1, height // 28, width // 28)
 
 
+def test_one_frame_of_qwen3_is_two_equal_ones():
+    ours = processor("qwen3_vl", size={"shortest_edge": 60_000, "longest_edge": 1_000_000})
+    one, two = (ours.frames(list(range(n)), n, 4.0, (1080, 1920)) for n in (1, 2))
+    assert ours.places(one)[0].grid == ours.places(two)[0].grid
+
+
 def test_times_of_qwen():
     """Positions in time: the index of a part, or of Qwen2.5-VL its time times a rate."""
     video = ([0, 3, 6, 9, 12], 15, 4.0, (60, 90))
