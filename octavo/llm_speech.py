@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -65,6 +65,7 @@ class SpeechMethods(ABC):
         seed: int = 0,
         condition_on_previous_text: bool = False,
         use_tqdm: bool = False,
+        on_transcript: Callable[[int, Transcript], object] = lambda number, transcript: None,
     ) -> list[Transcript]:
         """Write what is said in each sound; return the transcripts in the order of the sounds.
 
@@ -88,6 +89,8 @@ class SpeechMethods(ABC):
             condition_on_previous_text: True if each window continues the text of the windows
                 before, which takes longer: the windows of a sound are computed in turn.
             use_tqdm: True for a progress bar of the seconds of sound.
+            on_transcript: called with the number of each sound and its transcript when it is
+                complete, so that the error of another sound does not lose it.
 
         Raises:
             RequestError: the model does not hear, or does not know the language; a sound cannot be
@@ -121,7 +124,8 @@ class SpeechMethods(ABC):
             return self.generate(prompts, params, use_tqdm=False)
 
         try:
-            return run_all(jobs(), generate, (lambda _: None) if bar is None else bar.advance)
+            note = (lambda _: None) if bar is None else bar.advance
+            return run_all(jobs(), generate, note, on_transcript)
         finally:
             parts.close()
             if bar is not None:

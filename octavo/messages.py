@@ -268,7 +268,7 @@ class MultiModalFeatureSpec(msgspec.Struct, array_like=True, frozen=True):
         return any(begin < place.offset or place.end < end for begin, end in self.ranges)
 
 
-ALIGNMENT = "alignment"
+ALIGNMENT = "whisper_alignment"
 """Key of `SamplingParams.extra_args` with an `AlignmentSpec`: the request returns weights of cross
 attention."""
 

@@ -212,6 +212,7 @@ class ModelConfig(Section, frozen=True):
             " is not decoded again, and media with a uuid need not be sent again. Several front"
             " ends divide it, and each engine may use as much. 0: none are kept.",
             ge=0,
+            le=2**20,
         ),
     ] = 0.25
     enable_sleep_mode: Annotated[

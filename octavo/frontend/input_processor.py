@@ -66,7 +66,8 @@ class TextPrompt(TypedDict):
     mm_processor_kwargs: NotRequired[Mapping[str, Any]]
     """Settings of the processors of media for this prompt."""
     multi_modal_uuids: NotRequired[Mapping[str, Any]]
-    """Names of the media. They choose nothing: equal media are found by their content."""
+    """Names of the media, {"image": [...]}: a later prompt may have the name with None in place of
+    the item, see `MediaCache`."""
 
 
 class TokensPrompt(TypedDict):

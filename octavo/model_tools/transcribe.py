@@ -11,6 +11,7 @@ from octavo.config.arguments import add_engine_settings, engine_kwargs
 from octavo.errors import ConfigError, reason_of
 from octavo.llm import LLM
 from octavo.speech.formats import ResponseFormat, write
+from octavo.speech.segments import Transcript
 from octavo.speech.transcription import TIMED_FORMATS
 
 _SUFFIXES = {"text": ".txt", "json": ".json", "verbose_json": ".json", "srt": ".srt", "vtt": ".vtt"}
@@ -72,25 +73,33 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         )
     folder = None if args.out_dir is None else Path(args.out_dir)
     outs = _outputs(folder, args.files, args.format)
-    with LLM(**engine_kwargs(args)) as llm:
-        transcripts = llm.transcribe(
-            args.files,
-            language=args.language,
-            task="translate" if args.translate else "transcribe",
-            prompt=args.prompt,
-            timestamps=args.format in TIMED_FORMATS,
-            word_timestamps=args.word_timestamps,
-            use_tqdm=sys.stderr.isatty(),
-        )
-    for out, transcript in zip(outs, transcripts, strict=True):
+    texts: dict[int, str] = {}
+
+    def take(number: int, transcript: Transcript) -> None:
+        """Write a transcript to its file, or keep it: a progress bar may be on the terminal."""
         text = write(transcript, args.format, words=args.word_timestamps)
-        if out is None:
-            sys.stdout.write(text if text.endswith("\n") else text + "\n")
-            continue
+        if (out := outs[number]) is None:
+            texts[number] = text if text.endswith("\n") else text + "\n"
+            return
         try:
             out.write_text(text, "utf-8")
         except OSError as error:
             raise ConfigError(f"{out} cannot be written: {reason_of(error)}.") from None
+
+    try:
+        with LLM(**engine_kwargs(args)) as llm:
+            transcripts = llm.transcribe(
+                args.files,
+                language=args.language,
+                task="translate" if args.translate else "transcribe",
+                prompt=args.prompt,
+                timestamps=args.format in TIMED_FORMATS,
+                word_timestamps=args.word_timestamps,
+                use_tqdm=sys.stderr.isatty(),
+                on_transcript=take,
+            )
+    finally:
+        sys.stdout.write("".join(texts[number] for number in sorted(texts)))
     return {"sounds": len(transcripts), "seconds": sum(one.duration for one in transcripts)}
 
 

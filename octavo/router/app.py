@@ -197,13 +197,13 @@ async def sound_job_of(request: Request) -> tuple[Job, dict[str, bytes]]:
 async def job_of(request: Request) -> Job:
     """Read a request to pass on; for errors see `read_body` and `read_job`."""
     state, context = proxy_state_of(request), context_of(request)
+    path, headers = _head_of(request)
     body = b""
     if request.method == "POST":
         limit = state.config.max_request_bytes
-        if request.scope["path"].startswith(_CHATS):  # the server knows whether it reads media
+        if path.startswith(_CHATS):  # the server knows whether it reads media
             limit = state.max_chat_bytes
         body = await read_body(request, limit)
-    path, headers = _head_of(request)
     return await offload(
         len(body) // 8,
         read_job,

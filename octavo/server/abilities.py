@@ -28,11 +28,15 @@ def input_modalities(spec: ModelSpec) -> list[str]:
     return [*texts, *(kind for kind in kinds if spec.encoder(kind) is not None)]
 
 
+def answers_texts(spec: ModelSpec) -> bool:
+    """Return True if a model generates text without a sound."""
+    return spec.generates and not (spec.is_encoder_decoder and hears(spec))
+
+
 def abilities(spec: ModelSpec) -> str:
     """Return the tasks of a model, each with a route."""
-    can = ["generate (POST /v1/completions)"] if spec.generates else []
+    can = ["generate (POST /v1/completions)"] if answers_texts(spec) else []
     if hears(spec):
-        can = [] if spec.is_encoder_decoder else can
         can.append("transcribe (POST /v1/audio/transcriptions)")
     can += [f"{pooler.task} ({_ROUTES[pooler.task]})" for pooler in spec.poolers]
     if any(pooler.sparse for pooler in spec.poolers):
@@ -48,7 +52,7 @@ def check_generates(spec: ModelSpec) -> None:
     """
     if not spec.generates:
         raise cannot(spec, "generates no text")
-    if spec.is_encoder_decoder and hears(spec):
+    if not answers_texts(spec):
         raise cannot(spec, "generates no text without a sound")
 
 

@@ -31,6 +31,7 @@ from octavo.server.errors import (
 )
 from octavo.server.middleware import RequestContext
 from octavo.server.pooling_schema import EmbeddingsBody
+from octavo.server.response_files import StoredFiles
 from octavo.server.responses import respond_in_batch
 from octavo.server.responses_schema import ResponseBody
 from octavo.server.schema import ChatBody, CompletionBody
@@ -108,13 +109,19 @@ def parse_line(line: bytes) -> BatchLine:
         raise _fault(error, _custom_id(line)) from None
 
 
-async def answer_line(state: ServerState, line: BatchLine, context: RequestContext) -> LineAnswer:
+async def answer_line(
+    state: ServerState,
+    line: BatchLine,
+    context: RequestContext,
+    batches: StoredFiles | None = None,
+) -> LineAnswer:
     """Answer a line; a wrong one gets an error as its answer.
 
     Args:
         state: the server.
         line: the line.
         context: id, key and rank of its request.
+        batches: batches of the server, which have its files; None: there are no files.
 
     Raises:
         QueueFullError: the server has no room now; try again later.
@@ -145,7 +152,7 @@ async def answer_line(state: ServerState, line: BatchLine, context: RequestConte
             await writing.enter_async_context(state.long_line)
         sent.extend(piece)
 
-    app = SimpleNamespace(state=SimpleNamespace(octavo=state))
+    app = SimpleNamespace(state=SimpleNamespace(octavo=state, batches=batches))
     scope: Scope = {
         "type": "http",
         "method": "POST",
@@ -155,10 +162,10 @@ async def answer_line(state: ServerState, line: BatchLine, context: RequestConte
         "app": app,
         "octavo": context,
     }
+    context.body_bytes = len(data)
     try:
         if len(data) > state.max_chat_bytes:
             raise BodyTooLargeError(state.max_chat_bytes)
-        context.body_bytes = len(data)
         body, _ = await offload(len(data) // 8, check_body, data, model, state.config.strict_fields)
         if getattr(body, "stream", False):
             raise RequestError("stream must be false in a batch.", "stream")
@@ -176,6 +183,7 @@ async def answer_line(state: ServerState, line: BatchLine, context: RequestConte
         ended = error_status(error)
         return failed(context.request_id, error)
     finally:
+        state.body_bytes -= context.body_bytes - len(data)  # files that the line names
         if context.story is not None:
             context.story.end_http(ended, time.monotonic())
     return LineAnswer(status, context.request_id, bytes(sent), None)

@@ -595,7 +595,7 @@ class _Job:
                 created=batch.created_at,
             )
             try:
-                answer = await answer_line(runner.state, request, context)
+                answer = await answer_line(runner.state, request, context, runner)
                 if answer.status != 503 and not context.is_aborted:
                     break
             except QueueFullError:

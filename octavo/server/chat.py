@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from octavo.errors import RequestError
+from octavo.errors import RequestError, UnsupportedError
 from octavo.frontend.input_processor import check_processor_kwargs
 from octavo.media.content import MediaItem, MediaKind, Modality, read_media, with_media_io
 from octavo.messages import RequestOptions
@@ -44,6 +45,7 @@ from octavo.text.tokenizer import MAX_TOKENS, Tokenizer
 
 if TYPE_CHECKING:
     from octavo.frontend.async_llm import AsyncLLM
+    from octavo.frontend.chat_media import ChatMedia
 
 
 async def create_chat_completion(request: Request) -> Response:
@@ -168,22 +170,61 @@ async def read_chat(
     without_tools = body.tool_choice == "none" and state.config.exclude_tools_when_tool_choice_none
     prompts: list[Prompt] = []
     media = engine.chat_media
-    settings = with_media_io(body.mm_processor_kwargs, body.media_io_kwargs)
-    check_processor_kwargs(media, settings)
-    for messages in body.conversations:
-        rendered = await render_messages(
-            template,
-            messages,
-            body.add_generation_prompt,
-            body.continue_final_message,
-            state.template_kwargs(body.chat_template_kwargs, body.reasoning_effort),
-            None if without_tools else body.tools,
-            body.documents,
-            None if media is None else media.kinds,
-        )
-        prompts.append(await read_chat_media(engine, rendered, settings, options))
+    settings = read_media_settings(media, body.mm_processor_kwargs, body.media_io_kwargs)
+    with collect_media(engine, options) as add:
+        for messages in body.conversations:
+            rendered = await render_messages(
+                template,
+                messages,
+                body.add_generation_prompt,
+                body.continue_final_message,
+                state.template_kwargs(body.chat_template_kwargs, body.reasoning_effort),
+                None if without_tools else body.tools,
+                body.documents,
+                None if media is None else media.kinds,
+            )
+            prompts.append(await read_chat_media(engine, rendered, settings, options, add))
     # The template writes the special tokens itself.
     return Reading(prompts, params, bool(body.add_special_tokens))
+
+
+def read_media_settings(
+    media: ChatMedia | None,
+    mm_processor_kwargs: Mapping[str, Any] | None,
+    media_io_kwargs: Mapping[str, Any] | None,
+) -> Mapping[str, Any] | None:
+    """Return the settings of the processors of media for a chat, with or without media.
+
+    Raises:
+        UnsupportedError: the model does not read the media that they are for.
+        RequestError: a setting is wrong.
+    """
+    if frames := with_media_io(None, media_io_kwargs):
+        if media is None or "video" not in media.kinds:
+            raise UnsupportedError(
+                "media_io_kwargs.video is not supported by this model, which reads no videos; "
+                "leave it out.",
+                "media_io_kwargs",
+            )
+        try:
+            media.check_settings(frames)
+        except RequestError as error:
+            message = error.message.replace("mm_processor_kwargs", "media_io_kwargs.video")
+            raise RequestError(message, "media_io_kwargs") from None
+    settings = with_media_io(mm_processor_kwargs, media_io_kwargs)
+    check_processor_kwargs(media, settings)
+    return settings
+
+
+def collect_media(
+    engine: AsyncLLM, options: RequestOptions
+) -> AbstractContextManager[Callable[[int], None]]:
+    """Count the media of all chats of a request, until the engine counts the request's memory.
+
+    Returns:
+        A context with a function that adds bytes; see `RequestMemory.collect`.
+    """
+    return engine.request_memory.collect("media", None if options.background else options.tenant)
 
 
 async def read_chat_media(
@@ -191,8 +232,16 @@ async def read_chat_media(
     rendered: RenderedChat,
     mm_processor_kwargs: Mapping[str, Any] | None,
     options: RequestOptions,
+    add_nbytes: Callable[[int], None],
 ) -> Prompt:
     """Return the prompt of a rendered chat, with its media; a text if it has none.
+
+    Args:
+        engine: the engine.
+        rendered: the chat.
+        mm_processor_kwargs: settings of the processors.
+        options: envelope of the request.
+        add_nbytes: counts the media; see `collect_media`.
 
     Raises:
         RequestError: a file cannot be had or read.
@@ -200,17 +249,14 @@ async def read_chat_media(
     media = engine.chat_media
     if media is None or (not rendered.items and len(rendered.pieces) == 1):
         return rendered.text
-    # Until the engine counts the request's own memory.
-    tenant = None if options.background else options.tenant
-    with engine.request_memory.collect("media", tenant) as add:
-        return await media.read_prompt(
-            rendered.pieces,
-            rendered.items,
-            mm_processor_kwargs,
-            add,
-            options.share,
-            options.cache_salt,
-        )
+    return await media.read_prompt(
+        rendered.pieces,
+        rendered.items,
+        mm_processor_kwargs,
+        add_nbytes,
+        options.share,
+        options.cache_salt,
+    )
 
 
 async def count_prompt_tokens(

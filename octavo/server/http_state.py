@@ -37,6 +37,8 @@ class HttpState:
         self.on_failure: Callable[[], None] = lambda: None
         """Callback for a failure that makes serving pointless."""
         self.draining = False
+        self.drain_began = asyncio.Event()
+        """Set when the server begins to stop; streams without an end wait for it."""
         self.num_active = 0
         """Number of HTTP requests being answered, without probes."""
         self.body_bytes = 0
@@ -52,6 +54,7 @@ class HttpState:
     def begin_drain(self) -> None:
         """Reject new requests from now on; requests in flight continue."""
         self.draining = True
+        self.drain_began.set()
 
     def cut(self) -> None:
         """End all requests in flight with an error."""

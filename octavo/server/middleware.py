@@ -33,6 +33,9 @@ logger = logging.getLogger(__name__)
 CLIENT_CLOSED_REQUEST = 499
 """Status of nginx for a client that disconnected; it is only logged."""
 
+SWITCHING_PROTOCOLS = 101
+"""Status of an accepted WebSocket; it is only logged."""
+
 _KEY_PROTOCOL = "openai-insecure-api-key."
 
 
@@ -175,7 +178,10 @@ class RequestMiddleware:
 
         async def note(message: Message) -> None:
             nonlocal accepted
-            accepted = accepted or message["type"] == "websocket.accept"
+            if message["type"] == "websocket.accept":
+                accepted, context.status = True, SWITCHING_PROTOCOLS
+            elif message["type"] == "websocket.http.response.start":
+                context.status = message["status"]
             await send(message)
 
         self.state.num_active += 1
@@ -195,10 +201,11 @@ class RequestMiddleware:
             if accepted:
                 raise
             await receive()  # websocket.connect
-            await error_response(error)(scope, receive, send)
+            await error_response(error)(scope, receive, note)
         finally:
             self.state.num_active -= 1
             self.state.body_bytes -= context.body_bytes
+            _log_access(scope, context, time.monotonic(), self._quiet(scope["path"]))
             REQUEST_ID.reset(token)
 
     def _quiet(self, path: str) -> bool:
@@ -256,4 +263,4 @@ def _log_access(scope: Scope, context: RequestContext, end: float, quiet: bool) 
     # The raw path is still percent-encoded, so it cannot hold a line break.
     path = scope.get("raw_path", scope["path"].encode()).decode("latin-1")
     level = logging.DEBUG if quiet else logging.INFO
-    logger.log(level, "%s %s", scope["method"], path, extra=fields)
+    logger.log(level, "%s %s", scope.get("method", "WEBSOCKET"), path, extra=fields)

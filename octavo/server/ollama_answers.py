@@ -162,5 +162,5 @@ class OllamaShown(Answer):
     details: OllamaDetails
     model_info: dict[str, Any]
     """Shape of the model, by GGUF's names. context_length is the server's."""
-    capabilities: list[Literal["completion", "embedding", "tools", "thinking"]]
+    capabilities: list[Literal["completion", "embedding", "vision", "tools", "thinking"]]
     modified_at: str

@@ -15,6 +15,7 @@ from starlette.responses import Response
 
 from octavo.errors import NotFoundError, RequestError
 from octavo.server import answers
+from octavo.server.abilities import answers_texts
 from octavo.server.body import read_model
 from octavo.server.description import ModelDescription, describe_model
 from octavo.server.errors import show
@@ -85,13 +86,15 @@ async def show_model(request: Request) -> Response:
         raise RequestError("model is missing; it is required.", "model", "missing_parameter")
     name = served_name(state, asked)
     model, engine = await _described(state), await state.get_engine()
-    capabilities: list[Literal["completion", "embedding", "tools", "thinking"]] = []
-    if engine.spec.generates:
+    capabilities: list[Literal["completion", "embedding", "vision", "tools", "thinking"]] = []
+    if answers_texts(engine.spec):
         capabilities.append("completion")
     elif engine.spec.pooler("embed") is not None:
         capabilities.append("embedding")
+    if engine.chat_media is not None and "image" in engine.chat_media.kinds:
+        capabilities.append("vision")
     template = ""
-    if engine.tokenizer is not None and engine.spec.generates:
+    if engine.tokenizer is not None and answers_texts(engine.spec):
         template = (await state.chat_template(engine.tokenizer)).source or ""
         found = await state.answer_format(engine.tokenizer)
         if found is not None and found.calls is not None:

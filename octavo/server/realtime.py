@@ -28,7 +28,7 @@ from octavo.server.abilities import check_hears
 from octavo.server.audio import TranscriptionCall
 from octavo.server.audio_schema import AudioBody
 from octavo.server.body import validate
-from octavo.server.errors import RouteError, error_json, log_unexpected, show
+from octavo.server.errors import RouteError, UnavailableError, error_json, log_unexpected, show
 from octavo.server.middleware import RequestContext
 from octavo.server.realtime_schema import RATE, SessionSettings
 from octavo.server.state import ServerState, state_of
@@ -137,12 +137,13 @@ class _Session:
         """
         await self._send("session.created", session=self._shown())
         worker = asyncio.create_task(self._transcribe_all())
+        stopping = asyncio.create_task(self._state.drain_began.wait())
         try:
             while True:
                 receiving = asyncio.create_task(self._websocket.receive())
                 try:
                     done, _ = await asyncio.wait(
-                        {receiving, worker},
+                        {receiving, worker, stopping},
                         timeout=IDLE_SECONDS,
                         return_when=asyncio.FIRST_COMPLETED,
                     )
@@ -151,6 +152,9 @@ class _Session:
                         receiving.cancel()
                 if worker in done:
                     worker.result()
+                if stopping in done:
+                    await self._stop(worker)
+                    return
                 if not done:
                     error = RequestError(
                         f"The session had no message for {IDLE_SECONDS:.0f} s, and ends.",
@@ -166,7 +170,19 @@ class _Session:
                 await self._take_message(message.get("text"))
         finally:
             worker.cancel()
-            await asyncio.gather(worker, return_exceptions=True)
+            stopping.cancel()
+            await asyncio.gather(worker, stopping, return_exceptions=True)
+
+    async def _stop(self, worker: asyncio.Task[None]) -> None:
+        """End the session, as the server stops, after the transcripts of its items."""
+        finishing = asyncio.create_task(self._items.join())
+        try:
+            await asyncio.wait({finishing, worker}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            finishing.cancel()
+        error = UnavailableError("The server is shutting down; the session ends.")
+        await self._send_error(error, None)
+        await self._websocket.close(_GOING_AWAY)
 
     async def _take_message(self, text: str | None) -> None:
         event: Any = None
@@ -197,6 +213,7 @@ class _Session:
                 await self._append(event.get("audio"))
             case "input_audio_buffer.commit":
                 await self._commit(len(self._buffer))
+                self._detector = self._make_detector()
             case "input_audio_buffer.clear":
                 self._drop(len(self._buffer))
                 self._detector = self._make_detector()
@@ -262,7 +279,13 @@ class _Session:
                     item_id=self._item,
                     audio_end_ms=change.at * 1000 // RATE,
                 )
-                await self._commit(2 * (change.at - self._first))
+                nbytes = 2 * (change.at - self._first)
+                try:
+                    await self._commit(nbytes)
+                except RequestError as error:  # the turn is lost, the next ones are not
+                    self._drop(nbytes)
+                    self._item = _new_id("item")
+                    await self._send_error(error, None)
         if not self._detector.speaking:  # silence before a turn
             self._drop(max(0, len(self._buffer) - 2 * self._detector.padding))
 
@@ -277,7 +300,7 @@ class _Session:
             )
         if self._items.qsize() >= MAX_ITEMS:
             raise RequestError(
-                f"{MAX_ITEMS} items wait for their transcripts already; commit the next one later.",
+                f"{MAX_ITEMS} items wait for their transcripts already; send this sound later.",
                 None,
                 "too_many_items",
             )
@@ -319,6 +342,7 @@ class _Session:
                 await self._send(kind + "failed", **place, error=shown)
             finally:
                 self._count(-len(item.data))
+                self._items.task_done()
 
     async def _transcribe(self, item: _Item) -> Any:
         """Yield the fields of the events of an item: the text of each part, and the whole text."""

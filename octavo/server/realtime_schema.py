@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -24,9 +24,10 @@ class _Format(_Struct):
 
 
 class _Transcription(_Struct):
+    # Lengths as in the forms of /v1/audio.
     model: str | None = None
-    language: str | None = None
-    prompt: str = ""
+    language: Annotated[str, msgspec.Meta(max_length=40)] | None = None
+    prompt: Annotated[str, msgspec.Meta(max_length=4096)] = ""
 
 
 class _ServerVad(_Struct):

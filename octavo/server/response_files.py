@@ -5,16 +5,32 @@ from __future__ import annotations
 import asyncio
 import base64
 from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 from starlette.requests import Request
 
-from octavo.errors import RequestError
+from octavo.errors import RequestError, UnsupportedError
 from octavo.media.fetch import MAX_NBYTES
 from octavo.server.auth import tenant_of
 from octavo.server.file_store import FileStore, StorageError
 from octavo.server.middleware import context_of
 from octavo.server.response_items import Item
 from octavo.server.state import state_of
+
+
+class StoredFiles(Protocol):
+    """Files of a server, which its batches share."""
+
+    async def open(self) -> None:
+        """Read the stored files; only once.
+
+        Raises:
+            RequestError: this server has no files.
+        """
+
+    @property
+    def files(self) -> FileStore:
+        """The files, after `open`."""
 
 
 async def with_files(request: Request, items: Sequence[Item]) -> list[Item]:
@@ -25,14 +41,21 @@ async def with_files(request: Request, items: Sequence[Item]) -> list[Item]:
     Raises:
         NotFoundError: the client's key has no such file.
         RequestError: the files are too large, or the server keeps no files.
+        UnsupportedError: the request is of a batch that no server runs.
     """
     names = {part["file_id"] for item in items for part in _pictures(item)}
     if not names:
         return list(items)
     state, context = state_of(request), context_of(request)
-    batches = request.app.state.batches  # they share the files
+    batches: StoredFiles | None = request.app.state.batches
+    if batches is None:
+        raise UnsupportedError(
+            "input has a picture with a file_id, and `octavo run-batch` keeps no files; send "
+            "image_url, with data:.",
+            "input",
+        )
     await batches.open()
-    store: FileStore = batches.files
+    store = batches.files
     owner = tenant_of(context.api_key)
     urls, total = {}, 0
     for name in sorted(names):

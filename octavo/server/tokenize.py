@@ -7,13 +7,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.errors import RequestError
-from octavo.frontend.input_processor import check_processor_kwargs
-from octavo.media.content import with_media_io
 from octavo.sampling_params import SamplingParams
 from octavo.server import answers
 from octavo.server.body import read_model
 from octavo.server.call import unanswered_options
-from octavo.server.chat import read_chat_media, render_messages
+from octavo.server.chat import (
+    collect_media,
+    read_chat_media,
+    read_media_settings,
+    render_messages,
+)
 from octavo.server.middleware import context_of
 from octavo.server.schema import DetokenizeBody, TokenizeBody
 from octavo.server.state import state_of
@@ -35,8 +38,7 @@ async def tokenize(request: Request) -> Response:
         special = True if special is None else special
     else:
         media = engine.chat_media
-        settings = with_media_io(body.mm_processor_kwargs, body.media_io_kwargs)
-        check_processor_kwargs(media, settings)
+        settings = read_media_settings(media, body.mm_processor_kwargs, body.media_io_kwargs)
         rendered = await render_messages(
             await state.chat_template(tokenizer),
             body.messages,
@@ -49,11 +51,27 @@ async def tokenize(request: Request) -> Response:
         )
         text = rendered.text
         special = bool(special)  # the template writes them itself
-        options = unanswered_options(state, context_of(request), None)
-        prompt = await read_chat_media(engine, rendered, settings, options)
-        if not isinstance(prompt, str):
-            read, _ = await engine.process(prompt, SamplingParams(), "tokenize", options, special)
-            ids = read.prompt_token_ids
+        if rendered.items or len(rendered.pieces) > 1:
+            context = context_of(request)
+            options = unanswered_options(state, context, None)
+
+            async def read() -> list[int]:
+                with (
+                    state.admit(1, "messages", options.tenant),
+                    collect_media(engine, options) as add,
+                ):
+                    prompt = await read_chat_media(engine, rendered, settings, options, add)
+                    params = SamplingParams()
+                    found, _ = await engine.process(prompt, params, "tokenize", options, special)
+                    return found.prompt_token_ids
+
+            try:
+                deadline = state.deadline(context.arrival, context.deadline_ms)
+                ids = await state.run(request.receive, read(), deadline)
+            except RequestError as error:
+                if error.param in ("prompt", "multi_modal_data"):
+                    error.param = "messages"
+                raise
             return Response(
                 await offload(len(ids), _written, tokenizer, ids, engine.max_model_len, body),
                 media_type="application/json",

@@ -17,7 +17,7 @@ from octavo.errors import ConfigError, OctavoError
 from octavo.model_tools.opened import OpenedModel
 from octavo.plan.memory_plan import SPARE_NBYTES, MemoryPlan
 from octavo.platforms.registry import get_platform
-from octavo.server.abilities import input_modalities
+from octavo.server.abilities import answers_texts, input_modalities
 from octavo.server.description import describe_model
 from octavo.several_models.planning import PlannedModel, PlanRequest, PlanResult
 from octavo.several_models.shares import Needs
@@ -78,7 +78,7 @@ def plan(request: PlanRequest) -> PlannedModel:
         items=items,
         max_model_len=max_model_len,
         abilities=[
-            *(["generate"] if spec.generates else []),
+            *(["generate"] if answers_texts(spec) else []),
             *(["transcribe"] if hears(spec) else []),
             *(pooler.task for pooler in spec.poolers),
         ],

@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
+from octavo.errors import RequestError
 from octavo.media.audio import SAMPLE_RATE
 from octavo.outputs import RequestOutput
 from octavo.speech.interface import WINDOWS_AT_ONCE, Job, Question, Steps
@@ -69,13 +70,20 @@ def run_all(
     transcriptions: Iterable[Job],
     generate: Callable[[list[Question]], list[RequestOutput]],
     note: Callable[[float], object] = lambda seconds: None,
+    finish: Callable[[int, Transcript], object] = lambda number, transcript: None,
 ) -> list[Transcript]:
     """Ask for all windows of several sounds; return the transcripts.
+
+    If a sound cannot be read, those that have begun are finished before the error is raised.
 
     Args:
         transcriptions: what to ask; the next one is taken when the sounds before leave room.
         generate: returns the answers to requests.
         note: called with the seconds of sound that are done since the last call.
+        finish: called with the number and the transcript of each sound when it is complete.
+
+    Raises:
+        RequestError: a sound cannot be read, or a request has failed.
     """
 
     def drive(all_steps: list[Steps[T]]) -> list[T]:
@@ -100,17 +108,31 @@ def run_all(
     def queues() -> Iterator[_Queue]:
         """Yield the sounds that wait, and then new ones."""
         yield from [*waiting]
-        for job in coming:
+        while not failures:
+            try:
+                job = next(coming, None)
+            except RequestError as error:
+                failures.append(error)
+                return
+            if job is None:
+                return
             queue = _Queue(job, len(results))
             waiting.append(queue)
             results.append(None)
             yield queue
 
     coming = iter(transcriptions)
+    failures: list[RequestError] = []
     while True:
         part: list[tuple[_Queue, Window]] = []
         for queue in queues():
-            part += [(queue, window) for window in queue.take(WINDOWS_AT_ONCE - len(part))]
+            try:
+                windows = queue.take(WINDOWS_AT_ONCE - len(part))
+            except RequestError as error:
+                failures.append(error)
+                waiting.remove(queue)
+                continue
+            part += [(queue, window) for window in windows]
             if len(part) == WINDOWS_AT_ONCE:
                 break
         firsts = {queue: window for queue, window in reversed(part) if queue.job.language is None}
@@ -121,9 +143,12 @@ def run_all(
         for queue in [*waiting]:
             note(queue.advance())
             if queue.ended:
-                results[queue.number] = queue.job.transcript()
+                transcript = results[queue.number] = queue.job.transcript()
                 waiting.remove(queue)
+                finish(queue.number, transcript)
         if not part:
+            if failures:
+                raise failures[0]
             return [transcript for transcript in results if transcript is not None]
 
 

@@ -160,7 +160,7 @@ BAD = {
     "allowed_media_domains": [5, [5], None],
     "allowed_local_media_path": [5, None, ["/"]],
     "language_model_only": ["no", 1, None],
-    "mm_processor_cache_gb": [-1, "x", None],
+    "mm_processor_cache_gb": [-1, "x", None, float("inf"), float("nan")],
     "limit_mm_per_prompt": [5, "x", {"image": -1}, {"image": "1"}, {"image": {"count": 1}}, None],
     "mm_processor_kwargs": [5, "x", [1], None],
     "media_io_kwargs": [5, {"video": 4}, None],

@@ -241,6 +241,16 @@ def test_a_picture_of_files(server, expected):
     body |= {"temperature": 0, "max_output_tokens": 8}
     output = server.post("/v1/responses", body).json()["output"]
     assert output[0]["content"][0]["text"] == expected[1]
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/responses", "body": body}
+    form = {"files": {"file": json.dumps(line).encode()}, "data": {"purpose": "batch"}}
+    batch = {"input_file_id": httpx.post(f"{server.url}/v1/files", **form).json()["id"]}
+    batch |= {"endpoint": "/v1/responses", "completion_window": "24h"}
+    batch = server.post("/v1/batches", batch).json()
+    while batch["status"] != "completed":
+        batch = httpx.get(f"{server.url}/v1/batches/{batch['id']}").json()
+    content = httpx.get(f"{server.url}/v1/files/{batch['output_file_id']}/content").json()
+    output = content["response"]["body"]["output"]
+    assert output[0]["content"][0]["text"] == expected[1]
     parts[0]["file_id"] = "file-absent"
     response = server.post("/v1/responses", body)
     assert (response.status_code, response.json()["error"]["code"]) == (404, "file_not_found")
@@ -255,6 +265,11 @@ def test_a_video_over_http(server, llm):
     body = server.post("/v1/chat/completions", chat).json()
     assert body["choices"][0]["message"]["content"] == output.outputs[0].text
     assert body["usage"]["prompt_tokens"] == len(output.prompt_token_ids)
+    for path in ("/v1/chat/completions", "/tokenize"):
+        wrong = chat | {"media_io_kwargs": {"video": {"num_frames": 0}}}
+        error = server.post(path, wrong).json()["error"]
+        assert error["param"] == "media_io_kwargs"
+        assert "mm_processor_kwargs" not in error["message"], error
     chat["messages"] = [{"role": "user", "content": [video(file[:60])]}]
     response = server.post("/v1/chat/completions", chat)
     assert response.status_code == 400
@@ -306,6 +321,9 @@ def test_tokens_of_a_chat_with_pictures(server, expected):
         assert {expected[0][begin], expected[0][end - 1]} == {ID["<image>"]}
     assert first["offset"] + first["length"] < second["offset"]
     assert len(set(rendered["features"]["mm_hashes"]["image"])) == 2
+    chat["messages"] = [{"role": "user", "content": [{"type": "image_url", "uuid": "new"}]}]
+    error = server.post("/tokenize", chat).json()["error"]
+    assert (error["param"], error["code"]) == ("messages", "unknown_uuid")
     refused = server.post("/inference/v1/generate", rendered)
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "features")
 
@@ -333,6 +351,10 @@ def test_ollama(server, llm):
     assert response.json()["message"]["content"] == answer, response.text
     response = server.post("/api/generate", {"prompt": "?", "images": images, **options})
     assert response.json()["response"] == answer, response.text
+    assert server.post("/api/show", {"model": "m"}).json()["capabilities"] == [
+        "completion",
+        "vision",
+    ]
 
 
 def test_placeholders_of_users_are_text_over_http(server, llm):

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, RequestError
 from octavo.model_tools import transcribe
 from tests.media.sounds import chirp, encode
 from tests.speech_model import write_speech_model
@@ -50,3 +50,11 @@ def test_to_files(model, sounds, tmp_path):
         run(model, sounds[:1] * 2, "--format", "srt", "--out-dir", str(folder))
     with pytest.raises(ConfigError, match="cannot be made"):
         run(model, sounds, "--out-dir", sounds[0])
+
+
+def test_a_bad_sound_loses_no_other(model, sounds, tmp_path, capsys):
+    bad = tmp_path / "bad.wav"
+    bad.write_bytes(b"RIFF1234WAVEfmt ")
+    with pytest.raises(RequestError, match=r"bad\.wav: "):
+        run(model, [*sounds, str(bad), *sounds], "--language", "de")
+    assert len(capsys.readouterr().out.splitlines()) == 2

@@ -103,3 +103,15 @@ def test_wrong_forms_reach_no_server():
             assert not routed.servers[0].asked
 
     asyncio.run(main())
+
+
+def test_a_chat_with_pictures_may_be_large_behind_a_proxy():
+    async def main():
+        config = ServerConfig(root_path="/llm")
+        async with Routed([whole(text="hello")], config=config) as routed:
+            for path, status in (("chat/completions", 200), ("completions", 413)):
+                body = {"model": "m", "messages": [], "prompt": "x" * 9 * 2**20}
+                answer = await routed.client.post(f"/llm/v1/{path}", json=body)
+                assert answer.status_code == status, answer.text
+
+    asyncio.run(main())

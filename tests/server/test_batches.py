@@ -419,8 +419,8 @@ def test_lines_that_the_operator_stops_run_again(url, body, monkeypatch):
     monkeypatch.setattr(batch_runner, "_LINE_RETRY", 0.01)
     real, failures = batch_runner.answer_line, []
 
-    async def answer_line(state, request, context):
-        answer = await real(state, request, context)
+    async def answer_line(state, request, context, batches):
+        answer = await real(state, request, context, batches)
         if not failures and b"rld!" in answer.body:
             failures.append(answer)
             return failed(context.request_id, SleepError("The engine fell asleep."))

@@ -10,6 +10,7 @@ from octavo.server.chat import _plain_messages
 from octavo.server.ollama_schema import OllamaChatBody, OllamaGenerateBody
 from octavo.server.response_items import read_input, to_messages
 from octavo.server.schema import ChatBody
+from tests.server.fake_engine import with_server
 
 URL = "data:;base64,AAAA"
 KINDS = {"image": MediaKind("<image>", 9)}
@@ -96,3 +97,26 @@ def test_wrong_sources_of_anthropic(source):
     messages = [{"role": "user", "content": [{"type": "image", "source": source}]}]
     with pytest.raises(RequestError, match=r"messages\[0\].content\[0\].source"):
         validate(MessagesBody, {"model": "m", "max_tokens": 5, "messages": messages})
+
+
+class LargeMedia:
+    """Reader of chats' media whose pictures have 600 MiB."""
+
+    kinds = KINDS
+
+    async def read_prompt(self, pieces, items, settings, add_nbytes, share, scope):
+        add_nbytes(600 * 2**20)
+        return "".join(pieces)
+
+
+def test_the_media_of_all_chats_of_a_request_are_counted():
+    async def scenario(served):
+        served.engine.chat_media = LargeMedia()
+        chat = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": URL}}]}]
+        path = "/v1/chat/completions/batch"
+        assert (await served.post(path, messages=[chat])).status_code == 200
+        error = (await served.post(path, messages=[chat, chat])).json()["error"]
+        assert error["code"] == "request_too_large"
+        assert served.engine.request_memory.used == 0
+
+    with_server(scenario)

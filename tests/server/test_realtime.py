@@ -2,6 +2,7 @@
 
 import base64
 import json
+import signal
 import wave
 from pathlib import Path
 
@@ -180,12 +181,17 @@ def update(**fields):
             "model",
             "does not exist here",
         ),
+        (
+            update(audio={"input": {"transcription": {"prompt": "x" * 4097}}}),
+            "session",
+            "length <= 4096 - at `session.audio.input.transcription.prompt`",
+        ),
         ({"type": "input_audio_buffer.append"}, "audio", "audio is missing"),
         ({"type": "input_audio_buffer.append", "audio": "?"}, "audio", "not valid base64"),
         ({"type": "input_audio_buffer.append", "audio": "YQ=="}, "audio", "half a sample"),
         ({"type": "input_audio_buffer.commit"}, None, "0 ms of sound"),
     ],
-    ids=range(23),
+    ids=range(24),
 )
 def test_a_wrong_event_harms_nothing(session, event, param, message):
     if isinstance(event, dict):
@@ -239,3 +245,22 @@ def test_a_key_as_a_protocol(address):
     with sync.connect(address, subprotocols=protocols) as session:
         assert session.subprotocol == "realtime"
         assert receive(session)["session"]["type"] == "transcription"
+
+
+def test_a_server_that_stops_ends_its_sessions(tmp_path):
+    """The transcripts of items are sent before; an idle session does not delay the end."""
+    with serve(tmp_path, "--shutdown-timeout", "1000", model=MODEL) as server:
+        address = server.url.replace("http", "ws") + "/v1/realtime"
+        with sync.connect(address) as idle, sync.connect(address) as busy:
+            send(busy, "session.update", session={"audio": {"input": {"turn_detection": None}}})
+            send(busy, "input_audio_buffer.append", audio=encoded(sound(0, 0)))
+            send(busy, "input_audio_buffer.commit")
+            receive_all(busy, "input_audio_buffer.committed")
+            server.process.send_signal(signal.SIGTERM)
+            for session in (idle, busy):
+                events = [json.loads(event) for event in session]  # until it is closed
+                assert session.close_code == 1001
+                assert events[-1]["error"]["code"] == "unavailable"
+            assert COMPLETED in [event["type"] for event in events]
+        assert server.process.wait(30) == 0
+        assert "WEBSOCKET /v1/realtime" in server.log.read_text()

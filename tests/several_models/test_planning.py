@@ -40,6 +40,8 @@ def test_a_fixed_cache_is_neither_smaller_nor_larger():
 
 def test_abilities(encoder):
     assert planned(model="octavo/stories").abilities == ["generate", "embed", "token_embed"]
+    # No chat without a model's name may go to it.
+    assert planned(model="octavo/spoken-words").abilities[:1] == ["transcribe"]
     found = planned(**encoder)
     assert found.abilities == ["embed", "token_embed"]
     assert found.max_model_len == 64

@@ -8,6 +8,7 @@ import pytest
 
 from octavo.errors import RequestError
 from octavo.media.log_mel import LogMel
+from octavo.messages import ALIGNMENT
 from octavo.outputs import CompletionOutput, Logprob, RequestOutput
 from octavo.speech.interface import TranscriptionOptions
 from octavo.speech.model import SpeechModel
@@ -190,7 +191,7 @@ def test_times_of_words():
     """One more request for a window with text has its tokens, and returns weights."""
 
     def script(ask, _):
-        given = ask.params.extra_args.get("alignment")
+        given = ask.params.extra_args.get(ALIGNMENT)
         if given is None:
             return answer(ask, "", tokens=[ZERO, 0, 33, 0, 34, ZERO + 100])
         heads, rows = given

@@ -9,6 +9,7 @@ import torch
 
 from octavo import LLM, SamplingParams
 from octavo.errors import RequestError
+from octavo.messages import ALIGNMENT
 from octavo.worker.alignment import median
 from tests.models.harness import make_hf
 from tests.speech_model import END, START, WHISPER, write_speech_model
@@ -38,7 +39,7 @@ def ask(llm: LLM, sound: np.ndarray, tokens: list[int], **alignment: Any) -> Any
         "encoder_prompt": {"input_features": sound},
         "decoder_prompt": {"prompt_token_ids": tokens},
     }
-    return prompt, SamplingParams(max_tokens=1, extra_args={"alignment": [*given.values()]})
+    return prompt, SamplingParams(max_tokens=1, extra_args={ALIGNMENT: [*given.values()]})
 
 
 def sounds() -> list[np.ndarray]:
@@ -98,7 +99,7 @@ def test_few_rows_are_not_smoothed() -> None:
         ({"heads": [[0, 1], [0, 1]]}, "needs different heads"),
         ({"num_rows": 301}, "1 to 300 rows"),
         ({"num_rows": 0}, "1 to 300 rows"),
-        ({"heads": "x"}, "extra_args.alignment"),
+        ({"heads": "x"}, "extra_args.whisper_alignment"),
     ],
 )
 def test_wrong_values(llm: LLM, alignment: dict[str, Any], message: str) -> None:

@@ -35,12 +35,13 @@ talk.ondragover = event => event.preventDefault();
 talk.ondrop = event => { event.preventDefault(); if (!choosePictures.hidden) attach(event.dataTransfer.files); };
 record.onclick = async () => {
   if (recorder) return recorder.stop();
+  record.disabled = true;
   try {
     recorder = new MediaRecorder(await navigator.mediaDevices.getUserMedia({audio: true}));
     recorder.ondataavailable = ({data}) => transcribe(data).catch(({message}) => say(message));
     recorder.start();
     record.ariaPressed = "true";
-  } catch ({message}) { say(message); }
+  } catch ({message}) { say(message); } finally { record.disabled = false; }
 };
 async function transcribe(sound) {
   for (const track of recorder.stream.getTracks()) track.stop();
