@@ -453,6 +453,9 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "PegasusForConditionalGeneration": {"model_type": "pegasus", "decoder_start_token_id": 0}
     | _BART
     | {"eos_token_id": 1},
+    "MoonshineForConditionalGeneration": {"model_type": "moonshine", "decoder_start_token_id": 1}
+    | {"encoder_hidden_act": "gelu", "decoder_hidden_act": "silu", "eos_token_id": 2}
+    | {"max_position_embeddings": 512},
     "WhisperForConditionalGeneration": {"model_type": "whisper", "activation_function": "gelu"}
     | {"num_mel_bins": 80, "max_source_positions": 1500, "max_target_positions": 448},
 }

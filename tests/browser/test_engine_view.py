@@ -19,7 +19,9 @@ SETTINGS = ["--num-gpu-blocks-override", "400", "--max-model-len", "1k", "--max-
 
 
 def picture(canvas):
-    """Return a digest of what a canvas shows."""
+    """Return a digest of what a canvas shows, once the next frame has drawn it."""
+    frames = "() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))"
+    canvas.page.evaluate(frames)
     return hashlib.sha256(canvas.evaluate("c => c.toDataURL()").encode()).hexdigest()
 
 

@@ -429,9 +429,9 @@ def test_errors(one):
             params=params(truncate_prompt_tokens=4),
         )
         refuse(
-            "extra_args.alignment is for encoder-decoders",
+            "whisper_alignment is for encoder-decoders",
             prompt(name, PICTURES[0], text="{}"),
-            params=params(extra_args={"alignment": [[[0, 0]], 1]}),
+            params=params(extra_args={"whisper_alignment": [[[0, 0]], 1]}),
         )
         refuse("maximum context length", prompt(name, PICTURES[0], text="{}" + "x" * 380))
         assert answers(llm, prompts(name)) == alone

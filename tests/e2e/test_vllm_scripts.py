@@ -83,7 +83,7 @@ def test_priorities_decide_who_is_first(llm, monkeypatch):
 def test_what_is_not_supported_is_refused_with_a_sentence(llm):
     with pytest.raises(RequestError, match=r"give an octavo\.LoRARequest"):
         llm.generate("x", lora_request=object())
-    with pytest.raises(UnsupportedError, match="for pictures"):
+    with pytest.raises(UnsupportedError, match="is for media"):
         llm.generate("x", mm_processor_kwargs={"a": 1})
     with pytest.raises(UnsupportedError, match="padding=True"):
         llm.generate("x", tokenization_kwargs={"padding": True})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Literal
 
 from octavo.checkpoints.config_json import ConfigJson
 from octavo.models.blocks.attention import AttentionSpec
@@ -23,18 +23,12 @@ from octavo.models.spec import ModelSpec
 MAX_SAMPLES = 30 * 16_000
 """Samples of the longest sound; the models learnt from sounds of up to 30 s."""
 _EPS = 1e-5
-_DEFAULTS: dict[str, Any] = {"hidden_size": 288, "intermediate_size": 1152, "vocab_size": 32768}
-_DEFAULTS |= {"encoder_num_hidden_layers": 6, "decoder_num_hidden_layers": 6}
-_DEFAULTS |= {"encoder_num_attention_heads": 8, "decoder_num_attention_heads": 8}
-_DEFAULTS |= {"encoder_hidden_act": "gelu", "decoder_hidden_act": "silu"}
-_DEFAULTS |= {"max_position_embeddings": 512}
 
 Stack = Literal["encoder", "decoder"]
 
 
 def _read(config: ConfigJson) -> ModelSpec:
     """Read Moonshine (Jeffries et al., arXiv:2410.15608)."""
-    config = config.filled(_DEFAULTS)
     config.refuse("is_encoder_decoder", True, "only encoder-decoders are supported")
     hidden, length = config.integer("hidden_size"), config.integer("max_position_embeddings")
     embed = EmbedSpec("model.decoder.embed_tokens", config.integer("vocab_size"), hidden, hidden)
