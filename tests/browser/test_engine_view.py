@@ -96,7 +96,7 @@ def test_time_can_be_held_and_stepped_through(recorded, open_page):
     page.get_by_role("button", name="Live", exact=True).wait_for()  # the next frame draws it
     text = page.get_by_role("paragraph").filter(has_text=re.compile(r"^Step \d+ of engine 0"))
     number = int(re.search(r"\d+", text.inner_text())[0])
-    canvas = page.get_by_role("img", name="Tokens of each step")
+    canvas = page.get_by_role("img", name="Time of each step")  # the bars scroll with the step
     for _ in range(3):
         page.get_by_role("button", name="◀ Step").click()
     shown(page, number - 3).wait_for()
