@@ -86,7 +86,7 @@ def test_time_can_be_held_and_stepped_through(recorded, open_page):
     server, _ = recorded
     page = open_page("/#/engine", server.url)
     page.get_by_role("img", name=re.compile("Map of 399 blocks")).wait_for()
-    sending = complete(server.url, 4, 300)
+    sending = complete(server.url, 4, 900)
     page.get_by_role("row").filter(has_text="answer").first.wait_for()
     # There are three steps to go back.
     page.wait_for_function(
