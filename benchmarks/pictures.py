@@ -11,9 +11,9 @@ in bf16 and q8_0. SOURCES is a folder of llama.cpp.
 
 first: seconds to the first token of a chat with a new picture of 1024 x 1024 pixels (JPEG in a data
 URL; 4,096 patches, 1,024 tokens) and a short text, for both servers with the same files and cores.
-The servers take turns in each round; each is asked once for warmth, then three times.
+The servers take turns in each round; each gets one request for warmth, then three that count.
 
-again: a chat whose rows and prefix are cached: it is asked four times, and the last three count.
+again: a chat whose rows and prefix are cached: it is sent four times, and the last three count.
 Beside it a text with as many tokens, asked alike. Prints the medians of six chats.
 
 flood: eight chats with texts at a time, four times, are answered with 64 tokens each, alone, and

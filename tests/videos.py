@@ -78,7 +78,7 @@ class VideoCase:
     """How transformers reads the videos of a model of tests/pictures.py."""
 
     text: str
-    """What the chat template writes for a video."""
+    """Text that the chat template writes for a video."""
     join: Any
     token: str
     """Token that rows replace."""

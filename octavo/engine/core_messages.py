@@ -66,7 +66,7 @@ class CoreReady(msgspec.Struct):
     worker_pids: list[int] = []
     """Process ids of the workers that have separate processes."""
     kept_items_nbytes: int = 0
-    """Most bytes of the items that the core may be told to keep; see `RequestWithItems`."""
+    """Most bytes of the items that clients may order the core to keep; see `RequestWithItems`."""
 
 
 class CoreDead(msgspec.Struct):

@@ -167,7 +167,7 @@ class InputSpec(Protocol):
         """Shape of a sound: frames, numbers of a frame; -1 frames: any number."""
 
     def num_encoder_tokens(self, frames: int) -> int:
-        """Return the number of tokens of a sound with so many frames."""
+        """Return the number of tokens of a sound with a number of frames."""
 
     @property
     def max_encoder_len(self) -> int:

@@ -147,7 +147,7 @@ class BlockPool:
         """Number of known prefixes lost to reuse of their block."""
         self.events = events
         self.given_up: GivenUpLog | None = None
-        """Log of the prefixes lost to reuse; None if nobody reads it."""
+        """Log of the prefixes lost to reuse; None if no reader needs it."""
         self._cached: list[dict[bytes, KVCacheBlock]] = [{} for _ in range(num_groups)]
 
     @property

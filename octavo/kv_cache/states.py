@@ -150,7 +150,7 @@ class StateManager:
         self._loading: set[int] = set()
         """Slots that a KV connector fills."""
         self.given_up: GivenUpLog | None = None
-        """Log of the snapshots given up; None if nobody reads it."""
+        """Log of the snapshots given up; None if no reader needs it."""
         self.log: SnapshotLog | None = None
         """Log for a KV connector."""
         # Of the step being scheduled:

@@ -158,7 +158,7 @@ def resolve_model(
 
 
 def _mmproj_of(repo_id: str, revision: str | None, download_dir: str | None) -> str | None:
-    """Return the name of the tower's file of a repository with GGUF files; None: there is none.
+    """Return the name of the tower's file of a repository with GGUF files, or None.
 
     Raises:
         HubError: there are several, or the hub rejects the name.

@@ -122,7 +122,7 @@ class ModelSpec:
         return 2 * inputs.num_positions, inputs.frame_size
 
     def num_encoder_tokens(self, frames: int) -> int:
-        """Return the number of tokens of a sound with so many frames."""
+        """Return the number of tokens of a sound with a number of frames."""
         is_wave = isinstance(self.encoders[0].inputs, WaveInputSpec)
         return lengths(frames)[-1] if is_wave else frames // 2
 

@@ -101,7 +101,7 @@ def arrange_prefix(
         token_ids: the prompt.
         num_pictures: number of its pictures.
         placeholder_id: token of a placeholder.
-        bos_id: token of the beginning of a text; None: there is none.
+        bos_id: token of the beginning of a text; None if the tokenizer has no such token.
         end_ids: tokens of the end.
     """
     ids = list(token_ids)

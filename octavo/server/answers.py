@@ -170,7 +170,7 @@ class ModelCard(Answer):
     max_model_len: int | None
     permission: list[str]
     input_modalities: list[str] | None
-    """What it reads: "text", "image", "audio"; null while that is unknown."""
+    """Kinds of its inputs: "text", "image", "audio"; null while they are unknown."""
 
 
 class AdapterUnloaded(Answer):

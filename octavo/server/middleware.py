@@ -223,7 +223,7 @@ def _request_id(given: str | None) -> str:
 
 
 def _bearer(scope: Scope, headers: Headers) -> str | None:
-    """Return the key of a WebSocket without an Authorization header; None: there is none.
+    """Return the key of a WebSocket without an Authorization header; None without a key.
 
     A browser cannot set headers, so that OpenAI's clients there name a protocol with the key.
     """

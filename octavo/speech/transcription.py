@@ -77,7 +77,7 @@ def run_all(
     If a sound cannot be read, those that have begun are finished before the error is raised.
 
     Args:
-        transcriptions: what to ask; the next one is taken when the sounds before leave room.
+        transcriptions: the jobs; the next one begins when the sounds before it leave room.
         generate: returns the answers to requests.
         note: called with the seconds of sound that are done since the last call.
         finish: called with the number and the transcript of each sound when it is complete.

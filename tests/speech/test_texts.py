@@ -23,7 +23,7 @@ def voxtral(names=NAMES, length=900):
 
 
 def transcribe(model, samples, texts, **options):
-    """Return the transcript, and what was asked. Texts are answers in turn."""
+    """Return the transcript and the requests. The texts are the answers, in turn."""
     asked, answers = [], iter(texts)
 
     def generate(asks):

@@ -39,7 +39,7 @@ def find_gguf(folder: Path) -> Path | None:
 
 
 def choose_mmproj(names: Sequence[str]) -> str | None:
-    """Return the mmproj file among the names of a folder's files; None: there is none.
+    """Return the mmproj file among the names of a folder's files, or None.
 
     Of several, F16 is preferred, then BF16, Q8_0 and F32: they are one tower in several types.
 
