@@ -22,7 +22,7 @@ from tests.triton import needs_triton
 
 pytestmark = needs_triton
 GREEDY = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
-NAMES = ["smolvlm", "qwen2_5_vl", "qwen3_vl", "gemma3", "paligemma", "gemma4"]
+NAMES = ["smolvlm", "qwen2_5_vl", "qwen3_vl", "gemma3", "paligemma"]
 """Pictures in tiles, m-RoPE and windows, m-RoPE and DeepStack, and tokens that see each other."""
 SOUNDS = ["qwen2_audio", "qwen3_asr", "voxtral"]
 ENCODER_DECODERS = ["t5", "bart", "whisper"]
