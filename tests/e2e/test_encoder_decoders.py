@@ -239,11 +239,10 @@ def test_answers_and_beams_share_one_run(tmp_path):
         {"speculative_config": {"model": BUILTIN_DRAFT_MODEL}},
         {"enable_lora": True},
         {"enable_prompt_embeds": True},
-        {"attention_backend": "triton"},
     ],
 )
 def test_settings_that_are_not_supported(settings, folder):
     (name,) = settings
-    name = {"attention_backend": "device=cpu", "speculative_config": "draft model"}.get(name, name)
+    name = {"speculative_config": "draft model"}.get(name, name)
     with pytest.raises(ConfigError, match=f"T5ForCond.* is not supported with .*{name}"):
         LLM(str(folder), **SETTINGS, **settings)
