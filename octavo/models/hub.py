@@ -64,7 +64,7 @@ _LISTED = (
 )
 """Built-in models that are complete; heads are parts of a model."""
 # Configuration, tokenizer, chat template, and some heads; weights are added by load format.
-_FILES = ["*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt", "*.tiktoken"]
+_FILES = ["*.json", "*.jinja", "*.model", "*.spm", "merges.txt", "vocab.txt", "*.tiktoken"]
 _FILES += ["artifact.metadata", "sparse_linear.pt", "colbert_linear.pt"]
 _WEIGHTS = {
     "auto": ["*.safetensors"],

@@ -1,8 +1,8 @@
 """Conversion of text to tokens and back, by the `tokenizers` library.
 
 A tokenizer is read from a Hugging Face folder: `tokenizer.json`, or Mistral's `tekken.json`,
-contains the tokenizer; `tokenizer_config.json` and `special_tokens_map.json` name the special
-tokens and the chat template.
+contains the tokenizer, or else a SentencePiece model; `tokenizer_config.json` and
+`special_tokens_map.json` name the special tokens and the chat template.
 """
 
 from __future__ import annotations
@@ -119,12 +119,24 @@ class Tokenizer:
         backend: tokenizers.Tokenizer,
         config: dict[str, Any] | None = None,
         chat_templates: dict[str, str] | None = None,
+        divider: tuple[tokenizers.Tokenizer, list[int]] | None = None,
     ) -> None:
+        """Make a tokenizer.
+
+        Args:
+            backend: the library's tokenizer.
+            config: see `config`.
+            chat_templates: see `chat_templates`.
+            divider: the tokenizer that divides texts, and the id in `backend` of each of its
+                tokens; None: `backend` itself.
+        """
         config = config or {}
         self.config = config
-        backend.no_truncation()
-        backend.no_padding()
         self._backend = backend
+        self._ids: list[int] | None
+        self._divider, self._ids = divider or (backend, None)
+        self._divider.no_truncation()
+        self._divider.no_padding()
         self.chat_templates = chat_templates or {}
         self.special_tokens = {
             name: text for name in _NAMED_TOKENS if (text := _token_text(config.get(name)))
@@ -137,7 +149,7 @@ class Tokenizer:
         )
         self._bytes_kind, self.strips_leading_space = _bytes_kind(backend)
         self._longest = self._make_longest_match()
-        probe = backend.encode("a").ids
+        probe = self._ids_of(self._divider.encode("a"))
         # The post-processor of tokenizer.json decides; the flags only add missing tokens.
         self._prefix: list[int] = []
         self._suffix: list[int] = []
@@ -163,7 +175,8 @@ class Tokenizer:
         """Read the tokenizer of a model folder.
 
         Raises:
-            ModelError: there is no usable tokenizer.json; the message names the file and the fix.
+            ModelError: there is no usable tokenizer; the message names the file and the fix.
+            UnsupportedError: the folder has a SentencePiece model of an unsupported family.
         """
         checkpoint = open_checkpoint(Path(path))
         text, config = checkpoint.read_text("tokenizer.json"), dict[str, Any]()
@@ -171,17 +184,22 @@ class Tokenizer:
             from octavo.text.tekken import read_tekken  # few models have such a file
 
             text, config = read_tekken(tekken, str(checkpoint.path / "tekken.json"))
-        if text is None:
-            raise ModelError(_missing_message(checkpoint))
-        try:
-            backend = tokenizers.Tokenizer.from_str(text)
-        except Exception as error:  # the library raises plain Exception
-            file = checkpoint.path / "tokenizer.json"
-            raise ModelError(f"{file} is damaged or of an unknown kind: {error}") from error
         for name in ("special_tokens_map.json", "tokenizer_config.json"):
             config |= {k: v for k, v in _read_json(checkpoint, name).items() if v is not None}
+        divider, file = None, checkpoint.path / "tokenizer.json"
+        if text is None:
+            from octavo.text.sentencepiece_families import build_tokenizer  # few folders need it
+
+            built = build_tokenizer(checkpoint.path, config)
+            if built is None:
+                raise ModelError(_missing_message(checkpoint))
+            text, config, file = built.text, built.config | config, built.file
+            if built.divider is not None and built.ids is not None:
+                dividing = _parsed(built.divider, file)
+                divider = dividing, built.ids(dividing.get_vocab(with_added_tokens=True))
+        backend = _parsed(text, file)
         del text
-        found = cls(backend, config, _read_chat_templates(checkpoint, config))
+        found = cls(backend, config, _read_chat_templates(checkpoint, config), divider)
         trim_memory()  # the library has freed about three times as much as the tokenizer takes
         return found
 
@@ -282,9 +300,9 @@ class Tokenizer:
             return ids[:keep]
         (encoding,) = self._encode([text], False)
         num_special = len(self._prefix) + len(self._suffix)
-        num_special += self._backend.num_special_tokens_to_add(False)
+        num_special += self._divider.num_special_tokens_to_add(False)
         encoding.truncate(max(keep - num_special, 0))
-        shorter: list[int] = self._backend.post_process(encoding).ids
+        shorter = self._ids_of(self._divider.post_process(encoding))
         return self._prefix + shorter + self._suffix
 
     def apply_chat_template(
@@ -378,8 +396,12 @@ class Tokenizer:
                 "Shorten it.",
                 "prompt",
             )
-        ids: list[int] = encoding.ids
+        ids = self._ids_of(encoding)
         return self._prefix + ids + self._suffix if add_special_tokens else ids
+
+    def _ids_of(self, encoding: tokenizers.Encoding) -> list[int]:
+        ids: list[int] = encoding.ids
+        return ids if self._ids is None else [self._ids[i] for i in ids]
 
     def encode_text(
         self,
@@ -407,7 +429,7 @@ class Tokenizer:
         Raises:
             RequestError: a text is not valid Unicode.
         """
-        texts, backend = [text] if pair is None else [text, pair], self._backend
+        texts, backend = [text] if pair is None else [text, pair], self._divider
         if max_tokens is None:
             encodings = self._encode(texts, False)
         else:
@@ -421,7 +443,7 @@ class Tokenizer:
                 encoding.truncate(length, direction=truncation_side)
         first, second = encodings[0], None if pair is None else encodings[1]
         whole = backend.post_process(first, second, add_special_tokens)
-        ids, types = whole.ids, whole.type_ids
+        ids, types = self._ids_of(whole), whole.type_ids
         if add_special_tokens:
             ids = self._prefix + ids + self._suffix
             types = [0] * len(self._prefix) + types
@@ -457,7 +479,7 @@ class Tokenizer:
         while True:  # as in `_encode_end`
             try:
                 # Of the library's calls only those for batches release the lock.
-                (encoding,) = self._backend.encode_batch([text[:size]], add_special_tokens=False)
+                (encoding,) = self._divider.encode_batch([text[:size]], add_special_tokens=False)
             except (TypeError, UnicodeEncodeError):
                 raise _not_unicode() from None
             if size >= len(text) or len(encoding) > max_tokens + _MORE_TOKENS:
@@ -479,11 +501,11 @@ class Tokenizer:
         Raises:
             RequestError: a text is not valid Unicode.
         """
-        return [encoding.ids for encoding in self._encode(texts, False)]
+        return [self._ids_of(encoding) for encoding in self._encode(texts, False)]
 
     def _encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[tokenizers.Encoding]:
         options = {"add_special_tokens": add_special_tokens}
-        backend = self._backend
+        backend = self._divider
         inputs: Sequence[str] | list[list[str]] = texts
         try:
             if self._longest is not None:
@@ -720,6 +742,13 @@ def _context_token(backend: tokenizers.Tokenizer) -> tuple[list[int], str]:
     return [], ""
 
 
+def _parsed(text: str, file: Path) -> tokenizers.Tokenizer:
+    try:
+        return tokenizers.Tokenizer.from_str(text)
+    except Exception as error:  # the library raises plain Exception
+        raise ModelError(f"{file} is damaged or of an unknown kind: {error}") from error
+
+
 def _token_text(value: Any) -> str | None:
     """Return the text of a token, which config files write as a string or as a dict."""
     if isinstance(value, dict):
@@ -780,7 +809,6 @@ def _missing_message(checkpoint: Checkpoint) -> str:
         return f"There is no folder {path} to read a tokenizer from."
     message = f"{path} has no tokenizer.json"
     others = {
-        "only a sentencepiece model": ["*.model"],
         "only a vocabulary of the old form": ["vocab.json", "vocab.txt"],
     }
     for kind, patterns in others.items():
