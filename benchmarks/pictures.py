@@ -4,6 +4,8 @@
     python benchmarks/pictures.py first FOLDER --llama BUILD/bin/llama-server --kind bf16 --rounds 3
     python benchmarks/pictures.py again FOLDER
     python benchmarks/pictures.py flood FOLDER
+    python benchmarks/pictures.py tower FOLDER --rounds 5
+    python benchmarks/pictures.py peer FOLDER --url http://127.0.0.1:8000 --rounds 3
 
 make: a model with random weights in the shape of Qwen3-VL-2B with fewer layers (4 of the text part,
 6 of the tower, all with their own widths), and llama.cpp's conversion of it: text part and mmproj,
@@ -20,6 +22,15 @@ flood: eight chats with texts at a time, four times, are answered with 64 tokens
 while a client sends chats with new pictures, always two at once. Prints the milliseconds of a
 token, by answer (TPOT): median and 99th percentile, and their ratios; the seconds to the first
 token of the pictures' chats; and the longest pause between two tokens of a text.
+
+tower: the tower alone with a picture of 1024 x 1024 pixels, from patches to rows, in bfloat16 and
+float32, with and without int8 weights. Its operations are those of all products, and of the
+attention of all patches to all patches; norms, activations, rotation and softmax count as none. A
+product of 2048^3 of the same type is measured before each run: the matrix peak. Prints the medians,
+and the shares of the slowest kernels.
+
+peer: the same as `first` in bf16 beside a server that already runs, such as vLLM's, which reads
+FOLDER/hf. The servers take turns of two new pictures; the first turns are for warmth.
 """
 
 from __future__ import annotations
@@ -124,13 +135,20 @@ def new_picture(seed: int) -> str:
     return "data:image/jpeg;base64," + base64.b64encode(file.getvalue()).decode()
 
 
-def chat(port: int, content: Any, tokens: int = 1) -> tuple[float, float, float]:
+def chat(port: int | str, content: Any, tokens: int = 1) -> tuple[float, float, float]:
     """Return the seconds to the first token, the seconds of each further one, and the longest
-    pause between two."""
+    pause between two.
+
+    Args:
+        port: port of this machine, or the address of a server.
+        content: content of the message.
+        tokens: number of tokens of the answer.
+    """
+    address = port if isinstance(port, str) else f"http://127.0.0.1:{port}"
     body = {"messages": [{"role": "user", "content": content}], "max_tokens": tokens}
     body |= {"temperature": 0, "stream": True, "ignore_eos": True}
     request = urllib.request.Request(
-        f"http://127.0.0.1:{port}/v1/chat/completions",
+        f"{address}/v1/chat/completions",
         json.dumps(body).encode(),
         {"Content-Type": "application/json"},
     )
@@ -275,13 +293,99 @@ def measure_flood(folder: Path, kind: str, repeats: int = 4) -> None:
     print(f"texts: longest pause {1000 * max(pauses):.0f} ms")
 
 
+def measure_peer(folder: Path, url: str, rounds: int) -> None:
+    """Print the seconds to the first token beside a server that already runs."""
+    seeds = itertools.count(1)
+    found: dict[str, list[float]] = {"octavo": [], "peer": []}
+    with serving(*octavo(folder / "hf")) as port:
+        for name, place in itertools.product(("warm", *[""] * rounds), found):
+            where = port if place == "octavo" else url
+            seconds = [chat(where, with_picture(new_picture(next(seeds))))[0] for _ in range(2)]
+            if not name:
+                found[place] += seconds
+            print(place, name, " ".join(f"{it:.3f}" for it in seconds), flush=True)
+    ours, theirs = (statistics.median(own) for own in found.values())
+    print(f"{ours:.3f} s and {theirs:.3f} s: {theirs / ours:.2f}")
+
+
+def measure_tower(folder: Path, rounds: int) -> None:
+    """Print the share of the matrix peak that the tower reaches, and where its time goes."""
+    from octavo import _native
+    from octavo.attention.cpu import CPUAttention
+    from octavo.bench.machine import measure_peak
+    from octavo.checkpoints.registry import open_checkpoint
+    from octavo.config.model import ModelConfig
+    from octavo.kernels.native import NativeOps
+    from octavo.messages import MultiModalFeatureSpec, PlaceholderRange, TensorData
+    from octavo.models.decoder import DecoderModel
+    from octavo.models.loader import load_model
+    from octavo.models.registry import read_spec
+    from octavo.worker.encoder_runner import EncoderRunner, encoder_arena, runner_nbytes
+
+    _native.set_num_threads(len(os.sched_getaffinity(0)))
+    file = folder / "hf"
+    vision = json.loads((file / "config.json").read_text())["vision_config"]
+    side, size, inner = SIDE // vision["patch_size"], vision["hidden_size"], 3 * 2
+    patches, numbers = side**2, inner * vision["patch_size"] ** 2
+    layer = 2 * patches * (4 * size**2 + 2 * size * vision["intermediate_size"])
+    layer += 4 * patches**2 * size
+    merged = vision["spatial_merge_size"] ** 2 * size
+    merger = 2 * patches * size * (merged + vision["out_hidden_size"])
+    flops = vision["depth"] * layer + 2 * patches * numbers * size
+    flops += (1 + len(vision["deepstack_visual_indexes"])) * merger
+    pixels = np.random.default_rng(0).standard_normal((patches, numbers), np.float32)
+    arrays = {"pixel_values": pixels, "image_grid_thw": np.array([1, side, side])}
+    data = {
+        name: TensorData(str(array.dtype), array.shape, array.tobytes())
+        for name, array in arrays.items()
+    }
+    feature = MultiModalFeatureSpec("image", "", PlaceholderRange(0, 0), data, 0)
+    kinds: list[tuple[str, Any]] = [("bfloat16", None), ("bfloat16", "int8")]
+    kinds += [("float32", None), ("float32", "int8")]
+    for dtype, quantization in kinds:
+        checkpoint = open_checkpoint(file)
+        spec = read_spec(checkpoint, ModelConfig(quantization=quantization))
+        ops, backend = NativeOps(), CPUAttention()
+        model = load_model(spec, checkpoint, dtype=dtype, ops=ops)
+        assert isinstance(model, DecoderModel)
+        (encoder,) = model.encoders
+        arena = encoder_arena(runner_nbytes(encoder, ops, backend)[0])
+        runner = EncoderRunner(encoder, ops, backend, arena)
+        runner.run([feature])
+        _native.set_profiling(True)
+        _native.take_spans()
+        peaks, taken = [], []
+        parts: dict[str, list[float]] = {}
+        for _ in range(rounds):
+            peaks.append(measure_peak(dtype, quantization, seconds=0.5)[0])
+            _native.take_spans()
+            begin = time.perf_counter()
+            runner.run([feature])
+            taken.append(time.perf_counter() - begin)
+            for name, start, end, _, done, _ in _native.take_spans():
+                part = parts.setdefault(name, [0.0, 0.0])
+                part[0] += end - start
+                part[1] += done
+        _native.set_profiling(False)
+        shares = [flops / t / top for t, top in zip(taken, peaks, strict=True)]
+        peak = statistics.median(peaks) / 1e9
+        print(
+            f"{dtype} {quantization or ''}: {statistics.median(taken):.3f} s ({min(taken):.3f} to "
+            f"{max(taken):.3f}), {flops / 1e9:.0f} GFLOP, peak {peak:.0f} GFLOP/s: "
+            f"{statistics.median(shares):.1%} ({min(shares):.1%} to {max(shares):.1%})"
+        )
+        for name, (seconds, done) in sorted(parts.items(), key=lambda it: -it[1][0])[:8]:
+            print(f"  {name:24} {seconds / sum(taken):6.1%}  {done / seconds / 1e9:5.0f} GFLOP/s")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
-    parser.add_argument("what", choices=["make", "first", "again", "flood"])
+    parser.add_argument("what", choices=["make", "first", "again", "flood", "tower", "peer"])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--llama-cpp", type=Path, help="Sources of llama.cpp.")
     parser.add_argument("--llama", default="llama-server", help="Its server.")
     parser.add_argument("--kind", choices=KINDS, default="bf16")
+    parser.add_argument("--url", default="", help="Server of the peer.")
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     match args.what:
@@ -293,6 +397,10 @@ def main() -> None:
             measure_again(args.folder, args.kind)
         case "flood":
             measure_flood(args.folder, args.kind)
+        case "tower":
+            measure_tower(args.folder, args.rounds)
+        case "peer":
+            measure_peer(args.folder, args.url, args.rounds)
 
 
 if __name__ == "__main__":

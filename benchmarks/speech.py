@@ -1,21 +1,26 @@
 """Speed of speech to text: Octavo beside faster-whisper and transformers, with real clips.
 
     python benchmarks/speech.py MODEL SOUNDS [--engines octavo transformers]
-        [--faster-whisper PYTHON FOLDER] [--dtypes float32 int8] [--rounds 5]
+        [--faster-whisper PYTHON FOLDER] [--whisper-cpp PYTHON FOLDER]
+        [--dtypes float32 int8] [--rounds 5] [--new-clips]
 
 MODEL is a Whisper model in transformers' layout, SOUNDS a folder of WAV files of 16 kHz.
 FOLDER is the same model in CTranslate2's layout, and PYTHON an interpreter that has faster-whisper.
-Each engine loads the model once, with all cores, greedy search and no timestamps. Then the engines
-take turns: all clips one after another, and 16 clips at once (the files again, at other volumes).
-faster-whisper does not batch several files, so its 16 clips are 16 calls. All engines pad a clip to
-30 s. transformers has no int8. Prints the medians of real-time factors (seconds of sound in a
-second) and the ratios.
+For whisper.cpp PYTHON has pywhispercpp, and FOLDER the files f16.bin and q8_0.bin, which count as
+float32 and int8: whisper.cpp computes convolutions only with float16 weights. Each engine loads the
+model once, with all cores, greedy search and no timestamps. Then the engines take turns: all clips
+one after another, and 16 clips at once (the files again, at other volumes). faster-whisper and
+whisper.cpp do not batch several files: their 16 clips are 16 calls. All engines pad a clip to 30 s.
+transformers has no int8. Octavo's prefix cache is reset before each call; with --new-clips it is
+not, and the clips have another volume in each turn. Prints the medians of real-time factors
+(seconds of sound in a second) and the ratios.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -45,7 +50,7 @@ def read_clips(folder: Path) -> Clips:
     return clips
 
 
-def octavo(model: str, dtype: str) -> Engine:
+def octavo(model: str, dtype: str, *, keeps_cache: bool = False) -> Engine:
     """Return the engine Octavo."""
     from octavo import LLM
 
@@ -53,7 +58,8 @@ def octavo(model: str, dtype: str) -> Engine:
     llm = LLM(model, dtype="float32" if dtype == "int8" else dtype, **options)
 
     def run(clips: Clips) -> list[str]:
-        llm.reset_prefix_cache()
+        if not keeps_cache:
+            llm.reset_prefix_cache()
         found = llm.transcribe(clips, language="en", timestamps=False)
         return [transcript.text for transcript in found]
 
@@ -78,6 +84,23 @@ def faster_whisper(folder: str, dtype: str) -> Engine:
     return run
 
 
+def whisper_cpp(folder: str, dtype: str) -> Engine:
+    """Return the engine whisper.cpp."""
+    from pywhispercpp.model import Model
+
+    options: dict[str, Any] = {"language": "en", "no_timestamps": True, "single_segment": True}
+    options |= {"no_context": True, "temperature_inc": 0.0, "greedy": {"best_of": 1}}
+    options |= {"print_progress": False, "print_realtime": False}
+    file = Path(folder, "q8_0.bin" if dtype == "int8" else "f16.bin")
+    cores = len(os.sched_getaffinity(0))
+    model = Model(str(file), n_threads=cores, redirect_whispercpp_logs_to=None, **options)
+
+    def run(clips: Clips) -> list[str]:
+        return [" ".join(part.text for part in model.transcribe(clip)) for clip in clips]
+
+    return run
+
+
 def transformers(folder: str, dtype: str) -> Engine:
     """Return the engine transformers."""
     import torch
@@ -97,22 +120,27 @@ def transformers(folder: str, dtype: str) -> Engine:
     return run
 
 
-ENGINES: dict[str, Callable[[str, str], Engine]] = {
+ENGINES: dict[str, Callable[..., Engine]] = {
     "octavo": octavo,
     "faster-whisper": faster_whisper,
+    "whisper.cpp": whisper_cpp,
     "transformers": transformers,
 }
 
 
-def work(name: str, model: str, dtype: str, sounds: Path) -> None:
+def work(name: str, model: str, dtype: str, sounds: Path, new_clips: bool) -> None:
     """Transcribe whenever a line arrives; print the seconds of each turn and the texts."""
-    run, clips = ENGINES[name](model, dtype), read_clips(sounds)
-    # Different volumes, so that no engine can compute a clip once for several.
-    batch = [clips[i % len(clips)] * np.float32(1 - i / 64) for i in range(BATCH)]
+    more = {"keeps_cache": True} if new_clips and name == "octavo" else {}
+    run, files = ENGINES[name](model, dtype, **more), read_clips(sounds)
     out = sys.stdout
     sys.stdout = sys.stderr
-    texts = [text for clip in clips for text in run([clip])]
-    for _ in sys.stdin:
+    texts = [text for clip in files for text in run([clip])]
+    print("ready", file=out, flush=True)
+    for turn, _ in enumerate(sys.stdin, 1):
+        volume = 1 - turn / 256 if new_clips else 1
+        clips = [clip * np.float32(volume) for clip in files]
+        # Different volumes, so that no engine can compute a clip once for several.
+        batch = [clips[i % len(clips)] * np.float32(1 - (i + 1) / 64) for i in range(BATCH)]
         begin = time.perf_counter()
         for clip in clips:
             run([clip])
@@ -129,12 +157,14 @@ def main() -> None:
     parser.add_argument("sounds", type=Path)
     parser.add_argument("--engines", nargs="+", default=["octavo"], choices=list(ENGINES))
     parser.add_argument("--faster-whisper", nargs=2, metavar=("PYTHON", "FOLDER"))
+    parser.add_argument("--whisper-cpp", nargs=2, metavar=("PYTHON", "FOLDER"))
     parser.add_argument("--dtypes", nargs="+", default=["float32"])
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--new-clips", action="store_true")
     parser.add_argument("--work", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.work:
-        work(args.work, args.model, args.dtypes[0], args.sounds)
+        work(args.work, args.model, args.dtypes[0], args.sounds, args.new_clips)
         return
     clips = read_clips(args.sounds)
     seconds = [sum(map(len, clips)) / 16000]
@@ -142,12 +172,19 @@ def main() -> None:
     engines: dict[str, tuple[str, str]] = dict.fromkeys(args.engines, (sys.executable, args.model))
     if args.faster_whisper:
         engines["faster-whisper"] = tuple(args.faster_whisper)
+    if args.whisper_cpp:
+        engines["whisper.cpp"] = tuple(args.whisper_cpp)
     for dtype in args.dtypes:
-        compare(engines, dtype, args.sounds, seconds, args.rounds)
+        compare(engines, dtype, args.sounds, seconds, args.rounds, args.new_clips)
 
 
 def compare(
-    engines: dict[str, tuple[str, str]], dtype: str, sounds: Path, seconds: list[float], rounds: int
+    engines: dict[str, tuple[str, str]],
+    dtype: str,
+    sounds: Path,
+    seconds: list[float],
+    rounds: int,
+    new_clips: bool,
 ) -> None:
     """Print the figures of one type of numbers.
 
@@ -157,15 +194,18 @@ def compare(
         sounds: folder of the clips.
         seconds: seconds of sound of each of the two workloads.
         rounds: number of turns of each engine.
+        new_clips: True: no engine meets a clip again, and no cache is reset.
     """
     processes = {}
     for name, (python, model) in engines.items():
         if dtype == "int8" and name == "transformers":
             continue
         command = [python, __file__, model, str(sounds), "--dtypes", dtype, "--work", name]
+        command += ["--new-clips"] * new_clips
         processes[name] = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
+        _pipe(processes[name].stdout).readline()  # it is ready
     times: dict[str, list[list[float]]] = {name: [] for name in processes}
     texts = {}
     for _ in range(rounds):
@@ -180,7 +220,9 @@ def compare(
     for name, found in medians.items():
         parts = [f"{s / t:8.1f}x" for s, t in zip(seconds, found, strict=True)]
         ratios = [f"{t / o:6.2f}" for t, o in zip(found, medians["octavo"], strict=True)]
+        ranges = [f"{min(t):.3f}-{max(t):.3f}" for t in zip(*times[name], strict=True)]
         print(f"{dtype:9} {name:15} one by one, {BATCH} at once:", *parts, "  Octavo is", *ratios)
+        print("           seconds of a turn:", *ranges)
         print("          ", " ".join(text.strip() for text in texts[name])[:160])
 
 

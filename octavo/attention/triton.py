@@ -145,6 +145,7 @@ class TritonAttention(PagedCaches):
             sinks=params.sinks,
             causal=params.causal,
             position_bias=params.position_bias,
+            ranges=metadata.ranges if params.sees_ranges else None,
             **_products(params.products),
         )
 

@@ -230,7 +230,7 @@ def set_up_worker(
         ModelError: the model folder cannot be used.
     """
     check_settings(config, platform)
-    check_encoders(spec, config, platform)
+    check_encoders(spec, config)
     blocks = {w.form.name for w in spec.weights() if isinstance(w.form, PackedBlocks)}
     if blocks and not platform.is_native(config.device):
         raise ConfigError(

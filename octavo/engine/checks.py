@@ -183,7 +183,7 @@ def check_requirements(config: EngineConfig, platform: Platform) -> None:
             raise ConfigError(requirement.error.format(config=config, platform=platform))
 
 
-def check_encoders(spec: ModelSpec, config: EngineConfig, platform: Platform) -> None:
+def check_encoders(spec: ModelSpec, config: EngineConfig) -> None:
     """Reject settings with which a model's encoders do not run.
 
     Raises:
@@ -191,16 +191,9 @@ def check_encoders(spec: ModelSpec, config: EngineConfig, platform: Platform) ->
     """
     if not spec.encoders:
         return
-    native, both = _is_native(config, platform), spec.is_encoder_decoder
+    both = spec.is_encoder_decoder
     hides = any(it.sight is not None and it.sight.scope == "prompt" for it in spec.encoders)
-    pictures = all(encoder.modality == "image" for encoder in spec.encoders)
-    # Tokens that see each other in both directions: the Triton kernels do not read this array.
-    ranges = any(array.name == "ranges" for array in spec.step_arrays)
     for name, wrong in (
-        (
-            f"the Triton kernels of device={platform.name}",
-            not native and (not pictures or ranges),
-        ),
         ("a draft model in speculative_config", both and _has_draft(config)),
         ("kv_transfer_config", hides and config.cache.kv_transfer_config is not None),
         ("kv_events_config", both and config.cache.kv_events_config is not None),

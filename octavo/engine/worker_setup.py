@@ -196,7 +196,7 @@ def _with_connector(setup: WorkerSetup, engine_index: int) -> WorkerSetup:
     config, model = setup.config, setup.config.model
     transfer = config.cache.kv_transfer_config
     assert transfer is not None
-    if setup.has_states:
+    if setup.has_states or setup.spec.is_encoder_decoder:
         get_connector(transfer).check_states(transfer)
     if transfer.engine_id is None:
         number = str(config.parallel.first_engine + engine_index)

@@ -40,7 +40,7 @@ from octavo.kv_cache.block_pool import NULL_BLOCK_ID, BlockPool, KVCacheBlock
 from octavo.kv_cache.events import KVEventLog
 from octavo.kv_cache.given_up import GivenUp, GivenUpLog
 from octavo.kv_cache.groups import KVCacheConfig, make_manager
-from octavo.kv_cache.kinds.cross_attention import CrossAttentionManager
+from octavo.kv_cache.kinds.cross_attention import CrossAttentionManager, row_hashes
 from octavo.kv_cache.states import Snapshot, StateManager, id_of_state
 from octavo.request import Request
 
@@ -327,8 +327,19 @@ class KVCacheManager:
     def is_loading(self, request_id: str, block_hashes: Iterable[bytes]) -> bool:
         """Return True if any of the given blocks is being loaded for a request."""
         load = self._loads[request_id]
-        hashes = load.request.block_hashes[load.start : load.end] if load.start >= 0 else []
+        if load.start < 0:
+            return False
+        hashes = {*load.request.block_hashes[load.start : load.end]}
+        hashes.update(block_hash for _, _, block_hash in load.new)
         return any(wanted in hashes for wanted in block_hashes)
+
+    def missing_rows(self, request: Request) -> list[bytes]:
+        """Return the hashes of a request's blocks of cross attention that the cache lacks."""
+        if self.cross is None:
+            return []
+        groups = [self.pool.cached_blocks(group_id) for group_id in self.cross.groups]
+        hashes = row_hashes(request, self.block_size)
+        return [h for h in hashes if any(h not in known for known in groups)]
 
     def start_load(
         self, request: Request, hit: KVCacheBlocks, num_tokens: int
@@ -336,7 +347,8 @@ class KVCacheManager:
         """Reserve the blocks that a KV connector fills, and the known ones before them.
 
         No request can find them before `finish_load`, which makes them a known prefix. Steps in
-        flight may still write to the allocated blocks, so the load begins after these steps.
+        flight may still write to the allocated blocks, so the load begins after these steps. The
+        load includes all blocks of cross attention that the cache lacks.
 
         Args:
             request: request without blocks.
@@ -346,10 +358,12 @@ class KVCacheManager:
         Returns:
             For each group the ids of the blocks up to the end, 0 for a block that is not loaded:
             it is not needed, or the cache has it. In models with recurrent states another list
-            follows, with `id_of_state` at the end if a state is loaded. None, without any change,
-            if there is not enough room for all of the request's tokens.
+            follows, with `id_of_state` at the end if a state is loaded; in encoder-decoders, the
+            lists of cross attention. None, without any change, if there is not enough room for all
+            of the request's tokens.
         """
         size = self.block_size
+        hashes = [request.block_hashes] * len(self.managers)
         start, end = hit.num_tokens // size, (hit.num_tokens + num_tokens) // size
         position = min(end * size, request.num_tokens - 1)
         needed, kept, ids = 0, [], []
@@ -364,6 +378,15 @@ class KVCacheManager:
             before = [block.block_id for block in blocks]
             before += [NULL_BLOCK_ID] * (first - len(before))
             ids.append(before)
+        ends = [end] * len(self.managers)
+        if self.cross is not None:
+            needed += self.cross.num_needed(request)
+            hashes += [row_hashes(request, size)] * len(self.cross.groups)
+            for group_id in self.cross.groups:
+                known = self.pool.cached_blocks(group_id)
+                kept.append([known[h] for h in hashes[group_id] if h in known])
+                ids.append([])
+                ends.append(len(hashes[group_id]))
         if needed > self.pool.num_free_blocks:
             return None
         load = _LoadedBlocks(kept, [], request, start, end)
@@ -376,9 +399,9 @@ class KVCacheManager:
                 ids[-1][-1] = id_of_state(load.state)
         for blocks in kept:
             self.pool.touch(blocks)
-        for group_id, before in enumerate(ids[: len(self.managers)]):
+        for group_id, before in enumerate(ids[: len(ends)]):
             known = self.pool.cached_blocks(group_id)
-            for block_hash in request.block_hashes[len(before) : end]:
+            for block_hash in hashes[group_id][len(before) : ends[group_id]]:
                 if block_hash in known:
                     before.append(NULL_BLOCK_ID)
                     continue

@@ -87,7 +87,7 @@ class KVConnectorScheduler(ABC):
     def __init__(self, config: EngineConfig, layout: KVLayout) -> None:
         self.config, self.layout = config, layout
         self.prefix_cache: PrefixCache | None = None
-        """Prefix cache, in models with recurrent states."""
+        """Prefix cache, in models with recurrent states or cross attention."""
 
     @property
     def transfer_config(self) -> KVTransferConfig:
@@ -104,7 +104,7 @@ class KVConnectorScheduler(ABC):
         return
 
     def bind_prefix_cache(self, prefix_cache: PrefixCache) -> None:
-        """Accept the prefix cache of a model with recurrent states."""
+        """Accept the prefix cache of a model with recurrent states or cross attention."""
         self.prefix_cache = prefix_cache
 
     def note_states(self, saved: Sequence[SavedState], dropped: Sequence[bytes]) -> None:
@@ -139,7 +139,10 @@ class KVConnectorScheduler(ABC):
             request: a request that is about to be started.
             num_computed_tokens: its tokens in the prefix cache; whole blocks. In models with
                 recurrent states `prefix_cache` may have further blocks; the tokens to load must end
-                where it or the connector has a state, before the request's last token.
+                where it or the connector has a state, before the request's last token. In
+                encoder-decoders the encoder's rows come before the tokens: if `prefix_cache` lacks
+                some of their blocks (`row_hashes`), all blocks of rows count as tokens to load; if
+                the connector lacks some of these, nothing can be loaded.
 
         Returns:
             The number of tokens to load after `num_computed_tokens`, in whole blocks; and True if
@@ -158,7 +161,8 @@ class KVConnectorScheduler(ABC):
             request: the request of the last `get_num_new_matched_tokens`.
             block_ids: its blocks from the beginning, one list for each KV-cache group; 0 stands for
                 a block that need not be loaded. Another list, in models with recurrent states, has
-                the negative id of a state at the end if the state is to be loaded.
+                the negative id of a state at the end if the state is to be loaded. The lists of
+                groups with cross attention have the blocks of all rows; see `keys_to_load`.
             num_external_tokens: tokens to load into the last of these blocks; 0: the request
                 starts in the step that is being scheduled.
         """
@@ -278,7 +282,8 @@ class KVConnectorBase(KVConnectorScheduler, KVConnectorWorker):
     """
 
     supports_states: ClassVar[bool] = False
-    """True if it saves and loads recurrent states, too (`KVLayout.states`)."""
+    """True if it saves and loads recurrent states (`KVLayout.states`) and the blocks of cross
+    attention (`KVLayout.cross_groups`), too."""
 
     def __init__(self, config: EngineConfig, role: KVConnectorRole, layout: KVLayout) -> None:
         KVConnectorScheduler.__init__(self, config, layout)
@@ -287,15 +292,16 @@ class KVConnectorBase(KVConnectorScheduler, KVConnectorWorker):
 
 
 def refuse_states(config: KVTransferConfig) -> None:
-    """Raise ConfigError: the connector does not support recurrent states."""
+    """Raise ConfigError: the connector supports neither states nor cross attention."""
     raise ConfigError(
         f"kv_transfer_config: kv_connector={config.kv_connector} is not supported with models that "
-        "have recurrent states; use a built-in connector, or leave kv_transfer_config out."
+        "have recurrent states or cross attention; use a built-in connector, or leave "
+        "kv_transfer_config out."
     )
 
 
 def accept_states(config: KVTransferConfig) -> None:
-    """Accept models that have recurrent states."""
+    """Accept models that have recurrent states or cross attention."""
     return
 
 
@@ -308,7 +314,7 @@ class KVConnector:
     host_nbytes: Callable[[KVTransferConfig], int]
     """Implementation of `KVConnectorWorker.host_nbytes`."""
     check_states: Callable[[KVTransferConfig], None] = refuse_states
-    """Raises ConfigError if it does not support models that have recurrent states."""
+    """Raises ConfigError if it does not support models with recurrent states or cross attention."""
 
 
 def transfer_config_of(config: EngineConfig) -> KVTransferConfig:

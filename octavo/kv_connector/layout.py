@@ -84,8 +84,8 @@ class KVLayout:
     dtype: str
     """Dtype of the KV cache, as `CacheSpec` names it."""
     groups: tuple[KVCacheGroup, ...]
-    """KV-cache groups that use blocks, with the layers and heads of this rank; without those of
-    cross attention, whose blocks are not copied but computed again."""
+    """KV-cache groups that use blocks, with the layers and heads of this rank; those of cross
+    attention are the last."""
     states: tuple[KVCacheGroup, ...] = ()
     """KV-cache groups with recurrent states."""
     first_layer: int = 0
@@ -129,8 +129,17 @@ class KVLayout:
 
     @cached_property
     def managers(self) -> list[SingleTypeKVCacheManager]:
-        """Manager of each group."""
-        return [make_manager(group.cache, self.block_size) for group in self.groups]
+        """Manager of each group with blocks of tokens; those of cross attention follow them."""
+        return [
+            make_manager(group.cache, self.block_size)
+            for group in self.groups
+            if not group.is_cross
+        ]
+
+    @property
+    def cross_groups(self) -> range:
+        """Indices of the groups with blocks of cross attention."""
+        return range(len(self.managers), len(self.groups))
 
     @cached_property
     def page_nbytes(self) -> int:

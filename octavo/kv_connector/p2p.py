@@ -43,7 +43,7 @@ from octavo.kv_connector.offload import (
 )
 from octavo.kv_connector.pages import KVCaches
 from octavo.kv_connector.peer import PeerAddress, PeerClient, PeerServer, SharedCopies
-from octavo.kv_connector.tracking import find_match, keys_to_load
+from octavo.kv_connector.tracking import block_hashes, find_match, keys_to_load
 from octavo.messages import KVConnectorOutput, SchedulerOutput
 from octavo.request import Request
 
@@ -111,7 +111,8 @@ class _Offer(msgspec.Struct, forbid_unknown_fields=True):
     remote_host: str | None = None
     remote_port: int | None = None
     remote_block_ids: list[list[int]] = []
-    """Slots of the prompt's blocks, for each KV-cache group; -1: the block is missing."""
+    """Slots of the blocks, for each KV-cache group; -1: the block is missing. They are those of the
+    prompt, or of all rows of an encoder."""
     remote_state_blocks: int = 0
     """Number of blocks of tokens that precede the recurrent state; 0: there is no state."""
     remote_state_ids: list[int] = []
@@ -122,15 +123,16 @@ class _Offer(msgspec.Struct, forbid_unknown_fields=True):
     signature: str = ""
     tp_size: int | None = None
 
-    def slots(self, layout: KVLayout, block_hashes: Sequence[bytes]) -> dict[Key, int]:
+    def slots(self, layout: KVLayout, request: Request) -> dict[Key, int]:
         """Return the slots of the copies that the peer has, by their keys."""
+        hashes = block_hashes(layout, request)
         found = {
             (group_id, block_hash): slot
             for group_id, slots in enumerate(self.remote_block_ids[: len(layout.groups)])
-            for block_hash, slot in zip(block_hashes, slots, strict=False)
+            for block_hash, slot in zip(hashes[group_id], slots, strict=False)
             if slot != _NO_SLOT
         }
-        for block_hash in block_hashes[: self.remote_state_blocks][-1:]:
+        for block_hash in request.block_hashes[: self.remote_state_blocks][-1:]:
             keys = layout.state_keys(block_hash)
             found.update(zip(keys, self.remote_state_ids, strict=False))
         return found
@@ -212,18 +214,19 @@ class P2PScheduler(OffloadingScheduler):
         if not self._saves_all(request) or not self.transfer_config.saves:
             return None
         size = self.layout.block_size
-        hashes = request.block_hashes[: request.num_prompt_tokens // size]
+        hashes = block_hashes(self.layout, request, request.num_prompt_tokens // size)
         places = [
-            [self._place((group_id, h)) for h in hashes]
-            for group_id in range(len(self.layout.groups))
+            [self._place((group_id, h)) for h in of_group]
+            for group_id, of_group in enumerate(hashes)
         ]
         keys = [
             (group_id, h)
             for group_id, slots in enumerate(places)
-            for h, slot in zip(hashes, slots, strict=True)
+            for h, slot in zip(hashes[group_id], slots, strict=True)
             if slot != _NO_SLOT
         ]
-        state_blocks, state = self._last_state(hashes[: (request.num_prompt_tokens - 1) // size])
+        before_last = request.block_hashes[: (request.num_prompt_tokens - 1) // size]
+        state_blocks, state = self._last_state(before_last)
         keys += state
         for key in keys:
             self._memory.pin(key)
@@ -295,7 +298,7 @@ class P2PScheduler(OffloadingScheduler):
         elif self.layout.states and divisions[0] != divisions[1]:
             reason = "divides recurrent states among its processes in another way"
         else:
-            return offer.slots(self.layout, request.block_hashes)
+            return offer.slots(self.layout, request)
         logger.warning(
             "engine %s %s: its KV blocks are computed again", offer.remote_engine_id, reason
         )

@@ -8,6 +8,7 @@ from functools import partial
 from typing import NamedTuple
 
 from octavo.kv_cache.block_pool import NULL_BLOCK_ID
+from octavo.kv_cache.kinds.cross_attention import row_hashes
 from octavo.kv_cache.states import id_of_state
 from octavo.kv_connector.base import KVConnectorScheduler
 from octavo.kv_connector.copy_cache import Key
@@ -17,7 +18,7 @@ from octavo.request import Request
 
 
 class FullBlock(NamedTuple):
-    """Block whose tokens are all known, and are computed when the step ends."""
+    """Block whose tokens are all known, or whose rows of an encoder; the step computes them."""
 
     request: Request
     group_id: int
@@ -54,6 +55,8 @@ class BlockTracker:
     ) -> Iterator[FullBlock]:
         """Yield the blocks that a step fills, or whose last tokens have become known since.
 
+        Those of cross attention are filled by the step that computes their rows.
+
         Args:
             step: the scheduled step.
             whole: returns True for the requests, among those that the step starts, whose blocks
@@ -70,8 +73,11 @@ class BlockTracker:
             if scheduled.new is not None:
                 known = scheduled.new.num_computed_tokens // size
                 live.num_seen = 0 if whole(request) else known
+                if scheduled.req_id in step.scheduled_encoder_inputs or whole(request):
+                    yield from self._blocks_of_rows(live)
             elif scheduled.new_block_ids is not None:
-                for ids, more in zip(live.block_ids, scheduled.new_block_ids, strict=True):
+                of_tokens = live.block_ids[: len(self._layout.managers)]
+                for ids, more in zip(of_tokens, scheduled.new_block_ids, strict=True):
                     ids += more
             end = min(len(request.block_hashes), request.num_computed_tokens // size)
             if end <= live.num_seen:
@@ -87,6 +93,13 @@ class BlockTracker:
                         yield FullBlock(request, group_id, block_id, request.block_hashes[i])
             live.num_seen = end
 
+    def _blocks_of_rows(self, live: _Live) -> Iterator[FullBlock]:
+        """Yield a request's blocks of cross attention."""
+        size = self._layout.block_size
+        for group_id in self._layout.cross_groups:
+            for i, block_hash in enumerate(row_hashes(live.request, size)):
+                yield FullBlock(live.request, group_id, live.block_ids[group_id][i], block_hash)
+
     def sources(
         self, step: SchedulerOutput, whole: Callable[[Request], bool]
     ) -> Iterator[tuple[int, bytes]]:
@@ -99,6 +112,20 @@ class BlockTracker:
             if new is not None and new.state_source >= 0 and whole(request):
                 last = new.num_computed_tokens // self._layout.block_size - 1
                 yield id_of_state(new.state_source), request.block_hashes[last]
+
+
+def block_hashes(
+    layout: KVLayout, request: Request, end: int | None = None
+) -> list[Sequence[bytes]]:
+    """Return the hashes of a request's blocks, for each group of the layout.
+
+    They are the hashes of its first `end` blocks of tokens, or of all blocks of an encoder's rows.
+    """
+    rows = row_hashes(request, layout.block_size) if layout.cross_groups else []
+    return [
+        rows if i in layout.cross_groups else request.block_hashes[:end]
+        for i in range(len(layout.groups))
+    ]
 
 
 class Known:
@@ -127,6 +154,9 @@ def find_match(
 ) -> int:
     """Return the number of tokens that a connector can load, in whole blocks.
 
+    The rows of an encoder precede the tokens of a request: unless the prefix cache has all of them,
+    they count, too, and nothing can be loaded without them.
+
     Args:
         half: the connector's half.
         request: a request that holds no blocks.
@@ -143,10 +173,18 @@ def find_match(
         is_here = cache is not None and cache.has_state(block_hash)
         return is_here or all(map(has, layout.state_keys(block_hash)))
 
-    known = [Known(partial(has_block, group_id)) for group_id in range(len(layout.groups))]
+    num_rows = 0
+    if layout.cross_groups:
+        hashes = row_hashes(request, layout.block_size)
+        keys = [(group_id, block_hash) for group_id in layout.cross_groups for block_hash in hashes]
+        if not keys or not all(has_block(*key) for key in keys):
+            return 0
+        if cache is None or not all(cache.has_block(*key) for key in keys):
+            num_rows = len(hashes) * layout.block_size
+    known = [Known(partial(has_block, group_id)) for group_id in range(len(layout.managers))]
     states = Known(has_state) if layout.states else None
     end = longest_match(layout, request, num_computed_tokens, known, states)
-    return end * layout.block_size - num_computed_tokens
+    return num_rows + end * layout.block_size - num_computed_tokens
 
 
 def keys_to_load(
@@ -156,9 +194,15 @@ def keys_to_load(
 
     The arguments are those of `update_state_after_alloc`.
     """
+    of_rows = [block_ids[group_id] for group_id in layout.cross_groups]
+    if any(map(any, of_rows)):
+        num_external_tokens -= len(of_rows[0]) * layout.block_size
     for group_id, ids in enumerate(block_ids):
-        for i in range(len(ids) - num_external_tokens // layout.block_size, len(ids)):
-            block_hash = request.block_hashes[i]
+        hashes, begin = request.block_hashes, len(ids) - num_external_tokens // layout.block_size
+        if group_id in layout.cross_groups:
+            hashes, begin = row_hashes(request, layout.block_size), 0
+        for i in range(begin, len(ids)):
+            block_hash = hashes[i]
             if ids[i] == NULL_BLOCK_ID:
                 continue
             if group_id < len(layout.groups):

@@ -260,11 +260,11 @@ class WorkerSetup:
                 "not supported with models whose layers have different numbers of heads of keys; "
                 "leave one of the two out."
             )
-        groups = [group for group in self.kv_cache_groups if not group.is_cross]
+        groups = self.kv_cache_groups
         sizes = {
             cache.block_nbytes(self.config.cache.block_size, self.kv_cache_dtype) for cache in paged
         }
-        if len(groups) < len(self.kv_cache_groups) and len(sizes) > 1:
+        if any(group.is_cross for group in groups) and len(sizes) > 1:
             raise ConfigError(
                 f"kv_transfer_config is not supported with {self.spec.architecture}, whose cross "
                 "attention has another size than its self-attention; leave it out."

@@ -139,7 +139,7 @@ class CUDAPlatform(Platform):
             ops,
             batch,
             largest=setup.largest_step,
-            max_model_len=setup.max_model_len,
+            max_model_len=setup.longest_sequence,
         )
         if capture and (sizes := _captured_sizes(setup)):
             steps.capture(sizes)

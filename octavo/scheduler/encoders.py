@@ -30,12 +30,17 @@ class EncoderPace:
         """Seconds of a step without encoders."""
         self._layer: dict[Modality, float] = {}
         """Seconds of a layer for one encoder token."""
+        self._unpaid: dict[Modality, int] = {}
+        """Work whose time is unknown: layers times encoder tokens."""
         self._credit = 0.0
         """Seconds that encoders may still take; negative if they have taken more."""
 
     def begin_step(self, *, has_texts: bool) -> None:
         """Begin a step; without texts nothing is owed any more."""
-        self._credit = min(self._credit, 0.0) + _SHARE * (self._step or 0.0) if has_texts else 0.0
+        if has_texts:
+            self._credit = min(self._credit, 0.0) + _SHARE * (self._step or 0.0)
+        else:
+            self.forget_debts()
 
     def num_layers(self, item: MultiModalFeatureSpec) -> int:
         """Return the most layers that may be computed for an item in this step."""
@@ -46,7 +51,11 @@ class EncoderPace:
 
     def spend(self, item: MultiModalFeatureSpec, num_layers: int) -> None:
         """Note that the step computes layers for an item."""
-        self._credit -= self._seconds(item) * num_layers
+        if item.modality in self._layer:
+            self._credit -= self._seconds(item) * num_layers
+        else:
+            work = item.num_encoder_tokens * num_layers
+            self._unpaid[item.modality] = self._unpaid.get(item.modality, 0) + work
 
     def step_ended(self, output: SchedulerOutput, seconds: float) -> None:
         """Learn from the time of a step, if it has no long chunks of prompts."""
@@ -60,6 +69,12 @@ class EncoderPace:
             work = part.item.num_encoder_tokens * (part.end - part.begin)
             own = max(seconds - self._step, 0.0) / work
             self._layer[part.item.modality] = learn(self._layer.get(part.item.modality), own)
+            self._credit -= own * self._unpaid.pop(part.item.modality, 0)
+
+    def forget_debts(self) -> None:
+        """Forget what the work so far has taken."""
+        self._credit = 0.0
+        self._unpaid.clear()
 
     def _seconds(self, item: MultiModalFeatureSpec) -> float:
         return self._layer.get(item.modality, 0.0) * item.num_encoder_tokens
@@ -259,6 +274,7 @@ class EncoderInputs:
     def forget_run(self) -> None:
         """Forget the run in progress: its request will begin it again."""
         self._run = None
+        self.pace.forget_debts()
 
     def _is_cut(self, item: MultiModalFeatureSpec) -> bool:
         """Return True if the run for an item is cut in this step."""

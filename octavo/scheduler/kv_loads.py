@@ -6,6 +6,7 @@ import msgspec
 
 from octavo.config import SchedulerConfig
 from octavo.kv_cache.block_pool import NULL_BLOCK_ID
+from octavo.kv_cache.kinds.cross_attention import row_hashes
 from octavo.kv_cache.manager import KVCacheBlocks, KVCacheManager
 from octavo.kv_cache.states import SnapshotLog, id_of_state
 from octavo.kv_connector.base import KVConnectorScheduler, SavedState
@@ -30,6 +31,7 @@ class KVLoads:
         self._connector, self._config, self._manager = connector, config, manager
         if manager.states is not None:
             manager.states.log = SnapshotLog()
+        if manager.states is not None or manager.cross is not None:
             connector.bind_prefix_cache(manager)
         self._costs = PrefillCosts()
         self._block_ids: list[int] = []
@@ -67,7 +69,8 @@ class KVLoads:
         ):
             return False
         # Several requests may wait for the same blocks, which are loaded once.
-        wanted = request.block_hashes[hit.num_tokens // size :][:1]
+        rows = self._manager.missing_rows(request)
+        wanted = (rows or request.block_hashes[hit.num_tokens // size :])[:1]
         for owner, waiting in self._waiting.items():
             if self._manager.is_loading(owner, wanted):
                 waiting.append(request)
@@ -79,14 +82,18 @@ class KVLoads:
         count, beside = connector.get_num_new_matched_tokens(request, hit.num_tokens)
         if not count:
             return False
-        block_ids = self._manager.start_load(request, hit, count)
+        num_rows = len(row_hashes(request, size)) * size if rows else 0
+        num_tokens = count - num_rows
+        block_ids = self._manager.start_load(request, hit, num_tokens)
         if block_ids is None:
             return False  # the request could not start either
-        request.num_external_tokens = count
+        request.num_external_tokens = num_tokens
         self.num_queries += request.num_tokens - hit.num_tokens
-        self.num_hits += count
-        loaded = [i for ids in block_ids for i in ids[hit.num_tokens // size :]]
-        self._block_ids += [i for i in loaded if i > NULL_BLOCK_ID]
+        self.num_hits += num_tokens
+        of_tokens = len(self._manager.managers)
+        for group_id, ids in enumerate(block_ids):
+            begin = hit.num_tokens // size if group_id < of_tokens else 0
+            self._block_ids += [i for i in ids[begin:] if i > NULL_BLOCK_ID]
         connector.update_state_after_alloc(request, block_ids, count)
         self._waiting[request.request_id] = [request]
         if not beside:
@@ -98,9 +105,7 @@ class KVLoads:
         """Note that a request starts at token `start`, without a load or after it."""
         if self._connector.transfer_config.loads and request.num_external_tokens is None:
             self.num_queries += request.num_tokens - start
-        # Encoders compute the blocks of cross attention again: they are the last lists.
-        moved = block_ids[: len(self._manager.managers)]
-        self._connector.update_state_after_alloc(request, moved, 0)
+        self._connector.update_state_after_alloc(request, block_ids, 0)
 
     def complete_step(self, output: SchedulerOutput) -> None:
         """Add the loads, and the connector's message to the workers, to a scheduled step."""

@@ -765,8 +765,6 @@ class Scheduler:
             return False
         whole = request.whole or not self.config.enable_chunked_prefill
         num_encoded = 0 if manager.cross is None else manager.cross.num_encoder_tokens(request)
-        if num_encoded >= step.budget:
-            return self._note_wait(request, WaitReason.BUDGET)
         while True:
             hit, start = manager.get_computed_blocks(request)
             if self._loads is not None and self._loads.must_wait(
@@ -774,6 +772,8 @@ class Scheduler:
             ):
                 self.hold(request.request_id, RequestStatus.WAITING_FOR_REMOTE_KVS)
                 return self._note_wait(request, WaitReason.REMOTE_KVS)
+            if num_encoded >= step.budget:
+                return self._note_wait(request, WaitReason.BUDGET)
             num_new = request.num_tokens - start
             if not whole:
                 num_new = self._cap(num_new)

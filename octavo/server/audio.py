@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -70,9 +69,10 @@ async def _respond(request: Request, task: Task) -> Response:
     await state.find_model(request, body.model, body.deadline_ms)
 
     async def read() -> Samples:
-        samples = await asyncio.wrap_future(state.hearing.reader.submit(sound.data))
-        sound.data = bytearray()
-        return samples
+        try:
+            return await state.hearing.read(sound.data, answer.share)
+        finally:
+            sound.forget()
 
     answer = TranscriptionCall(request, body, task, read)
     if body.stream:
@@ -106,6 +106,8 @@ class TranscriptionCall(Call):
             body.seed,
             body.has_times_of("word"),
         )
+        self.share = self.options(0, None).share
+        """Sender of the sound, by which turns are given."""
         self._transcription: Job | None = None
         self._counts = Counts()
 
@@ -150,7 +152,10 @@ class TranscriptionCall(Call):
                 )
                 if story is not None:
                     story.mark()
-                async with aclosing(run(transcription, self._asker(engine, story))) as texts:
+                turns, asker = self.state.hearing.feature_turns, self._asker(engine, story)
+                async with aclosing(
+                    run(transcription, asker, lambda: turns.hold(self.share))
+                ) as texts:
                     async for text in texts:
                         yield text
 

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Hashable
+from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
-from octavo.media.audio import AudioReader
+from octavo.media.audio import AudioReader, Samples
 from octavo.speech.interface import SpeechToText
 from octavo.speech.registry import open_speech_model
+from octavo.system.fair_slots import FairSlots
+from octavo.system.limited_process import Buffer
 
 if TYPE_CHECKING:
     from octavo.frontend.async_llm import AsyncLLM
+
+# Helper processes that read sounds, and windows whose features are computed at a time.
+_READERS, _WINDOWS = 2, 2
 
 
 class Hearing:
@@ -18,7 +25,48 @@ class Hearing:
 
     def __init__(self) -> None:
         self.reader = AudioReader()
+        # A tenant with many long sounds leaves a process to the others.
+        self._turns = FairSlots(_READERS, _READERS - 1)
+        self._reading: set[asyncio.Task[Samples]] = set()
+        self.feature_turns = FairSlots(_WINDOWS)
+        """Turns of the features of windows, each of which takes some milliseconds."""
         self._model: SpeechToText | None = None
+
+    async def read(self, data: Buffer, tenant: Hashable) -> Samples:
+        """Read a sound when it is its tenant's turn; return float32 [samples] at 16 kHz.
+
+        A process cannot give up a sound that it has begun, so that one keeps its place, even if
+        this call is cancelled.
+
+        Args:
+            data: the file.
+            tenant: sender of the file.
+
+        Raises:
+            OctavoError: see `AudioReader.read`.
+        """
+        begun: Future[Samples] | None = None
+
+        async def work() -> Samples:
+            nonlocal begun
+            async with self._turns.hold(tenant):
+                begun = self.reader.submit(data)
+                return await asyncio.wrap_future(begun)
+
+        task = asyncio.create_task(work())
+        self._reading.add(task)
+        task.add_done_callback(self._note_end)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if begun is None or begun.cancel():
+                task.cancel()
+            raise
+
+    def _note_end(self, task: asyncio.Task[Samples]) -> None:
+        self._reading.discard(task)
+        if not task.cancelled():
+            task.exception()  # its client may be gone
 
     async def model(self, engine: AsyncLLM) -> SpeechToText:
         """Return the speech model.

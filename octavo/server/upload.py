@@ -68,6 +68,12 @@ class MemoryFile:
         self.max_file_bytes = max_file_bytes
         self.data = bytearray()
 
+    def forget(self) -> None:
+        """Free the file's memory."""
+        self._context.body_bytes -= len(self.data)
+        self._state.body_bytes -= len(self.data)
+        self.data = bytearray()
+
     def too_large(self) -> RequestError:
         """Return the error of a larger file."""
         return FileTooLargeError(self.max_file_bytes, "compress it, or send it in parts")

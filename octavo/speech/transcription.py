@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator
+from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any, TypeVar
 
 from octavo.errors import RequestError
@@ -27,13 +28,16 @@ _FEATURES_MICROSECONDS = 10_000
 
 
 async def run(
-    transcription: Job, generate: Callable[[Question], Awaitable[RequestOutput]]
+    transcription: Job,
+    generate: Callable[[Question], Awaitable[RequestOutput]],
+    turn: Callable[[], AbstractAsyncContextManager[None]] = nullcontext,
 ) -> AsyncGenerator[str, None]:
     """Ask for all windows, some at a time; yield the text of each, in order.
 
     Args:
         transcription: what to ask; it has the transcript in the end.
         generate: asks the engine.
+        turn: returns the context in which the features of a window are computed; it may wait.
     """
 
     async def drive(steps: Steps[T]) -> T:
@@ -46,7 +50,8 @@ async def run(
             return result
 
     async def features(window: Window) -> Any:
-        return await offload(_FEATURES_MICROSECONDS, transcription.features, window)
+        async with turn():
+            return await offload(_FEATURES_MICROSECONDS, transcription.features, window)
 
     async def decode(window: Window) -> Decoded:
         return await drive(transcription.decode(window, await features(window)))

@@ -42,11 +42,6 @@ class Piece:
         """True for tokens such as "</s>", which no text has."""
         return self.kind in (_UNKNOWN, _CONTROL)
 
-    @property
-    def unknown(self) -> bool:
-        """True for the token of unknown texts."""
-        return self.kind == _UNKNOWN
-
 
 @dataclass(frozen=True)
 class SentencePiece:
@@ -82,9 +77,7 @@ class SentencePiece:
         try:
             return _read(data)
         except (ValueError, struct.error) as error:
-            raise ModelError(
-                f"{where} is no usable SentencePiece model: {error}. Download it again."
-            ) from None
+            raise ModelError(f"{where} is no usable SentencePiece model: {error}.") from None
 
     def normalizer(self, always_prefix: bool) -> dict[str, Any]:
         """Return the normalizer of tokenizer.json; see `pre_tokenizer`."""

@@ -7,6 +7,7 @@ model's type in config.json tells. The arrangements are those of transformers' t
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,22 +23,28 @@ _MOST_EXTRA_TOKENS = 2**14
 _MOST_ID = 2**22
 _CODE_MARK = "\ue000"
 """Character that the normalizer writes before a code of a language at the beginning of a text."""
-_MBART = (
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+_MBART = _words(
     "ar_AR cs_CZ de_DE en_XX es_XX et_EE fi_FI fr_XX gu_IN hi_IN it_IT ja_XX kk_KZ ko_KR lt_LT "
     "lv_LV my_MM ne_NP nl_XX ro_RO ru_RU si_LK tr_TR vi_VN zh_CN"
 )
-_MBART50 = _MBART + (
-    " af_ZA az_AZ bn_IN fa_IR he_IL hr_HR id_ID ka_GE km_KH mk_MK ml_IN mn_MN mr_IN pl_PL ps_AF "
+_MBART50 = _MBART + _words(
+    "af_ZA az_AZ bn_IN fa_IR he_IL hr_HR id_ID ka_GE km_KH mk_MK ml_IN mn_MN mr_IN pl_PL ps_AF "
     "pt_XX sv_SE sw_KE ta_IN te_IN th_TH tl_XX uk_UA ur_PK xh_ZA gl_ES sl_SI"
 )
 _M2M100 = {
-    "m2m100": (
+    "m2m100": _words(
         "af am ar ast az ba be bg bn br bs ca ceb cs cy da de el en es et fa ff fi fr fy ga gd gl "
         "gu ha he hi hr ht hu hy id ig ilo is it ja jv ka kk km kn ko lb lg ln lo lt lv mg mk ml "
         "mn mr ms my ne nl no ns oc or pa pl ps pt ro ru sd si sk sl so sq sr ss su sv sw ta th tl "
         "tn tr uk ur uz vi wo xh yi yo zh zu"
     ),
-    "wmt21": "en ha is ja cs ru zh de",
+    "wmt21": _words("en ha is ja cs ru zh de"),
 }
 
 
@@ -46,14 +53,12 @@ class Built:
     """Tokenizer of a folder.
 
     Attributes:
-        file: the SentencePiece model.
         text: tokenizer.json.
         config: named tokens that the folder's own files may replace.
         divider: tokenizer.json that divides texts, if it has ids of its own.
         ids: the id in `text` of each token of `divider`.
     """
 
-    file: Path
     text: str
     config: dict[str, Any]
     divider: str | None = None
@@ -92,22 +97,24 @@ def build_tokenizer(path: Path, config: Mapping[str, Any]) -> Built | None:
     name = next((name for name in FILES if (path / name).is_file()), None)
     if name is None:
         return None
-    file, kind = path / name, _kind(path, config)
-    if kind not in _LAYOUTS and kind not in _WITH_VOCABULARY:
-        known = ", ".join(sorted({*_LAYOUTS, *_WITH_VOCABULARY}))
+    kind = _kind(path, config)
+    model = SentencePiece.from_bytes(_read_bytes(path / name), str(path / name))
+    if kind == "MarianTokenizer":
+        return _marian(path, model, config)
+    if kind == "M2M100Tokenizer":
+        return _m2m100(path, model, config)
+    if kind not in _LAYOUTS:
+        known = ", ".join(sorted([*_LAYOUTS, "M2M100Tokenizer", "MarianTokenizer"]))
         raise UnsupportedError(
             f"{path} has no tokenizer.json, and {name} of a tokenizer of the class "
             f"{kind or 'unknown'!r} cannot be read; supported: {known}. Convert it once with "
             "transformers: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)."
         )
-    model = SentencePiece.from_bytes(_read_bytes(file), str(file))
-    if kind in _WITH_VOCABULARY:
-        return _WITH_VOCABULARY[kind](file, model, config)
     layout = _LAYOUTS[kind](model, config)
     tokens = [*layout.front]
     tokens += [(piece.text, piece.score) for piece in model.pieces[layout.skip :]]
     tokens += [(token, 0.0) for token in layout.back]
-    return Built(file, _tokenizer_json(model, tokens, layout), layout.config)
+    return Built(_tokenizer_json(model, tokens, layout), layout.config)
 
 
 def _kind(path: Path, config: Mapping[str, Any]) -> str:
@@ -222,11 +229,11 @@ def _language(config: Mapping[str, Any], languages: Sequence[str], default: str)
 
 
 def _mbart(model: SentencePiece, config: Mapping[str, Any]) -> _Layout:
-    return _translator(_MBART.split(), config, "en_XX", last=True)
+    return _translator(_MBART, config, "en_XX", last=True)
 
 
 def _mbart50(model: SentencePiece, config: Mapping[str, Any]) -> _Layout:
-    return _translator(_MBART50.split(), config, "en_XX", last=False)
+    return _translator(_MBART50, config, "en_XX", last=False)
 
 
 def _nllb(model: SentencePiece, config: Mapping[str, Any]) -> _Layout:
@@ -242,7 +249,7 @@ def _nllb(model: SentencePiece, config: Mapping[str, Any]) -> _Layout:
 def _plain(model: SentencePiece, config: Mapping[str, Any]) -> _Layout:
     """Return the layout of decoders, whose ids are those of the file."""
     special = [piece.text for piece in model.pieces if piece.control]
-    unk = next((piece.text for piece in model.pieces if piece.unknown), "<unk>")
+    unk = next((piece.text for piece in model.pieces if piece.kind == 2), "<unk>")
     named = {"bos_token": "<s>", "eos_token": "</s>"}
     if "<bos>" in special:
         named = {"bos_token": "<bos>", "eos_token": "<eos>"}
@@ -282,42 +289,34 @@ _OF_MODEL_TYPE = {
 """Classes of tokenizers by the `model_type` of config.json, where no file names the class."""
 
 
-def _m2m100(file: Path, model: SentencePiece, config: Mapping[str, Any]) -> Built:
+def _m2m100(path: Path, model: SentencePiece, config: Mapping[str, Any]) -> Built:
     kind = config.get("language_codes", "m2m100")
     if kind not in _M2M100:
         raise ModelError(f"language_codes={kind!r} in tokenizer_config.json is unknown.")
-    codes = _M2M100[kind].split()
-    vocab = _read_vocab(file.with_name("vocab.json"))
+    codes = _M2M100[kind]
+    vocab = _read_vocab(path / "vocab.json")
     size = len(vocab)
     languages = [f"__{code}__" for code in codes]
     vocab |= {token: size + i for i, token in enumerate(languages)}
     named = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
     special = [*named.values(), *languages]
     language = f"__{_language(config, codes, 'en')}__"
-    return _built(file, model, vocab, named, special, [language])
+    return _built(model, vocab, named, special, [language])
 
 
-def _marian(file: Path, model: SentencePiece, config: Mapping[str, Any]) -> Built:
+def _marian(path: Path, model: SentencePiece, config: Mapping[str, Any]) -> Built:
     if config.get("separate_vocabs"):
         raise UnsupportedError(
-            f"{file.parent} has separate vocabularies for its two languages (separate_vocabs), which are "
+            f"{path} has separate vocabularies for its two languages (separate_vocabs), which are "
             "not supported; give token ids."
         )
-    vocab = _read_vocab(file.with_name("vocab.json"))
+    vocab = _read_vocab(path / "vocab.json")
     named = {"eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
     codes = [token for token in vocab if token.startswith(">>") and token.endswith("<<")]
-    return _built(file, model, vocab, named, [*named.values()], [], codes)
-
-
-_WITH_VOCABULARY: dict[str, Callable[[Path, SentencePiece, Mapping[str, Any]], Built]] = {
-    "M2M100Tokenizer": _m2m100,
-    "MarianTokenizer": _marian,
-}
-"""Families whose ids are in vocab.json."""
+    return _built(model, vocab, named, [*named.values()], [], codes)
 
 
 def _built(
-    file: Path,
     model: SentencePiece,
     vocab: dict[str, int],
     named: dict[str, str],
@@ -330,7 +329,6 @@ def _built(
     A SentencePiece model divides a text; its tokens that vocab.json lacks are unknown.
 
     Args:
-        file: the model's file.
         model: the model.
         vocab: ids by token.
         named: named tokens.
@@ -341,12 +339,13 @@ def _built(
     if missing := [token for token in named.values() if token not in vocab]:
         raise ModelError(f"vocab.json has no token {missing[0]!r}.")
     layout = _Layout(begin=begin, end=["</s>"], special=special, config=dict(named))
+    # No text has a control token; one that is not special for the family would be found as text.
     pieces = [(piece.text, piece.score) for piece in model.pieces if not piece.control]
-    pieces += [(token, 0.0) for token in layout.special]
+    pieces += [(token, 0.0) for token in dict.fromkeys(special)]
     divider = json.loads(_tokenizer_json(model, pieces, layout))
     if codes:
         # A code is found in the normalized text, where only one at the beginning has the mark.
-        pattern = "|".join(code[2:-2] for code in codes if code[2:-2].replace("_", "a").isalnum())
+        pattern = "|".join(re.escape(code[2:-2]) for code in codes)
         steps = divider["normalizer"]["normalizers"]
         steps.insert(0, replace_regex(rf"\A>>(?=(?:{pattern})<<)", _CODE_MARK + ">>"))
         divider["added_tokens"] += [
@@ -361,7 +360,6 @@ def _built(
         "model": {"type": "WordLevel", "vocab": vocab, "unk_token": "<unk>"},
     }
     return Built(
-        file,
         json.dumps(whole, ensure_ascii=False),
         layout.config,
         json.dumps(divider, ensure_ascii=False),

@@ -1,8 +1,8 @@
 """Conversion of text to tokens and back, by the `tokenizers` library.
 
-A tokenizer is read from a Hugging Face folder: `tokenizer.json`, or Mistral's `tekken.json`,
-contains the tokenizer, or else a SentencePiece model; `tokenizer_config.json` and
-`special_tokens_map.json` name the special tokens and the chat template.
+A tokenizer is read from a Hugging Face folder: `tokenizer.json`, Mistral's `tekken.json`, or a
+SentencePiece model contains the tokenizer; `tokenizer_config.json` and `special_tokens_map.json`
+name the special tokens and the chat template.
 """
 
 from __future__ import annotations
@@ -133,8 +133,8 @@ class Tokenizer:
         config = config or {}
         self.config = config
         self._backend = backend
-        self._ids: list[int] | None
-        self._divider, self._ids = divider or (backend, None)
+        self._divider = divider[0] if divider else backend
+        self._ids = divider[1] if divider else None
         self._divider.no_truncation()
         self._divider.no_padding()
         self.chat_templates = chat_templates or {}
@@ -175,8 +175,7 @@ class Tokenizer:
         """Read the tokenizer of a model folder.
 
         Raises:
-            ModelError: there is no usable tokenizer; the message names the file and the fix.
-            UnsupportedError: the folder has a SentencePiece model of an unsupported family.
+            ModelError: there is no usable tokenizer.json; the message names the file and the fix.
         """
         checkpoint = open_checkpoint(Path(path))
         text, config = checkpoint.read_text("tokenizer.json"), dict[str, Any]()
@@ -186,18 +185,18 @@ class Tokenizer:
             text, config = read_tekken(tekken, str(checkpoint.path / "tekken.json"))
         for name in ("special_tokens_map.json", "tokenizer_config.json"):
             config |= {k: v for k, v in _read_json(checkpoint, name).items() if v is not None}
-        divider, file = None, checkpoint.path / "tokenizer.json"
+        divider = None
         if text is None:
             from octavo.text.sentencepiece_families import build_tokenizer  # few folders need it
 
             built = build_tokenizer(checkpoint.path, config)
             if built is None:
                 raise ModelError(_missing_message(checkpoint))
-            text, config, file = built.text, built.config | config, built.file
+            text, config = built.text, built.config | config
             if built.divider is not None and built.ids is not None:
-                dividing = _parsed(built.divider, file)
+                dividing = _parsed(built.divider, checkpoint)
                 divider = dividing, built.ids(dividing.get_vocab(with_added_tokens=True))
-        backend = _parsed(text, file)
+        backend = _parsed(text, checkpoint)
         del text
         found = cls(backend, config, _read_chat_templates(checkpoint, config), divider)
         trim_memory()  # the library has freed about three times as much as the tokenizer takes
@@ -742,11 +741,13 @@ def _context_token(backend: tokenizers.Tokenizer) -> tuple[list[int], str]:
     return [], ""
 
 
-def _parsed(text: str, file: Path) -> tokenizers.Tokenizer:
+def _parsed(text: str, checkpoint: Checkpoint) -> tokenizers.Tokenizer:
     try:
         return tokenizers.Tokenizer.from_str(text)
     except Exception as error:  # the library raises plain Exception
-        raise ModelError(f"{file} is damaged or of an unknown kind: {error}") from error
+        raise ModelError(
+            f"The tokenizer of {checkpoint.path} is damaged or of an unknown kind: {error}"
+        ) from error
 
 
 def _token_text(value: Any) -> str | None:

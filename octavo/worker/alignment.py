@@ -62,7 +62,8 @@ class AlignmentRows:
         self._rows: dict[int, AlignmentSpec] = {}
         self._queries: dict[int, Floats | None] = {}
         """Queries of the step, by layer, for the layers whose queries are needed."""
-        for index, layer in enumerate(layers):
+        can_align = isinstance(backend, CPUAttention)  # see `add_row`
+        for index, layer in enumerate(layers if can_align else ()):
             layer.on_query = partial(self._note, index)
 
     def add_row(self, row: int, spec: AlignmentSpec) -> None:

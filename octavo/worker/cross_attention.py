@@ -50,6 +50,18 @@ class CrossAttentionRows:
             (layer, caches[layer.cache], kv.layer_to_group[layer.cache]) for layer in layers
         ]
 
+    def run_largest(self, num_tokens: int) -> None:
+        """Run the longest item, and store nothing, for a measurement of memory.
+
+        Args:
+            num_tokens: most rows of a step, for which there is memory at the same time.
+        """
+        (rows,) = self._encoder.run_largest()
+        _others = self._ops.empty(num_tokens, rows.shape[1], like=rows)
+        slots = self._ops.to_device(np.full(len(rows), -1))
+        for layer, cache, _ in self._layers:
+            layer.store(rows, cache, slots, self._backend)
+
     def compute(self, output: SchedulerOutput, batch: InputBatch) -> None:
         """Compute and store the rows of a step's new requests.
 

@@ -26,7 +26,7 @@ from octavo.kernels.torch_tensors import torch_dtype
 from octavo.kernels.triton.ops import TritonOps
 from octavo.kernels.triton.tokens import take_tokens
 from octavo.layers.step_table import SAMPLING_ROW_WORDS, StepLayout, StepSize, StepTable
-from octavo.worker.graphs import EagerSteps, StepResult, has_adapters
+from octavo.worker.graphs import EagerSteps, StepResult, has_adapters, longest_context
 from octavo.worker.input_batch import HostTable, InputBatch, StepBuffers, StepInputs
 
 logger = logging.getLogger(__name__)
@@ -96,7 +96,7 @@ class DeviceSteps:
         ops: the model's table of operations.
         batch: the rows of the live requests.
         largest: size of the largest step.
-        max_model_len: longest context.
+        max_model_len: longest context, also of cross attention.
     """
 
     def __init__(
@@ -178,7 +178,7 @@ class DeviceSteps:
             )
         table = _device_table(self._layout, self._memory).first(size)
         self._rows = table.sampling_rows
-        max_seq_len = int(host.seq_lens[: size.requests].max())
+        max_seq_len = longest_context(host.first(size))
         return self._forward(
             table,
             int(inputs.counts.max()),

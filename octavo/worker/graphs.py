@@ -23,6 +23,7 @@ from octavo.kernels.memory import Arena
 from octavo.kernels.native import NativeOps
 from octavo.layers.adapter import Adapters
 from octavo.layers.adapter_table import ADAPTER_SLOTS
+from octavo.layers.encoder_lens import ENCODER_LENS
 from octavo.layers.mrope import MROPE
 from octavo.layers.step import Handed, StepContext, StepRotary
 from octavo.layers.step_table import StepTable
@@ -60,6 +61,17 @@ class StepResult:
     handed: Handed | None = None
     """Output of a stage for the next one, instead of logits: see `StepContext`. It may have extra
     rows at its end that belong to no token."""
+
+
+def longest_context(table: StepTable[Any]) -> int:
+    """Return the longest context of a step's requests, also of those of cross attention.
+
+    Args:
+        table: the step's arrays on the host, of exactly its size.
+    """
+    longest = int(table.seq_lens.max())
+    lens = table.extra.get(ENCODER_LENS.name)
+    return longest if lens is None else max(longest, int(lens.max()))
 
 
 class StepRunner(Protocol):
@@ -217,7 +229,7 @@ class EagerSteps:
         table = inputs.table.first(inputs.size)
         tensors: StepTable[Tensor] = table.map(self._ops.to_device)
         with self.use_adapters(tensors) if self.needs_adapters(inputs) else nullcontext():
-            return self._run(inputs, tensors, int(table.seq_lens.max()))
+            return self._run(inputs, tensors, longest_context(table))
 
     def _run(self, inputs: StepInputs, tensors: StepTable[Tensor], max_seq_len: int) -> StepResult:
         step = self.context(tensors, int(inputs.counts.max()), max_seq_len)

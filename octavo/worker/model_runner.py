@@ -456,6 +456,8 @@ class ModelRunner:
         kv = KVCacheConfig(blocks + 1, cache.block_size, groups, num_states=1)
         self._state = self._make_state(kv, capture=False)
         self._encoders.run_largest()
+        if self.state.cross is not None:
+            self.state.cross.run_largest(tokens)
         # The parameters that need most memory: changed logits next to a copy of them, and
         # candidates, for which logits are sorted.
         params = CoreSamplingParams(

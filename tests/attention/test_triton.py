@@ -124,6 +124,30 @@ def test_a_whole_text_has_the_same_bits_in_a_batch(features: dict[str, int]) -> 
     assert torch.equal(torch.cat(alone), case.run(backend()))
 
 
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize(("window", "widens"), [(None, True), (50, True), (50, False)])
+def test_ranges(window: int | None, widens: bool, batch_invariant: bool) -> None:
+    """Tokens of a range see each other, alone and beyond a window, in all splits."""
+    requests = (100, 90), (60, 1), (70, 37), (40, 40), (300, 10), (300, 1)
+    ranges = (3, 33), (33, 60), (110, 150), (170, 300)
+    case = Case(requests, window=window, ranges=ranges, widens=widens)
+    check(case, backend(batch_invariant=batch_invariant))
+
+
+def test_ranges_change_no_bit_of_others() -> None:
+    """Whole, in chunks that do not cut a range, and among others."""
+    attention, given = backend(batch_invariant=True), {"window": 50, "ranges": ((3, 60),)}
+
+    def run(*requests: tuple[int, int], seeds: tuple[int, ...] = (7,)) -> Tensor:
+        return Case(requests, seeds=seeds, **given).run(attention)  # type: ignore[arg-type]
+
+    whole = run((100, 100))
+    assert torch.equal(torch.cat([run((3, 3)), run((60, 57)), run((100, 40))]), whole)
+    assert torch.equal(run((60, 40)), whole[20:60])
+    among = run((80, 1), (60, 40), (33, 33), seeds=(1, 7, 3))
+    assert torch.equal(among[1:41], whole[20:60])
+
+
 @pytest.mark.parametrize("distance", [0, 1, 20, 500])
 def test_position_bias(distance: int) -> None:
     check(Case(MIXED, bias_distance=distance))

@@ -173,10 +173,24 @@ def test_layouts(alone, settings):
             assert llm.stats().external_prefix_cache_hits > 0
 
 
-def test_prefill_elsewhere(alone):
-    """An engine goes on after another one; only the encoder runs again."""
+def watch_encoder(llm):
+    """Return a list that receives each request whose rows a step computes."""
+    scheduler, runs = llm._client.core.scheduler, []
+    schedule = scheduler.schedule
+
+    def watched():
+        output = schedule()
+        runs.extend(output.scheduled_encoder_inputs)
+        return output
+
+    scheduler.schedule = watched
+    return runs
+
+
+@pytest.mark.parametrize("begin", [[3, 5], [3, *range(5, 27)]], ids=["rows", "rows-and-tokens"])
+def test_prefill_elsewhere(alone, begin):
+    """An engine goes on after another one, and runs no encoder."""
     folder, prompts, _ = alone
-    begin = [3, *range(5, 27)]
     prompts = [
         (p if isinstance(p, dict) else {"encoder_prompt": p}) | {"decoder_prompt": begin}
         for p in prompts
@@ -184,7 +198,9 @@ def test_prefill_elsewhere(alone):
     with make_llm(folder) as llm:
         expected = bits(llm, prompts, tokens=6)
     config = {"kv_transfer_config": OFFLOAD | {"kv_connector": "P2PConnector"}}
+    config |= {"distributed_executor_backend": "uni"}
     with make_llm(folder, **config) as one, make_llm(folder, **config) as two:
+        runs = watch_encoder(two)
         asked = {"kv_transfer_params": {"do_remote_decode": True}}
         handed = one.generate(
             [p for p in prompts for _ in range(2)],
@@ -193,7 +209,55 @@ def test_prefill_elsewhere(alone):
         )
         offers = [{"kv_transfer_params": output.kv_transfer_params} for output in handed]
         assert bits(two, prompts, offers, tokens=6) == expected
-        assert two.stats().external_prefix_cache_hits > 0
+        assert not runs
+        assert (two.stats().external_prefix_cache_hits > 0) == (len(begin) > 16)
+
+
+@pytest.mark.parametrize("name", ["memory", "file", "folder"])
+def test_rows_that_are_loaded(alone, tmp_path, name):
+    """Another engine, or one without its prefix cache, runs the encoder only for lost blocks."""
+    folder, prompts, expected = alone
+    extra = {"cpu_bytes_to_use": 1 << 24}
+    if name == "file":
+        extra |= {"file_path": str(tmp_path), "file_bytes_to_use": 1 << 24}
+    transfer = OFFLOAD | {"kv_connector_extra_config": extra}
+    if name == "folder":
+        extra = {"shared_storage_path": str(tmp_path)}
+        transfer |= {"kv_connector": "SharedStorageConnector", "kv_connector_extra_config": extra}
+    config = {"kv_transfer_config": transfer, "distributed_executor_backend": "uni"}
+    with make_llm(folder, **config) as llm:
+        assert bits(llm, prompts) == expected
+        if name == "memory":
+            runs = watch_encoder(llm)
+            assert llm.reset_prefix_cache()
+            assert bits(llm, prompts) == expected
+            assert not runs
+            connector = llm._client.core.scheduler._connector
+            lost = next(key for key in connector._memory if key[0] == 1)
+            connector._memory.remove(lost)
+            assert llm.reset_prefix_cache()
+            assert bits(llm, prompts) == expected
+            assert len(runs) == 1
+            return
+    with make_llm(folder, **config) as llm:
+        runs = watch_encoder(llm)
+        assert bits(llm, prompts) == expected
+        assert not runs
+        connector, begin = llm._client.core.scheduler._connector, 4096
+        if name == "file":
+            copies = connector._file.num_slots * connector.layout.copy_nbytes
+            (path,) = tmp_path.iterdir()
+            begin = path.stat().st_size - copies
+    for path in tmp_path.rglob("*"):  # damage all copies
+        if path.is_file():
+            data = np.fromfile(path, np.uint8)
+            data[begin + 7 :: 64] ^= 1
+            path.write_bytes(data.tobytes())
+    with make_llm(folder, **config) as llm:
+        runs = watch_encoder(llm)
+        assert bits(llm, prompts) == expected
+        assert len(runs) == len(prompts)
+        assert llm.stats().num_failed_loads > 0
 
 
 @pytest.mark.parametrize("alone", ["bart"], indirect=True)
@@ -239,11 +303,10 @@ def test_answers_and_beams_share_one_run(tmp_path):
         {"speculative_config": {"model": BUILTIN_DRAFT_MODEL}},
         {"enable_lora": True},
         {"enable_prompt_embeds": True},
-        {"attention_backend": "triton"},
     ],
 )
 def test_settings_that_are_not_supported(settings, folder):
     (name,) = settings
-    name = {"attention_backend": "device=cpu", "speculative_config": "draft model"}.get(name, name)
+    name = {"speculative_config": "draft model"}.get(name, name)
     with pytest.raises(ConfigError, match=f"T5ForCond.* is not supported with .*{name}"):
         LLM(str(folder), **SETTINGS, **settings)

@@ -6,19 +6,26 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from octavo import SamplingParams
 from octavo.models.towers import qwen_vl
+from tests import sounds
+from tests.e2e import test_sounds as hearing
 from tests.e2e.test_pictures import PICTURES, prompt
 from tests.fake_gpu import FakeGpu
+from tests.models import test_encoder_decoders as texts
+from tests.models.harness import make_hf
 from tests.pictures import make_llm, save_model
 from tests.triton import needs_triton
 
 pytestmark = needs_triton
 GREEDY = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
-NAMES = ["smolvlm", "qwen2_5_vl", "qwen3_vl"]
-"""Pictures in tiles, m-RoPE and windows, and m-RoPE and DeepStack."""
+NAMES = ["smolvlm", "qwen2_5_vl", "qwen3_vl", "gemma3", "paligemma"]
+"""Pictures in tiles, m-RoPE and windows, m-RoPE and DeepStack, and tokens that see each other."""
+SOUNDS = ["qwen2_audio", "qwen3_asr", "voxtral"]
+ENCODER_DECODERS = ["t5", "bart", "whisper"]
 
 
 @pytest.fixture(scope="module")
@@ -27,6 +34,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folders = {name: tmp_path_factory.mktemp(name) for name in NAMES}
     for name, folder in folders.items():
         save_model(name, folder)
+    for name in SOUNDS:
+        folders[name] = tmp_path_factory.mktemp(name)
+        sounds.save_model(name, folders[name])
+    for name in ENCODER_DECODERS:
+        folders[name] = tmp_path_factory.mktemp(name)
+        architecture, config = (texts.MODELS | texts.SOUNDS)[name]
+        make_hf(architecture, **config).save_pretrained(folders[name])
     return folders
 
 
@@ -48,6 +62,8 @@ def test_pictures(name: str, models: dict[str, Path], gpu: FakeGpu) -> None:
     """Tokens are those of the CPU, with texts among them; no step waits; some are captured."""
     given = [prompt(name, PICTURES[1], text="{} b"), {"prompt": "only a text"}]
     settings = {"max_num_batched_tokens": 24, "max_num_seqs": 2, "max_model_len": 128}
+    if "gemma" in name:
+        settings |= {"max_num_batched_tokens": 160, "max_model_len": 160}  # ranges are whole
     with make_llm(models[name], **settings, device="cpu") as llm:
         expected = ask(llm, given)
     with make_llm(models[name], **settings, device="cuda") as llm:
@@ -73,3 +89,44 @@ def test_bits_alone_and_among_others(models: dict[str, Path], gpu: FakeGpu) -> N
     with make_llm(models[name], **settings) as llm:
         together = answer(llm, given)
         assert [*answer(llm, given[:1]), *answer(llm, given[1:])] == together
+
+
+def compare(folder: Path, given: list[Any], gpu: FakeGpu, **settings: Any) -> None:
+    """Compare tokens with the CPU's, and the bits of a request alone and among others."""
+    asked = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True, logprobs=2)
+    settings |= {"max_num_seqs": 2, "enable_prefix_caching": False, "batch_invariant": True}
+
+    def answer(llm: Any, given: list[Any]) -> list[Any]:
+        outputs = [it.outputs[0] for it in llm.generate(given, asked, use_tqdm=False)]
+        return [(list(output.token_ids), output.logprobs) for output in outputs]
+
+    with make_llm(folder, **settings, device="cpu") as llm:
+        expected = [tokens for tokens, _ in answer(llm, given)]
+    with make_llm(folder, **settings, device="cuda") as llm:
+        gpu.waits.clear()
+        replays = gpu.replays
+        together = answer(llm, given)
+        assert [tokens for tokens, _ in together] == expected
+        assert gpu.replays > replays
+        assert answer(llm, given[-1:]) == together[-1:]
+
+
+@pytest.mark.parametrize("name", SOUNDS)
+def test_sounds(name: str, models: dict[str, Path], gpu: FakeGpu) -> None:
+    given = [{"prompt": "only a text"}, hearing.prompt(name, sounds.sound(0.4), text="a {} b")]
+    compare(models[name], given, gpu, max_model_len=192)
+
+
+@pytest.mark.parametrize("name", ENCODER_DECODERS)
+def test_encoder_decoders(name: str, models: dict[str, Path], gpu: FakeGpu) -> None:
+    """Relative biases, learned positions, and an encoder of sounds; decode steps are captured."""
+    if name == "whisper":
+        config = texts.SOUNDS[name][1]
+        shape = 2 * config["max_source_positions"], config["num_mel_bins"]
+        features = np.random.default_rng(0).standard_normal((2, *shape), np.float32)
+        given: list[Any] = [
+            {"encoder_prompt": {"input_features": it}, "decoder_prompt": [5, 6]} for it in features
+        ]
+    else:
+        given = texts.make_inputs()[:3]
+    compare(models[name], given, gpu, skip_tokenizer_init=True, max_model_len=24)

@@ -154,6 +154,7 @@ def kernels(dtype: torch.dtype) -> None:
             **features,
         )
         attend(step, ("one", 4), ("tiles", 1), *([("decode", 1)] if old else []))
+    attend(replace(step, ranges=zeros(4, 2, dtype=torch.int32)), ("tiles", 1))
     if half:
         latents(zeros(4, 16, 576, dtype=dtype), 512, 1 if old else 0)
 

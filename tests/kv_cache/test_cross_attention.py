@@ -9,6 +9,7 @@ from octavo.errors import ContextLengthError, RequestError
 from octavo.frontend.encoder_prompt import text_feature
 from octavo.kv_cache.groups import KVCacheConfig, make_kv_cache_groups, max_blocks_per_request
 from octavo.kv_cache.hashing import input_keys, make_block_hasher
+from octavo.kv_cache.kinds.cross_attention import row_hashes
 from octavo.kv_cache.manager import KVCacheManager
 from octavo.models.cache import AttentionCache, CrossCache
 from octavo.request import Request
@@ -109,9 +110,26 @@ def test_a_request_starts_only_if_all_rows_fit():
 def test_any_life_of_requests(seed):
     """A request that does not compute its rows finds them in its blocks."""
     rng, manager = random.Random(seed), KVCacheManager(make_config(24), enable_caching=True)
-    live, contents = [], {}
+    live, contents, loads = [], {}, {}
     for step in range(300):
-        if rng.random() < 0.5:
+        if rng.random() < 0.2:  # a connector loads what is missing, or a part of it
+            request = make_request(f"l{step}", [item := rng.randrange(5)] * (4 * item + 3))
+            hit, _ = manager.get_computed_blocks(request)
+            missing = manager.missing_rows(request)
+            if missing and not any(manager.is_loading(name, missing[:1]) for name in loads):
+                ids = manager.start_load(request, hit, 0)
+                if ids is not None:
+                    assert [bool(i) for i in ids[1]] == [
+                        block_hash in missing for block_hash in row_hashes(request, BLOCK)
+                    ]
+                    loads[request.request_id] = request, ids[1]
+        elif loads and rng.random() < 0.3:
+            request, ids = loads.pop(rng.choice(list(loads)))
+            own = request.mm_features[0].identifier
+            bad = {i for i in ids if rng.random() < 0.2}
+            assert manager.finish_load(request.request_id, bad) == (not bad & {*ids} - {0})
+            contents.update((block, (own, i)) for i, block in enumerate(ids) if block not in bad)
+        elif rng.random() < 0.5:
             item, length = rng.randrange(5), rng.randrange(1, 6)
             request = make_request(f"r{step}", [item] * (4 * item + 3), range(length))
             if admit(manager, request) is not None:

@@ -440,3 +440,23 @@ def test_the_pace_follows_the_times_of_steps():
     assert begin_step() == 1
     small = picture("s", 0, 8, tokens=2)
     assert pace.num_layers(small) == 5
+
+
+@pytest.mark.parametrize("fate", ["ends", "fails"])
+def test_layers_of_unknown_time_are_paid_for_once_it_is_known(fate):
+    pace, item = EncoderPace(), picture("p", 0, 8, tokens=10)
+    one = [ScheduledRequest("text", 1)]
+    pace.step_ended(SchedulerOutput(one, 1), 4.0)
+    for _ in range(2):  # both steps are in flight
+        pace.begin_step(has_texts=True)
+        assert pace.num_layers(item) == 1
+        pace.spend(item, 1)
+    if fate == "fails":
+        pace.forget_debts()
+    pace.step_ended(SchedulerOutput(one, 1, encoder_slice=EncoderSlice(item, 0, 1)), 6.0)
+    # A step gives a second, and the two layers have taken two seconds each.
+    found = []
+    for _ in range(4):
+        pace.begin_step(has_texts=True)
+        found.append(pace.num_layers(item))
+    assert found == ([0, 0, 1, 1] if fate == "ends" else [1] * 4)

@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+from contextlib import asynccontextmanager
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from octavo.speech.model import SpeechModel
 from octavo.speech.tokens import WhisperTokens
 from octavo.speech.transcription import run, run_all
 from octavo.speech.whisper import Whisper
+from octavo.system.fair_slots import FairSlots
 
 END, START, PREVIOUS, SILENCE, BARE = 100, 101, 102, 103, 104
 ZERO = BARE + 1
@@ -224,3 +226,30 @@ def test_silence_asks_nothing():
     job = model(MANY).start(np.zeros(99_999, np.float32), TranscriptionOptions())
     (transcript,) = run_all([job], None)
     assert (transcript.text, transcript.segments) == ("", [])
+
+
+def test_features_are_computed_in_turns():
+    """The features of a short sound do not wait for those of all windows of long ones."""
+    speech, slots, order = model(), FairSlots(1), []
+
+    async def text_of(name, seconds):
+        @asynccontextmanager
+        async def turn():
+            async with slots.hold(name):
+                order.append(name)
+                yield
+
+        async def generate(ask):
+            return answer(ask, "hi")
+
+        noise = np.random.default_rng(0).normal(size=16_000 * seconds).astype(np.float32)
+        job = speech.start(noise, TranscriptionOptions())
+        return [text async for text in run(job, generate, turn)]
+
+    async def main():
+        return await asyncio.gather(text_of("long", 60), text_of("long", 60), text_of("short", 3))
+
+    *_, short = asyncio.run(main())
+    assert short == ["hi"]
+    assert len(order) > 20
+    assert order.index("short") < 3

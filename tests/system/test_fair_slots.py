@@ -5,11 +5,11 @@ import asyncio
 from octavo.system.fair_slots import FairSlots
 
 
-def served(names, cancelled=(), count=1):
+def served(names, cancelled=(), count=1, of_one=None):
     """Return the order of service of tasks named by their tenants, and the largest number held."""
 
     async def main():
-        slots, order, held, most = FairSlots(count), [], 0, 0
+        slots, order, held, most = FairSlots(count, of_one), [], 0, 0
         go = asyncio.Event()
 
         async def work(name):
@@ -36,10 +36,16 @@ def served(names, cancelled=(), count=1):
 
 def test_tenants_take_turns():
     assert served(["a1", "a2", "a3", "a4", "b1", "c1", "b2"]) == (
-        ["a1", "a2", "b1", "c1", "a3", "b2", "a4"],
+        ["a1", "b1", "c1", "a2", "b2", "a3", "a4"],
         1,
     )
-    assert served(["a1", "a2", "a3", "b1"], count=2) == (["a1", "a2", "a3", "b1"], 2)
+    assert served(["a1", "a2", "a3", "b1"], count=2) == (["a1", "a2", "b1", "a3"], 2)
+
+
+def test_a_tenant_leaves_places_to_others():
+    order, most = served(["a1", "a2", "a3", "b1", "c1"], count=2, of_one=1)
+    assert (order[:3], most) == (["a1", "b1", "c1"], 2)
+    assert served(["a1", "a2", "a3"], ["a2"], count=2, of_one=1) == (["a1", "a3"], 1)
 
 
 def test_cancelled_tasks_lose_no_place():

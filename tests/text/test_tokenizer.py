@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from tokenizers import decoders, pre_tokenizers
 
-from octavo.errors import ContextLengthError, ModelError, RequestError, UnsupportedError
+from octavo.errors import ContextLengthError, ModelError, RequestError
 from octavo.text.tokenizer import Tokenizer
 from tests.small_tokenizers import BOS, EOS, byte_level, save, sentencepiece, word_piece
 
@@ -183,10 +183,10 @@ def test_clear_errors(tmp_path):
     with pytest.raises(ModelError, match=r"old form.*save_pretrained"):
         Tokenizer.from_folder(tmp_path)
     (tmp_path / "tokenizer.model").write_bytes(b"x")
-    with pytest.raises(UnsupportedError, match=r"class 'unknown'.*save_pretrained"):
+    with pytest.raises(ModelError, match=r"tokenizer\.model is no usable SentencePiece model"):
         Tokenizer.from_folder(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(ModelError, match=r"tokenizer\.json is damaged"):
+    with pytest.raises(ModelError, match=r"tokenizer of .* is damaged"):
         Tokenizer.from_folder(tmp_path)
     save(byte_level(), tmp_path)
     (tmp_path / "tokenizer_config.json").write_text("{")

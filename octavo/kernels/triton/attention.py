@@ -97,6 +97,8 @@ def _tiles(
     products_stride,
     rows,
     positions,
+    begins,
+    ends,
     from_n,
     to_n,
     begin,
@@ -119,6 +121,7 @@ def _tiles(
     PRODUCT_DISTANCE: tl.constexpr,
     QUERY_PRODUCTS: tl.constexpr,
     KEY_PRODUCTS: tl.constexpr,
+    RANGES: tl.constexpr,
     FP8: tl.constexpr,
     NATIVE_FP8: tl.constexpr,
     UPCAST: tl.constexpr,
@@ -200,6 +203,8 @@ def _tiles(
                     seen = seen & (distance < WINDOW)
             if LOCAL_CHUNK:
                 seen = seen & (n[None, :] >= (positions // LOCAL_CHUNK * LOCAL_CHUNK)[:, None])
+            if RANGES:
+                seen = seen | ((n[None, :] >= begins[:, None]) & (n[None, :] < ends[:, None]))
             logits = tl.where(seen, logits, float("-inf"))
         new = tl.maximum(largest, tl.max(logits, axis=1) * factor)
         base = tl.where(new == float("-inf"), 0.0, new)
@@ -221,6 +226,19 @@ def _end(end_row, length, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
     else:
         end = length
     return end
+
+
+@triton.jit
+def _ranges(ranges, tokens, positions, length, rows):
+    """Return the begins and ends of what rows also see: their ranges, or nothing.
+
+    See `AttentionParams`. A row without a query has the begin and the end 0.
+    """
+    begins = tl.load(ranges + tokens * 2, mask=rows, other=0)
+    ends = tl.load(ranges + tokens * 2 + 1, mask=rows, other=0)
+    begins = tl.maximum(tl.minimum(begins, positions + 1), 0)
+    ends = tl.minimum(tl.maximum(ends, positions + 1), length)
+    return tl.where(rows, begins, 0), tl.where(rows, ends, 0)
 
 
 @triton.jit
@@ -272,6 +290,7 @@ def _prefill(
     product_columns,
     products_stride,
     products_head_stride,
+    ranges,
     sinks,
     scale,
     soft_cap,
@@ -297,6 +316,7 @@ def _prefill(
     PRODUCT_DISTANCE: tl.constexpr,
     QUERY_PRODUCTS: tl.constexpr,
     KEY_PRODUCTS: tl.constexpr,
+    RANGES: tl.constexpr,
     SINKS: tl.constexpr,
     FP8: tl.constexpr,
     NATIVE_FP8: tl.constexpr,
@@ -338,6 +358,12 @@ def _prefill(
             begin = tl.maximum(0, first - WINDOW + 1)
         if LOCAL_CHUNK:
             begin = first // LOCAL_CHUNK * LOCAL_CHUNK
+        begins = positions
+        ends = positions
+        if RANGES:
+            begins, ends = _ranges(ranges, tokens, positions, length, rows)
+            begin = tl.minimum(begin, tl.min(tl.where(rows, begins, length), axis=0))
+            end = tl.maximum(end, tl.max(ends, axis=0))
         slopes = rows
         if ALIBI:
             slopes = tl.load(alibi_slopes + heads, mask=rows, other=0.0)
@@ -380,6 +406,8 @@ def _prefill(
                 products_stride,
                 rows,
                 positions,
+                begins,
+                ends,
                 0,
                 whole,
                 begin,
@@ -402,6 +430,7 @@ def _prefill(
                 PRODUCT_DISTANCE,
                 QUERY_PRODUCTS,
                 KEY_PRODUCTS,
+                RANGES,
                 FP8,
                 NATIVE_FP8,
                 UPCAST,
@@ -427,6 +456,8 @@ def _prefill(
             products_stride,
             rows,
             positions,
+            begins,
+            ends,
             from_n,
             end,
             begin,
@@ -449,6 +480,7 @@ def _prefill(
             PRODUCT_DISTANCE,
             QUERY_PRODUCTS,
             KEY_PRODUCTS,
+            RANGES,
             FP8,
             NATIVE_FP8,
             UPCAST,
@@ -476,6 +508,7 @@ def _attention(
     product_columns,
     products_stride,
     products_head_stride,
+    ranges,
     sinks,
     scale,
     soft_cap,
@@ -504,6 +537,7 @@ def _attention(
     PRODUCT_DISTANCE: tl.constexpr,
     QUERY_PRODUCTS: tl.constexpr,
     KEY_PRODUCTS: tl.constexpr,
+    RANGES: tl.constexpr,
     SINKS: tl.constexpr,
     FP8: tl.constexpr,
     NATIVE_FP8: tl.constexpr,
@@ -559,6 +593,12 @@ def _attention(
             begin = tl.maximum(0, context + first_query - WINDOW + 1)
         if LOCAL_CHUNK:
             begin = (context + first_query) // LOCAL_CHUNK * LOCAL_CHUNK
+        begins = positions
+        ends = positions
+        if RANGES:
+            begins, ends = _ranges(ranges, tokens, positions, length, rows)
+            begin = tl.minimum(begin, tl.min(tl.where(rows, begins, length), axis=0))
+            end = tl.maximum(end, tl.max(ends, axis=0))
         first_split = begin // SPLIT
         end_split = tl.cdiv(end, SPLIT)
         programs = tl.num_programs(2)
@@ -612,6 +652,8 @@ def _attention(
                 products_stride,
                 rows,
                 positions,
+                begins,
+                ends,
                 from_n,
                 to_n,
                 begin,
@@ -634,6 +676,7 @@ def _attention(
                 PRODUCT_DISTANCE,
                 QUERY_PRODUCTS,
                 KEY_PRODUCTS,
+                RANGES,
                 FP8,
                 NATIVE_FP8,
                 UPCAST,
@@ -667,6 +710,7 @@ def _merge_splits(
     out,
     query_start_loc,
     seq_lens,
+    ranges,
     sinks,
     partial_out,
     partial_stats,
@@ -677,6 +721,7 @@ def _merge_splits(
     VALUE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
     LOCAL_CHUNK: tl.constexpr,
+    RANGES: tl.constexpr,
     SINKS: tl.constexpr,
     SPLIT: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -694,6 +739,9 @@ def _merge_splits(
         first_split = tl.maximum(0, seq_len - WINDOW) // SPLIT
     if LOCAL_CHUNK:
         first_split = (seq_len - 1) // LOCAL_CHUNK * LOCAL_CHUNK // SPLIT
+    if RANGES:
+        begin = tl.maximum(tl.load(ranges + token.to(tl.int64) * 2), 0)
+        first_split = tl.minimum(first_split, begin // SPLIT)
     end_split = tl.cdiv(seq_len, SPLIT)
     if (query_len == 1) & (end_split - first_split > 1):
         d = tl.arange(0, BLOCK_D)
@@ -775,6 +823,7 @@ class Step:
         product_columns: int32 [2 * D + 1], or None; see `octavo.attention.base.DistanceProducts`.
         query_products: [T, H, C], contiguous, or None.
         key_products: [T, H, C], contiguous, or None.
+        ranges: int32 [T, 2], contiguous, or None; see `octavo.attention.base.AttentionMetadata`.
         format: format of the cache; see `octavo.kernels.triton.fp8`.
         native_fp8: True if the GPU converts FP8.
         upcast: multiply in float32. Triton's interpreter cannot multiply bfloat16.
@@ -797,6 +846,7 @@ class Step:
     product_columns: Tensor | None = None
     query_products: Tensor | None = None
     key_products: Tensor | None = None
+    ranges: Tensor | None = None
     format: int
     native_fp8: bool
     upcast: bool
@@ -856,6 +906,7 @@ class Step:
             "alibi_slopes": out if self.alibi_slopes is None else self.alibi_slopes,
             "position_bias": out if self.position_bias is None else self.position_bias,
             **self._products(),
+            "ranges": out if self.ranges is None else self.ranges,
             "sinks": out if self.sinks is None else self.sinks,
             "scale": self.scale,
             "soft_cap": self.logits_soft_cap or 0.0,
@@ -880,6 +931,7 @@ class Step:
             "BIAS_DISTANCE": None
             if self.position_bias is None
             else self.position_bias.shape[1] // 2,
+            "RANGES": self.ranges is not None,
             "SINKS": self.sinks is not None,
             "FP8": self.format,
             "NATIVE_FP8": self.native_fp8,
@@ -961,6 +1013,7 @@ def attention(
             out,
             step.query_start_loc,
             step.seq_lens,
+            out if step.ranges is None else step.ranges,
             out if step.sinks is None else step.sinks,
             partial_out,
             partial_stats,
@@ -971,6 +1024,7 @@ def attention(
             VALUE_SIZE=value_size,
             WINDOW=step.sliding_window or 0,
             LOCAL_CHUNK=step.chunk_size or 0,
+            RANGES=step.ranges is not None,
             SINKS=step.sinks is not None,
             SPLIT=split,
             BLOCK_D=block_d,

@@ -59,7 +59,7 @@ class CrossAttentionManager:
                 self.pool.touch(blocks)
             self._requests[request.request_id] = _CrossBlocks(found, is_new=False)
             return
-        count, hashes = self._num_blocks(request), _block_hashes(request, self.block_size)
+        count, hashes = self._num_blocks(request), row_hashes(request, self.block_size)
         new = [self.pool.get_new_blocks(count, request.request_id) for _ in self.groups]
         for group_id, blocks in zip(self.groups, new, strict=True) if hashes else ():
             self.pool.cache_full_blocks(blocks, hashes, 0, count, group_id)
@@ -84,7 +84,7 @@ class CrossAttentionManager:
         """Forget the known blocks of a request's encoder input."""
         for group_id in self.groups:
             known = self.pool.cached_blocks(group_id)
-            for block_hash in _block_hashes(request, self.block_size):
+            for block_hash in row_hashes(request, self.block_size):
                 if block_hash in known:
                     self.pool.uncache(known[block_hash])
 
@@ -108,7 +108,7 @@ class CrossAttentionManager:
 
     def _find(self, request: Request) -> list[list[KVCacheBlock]] | None:
         """Return the known blocks of a request's encoder input; None: some are not known."""
-        hashes = _block_hashes(request, self.block_size)
+        hashes = row_hashes(request, self.block_size)
         if not hashes:
             return None
         found = []
@@ -121,8 +121,8 @@ class CrossAttentionManager:
         return found
 
 
-def _block_hashes(request: Request, block_size: int) -> list[bytes]:
-    """Return the hash of each block; [] if other requests must not find them."""
+def row_hashes(request: Request, block_size: int) -> list[bytes]:
+    """Return the hash of each block of a request's rows; [] if others must not find them."""
     if not request.shares_blocks:
         return []
     return list(_iterate_hashes(request, block_size))

@@ -90,7 +90,9 @@ class PositionedLayout:
         """Implement `PatchLayout`."""
         columns = num_tokens // self.group // self.group * self.group
         patches = np.zeros((columns * self.group, self.numbers), np.float32)
-        return self._item(patches, self.group, columns)
+        item = self._item(patches, self.group, columns)
+        item.arrays["places"] %= self.num_positions  # its line is longer than those of pictures
+        return item
 
     def _item(self, patches: Floats, height: int, width: int) -> EncoderItem:
         places = _places(height, width)
