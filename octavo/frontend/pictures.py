@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,14 +13,17 @@ from numpy.typing import NDArray
 
 from octavo.checkpoints.base import Checkpoint
 from octavo.config import ModelConfig
-from octavo.errors import RequestError, UnsupportedError
+from octavo.errors import ModelError, RequestError, UnsupportedError
 from octavo.frontend.prompt_media import DATA, MediaReader
 from octavo.models.encoder import EncoderSpec
 from octavo.multimodal.items import Item, make_part
 from octavo.multimodal.pictures import PictureReader
 from octavo.multimodal.processors.base import ImageProcessor
+from octavo.multimodal.processors.fallback import TransformersProcessor
 from octavo.multimodal.processors.registry import make_processor, read_processor
 from octavo.multimodal.processors.video import VIDEO_PROCESSORS
+
+logger = logging.getLogger(__name__)
 
 
 class Pictures(MediaReader[ImageProcessor]):
@@ -38,6 +43,11 @@ class Pictures(MediaReader[ImageProcessor]):
     ) -> None:
         super().__init__(processor, encoder, limit)
         self.kind = kind
+        self._helper: PictureReader | None = None
+        if isinstance(processor, TransformersProcessor):
+            self._helper = self.open_files()
+            weakref.finalize(self, self._helper.close)
+            self._check(processor, self._helper)
 
     @classmethod
     def of_model(
@@ -61,6 +71,29 @@ class Pictures(MediaReader[ImageProcessor]):
         processor = processor.changed(given)
         return cls(kind, processor, encoder, settings.limit("image"))
 
+    @staticmethod
+    def _check(processor: TransformersProcessor, helper: PictureReader) -> None:
+        """Read a picture with transformers' processor, and log its name.
+
+        Raises:
+            ModelError: transformers lacks the class, or its arrays are not those of the model.
+        """
+        settings = processor.settings
+        blank = np.zeros((224, 224, 3), np.uint8)
+        try:
+            helper.read_pixels(processor, blank, DATA).result()
+        except RequestError as error:
+            raise ModelError(
+                f"{settings.get('reason')}, and the model's pictures cannot be read with it: "
+                f"{error.message} Start with --language-model-only."
+            ) from None
+        logger.info(
+            "The model's pictures are read by transformers' %s, since %s. This is slower than "
+            "Octavo's own processors, and the model reads no videos.",
+            settings.get("class_name"),
+            settings.get("reason"),
+        )
+
     def open_files(self) -> PictureReader:
         """Implement `MediaReader`."""
         return PictureReader(self.kind, self.processor.settings.fields)
@@ -75,6 +108,8 @@ class Pictures(MediaReader[ImageProcessor]):
             pixels = pixels_of(source)
             place = processor.place(*pixels.shape[:2])
             self.check_size(place.num_encoder_tokens)  # before the pixels are scaled
+            if self._helper is not None:
+                return self._helper.read_pixels(processor, pixels, DATA).result()
             return Item("image", (make_part(place, processor.process(pixels)),))
         except ImportError:
             raise UnsupportedError(

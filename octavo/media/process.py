@@ -10,9 +10,10 @@ A *module of jobs* imports the library, and has
 
     JOBS: Mapping[str, Job]
 
-with the functions that the process offers by name. It must import all that its jobs need, since
-nothing can be imported later; also text encodings such as `encodings.latin_1`. A module of jobs is
-imported by helper processes only.
+with the functions that the process offers by name. A function `prepare(text)` may import what
+depends on a text that the process is started with. The module must import all that its jobs need,
+since nothing can be imported later; also text encodings such as `encodings.latin_1`. A module of
+jobs is imported by helper processes only.
 """
 
 from __future__ import annotations
@@ -98,10 +99,19 @@ class MediaProcesses:
         extra: optional dependencies of Octavo that it needs: `octavo[extra]`.
         limits: limits of each job.
         num_processes: most processes; more jobs wait for their turn.
+        prepared: the text for the module's function `prepare`; None: it is not called.
     """
 
-    def __init__(self, module: str, extra: str, limits: Limits, num_processes: int = 2) -> None:
+    def __init__(
+        self,
+        module: str,
+        extra: str,
+        limits: Limits,
+        num_processes: int = 2,
+        prepared: str | None = None,
+    ) -> None:
         self._module, self._extra, self._limits = module, extra, limits
+        self._prepared = [] if prepared is None else [prepared]
         self._closed = False
         self._threads = ThreadPoolExecutor(num_processes, f"octavo-{extra}")
         self._idle: queue.SimpleQueue[LimitedProcess] = queue.SimpleQueue()
@@ -156,7 +166,11 @@ class MediaProcesses:
         try:
             data = process.exchange(
                 [*head, *files],
-                [self._module, self._extra, limits.seconds, limits.nbytes, limits.output_nbytes],
+                [
+                    *(self._module, self._extra),
+                    *(limits.seconds, limits.nbytes, limits.output_nbytes),
+                    *self._prepared,
+                ],
                 max_wait=max_wait,
                 max_answer=limits.output_nbytes + _MOST_VALUE_NBYTES,
             )
@@ -215,12 +229,18 @@ def _split_arrays(described: list[tuple[str, list[int]]], body: memoryview) -> l
 
 
 def main() -> None:
-    """Run jobs. Arguments: module of jobs, extra, and seconds, bytes and output of the limits."""
+    """Run jobs.
+
+    Arguments: module of jobs, extra, seconds, bytes and output of the limits, text to prepare.
+    """
     module, extra = sys.argv[1:3]
     limits = Limits(float(sys.argv[3]), int(sys.argv[4]), int(sys.argv[5]))
     limit_memory(limits.nbytes)
     try:
-        jobs: dict[str, Job] = importlib.import_module(module).JOBS
+        imported = importlib.import_module(module)
+        for text in sys.argv[6:]:
+            imported.prepare(text)
+        jobs: dict[str, Job] = imported.JOBS
     except ImportError as error:
         _refuse(extra, error)
         return

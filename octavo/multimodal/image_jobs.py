@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 from collections.abc import Sequence
 from typing import Any
 
-from octavo.errors import RequestError
+import numpy as np
+
+from octavo.errors import OctavoError, RequestError
 from octavo.media.images import decode_image
 from octavo.media.process import Array
+from octavo.multimodal.pixels import Image
+from octavo.multimodal.processors import fallback
 from octavo.multimodal.processors.base import ImageProcessor
 from octavo.multimodal.processors.registry import make_processor
+
+
+def prepare(settings: str) -> None:
+    """Import transformers, and all that its processor needs for a picture.
+
+    An error is not raised here: each job has the same one.
+    """
+    with contextlib.suppress(OctavoError):
+        _processor(fallback.NAME, settings).process(np.zeros((64, 64, 3), np.uint8))
 
 
 @functools.lru_cache(maxsize=64)
@@ -31,10 +45,28 @@ def process(arguments: Any, files: list[memoryview]) -> tuple[Any, Sequence[Arra
     """
     kind, settings, name = arguments
     try:
-        image = decode_image(bytes(files[0]))
-        fields = _processor(kind, settings).process(image)
+        return _process(kind, settings, decode_image(bytes(files[0])))
     except RequestError as error:
         raise type(error)(f"{name}: {error.message}") from None
+
+
+def process_pixels(arguments: Any, files: list[memoryview]) -> tuple[Any, Sequence[Array]]:
+    """Make the encoder's input of pixels.
+
+    Args:
+        arguments: kind and settings (as JSON) of the processor, height and width of the picture.
+        files: the pixels, uint8 [height, width, 3].
+
+    Returns:
+        As for `process`.
+    """
+    kind, settings, height, width = arguments
+    image = np.frombuffer(files[0], np.uint8).reshape(height, width, 3)
+    return _process(kind, settings, image)
+
+
+def _process(kind: str, settings: str, image: Image) -> tuple[Any, Sequence[Array]]:
+    fields = _processor(kind, settings).process(image)
     return [*image.shape[:2], *fields], list(fields.values())
 
 
@@ -46,4 +78,4 @@ def decode(arguments: Any, files: list[memoryview]) -> tuple[Any, Sequence[Array
         raise type(error)(f"{arguments}: {error.message}") from None
 
 
-JOBS = {"process": process, "decode": decode}
+JOBS = {"process": process, "process_pixels": process_pixels, "decode": decode}

@@ -63,6 +63,7 @@ from octavo.system.clock import now
 
 # Tokens for which a step reads the weights about as long as for one.
 BACKGROUND_TOKENS = 16
+"""Tokens of all requests in the background in a step with others, on average."""
 
 
 class Scheduler:
@@ -144,6 +145,8 @@ class Scheduler:
         if lora is not None:
             self.adapters = AdapterSlots(lora.num_in_memory)
         self._turns = AdapterTurns(0 if lora is None else lora.max_loras)
+        self._num_saved = 0
+        """Tokens of the background that it did not use in the last step with others."""
         self._encoders = EncoderInputs(
             encoder_cache_size, max_num_batched_tokens, config.max_num_seqs, encoder_layers
         )
@@ -685,6 +688,8 @@ class Scheduler:
                 num_drafts = min(wanted, left - 1, step.budget - 1, step.draft_budget)
             if start < request.mm_end:
                 num_new = encoders.fit_ranges(request, start, num_new, step.budget)
+                if not num_new and priority == BACKGROUND:
+                    self._save_budget(step)
                 num_new = encoders.fit(request, start, num_new)
                 if not num_new:
                     i += 1
@@ -733,6 +738,8 @@ class Scheduler:
             num_new = min(self._cap(total - start), step.budget)
             if start < request.mm_end:
                 num_new = self._encoders.fit_ranges(request, start, num_new, step.budget)
+                if not num_new and request.options.background:
+                    self._save_budget(step)
                 num_new = self._encoders.fit(request, start, num_new)
                 if not num_new:
                     continue
@@ -773,20 +780,20 @@ class Scheduler:
                 self.hold(request.request_id, RequestStatus.WAITING_FOR_REMOTE_KVS)
                 return self._note_wait(request, WaitReason.REMOTE_KVS)
             if num_encoded >= step.budget:
-                return self._note_wait(request, WaitReason.BUDGET)
+                return self._wait_for_budget(step, request)
             num_new = request.num_tokens - start
             if not whole:
                 num_new = self._cap(num_new)
             # Only a preempted request can be longer than a whole budget; it is split anyway.
             whole &= num_new <= self.max_num_batched_tokens - num_encoded
             if whole and num_new > step.budget - num_encoded:
-                return self._note_wait(request, WaitReason.BUDGET)
+                return self._wait_for_budget(step, request)
             num_new = min(num_new, step.budget - num_encoded)
             if request.mm_end:
                 room = step.budget - num_encoded
                 num_new = self._encoders.fit_ranges(request, start, num_new, room)
                 if not num_new:
-                    return self._note_wait(request, WaitReason.BUDGET)
+                    return self._wait_for_budget(step, request)
             if request.mm_end and not (
                 num_new := self._encoders.fit(request, start, num_new, whole=whole)
             ):
@@ -857,15 +864,35 @@ class Scheduler:
     def _leave_budget(self, step: ScheduledStep) -> bool:
         """Return True if requests in the background may add tokens to a step.
 
-        In a step with other requests they may add `BACKGROUND_TOKENS` all together, so that a step
-        takes about as long as without them. They are last in the order of service.
+        In a step with other requests they may add `BACKGROUND_TOKENS` all together, and those that
+        they saved, so that a step takes about as long as without them. They are last in the order
+        of service.
         """
         alone = not self.running or self.running[0].options.background
         if not alone and not step.is_shared:
             step.is_shared = True
-            step.num_left_out = max(0, step.budget - BACKGROUND_TOKENS)
+            allowed = BACKGROUND_TOKENS + self._num_saved
+            self._num_saved = 0
+            step.num_left_out = max(0, step.budget - allowed)
             step.budget -= step.num_left_out
         return step.budget > 0
+
+    def _save_budget(self, step: ScheduledStep) -> None:
+        """Save the rest of a step's budget for later steps, if the background shares the step.
+
+        The next request in the background needs more tokens at once: those that see each other, or
+        an encoder's input. It gets them once as many have been saved.
+        """
+        if step.is_shared:
+            self._num_saved = step.budget
+            step.num_left_out += step.budget
+            step.budget = 0
+
+    def _wait_for_budget(self, step: ScheduledStep, request: Request) -> bool:
+        """Note that a request needs more tokens at once than the step has left; return False."""
+        if request.options.background:
+            self._save_budget(step)
+        return self._note_wait(request, WaitReason.BUDGET)
 
     def _cap(self, num_new: int) -> int:
         """Return `num_new`, or less if the settings limit the prompt tokens of a request."""

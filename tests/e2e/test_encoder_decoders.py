@@ -164,8 +164,13 @@ def bits(llm, prompts, extra=None, tokens=20):
 def test_layouts(alone, settings):
     folder, prompts, expected = alone
     with make_llm(folder, **settings) as llm:
-        for _ in range(2):
-            assert bits(llm, prompts) == expected
+        assert bits(llm, prompts) == expected
+        runs = watch_encoder(llm)
+        if "kv_transfer_config" in settings:
+            assert llm.reset_prefix_cache()
+        assert bits(llm, prompts) == expected
+        if settings.get("tensor_parallel_size") == settings.get("pipeline_parallel_size") == 2:
+            assert not runs  # each rank has loaded its part of the rows
         if "speculative_config" in settings:
             assert llm.stats().num_draft_tokens > 0
         if "num_gpu_blocks_override" in settings:

@@ -460,3 +460,34 @@ def test_layers_of_unknown_time_are_paid_for_once_it_is_known(fate):
         pace.begin_step(has_texts=True)
         found.append(pace.num_layers(item))
     assert found == ([0, 0, 1, 1] if fate == "ends" else [1] * 4)
+
+
+@pytest.mark.parametrize("tenants", [(None, None), ("x", "y")])
+@pytest.mark.parametrize("begin", [0, 20], ids=["waiting", "running"])
+def test_a_line_saves_tokens_for_those_that_see_each_other(tenants, begin):
+    engine = make_engine(budget=200, max_model_len=256, num_blocks=64)
+    online = engine.add("online", [1] * 4, max_tokens=60, tenant=tenants[0])
+    engine.step()
+    item = picture("a", begin, 60, ranges=((begin, begin + 60),))
+    line = engine.add(
+        "line", range(90), features=[item], background=True, max_tokens=2, tenant=tenants[1]
+    )
+    engine.add("behind", range(90, 180), background=True, max_tokens=2, tenant=tenants[1])
+    of_lines = []
+    while not online.status.finished:
+        engine.step()
+        work = scheduled_tokens(engine.steps[-1])
+        if "online" in work:
+            of_lines.append(sum(work.values()) - 1)
+    assert line.status.finished
+    assert all(sum(of_lines[:n]) <= 16 * n for n in range(1, len(of_lines)))
+    engine.run()
+
+
+def test_a_line_saves_no_tokens_alone():
+    engine = make_engine(budget=64)
+    engine.add(
+        "line", range(30), features=[picture("a", 0, 28, ranges=((0, 28),))], background=True
+    )
+    assert scheduled_tokens(engine.schedule()) == {"line": 30}
+    assert engine.scheduler._num_saved == 0

@@ -81,12 +81,12 @@ class Processor:
         ModelError: a setting has an impossible value.
     """
 
-    around: ClassVar[tuple[str, str] | None] = None
+    around: tuple[str, str] | None = None
     """Tokens before and after a placeholder that an item's own text replaces."""
-    prefix_end: ClassVar[str | None] = None
+    prefix_end: str | None = None
     """End of the prompts of models in which pictures, the beginning of a text, and the text follow
     each other (PaliGemma); None: prompts have any form. See `arrange_prefix`."""
-    request_settings: ClassVar[tuple[str, ...]] = ()
+    request_settings: tuple[str, ...] = ()
     """Settings that a request may change (`mm_processor_kwargs`)."""
 
     def __init__(self, settings: ConfigJson) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -9,12 +10,14 @@ from typing import Any
 from octavo.checkpoints.base import Checkpoint
 from octavo.checkpoints.config_json import ConfigJson
 from octavo.errors import ModelError
+from octavo.multimodal.processors import fallback
 from octavo.multimodal.processors.base import ImageProcessor, ModelFiles
 from octavo.multimodal.processors.clip import (
     ClipProcessor,
     PaliGemmaProcessor,
     SiglipProcessor,
 )
+from octavo.multimodal.processors.fallback import TransformersProcessor
 from octavo.multimodal.processors.gemma3 import Gemma3Processor
 from octavo.multimodal.processors.gemma4 import Gemma4Processor
 from octavo.multimodal.processors.idefics3 import Idefics3Processor
@@ -61,50 +64,115 @@ _OF_MODELS = {
 """model_type -> processor."""
 _OF_LLAVA = {"CLIP": "clip", "Llava": "clip", "Siglip": "siglip", "Pixtral": "pixtral"}
 """Kind of image_processor_type -> processor, for LLaVA with several encoders."""
-_SUFFIXES = ("Fast", "ImageProcessor", "FeatureExtractor")
+_SUFFIXES = ("Fast", "Pil", "ImageProcessor", "FeatureExtractor")
+_CLASSES = {
+    "gemma3": ("Gemma3",),
+    "gemma4": ("Gemma4",),
+    "idefics3": ("Idefics3", "SmolVLM"),
+    "internvl": ("GotOcr2", "InternVL"),
+    "llava_next": ("LlavaNext",),
+    "llava_onevision": ("LlavaOnevision",),
+    "paligemma": ("Siglip", "PaliGemma"),
+    "pixtral": ("Pixtral", "Mistral3"),
+    "qwen2_vl": ("Qwen2VL", "Qwen2_5_VL", "Qwen3VL"),
+}
+"""Processor -> kinds of image_processor_type whose pixels it makes."""
+_ONE_SIZE = ("clip", "siglip", "paligemma")
+"""Processors of encoders that read pictures of one size."""
+_SIZES = ({"shortest_edge"}, {"height", "width"})
 
 
 def read_processor(checkpoint: Checkpoint) -> tuple[str, dict[str, Any]] | None:
     """Return the name and the settings of a model's processor of pictures.
 
+    Octavo's own processor precedes that of transformers (`fallback.NAME`), which is for settings
+    and classes that Octavo's does not cover.
+
     Returns:
         Arguments of `make_processor`; None: the model reads no pictures, or has no processor here.
 
     Raises:
-        ModelError: a file of the model is missing or wrong.
+        ModelError: a file of the model is missing or wrong, or needs transformers, which is not
+            installed.
     """
     config = checkpoint.config
     kind = config.get("model_type")
     if kind != "llava" and kind not in _OF_MODELS:
         return None
     files = _read_files(checkpoint)
-    preprocessor = files.preprocessor
+    given = files.preprocessor.get("image_processor_type", "feature_extractor_type")
+    stem = str(given or "")
+    for suffix in _SUFFIXES:
+        stem = stem.removesuffix(suffix)
     if kind == "llava":
-        of_class = preprocessor.get("image_processor_type", "feature_extractor_type")
-        name = str(of_class or "CLIP")
-        for suffix in _SUFFIXES:
-            name = name.removesuffix(suffix)
-        if name not in _OF_LLAVA:
-            raise preprocessor.error(
-                "image_processor_type", "supported: " + ", ".join(f"{n}..." for n in _OF_LLAVA)
-            )
-        kind = _OF_LLAVA[name]
+        tower = config.section("vision_config").get("model_type")
+        default = {"pixtral": "pixtral", "siglip_vision_model": "siglip"}.get(tower, "clip")
+        kind = _OF_LLAVA.get(stem or "CLIP", default)
+        classes = tuple(_OF_LLAVA)
     else:
         kind = _OF_MODELS[kind]
-    return kind, PROCESSORS[kind].read_settings(files)
+        classes = _CLASSES.get(kind, (stem,))
+    reason = None
+    if stem and stem not in classes:
+        reason = f"{files.preprocessor.where} names {given}"
+    elif kind in _ONE_SIZE:
+        reason = _why_uncovered(files.preprocessor)
+    if reason is None:
+        return kind, PROCESSORS[kind].read_settings(files)
+    name = str(given or ("SiglipImageProcessor" if kind == "paligemma" else "CLIPImageProcessor"))
+    fallback.check_installed(name, reason)
+    return fallback.NAME, _settings_of_fallback(kind, name, reason, files)
+
+
+def _why_uncovered(preprocessor: ConfigJson) -> str | None:
+    """Return which setting of pictures of one size Octavo does not cover; None: none."""
+    size = preprocessor.get("size")
+    if isinstance(size, dict):
+        names = {name for name, side in size.items() if side is not None}
+        if names not in _SIZES:
+            return f"{preprocessor.where} has the size {size}"
+    if preprocessor.get("do_pad") and preprocessor.get("pad_size"):
+        return f"{preprocessor.where} has the pad_size {preprocessor.get('pad_size')}"
+    return None
+
+
+def _settings_of_fallback(
+    kind: str, class_name: str, reason: str, files: ModelFiles
+) -> dict[str, Any]:
+    """Return the settings of `TransformersProcessor`."""
+    fields = files.preprocessor.fields
+    if kind in _ONE_SIZE:  # the encoder says which
+        kind = "paligemma" if kind == "paligemma" else "siglip"
+        side = files.config.section("vision_config").integer("image_size", default=224)
+        size = {"size": {"height": side, "width": side}}
+        files = dataclasses.replace(files, preprocessor=ConfigJson(size, files.config.where))
+    own = PROCESSORS[kind].read_settings(files)
+    if kind == "pixtral":
+        fields = {**fields, "patch_size": own["patch_size"] * own["spatial_merge_size"]}
+    return {
+        "class_name": class_name,
+        "reason": reason,
+        "fields": fields,
+        "own_kind": kind,
+        "own_fields": own,
+    }
 
 
 def read_video_processor(checkpoint: Checkpoint) -> tuple[str, dict[str, Any]] | None:
     """Return the name and the settings of a model's processor of videos.
 
     Returns:
-        Arguments of `make_video_processor`; None: the model reads no videos here.
+        Arguments of `make_video_processor`; None: the model reads no videos here, also if its
+        pictures need transformers' processor.
 
     Raises:
         ModelError: a file of the model is missing or wrong.
     """
     kind = str(checkpoint.config.get("model_type"))
     if kind not in VIDEO_PROCESSORS:
+        return None
+    pictures = read_processor(checkpoint)
+    if pictures is not None and pictures[0] == fallback.NAME:
         return None
     return kind, VIDEO_PROCESSORS[kind].read_settings(_read_files(checkpoint))
 
@@ -147,13 +215,17 @@ def make_processor(kind: str, settings: Mapping[str, Any]) -> ImageProcessor:
     """Return a processor.
 
     Args:
-        kind: a name in `PROCESSORS`.
+        kind: a name in `PROCESSORS`, or `fallback.NAME`.
         settings: of JSON's types, by name.
 
     Raises:
         ModelError: a setting has an impossible value.
     """
-    return PROCESSORS[kind](ConfigJson(dict(settings), "preprocessor_config.json"))
+    given = ConfigJson(dict(settings), "preprocessor_config.json")
+    if kind == fallback.NAME:
+        own = make_processor(given.get("own_kind"), given.get("own_fields"))
+        return TransformersProcessor(own, given)
+    return PROCESSORS[kind](given)
 
 
 def _read(checkpoint: Checkpoint, name: str) -> ConfigJson:
