@@ -89,6 +89,8 @@ class SentencePiece:
             steps.append(replace_regex(r"\A +| +\z", ""))
             steps.append(replace_regex(" {2,}", " "))
         steps.append({"type": "Replace", "pattern": {"String": " "}, "content": SPACE})
+        if self.remove_spaces:
+            steps.append(replace_regex(rf"{SPACE}+\z", ""))  # also those that the text had
         if self.dummy_prefix and always_prefix:
             # Metaspace adds no space to a text that begins with one; SentencePiece does.
             steps.append(replace_regex(rf"\A{SPACE}", SPACE * 2))

@@ -7,6 +7,7 @@ model's type in config.json tells. The arrangements are those of transformers' t
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -338,13 +339,13 @@ def _built(
     if missing := [token for token in named.values() if token not in vocab]:
         raise ModelError(f"vocab.json has no token {missing[0]!r}.")
     layout = _Layout(begin=begin, end=["</s>"], special=special, config=dict(named))
-    pieces = [(piece.text, piece.score) for piece in model.pieces]
-    known = {text for text, _ in pieces}
-    pieces += [(token, 0.0) for token in layout.special if token not in known]
+    # No text has a control token; one that is not special for the family would be found as text.
+    pieces = [(piece.text, piece.score) for piece in model.pieces if not piece.control]
+    pieces += [(token, 0.0) for token in dict.fromkeys(special)]
     divider = json.loads(_tokenizer_json(model, pieces, layout))
     if codes:
         # A code is found in the normalized text, where only one at the beginning has the mark.
-        pattern = "|".join(code[2:-2] for code in codes if code[2:-2].replace("_", "a").isalnum())
+        pattern = "|".join(re.escape(code[2:-2]) for code in codes)
         steps = divider["normalizer"]["normalizers"]
         steps.insert(0, replace_regex(rf"\A>>(?=(?:{pattern})<<)", _CODE_MARK + ">>"))
         divider["added_tokens"] += [

@@ -26,7 +26,8 @@ TEXTS = [
     " ",
     "ﬁne ½ Å \uff21\uff42\uff43 ① №",
     "unseen: \U0001f600 क्षि ﷽ \u200b x\u0301",
-    "▁ marks ▁▁ of spaces",
+    "▁ marks ▁▁ of spaces ▁ ▁",
+    "1 ▁▁",
     "日本語 한국어",
     "a" * 300,
 ]
@@ -50,7 +51,7 @@ def models():
         "fairseq": trained(),
         "t5": trained(pad_id=0, eos_id=1, unk_id=2, bos_id=-1),
         "pegasus": trained(pad_id=0, eos_id=1, unk_id=2, bos_id=-1),
-        "marian": trained(eos_id=0, unk_id=1, bos_id=-1),
+        "marian": trained(unk_id=0, bos_id=1, eos_id=2),
         "llama": trained(**decoder),
     }
 
@@ -98,7 +99,7 @@ def folder_of(path, kind, models):
         rest = [p for p in reversed(pieces_of(data)[4:]) if p not in named]
         vocab = [*named, *rest[5:]]
         if kind == "MarianTokenizer":
-            vocab += [">>fra<<", ">>deu<<", "<pad>"]
+            vocab += [">>fra<<", ">>deu<<", ">>sr-Latn<<", "<pad>"]
             (path / "target.spm").write_bytes(data)
             config = config | {"source_lang": "en", "target_lang": "mul"}
         files["vocab"] = {token: i for i, token in enumerate(vocab)}
@@ -154,8 +155,16 @@ def test_special_tokens_in_a_text(tmp_path, models, kind):
     ]
 
 
-@pytest.mark.parametrize("text", [">>fra<< Hello >>deu<< world", " >>fra<< Hello"])
-def test_marians_codes_count_at_the_beginning(tmp_path, models, text):
+@pytest.mark.parametrize(
+    "text",
+    [
+        ">>fra<< Hello >>deu<< world",
+        " >>fra<< Hello",
+        ">>sr-Latn<<Hello",
+        "<s> Hello </s>>>fra<< x",
+    ],
+)
+def test_marians_codes_and_control_tokens_of_the_model(tmp_path, models, text):
     folder_of(tmp_path, "MarianTokenizer", models)
     theirs = transformers.MarianTokenizer.from_pretrained(tmp_path)
     assert Tokenizer.from_folder(tmp_path).encode(text) == theirs(text)["input_ids"]
