@@ -11,6 +11,9 @@ import transformers
 from octavo.errors import ModelError, UnsupportedError
 from octavo.text.tokenizer import Tokenizer
 
+# transformers' Marian asks for a library that changes the punctuation only on request.
+pytestmark = pytest.mark.filterwarnings("ignore:Recommended. pip install sacremoses")
+
 LINES = [
     "The quick brown fox jumps over the lazy dog.",
     "Hello world, how are you today? I am fine!",
