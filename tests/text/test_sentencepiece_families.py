@@ -54,7 +54,7 @@ def models():
         "fairseq": trained(),
         "t5": trained(pad_id=0, eos_id=1, unk_id=2, bos_id=-1),
         "pegasus": trained(pad_id=0, eos_id=1, unk_id=2, bos_id=-1),
-        "marian": trained(unk_id=0, bos_id=1, eos_id=2),
+        "marian": trained(unk_id=0, bos_id=1, eos_id=2, normalization_rule_name="identity"),
         "llama": trained(**decoder),
     }
 
@@ -163,7 +163,7 @@ def test_special_tokens_in_a_text(tmp_path, models, kind):
     [
         ">>fra<< Hello >>deu<< world",
         " >>fra<< Hello",
-        ">>sr-Latn<<Hello",
+        ">>sr-Latn<<Hello >>sr-Latn<<",
         "<s> Hello </s>>>fra<< x",
     ],
 )
