@@ -185,7 +185,7 @@ class Tokenizer:
             text, config = read_tekken(tekken, str(checkpoint.path / "tekken.json"))
         for name in ("special_tokens_map.json", "tokenizer_config.json"):
             config |= {k: v for k, v in _read_json(checkpoint, name).items() if v is not None}
-        divider = None
+        divider, where = None, f"{checkpoint.path / 'tokenizer.json'}"
         if text is None:
             from octavo.text.sentencepiece_families import build_tokenizer  # few folders need it
 
@@ -193,10 +193,11 @@ class Tokenizer:
             if built is None:
                 raise ModelError(_missing_message(checkpoint))
             text, config = built.text, built.config | config
+            where = f"The SentencePiece model of {checkpoint.path}"
             if built.divider is not None and built.ids is not None:
-                dividing = _parsed(built.divider, checkpoint)
+                dividing = _parsed(built.divider, where)
                 divider = dividing, built.ids(dividing.get_vocab(with_added_tokens=True))
-        backend = _parsed(text, checkpoint)
+        backend = _parsed(text, where)
         del text
         found = cls(backend, config, _read_chat_templates(checkpoint, config), divider)
         trim_memory()  # the library has freed about three times as much as the tokenizer takes
@@ -741,13 +742,11 @@ def _context_token(backend: tokenizers.Tokenizer) -> tuple[list[int], str]:
     return [], ""
 
 
-def _parsed(text: str, checkpoint: Checkpoint) -> tokenizers.Tokenizer:
+def _parsed(text: str, where: str) -> tokenizers.Tokenizer:
     try:
         return tokenizers.Tokenizer.from_str(text)
     except Exception as error:  # the library raises plain Exception
-        raise ModelError(
-            f"The tokenizer of {checkpoint.path} is damaged or of an unknown kind: {error}"
-        ) from error
+        raise ModelError(f"{where} is damaged or of an unknown kind: {error}") from error
 
 
 def _token_text(value: Any) -> str | None:

@@ -186,7 +186,7 @@ def test_clear_errors(tmp_path):
     with pytest.raises(ModelError, match=r"tokenizer\.model is no usable SentencePiece model"):
         Tokenizer.from_folder(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(ModelError, match=r"tokenizer of .* is damaged"):
+    with pytest.raises(ModelError, match=r"tokenizer\.json is damaged"):
         Tokenizer.from_folder(tmp_path)
     save(byte_level(), tmp_path)
     (tmp_path / "tokenizer_config.json").write_text("{")

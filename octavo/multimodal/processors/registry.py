@@ -70,7 +70,7 @@ _CLASSES = {
     "gemma4": ("Gemma4",),
     "idefics3": ("Idefics3", "SmolVLM"),
     "internvl": ("GotOcr2", "InternVL"),
-    "llava_next": ("LlavaNext",),
+    "llava_next": ("LlavaNext", "CLIP"),  # CLIP's class makes no tiles, which the model needs
     "llava_onevision": ("LlavaOnevision",),
     "paligemma": ("Siglip", "PaliGemma"),
     "pixtral": ("Pixtral", "Mistral3"),
