@@ -275,17 +275,8 @@ def test_death_in_the_encoder(alone, tmp_path, monkeypatch):
 
 def test_answers_and_beams_share_one_run(tmp_path):
     make_model(tmp_path, "bart")
-    runs = []
     with make_llm(tmp_path, distributed_executor_backend="uni") as llm:
-        scheduler = llm._client.core.scheduler
-        schedule = scheduler.schedule
-
-        def watched():
-            output = schedule()
-            runs.extend(output.scheduled_encoder_inputs)
-            return output
-
-        scheduler.schedule = watched
+        runs = watch_encoder(llm)
         several = SamplingParams(n=5, seed=1, max_tokens=9, ignore_eos=True)
         (output,) = llm.generate([[5, 6, 7]], several, use_tqdm=False)
         assert len(runs) == 1

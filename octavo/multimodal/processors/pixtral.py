@@ -39,8 +39,6 @@ class PixtralProcessor(ImageProcessor):
         super().__init__(settings)
         if not self.do_resize:
             raise settings.error("do_resize", "it must be true")
-        if not self.do_resize:
-            raise settings.error("do_resize", "it must be true")
         (self._longest,) = read_size(settings, "size", "longest_edge")
         self._patch = settings.integer("patch_size", most=1024)
         self._merge = settings.integer("spatial_merge_size", most=64)
