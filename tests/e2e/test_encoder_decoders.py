@@ -290,7 +290,7 @@ def test_answers_and_beams_share_one_run(tmp_path):
         assert len(runs) == 1
         llm.beam_search([{"prompt_token_ids": [5, 6, 8]}], beams)
         assert len(runs) == 2
-        assert scheduler.kv_cache_manager.num_used_blocks == 0
+        assert llm._client.core.scheduler.kv_cache_manager.num_used_blocks == 0
 
 
 @pytest.mark.parametrize(
