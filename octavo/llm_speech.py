@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,6 +25,7 @@ from octavo.speech.registry import open_speech_model
 from octavo.speech.segments import Transcript
 from octavo.speech.tokens import Task
 from octavo.speech.transcription import run_all
+from octavo.system.limited_process import Buffer
 
 # Samples of a part of a sound that is read, 8 minutes; as many windows as are computed at once.
 _PART_SAMPLES = 480 * SAMPLE_RATE
@@ -175,7 +178,7 @@ def _open(parts: AudioParts, sound: Sound, index: int) -> tuple[float, Iterator[
     if isinstance(sound, str | Path):
         name = str(sound)
         try:
-            sound = Path(sound).read_bytes()
+            sound = _content(Path(sound))
         except OSError as error:
             raise RequestError(f"{where}: {sound!s}: {reason_of(error)}.", where) from None
 
@@ -186,6 +189,15 @@ def _open(parts: AudioParts, sound: Sound, index: int) -> tuple[float, Iterator[
     with _naming(name):
         seconds, samples = parts.open(sound, _PART_SAMPLES, where)
     return seconds, named()
+
+
+def _content(path: Path) -> Buffer:
+    """Return a file's content, which the system reads when it is needed."""
+    with path.open("rb") as file:
+        # A pipe, or an empty file, cannot be mapped.
+        if not (path.is_file() and os.fstat(file.fileno()).st_size):
+            return file.read()
+        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
 
 
 @contextmanager
