@@ -175,10 +175,12 @@ def _open(parts: AudioParts, sound: Sound, index: int) -> tuple[float, Iterator[
         cuts = range(0, len(sound) + 1, _PART_SAMPLES)
         return len(sound) / SAMPLE_RATE, (sound[i : i + _PART_SAMPLES] for i in cuts)
     name = where
-    if isinstance(sound, str | Path):
+    if isinstance(sound, bytes):
+        data: Buffer = sound
+    else:
         name = str(sound)
         try:
-            sound = _content(Path(sound))
+            data = _content(Path(sound))
         except OSError as error:
             raise RequestError(f"{where}: {sound!s}: {reason_of(error)}.", where) from None
 
@@ -187,7 +189,7 @@ def _open(parts: AudioParts, sound: Sound, index: int) -> tuple[float, Iterator[
             yield from samples
 
     with _naming(name):
-        seconds, samples = parts.open(sound, _PART_SAMPLES, where)
+        seconds, samples = parts.open(data, _PART_SAMPLES, where)
     return seconds, named()
 
 

@@ -231,37 +231,45 @@ def test_another_server_takes_what_one_cannot():
 
 def test_a_lost_server_ends_its_sessions():
     async def main():
-        async with FakeEar() as ear, Routed(ear) as router:
-            async with router.connect() as session, router.connect() as other:
-                await session.send("!die")
-                event, code, _ = await last_of(session)
-                assert (event["error"]["code"], code) == ("unavailable", 1011)
-                assert "was lost" in event["error"]["message"]
-                await other.recv()
-                await other.send("still here")
-                assert await other.recv() == "still here"
+        async with (
+            FakeEar() as ear,
+            Routed(ear) as router,
+            router.connect() as session,
+            router.connect() as other,
+        ):
+            await session.send("!die")
+            event, code, _ = await last_of(session)
+            assert (event["error"]["code"], code) == ("unavailable", 1011)
+            assert "was lost" in event["error"]["message"]
+            await other.recv()
+            await other.send("still here")
+            assert await other.recv() == "still here"
 
     run(main)
 
 
 def test_a_router_that_stops_waits_for_transcripts():
     async def main():
-        async with FakeEar() as ear, Routed(ear) as router:
-            async with router.connect() as idle, router.connect() as busy:
-                await busy.send("!commit")
-                for _ in range(2):
-                    await busy.recv()
-                await busy.send("!wait")
+        async with (
+            FakeEar() as ear,
+            Routed(ear) as router,
+            router.connect() as idle,
+            router.connect() as busy,
+        ):
+            await busy.send("!commit")
+            for _ in range(2):
                 await busy.recv()
-                router.signal(15)
-                event, code, _ = await last_of(idle)
-                assert (event["error"]["code"], code) == ("unavailable", 1001)
-                await until(lambda: router.held == [(1, 1)])  # the item has no transcript
-                (connection,) = ear.made.connections
-                await connection.send(text(COMPLETED))
-                assert json.loads(await busy.recv()) == COMPLETED
-                event, code, _ = await last_of(busy)
-                assert (event["error"]["code"], code) == ("unavailable", 1001)
+            await busy.send("!wait")
+            await busy.recv()
+            router.signal(15)
+            event, code, _ = await last_of(idle)
+            assert (event["error"]["code"], code) == ("unavailable", 1001)
+            await until(lambda: router.held == [(1, 1)])  # the item has no transcript
+            (connection,) = ear.made.connections
+            await connection.send(text(COMPLETED))
+            assert json.loads(await busy.recv()) == COMPLETED
+            event, code, _ = await last_of(busy)
+            assert (event["error"]["code"], code) == ("unavailable", 1001)
 
     run(main)
 
@@ -289,9 +297,10 @@ def test_places_of_keys(monkeypatch):
 
     async def main():
         async with FakeEar() as ear, Routed(ear) as router, contextlib.AsyncExitStack() as stack:
+            for _ in range(8):
+                await stack.enter_async_context(router.connect())
             with pytest.raises(exceptions.InvalidStatus) as caught:
-                while True:
-                    await stack.enter_async_context(router.connect())
+                await router.connect()
             assert caught.value.response.status_code == 429
             assert b"This client has 8 of 8 sessions" in caught.value.response.body
             other = {"Authorization": "Bearer k2"}
