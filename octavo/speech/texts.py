@@ -316,7 +316,7 @@ class Voxtral(PromptedModel):
 class Qwen3ASR(PromptedModel):
     """Qwen3-ASR, with the prompt of its authors' package, which vLLM has, too.
 
-    The answer tells the language ("language German<asr_text>Guten Tag"), unless the prompt names it.
+    The answer tells the language ("language German<asr_text>Guten Tag") unless the prompt names it.
     """
 
     _NAMES = (
@@ -332,14 +332,12 @@ class Qwen3ASR(PromptedModel):
         ids: list[int] = []
         if context:
             given = self._encode(f"system\n{context}")
-            if (
-                wrong := next((token for token in given if token in self._tokens), None)
-            ) is not None:
-                name = self._NAMES[self._tokens.index(wrong)]
-                raise RequestError(
-                    f"prompt contains {name}, a special token of this model; leave it out.",
-                    "prompt",
-                )
+            for name, token in zip(self._NAMES, self._tokens, strict=True):
+                if token in given:
+                    raise RequestError(
+                        f"prompt contains {name}, a special token of this model; leave it out.",
+                        "prompt",
+                    )
             ids += [begin, *given, end, *self._encode("\n")]
         ids += [begin, *self._encode("user\n"), *sound, end, *self._encode("\n")]
         ids += [begin, *self._encode("assistant\n")]
