@@ -2,7 +2,8 @@
 
 Sources: `Qwen2VLVideoProcessor`, `Qwen3VLVideoProcessor`, `SmolVLMVideoProcessor`,
 `LlavaOnevisionVideoProcessor`, `InternVLVideoProcessor`, `Gemma4VideoProcessor` and the processors
-of these models in transformers. Frames are scaled by Pillow, as pictures are, where transformers uses torchvision.
+of these models in transformers. Frames are scaled by Pillow, as pictures are, where transformers
+uses torchvision.
 """
 
 from __future__ import annotations
