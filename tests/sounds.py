@@ -64,7 +64,11 @@ def _asr(mel: int, size: int, heads: int, layers: int, **text: Any) -> dict[str,
 def _gemma4(mel: int, size: int, heads: int, layers: int, **text: Any) -> dict[str, Any]:
     audio = {"hidden_size": size, "num_hidden_layers": layers, "num_attention_heads": heads}
     audio |= {"subsampling_conv_channels": [mel, 6], "conv_kernel_size": 4, "output_proj_dims": 20}
-    audio |= {"attention_chunk_size": 4, "attention_context_left": 5, "attention_logit_cap": 2.0}
+    audio |= {
+        "attention_chunk_size": 5 - layers % 2,
+        "attention_context_left": 5,
+        "attention_logit_cap": 2.0,
+    }
     tower = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 1}
     tower |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
     tower |= {"patch_size": 2, "pooling_kernel_size": 2, "position_embedding_size": 64}

@@ -91,7 +91,7 @@ class SubsampleInputSpec:
             size=count,
         )
 
-    def _taps(self) -> NDArray[np.int64]:
+    def taps(self) -> NDArray[np.int64]:
         """Return the inputs of the second convolution in a chunk: int64 [results, 9]."""
         bands = halved(self.bands)
         padded = np.full((_TIMES, bands + 3), _TIMES * bands)
@@ -120,7 +120,7 @@ class SubsampleInputSpec:
             first,
             second,
             self.project.build(parts.of("project")),
-            parts.ops.to_device(self._taps().ravel()),
+            parts.ops.to_device(self.taps().ravel()),
             _TIMES * halved(self.bands) + 1,
             _CHUNK,
             self.project.inputs,

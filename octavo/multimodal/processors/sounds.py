@@ -209,13 +209,16 @@ def read_sound_processor(checkpoint: Checkpoint) -> SoundProcessor | None:
 
 
 def _read_settings(checkpoint: Checkpoint, token: str) -> ConfigJson:
+    text = checkpoint.read_text(_FILE)
     found: Any = None
     try:
-        # transformers 5 writes one file for all; an old one of Gemma 4 may be that of pictures.
-        whole = json.loads(checkpoint.read_text("processor_config.json") or "{}")
-        found = whole.get("feature_extractor") if isinstance(whole, dict) else None
-        if found is None and (text := checkpoint.read_text(_FILE)) is not None:
+        if text is not None:
             found = json.loads(text)
+        if found is None or (isinstance(found, dict) and "feature_extractor_type" not in found):
+            # transformers 5 writes one file for all; the other may be that of pictures.
+            whole = json.loads(checkpoint.read_text("processor_config.json") or "{}")
+            section = whole.get("feature_extractor") if isinstance(whole, dict) else None
+            found = section or found
     except ValueError as error:
         raise ModelError(f"{checkpoint.path / _FILE} is not valid JSON: {error}.") from None
     if not isinstance(found, dict):
