@@ -74,7 +74,12 @@ def _gemma4(mel: int, size: int, heads: int, layers: int, **text: Any) -> dict[s
     tower |= {"patch_size": 2, "pooling_kernel_size": 2, "position_embedding_size": 64}
     text = {"num_hidden_layers": 4, "num_kv_shared_layers": 2, **text}
     types = ["sliding_attention", "full_attention"] * (text["num_hidden_layers"] // 2)
-    text |= {"head_dim": 8, "global_head_dim": 16, "sliding_window": 9, "layer_types": types}
+    text |= {
+        "head_dim": 8,
+        "global_head_dim": 16,
+        "sliding_window": 9 if layers % 2 else 400,
+        "layer_types": types,
+    }
     text |= {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB}
     ids = {"audio_token_id": ID["<|audio|>"], "boa_token_id": ID["<|audio>"]}
     ids |= {

@@ -106,8 +106,9 @@ class ProjectedTable(StoredOtherwise):
         from octavo.system.tensor import dense, from_numpy
 
         native = NativeOps()
-        last = parts[0][self.stored.num_tensors + self.bias :]
-        tensors = [dense(x, "float32") for x in last]
+        # The stored weight's part may have another number of tensors than the checkpoint.
+        first = len(parts[0]) - self._others
+        tensors = [dense(x, "float32") for x in parts[0][first + self.bias :]]
         if self.table is not None:
             tensors.insert(0, self.table.compute())
         rows, inputs = tensors[0].shape
@@ -115,7 +116,7 @@ class ProjectedTable(StoredOtherwise):
         if self.eps is not None:
             x = native.layer_norm(x, tensors[1], tensors[2], self.eps)
         outputs = shape.n // rows * self.head_size
-        projections = [part[: self.stored.num_tensors] for part in parts]
+        projections = [part[:first] for part in parts]
         if isinstance(self.stored, Plain):
             weights = floats(projections, "float32")
         else:
@@ -123,8 +124,7 @@ class ProjectedTable(StoredOtherwise):
             weights = [self.stored.numbers(projections, whole)]
         bias = None
         if self.bias:
-            at = self.stored.num_tensors
-            biases = [dense(part[at], "float32").numpy() for part in parts]
+            biases = [dense(part[first], "float32").numpy() for part in parts]
             bias = from_numpy(np.concatenate(biases))
         product = native.linear(x, native.pack_weight(weights, "float32"), bias)
         heads = native.to_host(product).reshape(rows, -1, self.head_size).swapaxes(0, 1)

@@ -221,7 +221,7 @@ class Voxtral(TextModel):
 
     def __init__(
         self,
-        processor: SoundProcessor,
+        processor: LogMelProcessor,
         find: Callable[[str], int | None],
         encode: Callable[[str], list[int]],
         max_model_len: int,

@@ -28,8 +28,6 @@ class ProjectorSpec:
 
     layers: tuple[tuple[LinearSpec, ProjectorActivation | None], ...]
     """Linear layers, each with the activation of its result."""
-    token_linear: LinearSpec | None = None
-    """Linear layer of each token, before its norm (Gemma 4's sounds)."""
     token_norm: NormSpec | StandardSpec | None = None
     norm: NormSpec | None = None
     """Norm of a group."""
@@ -46,6 +44,8 @@ class ProjectorSpec:
     """Tensor of a learned vector, if rows are mixed: `mixed_tokens`, int32 [rows, K], are the
     results whose sum is a row, `mix_shares`, float32 of the same shape, their factors, and
     `newlines`, float32 [rows, 1], that of the vector. `newline_places`, int32 [rows, 1], is 0."""
+    token_linear: LinearSpec | None = None
+    """Linear layer of each token, before its norm (Gemma 4's sounds)."""
 
     @property
     def size(self) -> int:

@@ -169,8 +169,8 @@ def _read_inputs(audio: ConfigJson, size: int, eps: float) -> SubsampleInputSpec
         linear = LinearSpec(((f"{name}conv", outputs),), 9 * inputs, layout="taps", groups=9)
         return linear, LayerNormSpec(f"{name}norm", outputs, eps, bias=False)
 
-    convolutions, norms = zip(conv(0, 1, first), conv(1, first, second), strict=True)
+    (conv1, norm1), (conv2, norm2) = conv(0, 1, first), conv(1, first, second)
     # The projection reads a quarter of the bands, and transformers has as many bands as channels.
     inputs = first // 4 * second
     project = LinearSpec(((f"{prefix}input_proj_linear", size),), inputs)
-    return SubsampleInputSpec(convolutions, norms, project, bands=first)
+    return SubsampleInputSpec((conv1, conv2), (norm1, norm2), project, bands=first)
