@@ -23,7 +23,7 @@ SPECIAL += tuple(f"<row_{i}_col_{j}>" for i in range(1, 4) for j in range(1, 4))
 SPECIAL += ("[IMG]", "[IMG_BREAK]", "[IMG_END]", "<img>", "</img>", "<IMG_CONTEXT>", "<video>")
 SPECIAL += ("<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|video_pad|>")
 SPECIAL += ("<start_of_image>", "<image_soft_token>", "<end_of_image>")
-SPECIAL += ("<|image>", "<|image|>", "<image|>")
+SPECIAL += ("<|image>", "<|image|>", "<image|>", "<|video|>")
 VOCAB = 256 + len(SPECIAL)
 ID = {text: 256 + i for i, text in enumerate(SPECIAL)}
 
@@ -142,7 +142,7 @@ GEMMA4 = {"head_dim": 8, "global_head_dim": 16, "sliding_window": 9}
 GEMMA4 |= {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4}
 GEMMA4_IDS = {"image_token_id": ID["<|image|>"], "boi_token_id": ID["<|image>"]}
 GEMMA4_IDS |= {"eoi_token_id": ID["<image|>"], "audio_config": None}
-GEMMA4_IDS |= {"video_token_id": VOCAB, "audio_token_id": VOCAB}
+GEMMA4_IDS |= {"video_token_id": ID["<|video|>"], "audio_token_id": VOCAB}
 GEMMA4_PICTURES = {"image_processor_type": "Gemma4ImageProcessor", "patch_size": 2}
 GEMMA4_PICTURES |= {"pooling_kernel_size": 2, "max_soft_tokens": 70}
 

@@ -172,7 +172,8 @@ class AttentionParams:
             D + j - p, and beyond the distances -D and D in the first and the last column. None: no
             bias (T5, arXiv:1910.10683, section 2.1; MPNet).
         products: products of the step that are added to q.k (DeBERTa, arXiv:2006.03654, section
-            3.1); only if attention is not causal, since the step then has all keys. None: none.
+            3.1); those of keys only if attention is not causal, since the step then has all keys.
+            None: none.
         sees_ranges: True if tokens see their ranges; only if attention is causal.
     """
 
@@ -189,7 +190,7 @@ class AttentionParams:
 
     def __post_init__(self) -> None:
         assert self.causal or self.chunk_size is None
-        assert not self.causal or self.products is None
+        assert not self.causal or self.products is None or self.products.keys is None
         assert self.causal or not self.sees_ranges
 
 

@@ -9,7 +9,7 @@ from octavo.kernels.base import Ops
 from octavo.kernels.routing import Gate
 from octavo.layers.disentangled import Disentangled
 from octavo.layers.linear import Linear
-from octavo.layers.norm import HeadNorms, RMSNorm
+from octavo.layers.norm import HeadFactors, HeadNorms, RMSNorm
 from octavo.layers.shared import Columns
 from octavo.layers.step import StepContext
 from octavo.system.tensor import Tensor
@@ -41,7 +41,7 @@ class Attention:
     """Layout of a head's pairs: see `Ops.rotary_embedding`."""
     rotated_parts: int = 0
     """Number of parts of a head that `StepContext.rotary` turns separately; 0: none."""
-    q_norm: RMSNorm | HeadNorms | None = None
+    q_norm: RMSNorm | HeadNorms | HeadFactors | None = None
     """Norm of each head of the queries, or of all of them together."""
     k_norm: RMSNorm | HeadNorms | None = None
     v_norm: RMSNorm | None = None

@@ -64,6 +64,8 @@ class SequentialLayer:
     """Factor on each block's output before it is added to the residual stream."""
     scalar: Tensor | None = None
     """Factor [1] on the residual stream after the layer."""
+    final_norm: Norm | None = None
+    """Norm of the residual stream after the layer, in place of the factor."""
 
     def __call__(
         self, x: Tensor, residual: Tensor | None, step: StepContext
@@ -77,6 +79,9 @@ class SequentialLayer:
             x = part.out_norm(part.block(x, step))
             if self.multiplier is not None:
                 x = self.ops.scale(x, self.multiplier)  # x may be shared with other ranks
+        if self.final_norm is not None:
+            assert residual is not None
+            return self.final_norm.add(x, residual)[0], None
         if self.scalar is None:
             return x, residual
         assert residual is not None

@@ -18,6 +18,7 @@ class Projector:
 
     ops: Ops
     layers: Sequence[tuple[Linear, Activation | None]]
+    token_linear: Linear | None
     token_norm: Norm
     norm: Norm
     gathers: bool
@@ -28,6 +29,8 @@ class Projector:
 
     def __call__(self, x: Tensor, step: StepContext) -> Tensor:
         """Map the tokens [T, hidden_size] to rows [R, size]."""
+        if self.token_linear is not None:
+            x = self.token_linear(x)
         x = self.token_norm(x)
         if self.gathers:
             x = self.ops.embedding(x, step.arrays["output_tokens"])

@@ -16,7 +16,7 @@ from octavo.errors import ModelError, RequestError, UnsupportedError
 from octavo.media.audio import SAMPLE_RATE
 from octavo.models.blocks.wave import MIN_SAMPLES
 from octavo.models.spec import ModelSpec
-from octavo.multimodal.processors.sounds import SoundProcessor, read_sound_processor
+from octavo.multimodal.processors.sounds import LogMelProcessor, read_sound_processor
 from octavo.sampling_params import RequestOutputKind, SamplingParams
 from octavo.speech.interface import (
     WINDOWS_AT_ONCE,
@@ -253,7 +253,7 @@ class PromptedModel(TextModel):
 
     def __init__(
         self,
-        processor: SoundProcessor,
+        processor: LogMelProcessor,
         find: Callable[[str], int | None],
         encode: Callable[[str], list[int]],
         decode: Callable[[list[int]], str],
@@ -279,7 +279,7 @@ class PromptedModel(TextModel):
             ModelError: a file of the model, or a special token, is missing or wrong.
         """
         processor = read_sound_processor(checkpoint)
-        assert processor is not None
+        assert isinstance(processor, LogMelProcessor)
 
         def encode(text: str) -> list[int]:
             return tokenizer.encode(text, add_special_tokens=False)

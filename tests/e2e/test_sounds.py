@@ -65,7 +65,7 @@ def make_saved(tmp_path_factory):
     return make
 
 
-@pytest.fixture(params=["qwen2_audio", "qwen3_asr", "voxtral"])
+@pytest.fixture(params=["gemma4", "qwen2_audio", "qwen3_asr", "voxtral"])
 def saved(make_saved, request):
     """Return a case of means, one of chunks, and one of windows and groups."""
     return make_saved(request.param)
@@ -114,7 +114,9 @@ def test_layouts(saved, settings):
     settings = dict(settings)
     if "max_num_batched_tokens" not in settings:
         most = max(len(ids) + len(tokens) for ids, tokens, _ in alone) // 16 + 2
-        settings |= {"num_gpu_blocks_override": most + 2, "max_model_len": 16 * most}
+        groups = 2 if name == "gemma4" else 1  # of layers with own blocks
+        blocks = groups * most + 2
+        settings |= {"num_gpu_blocks_override": blocks, "max_model_len": 16 * most}
     with make_llm(folder, **settings) as llm:
         assert answers(llm, prompts(name) * 2) == alone * 2
         if "num_gpu_blocks_override" in settings:

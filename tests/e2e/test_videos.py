@@ -29,11 +29,13 @@ def prompt(name, *videos, text="ab {} cd {} ef", **fields):
 
 
 def prompts(name):
+    count = VIDEO_CASES[name].num_frames
+    first, second = ((pixels[:count], metadata) for pixels, metadata in (FIRST, SECOND))
     return [
-        prompt(name, FIRST, SECOND),
+        prompt(name, first, second),
         {"prompt": "only a text of some length, which goes on for more than a block"},
-        prompt(name, SECOND, text="{} quite another text"),
-        prompt(name, FIRST, text="ab {} cd"),
+        prompt(name, second, text="{} quite another text"),
+        prompt(name, first, text="ab {} cd"),
     ]
 
 
@@ -79,7 +81,7 @@ def test_parity(make_saved, name):
             torch.testing.assert_close(torch.tensor(found), best, atol=2e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl", "llava_onevision"])
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl", "llava_onevision", "gemma4_e"])
 @pytest.mark.parametrize("settings", [{}, {"max_num_batched_tokens": 13, "enforce_eager": True}])
 def test_layouts(make_saved, name, settings):
     folder, _, alone = make_saved(name)

@@ -1,6 +1,7 @@
 """Processors of sounds: samples to log-mel features, and their places in prompts.
 
-Sources: `Qwen2AudioProcessor`, `Qwen3ASRFeatureExtractor` and `VoxtralProcessor` of transformers.
+Sources: `Gemma4Processor`, `Qwen2AudioProcessor`, `Qwen3ASRFeatureExtractor` and `VoxtralProcessor`
+of transformers.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ from octavo.checkpoints.config_json import ConfigJson
 from octavo.errors import ModelError, RequestError
 from octavo.media.audio import MAX_SECONDS as LONGEST_FILE
 from octavo.media.log_mel import Floats, LogMel
+from octavo.media.usm_mel import UsmMel
+from octavo.models.blocks import subsample
 from octavo.models.blocks.spectrogram import CHUNK, num_tokens
+from octavo.models.towers.gemma4_audio import MAX_TOKENS
 from octavo.models.towers.whisper import MAX_SECONDS
 from octavo.multimodal.items import Item, Part, make_part
 from octavo.multimodal.processors.base import Place, Processor
@@ -40,14 +44,10 @@ class SoundProcessor(Processor, ABC):
     max_rows = 2**31
     """Most rows of a sound: those of the model's context."""
 
-    def __init__(self, settings: ConfigJson) -> None:
-        super().__init__(settings)
-        self.features = LogMel.from_config(settings.fields, _FILE)
-
     @property
+    @abstractmethod
     def sampling_rate(self) -> int:
         """Samples a second that it reads."""
-        return self.features.sampling_rate
 
     @property
     def max_seconds(self) -> int:
@@ -82,12 +82,25 @@ class SoundProcessor(Processor, ABC):
     def parts(self, samples: Floats) -> tuple[Part, ...]:
         """Return the parts of a sound; see `process`."""
 
+
+class LogMelProcessor(SoundProcessor):
+    """Processor of sounds with the features of Whisper."""
+
+    def __init__(self, settings: ConfigJson) -> None:
+        super().__init__(settings)
+        self.features = LogMel.from_config(settings.fields, _FILE)
+
+    @property
+    def sampling_rate(self) -> int:
+        """Samples a second that it reads."""
+        return self.features.sampling_rate
+
     def _frames(self, samples: Floats, num_windows: int = 1) -> Floats:
         """Return the features of windows, float32 [frames, mel bands]."""
         return self.features.compute(samples, num_windows).T
 
 
-class Qwen2AudioProcessor(SoundProcessor):
+class Qwen2AudioProcessor(LogMelProcessor):
     """Sounds of at most one window, which the encoder reads without silence after them."""
 
     token = "<|AUDIO|>"
@@ -111,7 +124,7 @@ class Qwen2AudioProcessor(SoundProcessor):
         return (_part(frames, num_tokens, num_tokens // 2),)
 
 
-class VoxtralProcessor(SoundProcessor):
+class VoxtralProcessor(LogMelProcessor):
     """Sounds of any length, in windows that are filled with silence."""
 
     token = "[AUDIO]"
@@ -133,7 +146,7 @@ class VoxtralProcessor(SoundProcessor):
         return tuple(_part(window, tokens, tokens // self._GROUP) for window in frames)
 
 
-class Qwen3ASRProcessor(SoundProcessor):
+class Qwen3ASRProcessor(LogMelProcessor):
     """Sounds of at most two minutes, in chunks of 1 s."""
 
     token = "<|audio_pad|>"
@@ -162,12 +175,46 @@ class Qwen3ASRProcessor(SoundProcessor):
         return (_part(frames, count, count),)
 
 
+class Gemma4SoundProcessor(SoundProcessor):
+    """Sounds of at most 30 s, between two tokens of their own."""
+
+    token = "<|audio|>"
+
+    def __init__(self, settings: ConfigJson) -> None:
+        super().__init__(settings)
+        self.features = UsmMel.from_config(settings)
+
+    @property
+    def sampling_rate(self) -> int:
+        """Samples a second that it reads."""
+        return self.features.sampling_rate
+
+    def parts(self, samples: Floats) -> tuple[Part, ...]:
+        """Return one part."""
+        features = self.features
+        count = subsample.num_tokens(features.num_frames(len(samples)))
+        if not count:
+            least = features.frame_length // 2 + 1
+            raise RequestError(
+                f"it has {len(samples)} samples, and the model reads at least {least}."
+            )
+        most = 4 * MAX_TOKENS * features.hop_length
+        if len(samples) > most:
+            raise RequestError(
+                f"it has {len(samples) / features.sampling_rate:.1f} s, and the model reads at "
+                f"most {most / features.sampling_rate:g} s. Send parts of it."
+            )
+        data = {"input_features": features.compute(samples)}
+        return (make_part(Place(("<|audio>", count, "<audio|>"), count), data),)
+
+
 def _part(frames: Floats, num_tokens: int, num_rows: int) -> Part:
     data = {"input_features": np.ascontiguousarray(frames)}
     return make_part(Place((num_rows,), num_tokens), data)
 
 
 PROCESSORS: Mapping[str, type[SoundProcessor]] = {
+    "gemma4": Gemma4SoundProcessor,
     "qwen2_audio": Qwen2AudioProcessor,
     "qwen3_asr": Qwen3ASRProcessor,
     "voxtral": VoxtralProcessor,
@@ -191,11 +238,13 @@ def _read_settings(checkpoint: Checkpoint, token: str) -> ConfigJson:
     text = checkpoint.read_text(_FILE)
     found: Any = None
     try:
-        if text is None:  # transformers 5 writes one file for all
-            whole = json.loads(checkpoint.read_text("processor_config.json") or "{}")
-            found = whole.get("feature_extractor") if isinstance(whole, dict) else None
-        else:
+        if text is not None:
             found = json.loads(text)
+        if found is None or (isinstance(found, dict) and "feature_extractor_type" not in found):
+            # transformers 5 writes one file for all; the other may be that of pictures.
+            whole = json.loads(checkpoint.read_text("processor_config.json") or "{}")
+            section = whole.get("feature_extractor") if isinstance(whole, dict) else None
+            found = section or found
     except ValueError as error:
         raise ModelError(f"{checkpoint.path / _FILE} is not valid JSON: {error}.") from None
     if not isinstance(found, dict):
