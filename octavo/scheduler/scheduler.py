@@ -389,6 +389,8 @@ class Scheduler:
                 if request.mm_features:
                     self.kv_cache_manager.forget_items(request)
                     self._encoders.cache.forget(request)
+                    if self._connector is not None:
+                        self._connector.forget_items(request)
                 continue
             if has_ended:
                 continue

@@ -1,0 +1,79 @@
+"""KV connectors of models with encoders: failures and deaths leave nothing wrong in their stores."""
+
+import re
+
+import pytest
+
+from octavo.worker.encoder_runner import EncoderRunner
+from tests.pictures import make_llm, params, picture, save_model
+from tests.revival import assert_revived
+
+PROMPTS = [
+    {"prompt": f"a text {i}, <image>", "multi_modal_data": {"image": picture(48, 30, i)}}
+    for i in range(2)
+]
+
+
+@pytest.fixture(autouse=True)
+def own_key(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """Return the folder of a model, and the answers of an engine without a connector."""
+    folder = tmp_path_factory.mktemp("model")
+    save_model("smolvlm", folder)
+    with make_llm(folder) as llm:
+        return folder, answers(llm)
+
+
+def answers(llm, prompts=PROMPTS):
+    outputs = llm.generate(prompts, params(20), use_tqdm=False)
+    return [(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in outputs]
+
+
+def connector(name, folder):
+    """Return the settings of a connector with its store in a folder."""
+    extra = {"cpu_bytes_to_use": 2**24}
+    if name == "file":
+        extra |= {"file_path": str(folder / "kv"), "file_bytes_to_use": 2**24}
+    offloading = {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": extra}
+    extra = {"shared_storage_path": str(folder / "kv"), "write_buffer_bytes": 2**24}
+    shared = {"kv_connector": "SharedStorageConnector", "kv_connector_extra_config": extra}
+    several = {"connectors": [offloading, shared]}
+    both = {"kv_connector": "MultiConnector", "kv_connector_extra_config": several}
+    return {"memory": offloading, "file": offloading, "folder": shared, "both": both}[name]
+
+
+@pytest.mark.parametrize("name", ["memory", "file", "folder", "both"])
+def test_stores_forget_blocks_of_failed_items(model, name, tmp_path, monkeypatch):
+    """The item may work again; its blocks are then computed, also by an engine that follows."""
+    folder, expected = model
+
+    def fail(self, items):
+        raise ValueError("a bad item")
+
+    settings = {"distributed_executor_backend": "uni"}
+    settings["kv_transfer_config"] = connector(name, tmp_path)
+    with make_llm(folder, **settings) as llm:
+        with monkeypatch.context() as patch:
+            patch.setattr(EncoderRunner, "run", fail)
+            engine = llm.llm_engine
+            for index in range(2):
+                engine.add_request(str(index), PROMPTS[0], params(20))
+            found = []
+            while engine.has_unfinished_requests():
+                found += engine.step()
+            assert len(found) == 2
+            for output in found:
+                assert re.search("encoder of its item .* a bad item", output.outputs[0].stop_reason)
+        assert answers(llm, PROMPTS[1:]) == expected[1:]
+        if name in ("memory", "both"):
+            assert llm.reset_prefix_cache()
+            assert answers(llm) == expected
+            assert llm.stats().external_prefix_cache_hits > 0
+    if name != "memory":
+        with make_llm(folder, **settings) as llm:
+            assert answers(llm) == expected
+            assert llm.stats().external_prefix_cache_hits > 0
