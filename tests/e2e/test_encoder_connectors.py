@@ -2,8 +2,10 @@
 
 import re
 
+import msgspec
 import pytest
 
+from octavo.messages import TensorData
 from octavo.worker.encoder_runner import EncoderRunner
 from tests.pictures import make_llm, params, picture, save_model
 from tests.revival import assert_revived
@@ -12,6 +14,8 @@ PROMPTS = [
     {"prompt": f"a text {i}, <image>", "multi_modal_data": {"image": picture(48, 30, i)}}
     for i in range(2)
 ]
+
+EMPTY = TensorData("float32", (0,), b"")
 
 
 @pytest.fixture(autouse=True)
@@ -77,3 +81,26 @@ def test_stores_forget_blocks_of_failed_items(model, name, tmp_path, monkeypatch
         with make_llm(folder, **settings) as llm:
             assert answers(llm) == expected
             assert llm.stats().external_prefix_cache_hits > 0
+
+
+def test_stages_report_failed_items(model, monkeypatch):
+    """The last stage, which has no encoder, reports the message of the first one."""
+    folder, expected = model
+    settings = {"pipeline_parallel_size": 2, "num_threads": 1, "max_num_batched_tokens": 32}
+    with make_llm(folder, **settings) as llm:
+        engine = llm.llm_engine
+        read = engine.input_processor._read_media
+
+        def damage(*args):
+            ids, items = read(*args)
+            return ids, [msgspec.structs.replace(item, data={"other": EMPTY}) for item in items]
+
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.input_processor, "_read_media", damage)
+            engine.add_request("bad", PROMPTS[0], params(20))
+        engine.add_request("good", PROMPTS[1], params(20))
+        found = {}
+        while engine.has_unfinished_requests():
+            found |= {output.request_id: output.outputs[0] for output in engine.step()}
+        assert re.search("encoder of its item 1 .*: KeyError", found["bad"].stop_reason)
+        assert (found["good"].token_ids, found["good"].logprobs) == expected[1]
