@@ -338,9 +338,7 @@ class P2PScheduler(OffloadingScheduler):
             return None
         found = found or OffloadingMetadata(self._epoch)
         told = [(fetch.request_id, fetch.peers) for fetch in fetched]
-        return P2PMetadata(
-            found.epoch, found.saves, found.loads, found.emptied, fetches, told
-        )
+        return P2PMetadata(found.epoch, found.saves, found.loads, found.emptied, fetches, told)
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         """Implement `KVConnectorScheduler`: release the blocks that peers have fetched."""

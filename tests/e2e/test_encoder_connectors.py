@@ -1,12 +1,16 @@
 """KV connectors of models with encoders: failures and deaths leave nothing wrong in their stores."""
 
 import re
+from functools import partial
 
 import msgspec
 import pytest
 
+from octavo import SamplingParams
 from octavo.messages import TensorData
 from octavo.worker.encoder_runner import EncoderRunner
+from tests.models.test_encoder_decoders import make_llm as make_translator
+from tests.models.test_encoder_decoders import make_model
 from tests.pictures import make_llm, params, picture, save_model
 from tests.revival import assert_revived
 
@@ -32,8 +36,8 @@ def model(tmp_path_factory):
         return folder, answers(llm)
 
 
-def answers(llm, prompts=PROMPTS):
-    outputs = llm.generate(prompts, params(20), use_tqdm=False)
+def answers(llm, prompts=PROMPTS, sampling=params):
+    outputs = llm.generate(prompts, sampling(20), use_tqdm=False)
     return [(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in outputs]
 
 
@@ -104,3 +108,51 @@ def test_stages_report_failed_items(model, monkeypatch):
             found |= {output.request_id: output.outputs[0] for output in engine.step()}
         assert re.search("encoder of its item 1 .*: KeyError", found["bad"].stop_reason)
         assert (found["good"].token_ids, found["good"].logprobs) == expected[1]
+
+
+@pytest.fixture(scope="module", params=["pictures", "bart"])
+def kind(request, tmp_path_factory, model):
+    """Return functions that make an engine of a model, and parameters; and a prompt."""
+    if request.param == "pictures":
+        return partial(make_llm, model[0]), params, PROMPTS[0]
+    folder = tmp_path_factory.mktemp("bart")
+    make_model(folder, "bart")
+    prompt = {"encoder_prompt": {"prompt_token_ids": [5, 6, 7] * 9}, "decoder_prompt": [3] * 20}
+
+    def sampling(max_tokens, **fields):
+        return SamplingParams(seed=3, max_tokens=max_tokens, ignore_eos=True, logprobs=1, **fields)
+
+    return partial(make_translator, folder), sampling, prompt
+
+
+def test_a_death_with_a_store(kind, tmp_path):
+    """The engine that follows reads the file of the dead one."""
+    make, sampling, prompt = kind
+    with make(isolate=True) as llm:
+        (expected,) = answers(llm, [prompt], sampling)
+    with make(isolate=True, kv_transfer_config=connector("file", tmp_path)) as llm:
+        assert_revived(llm, prompt, sampling(40))
+        llm.reset_mm_cache()
+        assert llm.reset_prefix_cache()
+        assert answers(llm, [prompt], sampling) == [expected]
+        assert llm.stats().external_prefix_cache_hits > 0
+
+
+def test_a_death_after_prefill_elsewhere(kind):
+    """The engine that follows fetches the blocks again, or computes them."""
+    make, sampling, prompt = kind
+    extra = {"cpu_bytes_to_use": 2**24}
+    transfer = {"kv_connector": "P2PConnector", "kv_connector_extra_config": extra}
+    asked = sampling(1, extra_args={"kv_transfer_params": {"do_remote_decode": True}})
+    with (
+        make(kv_transfer_config=transfer) as one,
+        make(kv_transfer_config=transfer, isolate=True) as two,
+    ):
+
+        def hand_over():
+            (output,) = one.generate(prompt, asked, use_tqdm=False)
+            return sampling(40, extra_args={"kv_transfer_params": output.kv_transfer_params})
+
+        (expected,) = answers(one, [prompt], sampling)
+        assert_revived(two, prompt, sampling(40), hand_over)
+        assert answers(two, [prompt], sampling) == [expected]
