@@ -1,4 +1,4 @@
-"""KV connectors of models with encoders: failures and deaths leave nothing wrong in their stores."""
+"""KV connectors of models with encoders: failures and deaths leave nothing wrong in stores."""
 
 import re
 from functools import partial
