@@ -322,8 +322,10 @@ class SharedStorageWorker(KVConnectorWorker):
         wanted = set(keys)
         for key, write in self._writes.values():
             if key in wanted:
-                remove = partial(self._folder.remove, self._folder.division, self.layout.rank)
-                write.add_done_callback(lambda _, key=key, remove=remove: remove(*key))
+                write.add_done_callback(partial(self._remove, key))
+
+    def _remove(self, key: Key, write: Future[None]) -> None:
+        self._folder.remove(self._folder.division, self.layout.rank, *key)
 
     def _write(self, block: Block, slot: int) -> None:
         copy = self._memory.data[slot * self._size : (slot + 1) * self._size]

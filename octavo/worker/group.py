@@ -142,7 +142,7 @@ class _Channel:
         end = SLOT_HEAD_NBYTES + size
         errors = {}
         if packed:
-            errors = msgspec.msgpack.decode(slot[end - packed : end], type=dict[str, str])
+            errors = msgspec.msgpack.decode(slot[end - packed : end].tobytes(), type=dict[str, str])
         self._taken.post(self._step)
         return errors
 
