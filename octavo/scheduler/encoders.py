@@ -147,7 +147,7 @@ class EncoderInputs:
         """Reject a request with an item that never fits.
 
         Tokens that see each other are in one step. Other running requests may have one token each
-        in it.
+        in it, and no drafts: the scheduler leaves these out once a range has found no room.
 
         Raises:
             RequestError: the encoder cache has less room than an item needs, or a step has less

@@ -152,6 +152,9 @@ class Scheduler:
         )
         self._awaiting_encoder: set[Request] = set()
         """Requests held until the next step, because of their items; some may have ended."""
+        self._range_waits = False
+        """True if tokens that see each other found no room in the last step: the next one has no
+        drafts."""
         self._deadlines = Deadlines()
         self._in_flight: deque[ScheduledStep] = deque()
         self._finished_req_ids: list[str] = []
@@ -325,11 +328,12 @@ class Scheduler:
         step = ScheduledStep(
             output,
             self.max_num_batched_tokens,
-            self.drafting.max_num_drafts,
+            0 if self._range_waits else self.drafting.max_num_drafts,
             self.drafting.choose(len(self.running), now),
             self.forced_per_request,
             now,
         )
+        self._range_waits = False
         if self.num_stages > 1:
             step.busy = self._find_busy()
         prefills = self._schedule_running(step, now)
@@ -389,6 +393,8 @@ class Scheduler:
                 if request.mm_features:
                     self.kv_cache_manager.forget_items(request)
                     self._encoders.cache.forget(request)
+                    if self._connector is not None:
+                        self._connector.forget_items(request)
                 continue
             if has_ended:
                 continue
@@ -687,7 +693,7 @@ class Scheduler:
                     request.num_forced = 0
                 num_drafts = min(wanted, left - 1, step.budget - 1, step.draft_budget)
             if start < request.mm_end:
-                num_new = encoders.fit_ranges(request, start, num_new, step.budget)
+                num_new = self._fit_ranges(request, start, num_new, step.budget)
                 if not num_new and priority == BACKGROUND:
                     self._save_budget(step)
                 num_new = encoders.fit(request, start, num_new)
@@ -737,7 +743,7 @@ class Scheduler:
             total = request.num_tokens + request.num_output_placeholders
             num_new = min(self._cap(total - start), step.budget)
             if start < request.mm_end:
-                num_new = self._encoders.fit_ranges(request, start, num_new, step.budget)
+                num_new = self._fit_ranges(request, start, num_new, step.budget)
                 if not num_new and request.options.background:
                     self._save_budget(step)
                 num_new = self._encoders.fit(request, start, num_new)
@@ -791,7 +797,7 @@ class Scheduler:
             num_new = min(num_new, step.budget - num_encoded)
             if request.mm_end:
                 room = step.budget - num_encoded
-                num_new = self._encoders.fit_ranges(request, start, num_new, room)
+                num_new = self._fit_ranges(request, start, num_new, room)
                 if not num_new:
                     return self._wait_for_budget(step, request)
             if request.mm_end and not (
@@ -860,6 +866,12 @@ class Scheduler:
             self._loads.request_started(request, scheduled.new_block_ids, start)
         self._add_to_step(step, request, scheduled, start, request.num_tokens)
         return True
+
+    def _fit_ranges(self, request: Request, start: int, num_new: int, room: int) -> int:
+        """Call `EncoderInputs.fit_ranges`; note if no token fits."""
+        found = self._encoders.fit_ranges(request, start, num_new, room)
+        self._range_waits |= not found
+        return found
 
     def _leave_budget(self, step: ScheduledStep) -> bool:
         """Return True if requests in the background may add tokens to a step.

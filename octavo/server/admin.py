@@ -84,7 +84,7 @@ async def reset_encoder_cache(request: Request) -> Response:
 
 
 async def reset_mm_cache(request: Request) -> Response:
-    """Forget the media that this front end keeps by their files and uuids."""
+    """Forget the media that this front end and the engines keep, with their uuids."""
     check_admin(request)
     await (await state_of(request).get_engine()).reset_mm_cache()
     return answers.respond(answers.CacheReset(success=True))
