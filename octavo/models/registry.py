@@ -17,7 +17,7 @@ from octavo.checkpoints.refusals import reason_of_refusal
 from octavo.config import ModelConfig
 from octavo.errors import ModelError
 from octavo.models import families
-from octavo.models.config_defaults import ARCHITECTURES, DEFAULTS
+from octavo.models.config_defaults import ARCHITECTURES, DEFAULTS, TEXT_PARTS
 from octavo.models.families.base import OUTER_FIELDS, Family
 from octavo.models.families.classifiers import stored_classifier
 from octavo.models.family_index import INDEX
@@ -233,10 +233,13 @@ def _read_architecture(checkpoint: Checkpoint, settings: ModelConfig) -> tuple[s
 
 def complete_config(architecture: str, config: ConfigJson) -> ConfigJson:
     """Return the config with the fields of its text part, and defaults."""
+    defaults = DEFAULTS.get(architecture, {})
     for section in ("text_config", "llm_config"):
         if config.has(section):
+            kind = config.section(section).get("model_type")
+            defaults = TEXT_PARTS.get(str(kind), {}) | defaults
             config = config.merged(section, OUTER_FIELDS)
-    return config.filled(DEFAULTS.get(architecture, {}))
+    return config.filled(defaults)
 
 
 def complete_spec(
