@@ -9,13 +9,14 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig
 
+from octavo import SamplingParams
 from octavo.checkpoints.registry import open_checkpoint
 from octavo.kernels.native import NativeOps
 from octavo.models.loader import LoadedWeights
 from octavo.models.registry import read_spec
 from tests.models.harness import make_hf
 from tests.models.published_configs import CONFIGS
-from tests.models.test_encoder_decoders import MODELS, SOUNDS, make_model
+from tests.models.test_encoder_decoders import MODELS, SOUNDS, make_llm, make_model
 from tests.models.test_speech_models import MOONSHINE
 from tests.models.test_towers import CASES, TEXT
 
@@ -134,3 +135,34 @@ def test_names(name, form, tmp_path):
     assert found.keys() == expected.keys()
     for weight, numbers in found.items():
         assert np.array_equal(numbers, expected[weight], equal_nan=True), weight
+
+
+@pytest.mark.parametrize(
+    ("fields", "start", "bad"),
+    [
+        ({"forced_bos_token_id": 5, "bad_words_ids": [[1]]}, (2, 5), ((1,),)),
+        ({"force_bos_token_to_be_generated": True, "suppress_tokens": [4]}, (2, 0), ((4,),)),
+        ({}, (2,), ()),
+    ],
+)
+def test_generation_settings_in_config(fields, start, bad, tmp_path):
+    """Older models have the settings of `generate` in config.json."""
+    config = {k: v for k, v in CONFIGS["MBart"].items() if k != "num_beams"}
+    found = spec(tmp_path / "model", config | fields)
+    assert (found.decoder_start_ids, found.bad_words_ids) == (start, bad)
+
+
+def test_unused_generation_settings(tmp_path, caplog):
+    """The log names the settings that are not applied, once."""
+    make_model(tmp_path, "bart")
+    file = tmp_path / "config.json"
+    config = json.loads(file.read_text())
+    unused = {"num_beams": 4, "length_penalty": 2.0, "early_stopping": True}
+    unused |= {"no_repeat_ngram_size": 3, "min_length": 6}
+    file.write_text(json.dumps(config | unused | {"forced_bos_token_id": 9, "max_length": 20}))
+    (tmp_path / "generation_config.json").unlink(missing_ok=True)
+    with caplog.at_level("INFO"), make_llm(tmp_path) as llm:
+        (answer,) = llm.generate([[7, 8]], SamplingParams(temperature=0, max_tokens=2))
+    assert answer.prompt_token_ids == [2, 9]
+    (line,) = [r.getMessage() for r in caplog.records if "not applied" in r.getMessage()]
+    assert all(f"{name}={value!r}" in line for name, value in unused.items())
