@@ -359,7 +359,9 @@ def _split(url: str, param: str) -> SplitResult:
     except ValueError:
         raise RequestError(f"{param}: the URL is malformed.", param) from None
     if parts.scheme not in ("http", "https", "file"):
-        kind = f"a URL of the kind {parts.scheme[:20]!r}" if parts.scheme else "a URL without a kind"
+        kind = (
+            f"a URL of the kind {parts.scheme[:20]!r}" if parts.scheme else "a URL without a kind"
+        )
         raise RequestError(
             f"{param}: {kind} is not supported; use https:, http: or file:, or send base64 as "
             "data:;base64,... .",

@@ -7,7 +7,8 @@ from tests.e2e.test_pictures import answers, connected, prompts
 from tests.pictures import make_llm, params, save_model
 from tests.revival import DyingEncoder
 
-OTHERS = "llava llava_next qwen2_vl qwen3_vl_moe qwen3_5 gemma4_e idefics3 mistral3 internvl".split()
+OTHERS = ["llava", "llava_next", "qwen2_vl", "qwen3_vl_moe", "qwen3_5", "gemma4_e"]
+OTHERS += ["idefics3", "mistral3", "internvl"]
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -30,7 +31,11 @@ def test_layouts(name, tmp_path, monkeypatch):
     most = max(len(ids) + len(tokens) for ids, tokens, _ in alone) // 16 + 2
     extra = 10 if name == "gemma4_e" else 2  # windows have block tables of their own
     settings = {"max_num_batched_tokens": 23, "max_model_len": 16 * most}
-    settings |= {"num_gpu_blocks_override": most + extra, "tensor_parallel_size": 2, "num_threads": 1}
+    settings |= {
+        "num_gpu_blocks_override": most + extra,
+        "tensor_parallel_size": 2,
+        "num_threads": 1,
+    }
     with make_llm(folder, **settings) as llm:
         assert answers(llm, given * 2, 8) == alone * 2
         assert llm.stats().num_preemptions > 0
