@@ -349,8 +349,8 @@ def _split(url: str, param: str) -> SplitResult:
     # Parsers of URLs leave these out, or read them differently.
     if _ODD.search(url):
         raise RequestError(
-            f"{param}: the URL has white space at an end, a control character or a backslash; leave "
-            "it out, or write it as % and two hexadecimal digits.",
+            f"{param}: the URL has white space at an end, a control character or a backslash; "
+            "leave it out, or write it as % and two hexadecimal digits.",
             param,
         )
     try:

@@ -55,8 +55,8 @@ of the file is a RequestError, whose message describes the file; its field is ad
 """
 
 _HEAD_BYTES = 4
-# Added niceness (the nice value of POSIX): beside a busy engine, a helper process gets about a third
-# of the processor time of a thread of the engine, so a flood of files delays texts little.
+# Added niceness (the nice value of POSIX): beside a busy engine, a helper process gets a third of
+# the processor time of a thread of the engine, so a flood of files delays texts little.
 _NICENESS = 5
 # Bytes of an answer besides its arrays.
 _MOST_VALUE_NBYTES = 2**22
