@@ -238,10 +238,12 @@ class _Decoder:
         stream.codec_context.thread_count = 1
         if announced is None:
             announced = 0.0
-            # An MP3's length is an estimate, an Ogg's is read from its end, and a WebM's may be
-            # that of a picture.
+            # An MP3's length is an estimate, an Ogg's is read from its end, and a WebM's is that of
+            # its longest stream.
             if name in ("flac", "mov") and stream.duration and stream.time_base:
                 announced = float(stream.duration * stream.time_base)
+            elif name == "matroska" and len(container.streams) == 1 and container.duration:
+                announced = (container.duration - (container.start_time or 0)) / av.time_base
         self._announced = announced
         if self._announced > max_seconds:
             raise self._too_long(f"{self._announced:.0f} s, more than")

@@ -114,7 +114,7 @@ def test_files_that_are_refused(read, data, message):
     assert len(str(caught.value)) < 300
 
 
-@pytest.mark.parametrize("kind", ["flac", "m4a"])
+@pytest.mark.parametrize("kind", ["flac", "m4a", "webm"])
 def test_files_that_are_cut(read, kind):
     data = encode(chirp(5.0), kind)
     with pytest.raises(RequestError, match="cut off"):
