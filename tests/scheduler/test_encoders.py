@@ -3,9 +3,8 @@ from unittest.mock import ANY
 import pytest
 
 from octavo.errors import RequestError
-from octavo.messages import EncoderSlice, ScheduledRequest, SchedulerOutput
 from octavo.request import RequestStatus
-from octavo.scheduler.encoders import EncoderPace, uncomputed
+from octavo.scheduler.encoders import uncomputed
 from tests.fakes import FakeEngine, pages, picture, scheduled_tokens
 
 
@@ -295,16 +294,16 @@ def test_a_request_that_is_too_late_forgets_nothing():
     engine.run()
 
 
-def make_cut(layers=4, **options):
-    """Return an engine whose encoder has some layers; a text gets its tokens in each step."""
-    engine = make_engine(encoder_layers={"image": layers}, num_blocks=60, **options)
+def make_cut(pieces=4, **options):
+    """Return an engine whose encoder's runs have some pieces; a text gets its tokens in each step."""
+    engine = make_engine(encoder_pieces={"image": pieces}, num_blocks=60, **options)
     engine.add("text", range(5), max_tokens=90)
     engine.schedule()
     return engine
 
 
 def slices(steps):
-    """Return the layers of the slices of steps."""
+    """Return the pieces of the slices of steps."""
     parts = [step.encoder_slice for step in steps]
     return [None if part is None else (part.begin, part.end) for part in parts]
 
@@ -333,7 +332,7 @@ def test_a_prompt_that_begins_with_a_picture_starts_with_the_last_slice():
 
 
 def test_without_texts_a_run_is_one_step():
-    engine = make_engine(encoder_layers={"image": 4})
+    engine = make_engine(encoder_pieces={"image": 4})
     engine.add("1", range(20), features=[picture("a", 0, 8)], max_tokens=9)
     engine.add("2", range(20), features=[picture("b", 0, 8)], max_tokens=9)
     steps = [engine.schedule() for _ in range(3)]
@@ -356,7 +355,7 @@ def test_the_rest_of_a_run_is_one_slice_once_the_texts_have_ended():
 
 
 def test_the_run_in_progress_ends_first():
-    engine = make_cut(layers=2, rows=500)
+    engine = make_cut(pieces=2, rows=500)
     for name in "abc":
         engine.add(name, range(20), features=[picture(name, 0, 8)], max_tokens=1)
     steps = [engine.schedule() for _ in range(6)]
@@ -413,53 +412,33 @@ def test_a_run_begins_again_after_a_failed_step():
     assert step.scheduled_encoder_inputs == {"p": [0]}
 
 
-def test_the_pace_follows_the_times_of_steps():
-    """The encoder takes a quarter of the time of the other steps, and at least one layer."""
-    pace, item = EncoderPace(), picture("p", 0, 8, tokens=10)
-    one = [ScheduledRequest("text", 1)]
-
-    def begin_step():
-        pace.begin_step(has_texts=True)
-        return pace.num_layers(item)
-
-    def end_step(seconds, part=None, **fields):
-        output = SchedulerOutput(one, 1, encoder_slice=part, **fields)
-        pace.step_ended(output, seconds)
-
-    assert begin_step() == 1  # nothing is known yet
-    end_step(4.0)
-    end_step(6.0, EncoderSlice(item, 0, 2))  # a second for a layer
-    end_step(90.0, scheduled_encoder_inputs={"p": [0]})  # it has a chunk of the prompt
-    assert begin_step() == 1
-    pace.spend(item, 1)
-    assert begin_step() == 1
-    pace.spend(item, 3)
-    assert [begin_step() for _ in range(3)] == [0, 1, 1]
-    pace.spend(item, 9)
-    pace.begin_step(has_texts=False)
-    assert begin_step() == 1
-    small = picture("s", 0, 8, tokens=2)
-    assert pace.num_layers(small) == 5
+def make_slow(text_tokens=200):
+    """Return an engine with a text, whose pace knows a step of 0.01 s, and tokens of 0.001 s."""
+    engine = make_engine(
+        encoder_pieces={"image": 4},
+        budget=256,
+        rows=500,
+        num_blocks=90,
+        max_model_len=512,
+        caching=False,
+    )
+    engine.add("text", range(5), max_tokens=text_tokens)
+    engine.step()
+    pace = engine.scheduler._encoders.pace
+    pace._step, pace._costs = 0.01, {"prompt": 0.001, "image": 0.001}
+    return engine
 
 
-@pytest.mark.parametrize("fate", ["ends", "fails"])
-def test_layers_of_unknown_time_are_paid_for_once_it_is_known(fate):
-    pace, item = EncoderPace(), picture("p", 0, 8, tokens=10)
-    one = [ScheduledRequest("text", 1)]
-    pace.step_ended(SchedulerOutput(one, 1), 4.0)
-    for _ in range(2):  # both steps are in flight
-        pace.begin_step(has_texts=True)
-        assert pace.num_layers(item) == 1
-        pace.spend(item, 1)
-    if fate == "fails":
-        pace.forget_debts()
-    pace.step_ended(SchedulerOutput(one, 1, encoder_slice=EncoderSlice(item, 0, 1)), 6.0)
-    # A step gives a second, and the two layers have taken two seconds each.
-    found = []
-    for _ in range(4):
-        pace.begin_step(has_texts=True)
-        found.append(pace.num_layers(item))
-    assert found == ([0, 0, 1, 1] if fate == "ends" else [1] * 4)
+def test_beside_a_text_a_prompt_with_a_picture_is_computed_in_short_chunks():
+    engine = make_slow()
+    engine.add("p", range(80), features=[picture("p", 0, 70)], max_tokens=1)
+    chunks = []
+    while "p" not in engine.outputs:
+        step = engine.schedule()
+        chunks.append((scheduled_tokens(step).get("p"), step.encoder_slice is not None))
+        engine.update()
+    assert chunks == []
+    engine.run()
 
 
 @pytest.mark.parametrize("tenants", [(None, None), ("x", "y")])

@@ -46,6 +46,11 @@ class ProjectorSpec:
     `newlines`, float32 [rows, 1], that of the vector. `newline_places`, int32 [rows, 1], is 0."""
 
     @property
+    def is_by_rows(self) -> bool:
+        """True if a row depends only on the tokens of its group."""
+        return self.averages == 1 and self.newline is None
+
+    @property
     def size(self) -> int:
         """Number of numbers of a row."""
         return self.layers[-1][0].outputs
