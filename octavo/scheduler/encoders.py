@@ -142,9 +142,17 @@ class EncoderInputs:
         If `whole` is True, that is all or none. Then the first request of the step with new items
         may compute more than `max_num_tokens` encoder tokens.
         """
+        if whole or num_new == 1 or not self._has_texts:
+            return self._fit(request, start, num_new, whole=whole)
+        count = min(num_new, self.pace.num_tokens())
+        count = self._fit(request, start, self.fit_ranges(request, start, count, num_new))
+        run = self._run
+        is_turn = not self._is_turn_of_run or run is None or run.request is request
+        return count if is_turn and self.pace.may_begin else 0
+
+    def _fit(self, request: Request, start: int, num_new: int, *, whole: bool = False) -> int:
+        """Implement `fit` without the pace of prompts."""
         self._chosen = chosen = []
-        if self._has_texts and not whole and num_new > 1:
-            num_new = self._at_pace(request, start, num_new)
         end, cache = start + num_new, self.cache
         budget = self._budget if self._late in (None, request) else 0
         room = cache.num_free_rows
@@ -245,16 +253,6 @@ class EncoderInputs:
     def _is_cut(self, item: MultiModalFeatureSpec) -> bool:
         """Return True if the run for an item is cut in this step."""
         return self._has_texts and item.modality in self._num_pieces
-
-    def _at_pace(self, request: Request, start: int, num_new: int) -> int:
-        """Return the number of a prompt's tokens, at most `num_new`, that the step has time for.
-
-        If the last one is in a range, it is the whole range.
-        """
-        if self._is_turn_of_run and self._run is not None and self._run.request is not request:
-            return 0
-        count = min(num_new, self.pace.num_tokens())
-        return self.fit_ranges(request, start, count, num_new) if count else 0
 
     def _may_end(self, request: Request, item: MultiModalFeatureSpec) -> bool:
         """Return True if the run for an item can end in this step; begin it if there is no other.

@@ -69,11 +69,15 @@ class ItemPace:
 
     def num_pieces(self, modality: Modality, piece: float) -> int:
         """Return the most pieces of a run, of `piece` tokens each, that the step has time for."""
-        return self._most(modality, piece, 1)
+        if not self.may_begin:
+            return 0
+        seconds = self._costs.get(modality, 0.0) * piece
+        return max(1, int(self._credit / seconds)) if seconds else 1
 
     def num_tokens(self) -> int:
-        """Return the most tokens of a prompt with items that the step has time for."""
-        return self._most("prompt", 1, _MIN_TOKENS)
+        """Return the most tokens of a prompt with items that fit into a step that has time."""
+        seconds = self._costs.get("prompt", 0.0)
+        return max(_MIN_TOKENS, int(self._credit / seconds)) if seconds else _MIN_TOKENS
 
     def spend(self, kind: WorkKind, tokens: float) -> None:
         """Note that the step has work."""
@@ -109,10 +113,3 @@ class ItemPace:
     def forget_debts(self) -> None:
         """Forget what the work so far has taken."""
         self._credit = 0.0
-
-    def _most(self, kind: WorkKind, size: float, least: int) -> int:
-        """Return the most units of `size` tokens, at least `least` of them; 0: no time is left."""
-        if not self.may_begin:
-            return 0
-        seconds = self._costs.get(kind, 0.0) * size
-        return max(least, int(self._credit / seconds)) if seconds else least

@@ -353,9 +353,7 @@ class EncoderRunner:
             rotary=rotary,
         )
 
-    def _put(
-        self, stream: _Stream | None, part: _Stream, begin: int, num_tokens: int
-    ) -> _Stream:
+    def _put(self, stream: _Stream | None, part: _Stream, begin: int, num_tokens: int) -> _Stream:
         """Write tokens from `begin` into a stream, which gets memory of its own; return it."""
         found = []
         for old, new in zip(stream or (None, None), part, strict=True):

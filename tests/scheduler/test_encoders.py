@@ -295,7 +295,7 @@ def test_a_request_that_is_too_late_forgets_nothing():
 
 
 def make_cut(pieces=4, **options):
-    """Return an engine whose encoder's runs have some pieces; a text gets its tokens in each step."""
+    """Return an engine whose runs of encoders have some pieces; each step has a text."""
     engine = make_engine(encoder_pieces={"image": pieces}, num_blocks=60, **options)
     engine.add("text", range(5), max_tokens=90)
     engine.schedule()
@@ -412,32 +412,76 @@ def test_a_run_begins_again_after_a_failed_step():
     assert step.scheduled_encoder_inputs == {"p": [0]}
 
 
-def make_slow(text_tokens=200):
-    """Return an engine with a text, whose pace knows a step of 0.01 s, and tokens of 0.001 s."""
+def make_slow(**options):
+    """Return an engine with a text; a step takes 0.01 s, and work for items 0.001 s a token."""
     engine = make_engine(
         encoder_pieces={"image": 4},
         budget=256,
         rows=500,
-        num_blocks=90,
+        num_blocks=120,
         max_model_len=512,
         caching=False,
+        **options,
     )
-    engine.add("text", range(5), max_tokens=text_tokens)
+    engine.add("text", range(5), max_tokens=500)
     engine.step()
     pace = engine.scheduler._encoders.pace
     pace._step, pace._costs = 0.01, {"prompt": 0.001, "image": 0.001}
     return engine
 
 
-def test_beside_a_text_a_prompt_with_a_picture_is_computed_in_short_chunks():
-    engine = make_slow()
-    engine.add("p", range(80), features=[picture("p", 0, 70)], max_tokens=1)
-    chunks = []
-    while "p" not in engine.outputs:
+def run_steps(engine, names):
+    """Run steps until requests have a token; return their chunks and the pieces of each step."""
+    found = []
+    while not all(any(out.new_token_ids for out in engine.outputs[name]) for name in names):
         step = engine.schedule()
-        chunks.append((scheduled_tokens(step).get("p"), step.encoder_slice is not None))
+        assert scheduled_tokens(step)["text"] == 1
+        chunks = {name: n for name, n in scheduled_tokens(step).items() if name in names and n > 1}
+        found.append((chunks, *slices([step])))
+        engine.now += 0.01 + engine.scheduler._in_flight[-1].item_work.seconds
         engine.update()
-    assert chunks == []
+    return found
+
+
+def test_beside_a_text_a_prompt_with_a_picture_is_computed_in_short_chunks():
+    """Its chunks and the pieces of its run take 0.002 s of each step."""
+    engine = make_slow()
+    engine.add("p", range(84), features=[picture("p", 0, 70, tokens=40)], max_tokens=2)
+    found = run_steps(engine, ["p"])
+    assert [one for one in found if one != ({}, None)] == [
+        ({}, (0, 1)),
+        ({}, (1, 2)),
+        ({}, (2, 3)),
+        ({"p": 32}, (3, 4)),
+        ({"p": 32}, None),
+        ({"p": 20}, None),
+    ]
+    spent = 0.0
+    for i, (chunks, part) in enumerate(found):
+        own = 0.001 * chunks.get("p", 0) + 0.01 * (part is not None)
+        assert not own or spent < 0.002 * (i + 1) + 1e-9
+        spent += own
+    engine.run()
+
+
+def test_a_run_and_prompts_of_others_take_turns():
+    engine = make_slow(max_num_seqs=3)
+    cache = engine.scheduler._encoders.cache
+    engine.add("a", range(150), features=[picture("a", 0, 150, tokens=4)], max_tokens=1)
+    while "a" not in cache:
+        engine.step()
+    engine.add("b", range(10), features=[picture("b", 0, 10, tokens=100)], max_tokens=1)
+    work = [one for one in run_steps(engine, ["a", "b"]) if one != ({}, None)]
+    kinds = ["chunk" if chunks else "piece" for chunks, _ in work]
+    assert kinds[:6] in (["chunk", "piece"] * 3, ["piece", "chunk"] * 3)
+    engine.run()
+
+
+def test_a_range_has_all_its_tokens_at_once_beside_texts():
+    engine = make_slow(max_num_seqs=3)
+    engine.add("p", range(90), features=[whole("p", 10, 60, tokens=4)], max_tokens=1)
+    chunks = [one[0]["p"] for one in run_steps(engine, ["p"]) if one[0]]
+    assert chunks == [10, 60, 20]
     engine.run()
 
 
