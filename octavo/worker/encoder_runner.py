@@ -324,11 +324,11 @@ class EncoderRunner:
             rows = (begin, end) if end - begin < run.item.num_rows else None
             with self._memory():
                 if piece.kind == "tap":
-                    part = model.tap(layer, *run.given, run.step, rows)
+                    found = model.tap(layer, *run.given, run.step, rows)
                 else:
-                    part = model.end(*run.given, run.step, rows)
+                    found = model.end(*run.given, run.step, rows)
             first = self.spec.first_column(piece)
-            self._ops.copy_(run.rows[begin:end, first : first + part.shape[1]], part)
+            self._ops.copy_(run.rows[begin:end, first : first + found.shape[1]], found)
 
     def _store(self, run: _PartialRun, layer: int, end: int) -> None:
         """Store the keys and values of a layer before token `end` that are not stored yet."""
@@ -355,13 +355,15 @@ class EncoderRunner:
 
     def _put(self, stream: _Stream | None, part: _Stream, begin: int, num_tokens: int) -> _Stream:
         """Write tokens from `begin` into a stream, which gets memory of its own; return it."""
-        found = []
-        for old, new in zip(stream or (None, None), part, strict=True):
-            if new is not None:
-                old = old or self._ops.empty(num_tokens, new.shape[1], like=new)
-                self._ops.copy_(old[begin : begin + new.shape[0]], new)
-            found.append(None if new is None else old)
-        return found[0], found[1]
+
+        def write(old: Tensor | None, new: Tensor) -> Tensor:
+            if old is None:
+                old = self._ops.empty(num_tokens, new.shape[1], like=new)
+            self._ops.copy_(old[begin : begin + new.shape[0]], new)
+            return old
+
+        (old_x, old_residual), (x, residual) = stream or (None, None), part
+        return write(old_x, x), None if residual is None else write(old_residual, residual)
 
     def run_largest(self) -> list[Tensor]:
         """Run the longest item, of zeros, for a measurement of memory; return its rows."""
