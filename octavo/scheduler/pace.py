@@ -8,7 +8,7 @@ from typing import Literal
 from octavo.messages import Modality, SchedulerOutput
 from octavo.scheduler.costs import MANY, learn
 
-_SHARE = 0.2
+_SHARE = 0.15
 """Time of items beside texts, as a share of the time of the steps without them."""
 _MIN_TOKENS = 32
 """Tokens of a prompt with items that are computed at once at least."""

@@ -520,7 +520,7 @@ def test_parts_of_layers(last, monkeypatch, ranks):
     monkeypatch.setattr(ItemPace, "num_pieces", lambda self, modality, piece: 1)
     large = prompt(name, picture(96, 96, 7), text="{} ef")
     settings = {"tensor_parallel_size": ranks, "num_threads": 1}
-    settings |= {"mm_processor_kwargs": {"max_pixels": 96**2}}
+    settings |= {"mm_processor_kwargs": {"min_pixels": 64, "max_pixels": 96**2}}
     found, slices, add_slice = {}, [], EncoderInputs._add_slice
 
     def note(self, run, end, output):

@@ -3,9 +3,16 @@
 import pytest
 
 from octavo.messages import ScheduledRequest, SchedulerOutput
+from octavo.scheduler import pace as pace_module
 from octavo.scheduler.pace import ItemPace, ItemWork
 
 ONE = SchedulerOutput([ScheduledRequest("text", 1)], 1)
+
+
+@pytest.fixture(autouse=True)
+def share(monkeypatch):
+    """Give items a fifth of the time."""
+    monkeypatch.setattr(pace_module, "_SHARE", 0.2)
 
 
 def begin_step(pace):
