@@ -42,7 +42,9 @@ class AttentionMetadata:
         query_start_loc: int32 [R + 1].
         seq_lens: int32 [R], each request's context including this step's tokens: its i-th token of
             the step has position seq_len - query_len + i. If attention is not causal, the i-th
-            token has position i, and tokens see the first seq_len positions only.
+            token has position i, and tokens see the first seq_len positions only. A step may then
+            have any tokens of a request if their positions do not matter: without a window and
+            biases.
         block_table: int32 [R, at least the blocks of max_seq_len]; entries before a sliding window
             and beyond seq_len are not read.
         slot_mapping: int64 [T], slot of each token's key and value: block * block_size + offset;

@@ -192,7 +192,7 @@ def make_engine_core(
             message_ends=spec.eos_token_ids,
             lora=config.lora if config.lora.enable_lora else None,
             encoder_cache_size=setup.encoder_cache_size,
-            encoder_layers=None if estimate is None else setup.encoder_layers,
+            encoder_pieces=None if estimate is None else setup.encoder_pieces,
         )
         grammars = StructuredOutputManager(
             partial(_start_grammar_helper, config, spec, model_path),

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from octavo.kernels.base import Ops
+from octavo.layers.attention import Attention
 from octavo.layers.norm import Norm
 from octavo.layers.step import StepContext
 from octavo.system.tensor import Tensor
@@ -87,6 +88,13 @@ class SequentialLayer:
         assert residual is not None
         total = self.ops.add(x, residual)
         return self.ops.multiply(total, self.scalar, out=total), None
+
+    def store(self, x: Tensor, residual: Tensor | None, step: StepContext) -> None:
+        """Store the keys and values of the first block, which is attention; compute no more."""
+        first = self.sublayers[0]
+        assert isinstance(first.block, Attention)
+        normed = first.norm(x) if residual is None else first.norm.add(x, residual)[0]
+        first.block.store(normed, step)
 
 
 @dataclass(slots=True)

@@ -94,7 +94,7 @@ class Scheduler:
         encoder_cache_size: number of rows that the encoder cache holds; 0: the model has no
             encoder. A step computes items of at most `max_num_batched_tokens` encoder tokens, or
             one larger item.
-        encoder_layers: numbers of layers of the encoders whose runs may be cut, by modality.
+        encoder_pieces: see `EncoderInputs`.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class Scheduler:
         message_ends: Iterable[int] = (),
         lora: LoRAConfig | None = None,
         encoder_cache_size: int = 0,
-        encoder_layers: Mapping[Modality, int] | None = None,
+        encoder_pieces: Mapping[Modality, Callable[[int, int], int]] | None = None,
     ) -> None:
         self.config = config
         self.enable_caching = enable_caching
@@ -148,7 +148,7 @@ class Scheduler:
         self._num_saved = 0
         """Tokens of the background that it did not use in the last step with others."""
         self._encoders = EncoderInputs(
-            encoder_cache_size, max_num_batched_tokens, config.max_num_seqs, encoder_layers
+            encoder_cache_size, max_num_batched_tokens, config.max_num_seqs, encoder_pieces
         )
         self._awaiting_encoder: set[Request] = set()
         """Requests held until the next step, because of their items; some may have ended."""
@@ -353,7 +353,7 @@ class Scheduler:
             self.max_num_batched_tokens - step.budget - step.num_left_out
         )
         output.blocks_to_copy = self.kv_cache_manager.take_blocks_to_copy()
-        self._encoders.end_step(output)
+        step.item_work = self._encoders.end_step(output)
         output.finished_req_ids, self._finished_req_ids = self._finished_req_ids, []
         if self.adapters is not None:
             output.adapter_changes = self.adapters.take_changes()
@@ -923,7 +923,7 @@ class Scheduler:
     ) -> None:
         """Add a request's tokens from `start`; `total` tokens are known or in flight."""
         if start < request.mm_end:
-            num_encoded = self._encoders.add(request, step.output)
+            num_encoded = self._encoders.add(request, scheduled.num_tokens, step.output)
             self._tenants.charge(request.options.share, ENCODER_WEIGHT * num_encoded)
         if self.kv_cache_manager.states is not None:
             scheduled.snapshots = self.kv_cache_manager.states.take_scheduled(request)
@@ -1001,7 +1001,7 @@ class Scheduler:
         now = self._clock()
         # The step began when it was scheduled, or when the step before it ended.
         seconds, self._last_result = now - max(step.scheduled_at, self._last_result), now
-        self._encoders.pace.step_ended(step.output, seconds)
+        self._encoders.pace.step_ended(step.output, step.item_work, seconds)
         self.drafting.learn(step, result, seconds)
         if self._loads is not None and step.entries:
             self._loads.step_succeeded(step, now)

@@ -14,7 +14,8 @@ from safetensors.torch import save_file
 
 from octavo import LoRARequest
 from octavo.errors import AdapterError, ConfigError, RequestError, UnsupportedError
-from octavo.scheduler.encoders import EncoderInputs, EncoderPace
+from octavo.scheduler.encoders import EncoderInputs
+from octavo.scheduler.pace import ItemPace
 from octavo.worker.encoder_runner import EncoderRunner
 from tests.e2e.test_peft import make_adapter
 from tests.pictures import (
@@ -482,7 +483,7 @@ def test_an_encoder_that_fails(some, monkeypatch):
 def test_runs_of_encoders_in_slices(some, monkeypatch, ranks):
     """Beside a text they take several steps, in which the text gets tokens."""
     name, folder, _, alone = some
-    monkeypatch.setattr(EncoderPace, "num_layers", lambda self, item: 1)
+    monkeypatch.setattr(ItemPace, "num_pieces", lambda self, modality, piece: 1)
     found, lengths, add_slice = {}, [], EncoderInputs._add_slice
 
     def note(self, run, end, output):
@@ -510,6 +511,37 @@ def test_runs_of_encoders_in_slices(some, monkeypatch, ranks):
     # Each part is in a step of its own, with a token of the text.
     assert len({end for end, _ in lengths}) > 1
     assert lengths[-1][1] - lengths[0][1] >= len(lengths) - 2
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_parts_of_layers(last, monkeypatch, ranks):
+    """The layers of a large picture are cut, too, and so is its prompt."""
+    name, folder, *_ = last
+    monkeypatch.setattr(ItemPace, "num_pieces", lambda self, modality, piece: 1)
+    large = prompt(name, picture(96, 96, 7), text="{} ef")
+    settings = {"tensor_parallel_size": ranks, "num_threads": 1}
+    settings |= {"mm_processor_kwargs": {"min_pixels": 64, "max_pixels": 96**2}}
+    found, slices, add_slice = {}, [], EncoderInputs._add_slice
+
+    def note(self, run, end, output):
+        slices.append((run.num_pieces, end))
+        add_slice(self, run, end, output)
+
+    monkeypatch.setattr(EncoderInputs, "_add_slice", note)
+    with make_llm(folder, **settings) as llm:
+        (alone,) = answers(llm, large)
+        llm.reset_prefix_cache()
+        engine = llm.llm_engine
+        engine.add_request("text", "some text", params(120))
+        while "text" not in found:
+            found |= {output.request_id: output for output in engine.step()}
+        engine.add_request("large", large, params(40))
+        while engine.has_unfinished_requests():
+            found |= {output.request_id: output for output in engine.step()}
+    (answer,) = found["large"].outputs
+    assert (answer.token_ids, answer.logprobs) == alone[1:]
+    # 576 patches: the input, three layers of three parts and their keys, two taps, the output
+    assert slices == [(16, end) for end in range(1, 17)]
 
 
 def test_prompts_that_see_all_of_themselves_are_not_moved(make_saved):

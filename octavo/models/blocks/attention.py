@@ -213,6 +213,16 @@ class AttentionSpec(BlockSpec):
     """Index of an earlier layer whose keys and values this one reads (Gemma 4). `qkv_proj` then has
     queries only. None: the layer stores its own keys and values."""
 
+    @property
+    def is_by_rows(self) -> bool:
+        """True if some tokens of a text can be computed alone once all keys and values are stored.
+
+        Attention is then not causal, and does not depend on the place of a token in its text.
+        """
+        places = (self.sliding_window, self.unseen, self.bias, self.disentangled, self.source)
+        has_alibi = isinstance(self.positions, Alibi)
+        return not (self.causal or has_alibi) and all(it is None for it in places)
+
     def split(self, rank: Rank) -> AttentionSpec:
         """Return the attention of a rank's query heads, and of their heads of keys and values.
 

@@ -48,6 +48,11 @@ class ProjectorSpec:
     """Linear layer of each token, before its norm (Gemma 4's sounds)."""
 
     @property
+    def is_by_rows(self) -> bool:
+        """True if a row depends only on the tokens of its group."""
+        return self.averages == 1 and self.newline is None
+
+    @property
     def size(self) -> int:
         """Number of numbers of a row."""
         return self.layers[-1][0].outputs
