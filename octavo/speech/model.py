@@ -25,7 +25,7 @@ def hears(spec: ModelSpec) -> bool:
     return spec.architecture in _DECODERS and spec.encoder("audio") is not None
 
 
-_DECODERS = ("VoxtralForConditionalGeneration",)
+_DECODERS = ("Qwen3ASRForConditionalGeneration", "VoxtralForConditionalGeneration")
 """Models of sounds and texts that have a prompt for transcripts."""
 
 

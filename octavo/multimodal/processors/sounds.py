@@ -15,6 +15,7 @@ import numpy as np
 from octavo.checkpoints.base import Checkpoint
 from octavo.checkpoints.config_json import ConfigJson
 from octavo.errors import ModelError, RequestError
+from octavo.media.audio import MAX_SECONDS as LONGEST_FILE
 from octavo.media.log_mel import Floats, LogMel
 from octavo.models.blocks.spectrogram import CHUNK, num_tokens
 from octavo.models.towers.whisper import MAX_SECONDS
@@ -36,6 +37,8 @@ class SoundProcessor(Processor, ABC):
 
     token: str
     """Special token that stands for a sound, and for a row of it."""
+    max_rows = 2**31
+    """Most rows of a sound: those of the model's context."""
 
     def __init__(self, settings: ConfigJson) -> None:
         super().__init__(settings)
@@ -46,6 +49,23 @@ class SoundProcessor(Processor, ABC):
         """Samples a second that it reads."""
         return self.features.sampling_rate
 
+    @property
+    def max_seconds(self) -> int:
+        """Longest sound that the model reads; longer ones are neither decoded nor processed."""
+        return LONGEST_FILE
+
+    def check_length(self, seconds: float) -> None:
+        """Reject a sound that is too long for the model.
+
+        Raises:
+            RequestError: it is.
+        """
+        if seconds > self.max_seconds:
+            raise RequestError(
+                f"it has {seconds:.1f} s, and at most {self.max_seconds} s are supported with this "
+                "model and its context. Send parts of it."
+            )
+
     def process(self, samples: Floats) -> Item:
         """Return a sound as the encoder reads it.
 
@@ -55,6 +75,7 @@ class SoundProcessor(Processor, ABC):
         Raises:
             RequestError: the sound is too short or too long for the model.
         """
+        self.check_length(len(samples) / self.sampling_rate)
         return Item("audio", self.parts(samples))
 
     @abstractmethod
@@ -71,13 +92,13 @@ class Qwen2AudioProcessor(SoundProcessor):
 
     token = "<|AUDIO|>"
 
+    @property
+    def max_seconds(self) -> int:
+        """A window."""
+        return self.features.chunk_length
+
     def parts(self, samples: Floats) -> tuple[Part, ...]:
         """Return one part; a token of the encoder has two frames, and a row two tokens."""
-        if len(samples) > self.features.num_samples:
-            raise RequestError(
-                f"it has {len(samples) / self.sampling_rate:.1f} s, and the model reads at most "
-                f"{self.features.chunk_length} s. Send parts of it."
-            )
         num_frames = -(-len(samples) // self.features.hop_length)
         num_tokens = -(-num_frames // 2)
         if num_tokens < 2:
@@ -96,6 +117,12 @@ class VoxtralProcessor(SoundProcessor):
     token = "[AUDIO]"
     _GROUP = 4
     """Tokens of the encoder that become one row."""
+
+    @property
+    def max_seconds(self) -> int:
+        """The windows whose rows fit into the context; one may be shorter."""
+        rows = self.features.num_frames // 2 // self._GROUP
+        return min(LONGEST_FILE, self.features.chunk_length * max(1, self.max_rows // rows))
 
     def parts(self, samples: Floats) -> tuple[Part, ...]:
         """Return a part for each window."""
@@ -122,14 +149,13 @@ class Qwen3ASRProcessor(SoundProcessor):
         if self.features.hop_length * CHUNK != self.sampling_rate:
             raise settings.error("hop_length", "a second must have 100 frames")
 
+    @property
+    def max_seconds(self) -> int:
+        """As the encoder's window."""
+        return MAX_SECONDS
+
     def parts(self, samples: Floats) -> tuple[Part, ...]:
         """Return one part; a short sound is filled with silence."""
-        seconds = len(samples) / self.sampling_rate
-        if seconds > MAX_SECONDS:
-            raise RequestError(
-                f"it has {seconds:.1f} s, and at most {MAX_SECONDS} s are supported with this "
-                "model. Send parts of it."
-            )
         samples = np.pad(samples, (0, max(0, self._MIN_SAMPLES - len(samples))))
         frames = self.features.compute_exactly(samples).T
         count = num_tokens(len(frames))

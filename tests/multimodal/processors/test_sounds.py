@@ -11,6 +11,7 @@ from transformers.models.qwen3_asr.modeling_qwen3_asr import _get_feat_extract_o
 
 from octavo.checkpoints.registry import open_checkpoint
 from octavo.errors import ModelError, RequestError
+from octavo.media.log_mel import LogMel
 from octavo.multimodal.processors.sounds import read_sound_processor
 from tests.sounds import sound
 
@@ -76,15 +77,20 @@ def test_voxtral(tmp_path, seconds):
         )
 
 
-def test_lengths(tmp_path):
+def test_lengths(tmp_path, monkeypatch):
     processor = make(tmp_path, "qwen2_audio")
     with pytest.raises(RequestError, match="320 samples, and the model reads at least 321"):
         processor.process(np.zeros(320, np.float32))
-    with pytest.raises(RequestError, match=r"30\.0 s, and the model reads at most 30 s"):
+    with pytest.raises(RequestError, match=r"30\.0 s, and at most 30 s are supported"):
         processor.process(np.zeros(480_001, np.float32))
     other = make(tmp_path, "qwen3_asr", settings={"feature_size": 128})
     with pytest.raises(RequestError, match=r"120\.1 s, and at most 120 s"):
         other.process(np.zeros(1_921_600, np.float32))
+    voxtral = make(tmp_path, "voxtral")
+    voxtral.max_rows = 1000  # two windows have 750 rows
+    monkeypatch.setattr(LogMel, "compute", None)  # no features are made of a sound that is too long
+    with pytest.raises(RequestError, match=r"60\.1 s, and at most 60 s are supported with this mo"):
+        voxtral.process(np.zeros(961_600, np.float32))
     with pytest.raises(ModelError, match="n_window=30"):
         make(tmp_path, "qwen3_asr", settings={"n_window": 30})
     with pytest.raises(RequestError, match="nonsense is not allowed"):
