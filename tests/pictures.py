@@ -491,6 +491,23 @@ def make_llm(folder: Path, **options: Any) -> LLM:
     return LLM(str(folder), **(settings | options))
 
 
+def assert_greedy(
+    answer: tuple[Sequence[int], Sequence[int], Sequence[Any]], logprobs: torch.Tensor
+) -> None:
+    """Check an answer against transformers.
+
+    Args:
+        answer: the tokens of the prompt, those of the output, and the logprobs of each of these.
+        logprobs: transformers' logprobs after each token of both, [tokens, vocabulary].
+    """
+    ids, tokens, rows = answer
+    expected = logprobs[len(ids) - 1 : -1, :256]  # without tokens of items
+    assert expected.argmax(-1).tolist() == list(tokens)
+    found = [row[token].logprob for row, token in zip(rows, tokens, strict=True)]
+    best = expected.max(-1).values
+    torch.testing.assert_close(torch.tensor(found), best, atol=2e-4, rtol=1e-4)
+
+
 def hf_logprobs(
     model: Any, name: str, llm: LLM, ids: Sequence[int], pictures: Sequence[Any], answer: int = 0
 ) -> torch.Tensor:

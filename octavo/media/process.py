@@ -1,4 +1,4 @@
-"""Helper processes in which libraries read files of strangers: both sides.
+"""Helper processes in which libraries read untrusted files: the code of both sides.
 
 Libraries that decode sounds and pictures are native code. A file may make them compute for hours,
 use all memory, crash, or open other files and addresses. So only a helper process loads them. It

@@ -22,6 +22,7 @@ from tests.pictures import (
     CASES,
     MORE_CASES,
     VOCAB,
+    assert_greedy,
     hf_logprobs,
     make_llm,
     params,
@@ -128,15 +129,11 @@ def one(make_saved):
 def test_parity(make_saved, name):
     name, folder, model, alone = make_saved(name)
     with make_llm(folder) as llm:
-        for one, (ids, tokens, logprobs) in zip(prompts(name), alone, strict=True):
+        for one, answer in zip(prompts(name), alone, strict=True):
             images = one.get("multi_modal_data", {}).get("image", [])
+            ids, tokens, _ = answer
             expected = hf_logprobs(model, name, llm, [*ids, *tokens], images, len(tokens))
-            expected = expected[len(ids) - 1 : -1]
-            expected = expected[:, :256]  # no tokens of pictures
-            assert expected.argmax(-1).tolist() == list(tokens)
-            found = [row[token].logprob for row, token in zip(logprobs, tokens, strict=True)]
-            best = expected.max(-1).values
-            torch.testing.assert_close(torch.tensor(found), best, atol=2e-4, rtol=1e-4)
+            assert_greedy(answer, expected)
 
 
 def test_batches_and_caches(saved):
@@ -196,13 +193,11 @@ def test_adapters(some, tmp_path):
     settings = {"enable_lora": True, "max_lora_rank": 8}
     with make_llm(folder, **settings) as llm:
         expected = answers(llm, given, 8, lora)
-        for one, (ids, tokens, logprobs) in zip(given, expected, strict=True):
+        for one, answer in zip(given, expected, strict=True):
             images = one.get("multi_modal_data", {}).get("image", [])
+            ids, tokens, _ = answer
             best = hf_logprobs(adapted, name, llm, [*ids, *tokens], images, len(tokens))
-            best = best[len(ids) - 1 : -1]
-            best = best[:, :256].max(-1).values
-            found = [row[token].logprob for row, token in zip(logprobs, tokens, strict=True)]
-            torch.testing.assert_close(torch.tensor(found), best, atol=2e-4, rtol=1e-4)
+            assert_greedy(answer, best)
         with pytest.raises(AdapterError, match="LoRA of encoders of pictures and sound is not"):
             answers(llm, given, 8, LoRARequest("all", 2, str(tmp_path / "all")))
         assert answers(llm, given) == alone
