@@ -147,8 +147,11 @@ class EncoderInputs:
         count = min(num_new, self.pace.num_tokens())
         count = self._fit(request, start, self.fit_ranges(request, start, count, num_new))
         run = self._run
-        is_turn = not self._is_turn_of_run or run is None or run.request is request
-        return count if is_turn and self.pace.may_begin else 0
+        if run is not None and run.request is request:
+            is_next = run.is_late or self.pace.may_begin
+        else:
+            is_next = self.pace.may_begin and (run is None or not self._is_turn_of_run)
+        return count if is_next else 0
 
     def _fit(self, request: Request, start: int, num_new: int, *, whole: bool = False) -> int:
         """Implement `fit` without the pace of prompts."""
@@ -269,7 +272,8 @@ class EncoderInputs:
         elif run.item.identifier != item.identifier:
             return False
         run.request = request
-        return run.num_left <= self.pace.num_pieces(item.modality, run.piece)
+        # A late run may go into debt: else the next item would take its place.
+        return run.is_late or run.num_left <= self.pace.num_pieces(item.modality, run.piece)
 
     def _advance(self, run: _Run, output: SchedulerOutput) -> None:
         """Add a slice, which does not end the run, to a step."""
