@@ -117,7 +117,8 @@ class ItemPace:
         step = self._step
         if not work.tokens:
             if not output.scheduled_encoder_inputs:
-                self._step = learn(step, seconds if step is None else min(seconds, _MOST_TIMES * step))
+                most = math.inf if step is None else _MOST_TIMES * step
+                self._step = learn(step, min(seconds, most))
         elif step is not None:
             if seconds < step:  # without items it takes even less
                 self._step = learn(step, seconds)

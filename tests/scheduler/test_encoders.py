@@ -380,10 +380,12 @@ def test_a_run_without_use_makes_place_for_the_next_one():
     engine.run()
 
 
-def test_a_run_that_waits_for_a_seat_is_not_computed_again():
+@pytest.mark.parametrize(("seats", "rows"), [(2, 500), (4, 455)], ids=["seat", "rows"])
+def test_a_run_that_waits_for_room_is_not_computed_again(seats, rows):
     """A running prompt, whose picture is known, takes the time of the steps meanwhile."""
-    engine = make_slow(max_num_seqs=2)
+    engine = make_slow(max_num_seqs=seats)
     cache = engine.scheduler._encoders.cache
+    cache.num_rows = rows
     engine.add("long", range(450), features=[picture("l", 0, 450, tokens=4)], max_tokens=1)
     while "l" not in cache:
         engine.step()
