@@ -117,22 +117,32 @@ class ItemPace:
         step = self._step
         if not work.tokens:
             if not output.scheduled_encoder_inputs:
-                most = math.inf if step is None else _MOST_TIMES * step
+                most = _MOST_TIMES * step if step else math.inf
                 self._step = learn(step, min(seconds, most))
-        elif step is not None:
+        elif step:
             if seconds < step:  # without items it takes even less
                 self._step = learn(step, seconds)
-            own = min(max(seconds - step, 0.0), self._most_of(work, step))
+            own = self._learn(work, max(seconds - step, 0.0), step)
             self._credit = max(self._credit + work.seconds - own, -_MOST_OWED)
-            if len(work.tokens) == 1:
-                ((kind, tokens),) = work.tokens.items()
-                self._costs[kind] = learn(self._costs.get(kind), own / tokens)
 
-    def _most_of(self, work: ItemWork, step: float) -> float:
-        """Return the most seconds that count as the time of work, in a step of `step` seconds
-        without it."""
-        expected = sum(self._costs.get(kind, math.inf) * n for kind, n in work.tokens.items())
-        return _MOST_TIMES * max(expected, step)
+    def _learn(self, work: ItemWork, seconds: float, step: float) -> float:
+        """Learn from the time of work; return the time that counts.
+
+        The kinds of work have taken the parts of it that were expected, and new ones the rest.
+        """
+        costs, tokens = self._costs, work.tokens
+        expected = {kind: costs[kind] * n for kind, n in tokens.items() if kind in costs}
+        total, new = sum(expected.values()), tokens.keys() - expected.keys()
+        if new:
+            if seconds > total:
+                for kind in new:
+                    costs[kind] = (seconds - total) / len(new) / tokens[kind]
+            return seconds
+        seconds = min(seconds, _MOST_TIMES * max(total, step))
+        for kind, of_kind in expected.items():
+            part = of_kind / total if total else 1 / len(expected)
+            costs[kind] = learn(costs[kind], part * seconds / tokens[kind])
+        return seconds
 
     def forget_debts(self) -> None:
         """Forget what the work so far has taken."""

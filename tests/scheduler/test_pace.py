@@ -65,10 +65,25 @@ def test_the_times_of_other_steps_teach_nothing():
     pace.step_ended(long, ItemWork({"image": 10}), 90.0)
     encodes = SchedulerOutput(ONE.scheduled_reqs, 1, scheduled_encoder_inputs={"p": [0]})
     pace.step_ended(encodes, ItemWork(), 90.0)
-    # Two kinds of work are paid for, but it is not known which of them took how long.
-    pace.step_ended(ONE, ItemWork({"image": 10, "prompt": 5}, 5, seconds=1.0), 8.0)
     assert pace._costs == {"image": 0.1}
+
+
+def test_works_of_several_kinds_take_the_expected_parts_of_the_time():
+    pace = make_pace()
+    # What is left of 3 seconds is the time of the new kind.
+    pace.step_ended(ONE, ItemWork({"image": 10, "prompt": 5}, 5, seconds=1.0), 8.0)
+    assert pace._costs == pytest.approx({"image": 0.1, "prompt": 0.4})
     assert [begin_step(pace) for _ in range(3)] == [0, 1, 1]
+    pace.step_ended(ONE, ItemWork({"image": 10, "prompt": 5}, 5, seconds=3.0), 5.0 + 6.0)
+    assert pace._costs == pytest.approx({"image": 0.12, "prompt": 0.48})
+
+
+def test_a_step_without_time_teaches_nothing():
+    pace = ItemPace()
+    pace.step_ended(ONE, ItemWork(), 0.0)
+    pace.step_ended(ONE, ItemWork({"image": 10}), 5.0)
+    pace.step_ended(ONE, ItemWork(), 5.0)
+    assert (pace._step, pace._costs) == (pytest.approx(1.0), {})
 
 
 @pytest.mark.parametrize("fate", ["ends", "fails"])
