@@ -964,7 +964,8 @@ struct Attention {
   }
 };
 
-// List of tasks. Task i of request r: row tile i / kv_heads of KV head i % kv_heads.
+// List of tasks. Task i of request r: row tile i % n of KV head i / n, of n tiles, so that successive
+// tasks find the keys and values of their head in a cache of the processor.
 struct Tasks {
   const AttentionArgs& a;
   const int64_t group;
@@ -985,6 +986,7 @@ struct Tasks {
   int64_t rows_of(int64_t r) const {
     return (a.query_start_loc[r + 1] - a.query_start_loc[r]) * group;
   }
+  int64_t tiles_of(int64_t r) const { return (first[r + 1] - first[r]) / a.kv_heads; }
   int64_t request_of(int64_t task) const {
     int64_t low = 0, high = a.num_reqs;
     while (high - low > 1) (first[(low + high) / 2] <= task ? low : high) = (low + high) / 2;
@@ -1038,11 +1040,11 @@ INLINE void attention_typed(const AttentionArgs& a, T, C) {
   parallel_for(num_tasks, int64_t(tasks.cost), [&](int64_t i) {
     const int64_t at = num_tasks - 1 - i;  // the last tiles of a prompt take longest: start with them
     const int64_t r = tasks.request_of(at), task = at - tasks.first[r];
-    const int64_t first_row = task / a.kv_heads * kTileRows;
+    const int64_t first_row = task % tasks.tiles_of(r) * kTileRows;
     const int64_t next = at > 0 ? tasks.request_of(at - 1) : -1;
-    attention.run(r, task % a.kv_heads, first_row,
+    attention.run(r, task / tasks.tiles_of(r), first_row,
                   int(min<int64_t>(kTileRows, tasks.rows_of(r) - first_row)), next,
-                  at > 0 ? (at - 1 - tasks.first[next]) % a.kv_heads : -1);
+                  at > 0 ? (at - 1 - tasks.first[next]) / tasks.tiles_of(next) : -1);
   });
 }
 
