@@ -777,3 +777,13 @@ class FakeEngine:
     def finish_reason(self, request_id: str) -> FinishReason | None:
         outputs = self.outputs[request_id]
         return outputs[-1].finish_reason if outputs else None
+
+    def running_ids(self) -> list[str]:
+        return [request.request_id for request in self.scheduler.running]
+
+    def check_tokens(self, *requests: Request) -> None:
+        """Check that each request got the tokens that it gets alone."""
+        for request in requests:
+            prompt = request.all_token_ids[: request.num_prompt_tokens]
+            params, limit = request.sampling_params, self.scheduler.max_model_len
+            assert self.tokens(request.request_id) == expected_output(params, prompt, limit)

@@ -47,6 +47,8 @@ ROOT = Path(__file__).parents[1]
 # In addition to tests/<package>: tests that run the code of a package from outside.
 WIDER = {
     "octavo": [
+        "tests/scheduler/test_endings.py",
+        "tests/scheduler/test_preemption.py",
         "tests/scheduler/test_scheduler.py",
         "tests/engine/test_core.py",
         "tests/server/test_chat.py",
@@ -66,7 +68,7 @@ WIDER = {
         "tests/e2e/test_fake_gpu.py",
     ],
     "octavo/kv_cache": ["tests/scheduler/test_*.py", "tests/plan/test_memory_plan.py"],
-    "octavo/layers": ["tests/models/test_parity.py"],
+    "octavo/layers": ["tests/models/test_parity.py", "tests/models/test_text_parts.py"],
     "octavo/models": ["tests/layers/test_*.py", "tests/e2e/test_llm.py"],
     "octavo/sampling": ["tests/e2e/test_llm.py", "tests/e2e/test_prompt_logprobs.py"],
     "octavo/sampling/logits_processors": ["tests/sampling/test_*.py"],

@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from octavo.errors import ModelError
+from tests.models.cases import CASES
 from tests.models.harness import Runner, load, make_hf
-from tests.models.test_parity import CASES
 
 
 @pytest.mark.parametrize("case", ["qwen3-moe", "qwen3.5-moe", "deepseek-v3-moe"])

@@ -14,10 +14,11 @@ from octavo import LLM, SamplingParams
 from octavo.kernels import native
 from tests.drafts import SETTINGS, Drafter
 from tests.e2e.harness import embed
+from tests.models.cases import CASES
+from tests.models.configs.sizes import VOCAB
 from tests.models.harness import make_hf
 from tests.models.test_encoder_decoders import make_model
 from tests.models.test_encoders import ENCODERS
-from tests.models.test_parity import CASES, VOCAB
 from tests.plugins import NO_REPEAT, install
 
 PROMPT_LEN = 150

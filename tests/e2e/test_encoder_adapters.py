@@ -13,9 +13,9 @@ from octavo import LLM, LoRARequest
 from octavo.models.adaptable_model import AdaptableModel
 from tests.adapters import make_factors, write_adapter
 from tests.encoders import write_encoder
+from tests.models.cases import CASES
 from tests.models.harness import make_hf, spec_of
 from tests.models.test_encoders import ENCODERS
-from tests.models.test_parity import CASES
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("peft") is None,

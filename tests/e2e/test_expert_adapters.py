@@ -14,8 +14,9 @@ import torch
 from octavo import LLM, LoRARequest, SamplingParams
 from octavo.errors import AdapterError, ConfigError
 from tests.adapters import write_adapter
+from tests.models.cases import CASES
+from tests.models.configs.sizes import VOCAB
 from tests.models.harness import make_hf
-from tests.models.test_parity import CASES, VOCAB
 
 needs_peft = pytest.mark.skipif(
     importlib.util.find_spec("peft") is None,

@@ -7,8 +7,9 @@ import pytest
 
 from octavo import LLM, SamplingParams
 from octavo.errors import ConfigError
+from tests.models.cases import CASES
+from tests.models.configs.sizes import VOCAB
 from tests.models.harness import make_hf
-from tests.models.test_parity import CASES, VOCAB
 
 PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=1)
 PROMPTS = [{"prompt_token_ids": [(7 * i + j * j) % VOCAB for j in range(20 + i)]} for i in range(5)]

@@ -35,8 +35,8 @@ from tests.drafts import SETTINGS, Drafter
 from tests.e2e.test_triton import folder
 from tests.encoders import write_encoder
 from tests.fake_gpu import CUDA, FakeGpu
+from tests.models.cases import CASES
 from tests.models.harness import make_hf
-from tests.models.test_parity import CASES
 from tests.quantization.test_gptq import module as gptq_module
 from tests.triton import needs_triton
 

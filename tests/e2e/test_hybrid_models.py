@@ -12,8 +12,8 @@ from octavo import LLM, SamplingParams
 from octavo.errors import ConfigError
 from octavo.kv_connector.copy_file import CopyFile, read_records
 from octavo.layers.shared import Columns
+from tests.models.cases import CASES
 from tests.models.harness import make_hf
-from tests.models.test_parity import CASES
 from tests.ranks import use_ranks
 
 SETTINGS = {"skip_tokenizer_init": True, "max_model_len": 128, "max_num_seqs": 8}

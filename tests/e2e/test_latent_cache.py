@@ -5,8 +5,9 @@ import random
 import pytest
 
 from octavo import LLM, SamplingParams
+from tests.models.cases import CASES
+from tests.models.configs.sizes import VOCAB
 from tests.models.harness import make_hf
-from tests.models.test_parity import CASES, VOCAB
 
 SETTINGS = {
     "skip_tokenizer_init": True,

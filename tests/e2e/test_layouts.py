@@ -18,8 +18,9 @@ from octavo.platforms.cpu import WORKER_RUNTIME_NBYTES
 from octavo.sampling_params import StructuredOutputsParams
 from octavo.scheduler.speculation import DraftLengths
 from tests.e2e import harness
+from tests.models.cases import CASES
+from tests.models.configs.sizes import VOCAB
 from tests.models.harness import make_hf
-from tests.models.test_parity import CASES, VOCAB
 from tests.ranks import use_ranks
 
 SETTINGS = {

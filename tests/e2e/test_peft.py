@@ -15,9 +15,11 @@ from numpy.typing import NDArray
 
 from octavo import LLM, LoRARequest, SamplingParams
 from octavo.errors import AdapterError
+from tests.models.cases import CASES
+from tests.models.configs.sizes import SIZES
+from tests.models.configs.with_towers import TEXT_PARTS
 from tests.models.harness import make_hf
 from tests.models.test_encoders import SIZES as ENCODER
-from tests.models.test_parity import CASES, SIZES, TEXT_PARTS
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("peft") is None,

@@ -9,8 +9,8 @@ import pytest
 from octavo import LLM, SamplingParams
 from octavo.frontend.input_processor import TokensPrompt
 from octavo.pooling_params import PoolingParams
+from tests.models.configs.sizes import SIZES, VOCAB, WIDE_HEADS
 from tests.models.harness import make_hf, make_prompts
-from tests.models.test_parity import SIZES, VOCAB, WIDE_HEADS
 from tests.pooling import (
     NORMALIZE,
     change_config,

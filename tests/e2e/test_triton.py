@@ -6,8 +6,9 @@ import random
 from pathlib import Path
 
 from octavo import LLM, SamplingParams
+from tests.models.cases import CASES
+from tests.models.configs.sizes import VOCAB
 from tests.models.harness import make_hf
-from tests.models.test_parity import CASES, VOCAB
 from tests.triton import needs_triton
 
 pytestmark = needs_triton

@@ -21,8 +21,8 @@ from octavo.plan.memory import MemoryBudget, MemoryItem, Scratch
 from octavo.platforms.cpu import CPUPlatform
 from octavo.system.distributed import ALONE
 from tests.fakes import FakeExecutor
+from tests.models.cases import CASES
 from tests.models.harness import save_config
-from tests.models.test_parity import CASES
 from tests.params import core_params, core_request
 
 PATH = resolve_model(BUILTIN_MODEL)

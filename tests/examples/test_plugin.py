@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.models.cases import CASES
 from tests.models.harness import make_hf
-from tests.models.test_parity import CASES
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "examples" / "plugin"

@@ -22,8 +22,8 @@ from octavo.system.distributed import GroupMemory, Rank
 from octavo.system.tensor import from_numpy, zeros
 from octavo.worker.group import _Channel
 from octavo.worker.token_broadcast import TokenBroadcast
+from tests.models.cases import CASES
 from tests.models.harness import make_hf
-from tests.models.test_parity import CASES
 from tests.ranks import RanksExecutor, use_ranks
 
 ANY = "tcp://127.0.0.1:*"

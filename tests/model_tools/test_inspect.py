@@ -16,9 +16,9 @@ from octavo.model_tools.inspect import inspect
 from octavo.models.hub import local_folder
 from octavo.models.registry import read_spec
 from tests.gguf_files import convert
+from tests.models.cases import CASES
 from tests.models.harness import make_hf, save_config
 from tests.models.test_encoders import ENCODERS
-from tests.models.test_parity import CASES
 
 STORIES = local_folder("octavo/stories")
 

@@ -26,9 +26,10 @@ from octavo.models.weight_norms import WeightNorms
 from octavo.system.distributed import Rank
 from octavo.system.tensor import numpy_dtype
 from tests.adapters import PREFIX, LoadedAdapter, deltas, load_all, make_factors, write_adapter
+from tests.models.cases import CASES
+from tests.models.configs.with_towers import TEXT_PARTS
 from tests.models.harness import make_hf, save_config, spec_of
 from tests.models.test_encoders import ENCODERS
-from tests.models.test_parity import CASES, TEXT_PARTS
 
 needs_peft = pytest.mark.skipif(
     importlib.util.find_spec("peft") is None,

@@ -16,9 +16,9 @@ from octavo.models.adaptable_model import AdaptableModel
 from octavo.models.spec import ModelSpec
 from octavo.system.distributed import Rank
 from tests.adapters import PREFIX, LoadedAdapter, deltas, make_factors, write_adapter
+from tests.models.cases import CASES
 from tests.models.harness import make_hf, save_config, spec_of
 from tests.models.test_adapters import linear_weights, load, needs_peft
-from tests.models.test_parity import CASES
 
 RANKS = (Rank(), Rank(0, 2), Rank(1, 2), Rank(1, 2, splits_experts=True))
 # Experts with modules of their own, stacked, turned, in turn, without a gate, and square ones.

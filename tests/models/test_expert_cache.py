@@ -25,8 +25,9 @@ from octavo.models.expert_sizes import ExpertSizes, divide_slots
 from octavo.models.loader import LoadedWeights
 from octavo.models.weight_cache import WeightCache
 from octavo.system.tensor import from_numpy
+from tests.models.cases import CASES
+from tests.models.configs.sizes import VOCAB
 from tests.models.harness import generate, load, make_hf, make_prompts, spec_of
-from tests.models.test_parity import CASES, VOCAB
 
 
 @pytest.fixture(scope="module")

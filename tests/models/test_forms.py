@@ -28,9 +28,10 @@ from octavo.quantization.int8 import GroupedInt8
 from octavo.quantization.plain import PLAIN, Plain
 from octavo.system.distributed import Rank
 from octavo.system.tensor import HostTensor
+from tests.models.cases import CASES
+from tests.models.configs.sizes import VOCAB
 from tests.models.harness import generate, load, make_hf, make_prompts, spec_of
 from tests.models.test_encoders import SIZES as ENCODER
-from tests.models.test_parity import CASES, VOCAB
 
 GROUP = 4
 MIXED = ("layers.1.self_attn.v_proj", "layers.1.self_attn.o_proj", "layers.1.mlp.up_proj")

@@ -17,9 +17,9 @@ from octavo.models.loader import LoadedWeights, load_model
 from octavo.models.spec import ModelSpec
 from octavo.models.weight_cache import WeightCache, weights_key
 from octavo.system.distributed import Rank
+from tests.models.cases import CASES
 from tests.models.harness import save_config, spec_of
 from tests.models.test_encoders import ENCODERS
-from tests.models.test_parity import CASES
 
 FORMS = (None, "int8", "int4")
 TINY: dict[str, Any] = {

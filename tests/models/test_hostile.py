@@ -24,8 +24,9 @@ from octavo.plan.memory import Scratch
 from octavo.plan.memory_plan import make_memory_plan, resolve_dtype, resolve_max_model_len
 from octavo.plan.setup import WorkerSetup
 from octavo.platforms.cpu import memory_budget
+from tests.models.cases import CASES
+from tests.models.configs.dense import MPT
 from tests.models.harness import load, make_hf, save_and_load, save_config, spec_of
-from tests.models.test_parity import CASES, MPT
 
 
 @pytest.fixture(scope="module")

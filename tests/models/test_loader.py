@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from octavo.errors import ModelError
+from tests.models.cases import CASES
+from tests.models.configs.sizes import VOCAB
 from tests.models.harness import generate, load, make_hf, make_prompts, save_config
-from tests.models.test_parity import CASES, VOCAB
 
 
 @pytest.fixture

@@ -24,9 +24,9 @@ from octavo.models.spec import ModelSpec
 from octavo.models.weight_cache import weights_key
 from octavo.system.distributed import Rank
 from tests.adapters import PREFIX, make_factors, write_adapter
+from tests.models.cases import CASES
 from tests.models.harness import make_hf, save_config, spec_of
 from tests.models.test_adapters import LLAMA, Q, V
-from tests.models.test_parity import CASES
 from tests.quantization.formats import FORMATS
 
 needs_peft = pytest.mark.skipif(

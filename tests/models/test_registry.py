@@ -16,8 +16,8 @@ from octavo.models import families
 from octavo.models.cache import AttentionCache
 from octavo.models.family_index import INDEX
 from octavo.models.hub import resolve_model
+from tests.models.configs.sizes import SIZES, VOCAB
 from tests.models.harness import generate, load, make_hf, make_prompts, spec_of
-from tests.models.test_parity import SIZES, VOCAB
 from tests.models.test_spec import tensors_of
 
 TOY = '''

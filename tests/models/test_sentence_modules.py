@@ -15,8 +15,8 @@ from octavo.errors import ConfigError, ModelError, RequestError
 from octavo.models.weight_cache import weights_key
 from octavo.pooling_params import PoolingParams
 from tests.encoders import write_encoder
+from tests.models.configs.sizes import SIZES, WIDE_HEADS
 from tests.models.harness import make_hf, save_config, spec_of
-from tests.models.test_parity import SIZES, WIDE_HEADS
 from tests.pooling import (
     NORMALIZE,
     PROMPTS,

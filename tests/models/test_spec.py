@@ -25,10 +25,11 @@ from octavo.models.registry import FAMILIES
 from octavo.models.spec import ModelSpec
 from octavo.models.weights import Names
 from octavo.system.tensor import HostTensor
+from tests.models.cases import CASES
+from tests.models.configs.with_towers import TEXT_PARTS, WRAPPERS
 from tests.models.harness import OWN, STAND_INS, load, save_config, spec_of
 from tests.models.test_encoder_decoders import MODELS, SOUNDS
 from tests.models.test_encoders import ENCODERS
-from tests.models.test_parity import CASES, TEXT_PARTS, WRAPPERS
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

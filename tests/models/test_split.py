@@ -27,8 +27,11 @@ from octavo.quantization.int4 import SMALL
 from octavo.system.distributed import GroupMemory, Rank
 from octavo.worker.expert_group import ExpertGroup, ExpertWave
 from tests.gguf_files import convert
+from tests.models.cases import CASES, MIXTURES
+from tests.models.configs.recurrent import QWEN3_5
+from tests.models.configs.sizes import VOCAB
+from tests.models.configs.with_towers import TEXT_PARTS
 from tests.models.harness import Runner, load, make_hf, save_config, spec_of
-from tests.models.test_parity import CASES, MIXTURES, QWEN3_5, TEXT_PARTS, VOCAB
 
 TOKENS = 64
 

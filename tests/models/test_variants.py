@@ -14,8 +14,9 @@ from octavo.config import PoolerConfig
 from octavo.errors import ConfigError, ModelError, RequestError
 from octavo.models.registry import FAMILIES
 from octavo.models.variants import Variant, find_variant
+from tests.models.configs.dense import FALCON, GPT2
+from tests.models.configs.sizes import SIZES, VOCAB, WIDE_HEADS
 from tests.models.harness import make_hf, spec_of
-from tests.models.test_parity import FALCON, GPT2, SIZES, VOCAB, WIDE_HEADS
 from tests.pooling import (
     PROMPTS,
     assert_near,

@@ -22,8 +22,9 @@ from octavo.config import EngineConfig, cache_folder
 from octavo.kernels.native import NativeOps
 from octavo.models import weight_cache
 from octavo.models.weight_cache import WeightCache, read_ahead, weights_key
+from tests.models.cases import CASES
+from tests.models.configs.sizes import VOCAB
 from tests.models.harness import generate, load, make_hf, make_prompts, spec_of
-from tests.models.test_parity import CASES, VOCAB
 from tests.models.weight_cache_race import keep, memory, read
 
 KEY = b"made of this"

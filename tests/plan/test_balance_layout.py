@@ -5,8 +5,8 @@ import pytest
 from octavo.config import EngineConfig
 from octavo.engine.assemble import set_up_worker
 from octavo.platforms.cpu import CPUPlatform
+from tests.models.cases import CASES
 from tests.models.harness import save_config
-from tests.models.test_parity import CASES
 
 PARALLEL = [{"tensor_parallel_size": 2}, {"data_parallel_size": 2}]
 

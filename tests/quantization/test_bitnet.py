@@ -17,8 +17,9 @@ from octavo.errors import ModelError
 from octavo.quantization.base import TensorError
 from octavo.quantization.bitnet import BitNet, read_bitnet
 from octavo.system.tensor import from_numpy
+from tests.models.cases import CASES
+from tests.models.configs.sizes import VOCAB
 from tests.models.harness import assert_same_as_hf, generate, load, make_hf, make_prompts
-from tests.models.test_parity import CASES, VOCAB
 
 with mock.patch("torch.compile", lambda function: function):  # a compiler would take long
     from transformers.integrations.bitnet import (

@@ -11,8 +11,8 @@ import pytest
 
 from octavo.errors import ModelError
 from octavo.system.distributed import Rank
+from tests.models.cases import CASES as CONFIGS
 from tests.models.harness import load, make_hf, save_config, spec_of
-from tests.models.test_parity import CASES as CONFIGS
 from tests.quantization import test_awq, test_compressed_tensors, test_fp4, test_fp8, test_gptq
 from tests.quantization.harness import Folders, Quantize, logits
 from tests.quantization.test_compressed_tensors import TOKENS

@@ -20,8 +20,8 @@ from octavo.models.loader import load_model
 from octavo.models.registry import read_spec
 from octavo.worker.graphs import EagerSteps, graph_sizes
 from octavo.worker.input_batch import UNKNOWN, InputBatch, StepBuffers
+from tests.models.cases import CASES
 from tests.models.harness import make_hf
-from tests.models.test_parity import CASES
 
 pytest.importorskip("triton", reason="the package triton is not installed")
 

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from octavo.messages import GrammarOutput
+from tests.models.cases import CASES
+from tests.models.configs.sizes import VOCAB
 from tests.models.harness import make_hf
-from tests.models.test_parity import CASES, VOCAB
 from tests.params import core_params
 from tests.worker.test_model_runner import Runner
 

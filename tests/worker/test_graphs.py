@@ -31,8 +31,9 @@ from octavo.system.tensor import HostTensor, from_numpy, full, zeros
 from octavo.worker.graphs import CapturedSteps, EagerSteps
 from octavo.worker.input_batch import InputBatch, StepBuffers
 from octavo.worker.scratch import measure_scratch
+from tests.models.cases import CASES
+from tests.models.configs.sizes import VOCAB
 from tests.models.harness import save_config
-from tests.models.test_parity import CASES, VOCAB
 
 BLOCK_SIZE, BLOCKS, MAX_LEN, MAX_REQS, MAX_TOKENS = 8, 12, 96, 3, 64
 KEPT = (0, 1)

@@ -32,8 +32,9 @@ from octavo.worker import model_runner
 from octavo.worker.graphs import CapturedSteps, EagerSteps
 from octavo.worker.model_runner import ModelRunner
 from octavo.worker.spec_decode.base import LongArray, Proposal, Proposer, Target
+from tests.models.cases import CASES
+from tests.models.configs.sizes import VOCAB
 from tests.models.harness import make_hf
-from tests.models.test_parity import CASES, VOCAB
 from tests.params import core_params, unpack_logprobs
 from tests.triton import needs_triton
 

@@ -24,8 +24,8 @@ from octavo.system.device import resident_memory
 from octavo.system.distributed import Rank
 from octavo.system.tensor import HostTensor, from_numpy
 from octavo.worker.scratch import measure_scratch
+from tests.models.cases import CASES
 from tests.models.harness import Runner, load, save_config, spec_of
-from tests.models.test_parity import CASES
 
 
 class PeakMemory(TorchDispatchMode):

@@ -18,8 +18,8 @@ from octavo.system.device import resident_memory
 from octavo.worker import step_trial
 from octavo.worker.scratch import measure_scratch
 from octavo.worker.step_trial import StepTrial
+from tests.models.cases import CASES
 from tests.models.harness import Runner, load, save_config, spec_of
-from tests.models.test_parity import CASES
 
 
 def make_trial(

@@ -28,8 +28,8 @@ from octavo.platforms.cuda import CUDAPlatform
 from octavo.system import device
 from octavo.worker import worker as under_test
 from octavo.worker.worker import Worker
+from tests.models.cases import CASES
 from tests.models.harness import make_hf
-from tests.models.test_parity import CASES
 from tests.triton import needs_triton
 
 pytestmark = needs_triton

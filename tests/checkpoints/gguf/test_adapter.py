@@ -17,8 +17,8 @@ from octavo.models.spec import ModelSpec
 from octavo.system.distributed import Rank
 from tests.adapters import PREFIX, load_all, make_factors, write_adapter
 from tests.gguf_files import quantize, write_gguf
+from tests.models.cases import CASES
 from tests.models.harness import save_config
-from tests.models.test_parity import CASES
 
 METADATA = {
     "general.architecture": "llama",

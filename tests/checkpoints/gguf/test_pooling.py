@@ -9,8 +9,8 @@ import torch
 
 from octavo.errors import ModelError
 from tests.gguf_files import TYPES, VOCABULARY, quantize, write_gguf
+from tests.models.configs.sizes import WIDE_HEADS
 from tests.models.harness import make_hf, spec_of
-from tests.models.test_parity import WIDE_HEADS
 from tests.pooling import PROMPTS, assert_near, open_llm, pool, results, states, unit
 
 SIZES = {"vocab_size": 203, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from tests.models.cases import CASES
 from tests.models.harness import make_hf
-from tests.models.test_parity import CASES
 
 SIZES = {"vocab_size": 272, "max_position_embeddings": 512}
 FIELDS = {"qwen3.5": {"mtp_num_hidden_layers": 1}, "qwen3-next": {}}

@@ -11,8 +11,8 @@ from octavo import LLM, SamplingParams
 from octavo.errors import ConfigError
 from octavo.scheduler.speculation import DraftLengths
 from octavo.worker.spec_decode.draft_steps import DraftSteps
+from tests.models.cases import CASES
 from tests.models.harness import make_hf
-from tests.models.test_parity import CASES
 
 LENGTHS = (90, 3, 48)  # the last one fills its blocks: requests that share them get copies
 PROMPTS = [

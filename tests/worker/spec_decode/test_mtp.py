@@ -14,8 +14,8 @@ from octavo.config import ModelConfig
 from octavo.errors import ConfigError, ModelError
 from octavo.models.registry import read_mtp_spec
 from octavo.worker.spec_decode.eagle import EagleProposer
+from tests.models.cases import CASES
 from tests.models.harness import make_hf
-from tests.models.test_parity import CASES
 from tests.ranks import use_ranks
 from tests.worker.spec_decode.heads import record_proposals
 from tests.worker.spec_decode.mtp_model import FIELDS, SIZES, make
