@@ -38,7 +38,7 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
 from octavo.compat import request_fields as known_fields
-from octavo.server import answers
+from octavo.server import answers, anthropic_answers, response_answers
 from octavo.server.app import OLLAMA_PROBE, ROUTES
 from octavo.server.openapi import Operation, operation_of
 
@@ -744,9 +744,9 @@ def _check_events(
     failed = "error" in last or last.get("type") == "error"
     if lines:
         ended = bool(last.get("done"))
-    elif operation.chunk is answers.AnthropicEvent:
+    elif operation.chunk is anthropic_answers.AnthropicEvent:
         ended = last.get("type") == "message_stop"
-    elif operation.chunk is answers.ResponseEvent:
+    elif operation.chunk is response_answers.ResponseEvent:
         # A reader may begin after the last event.
         ended = not found or last.get("type") in _LAST_RESPONSES
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import json
 import textwrap
@@ -172,7 +173,29 @@ def api() -> str:
     return _page(parts)
 
 
-DOCUMENTS: dict[str, Callable[[], str]] = {"settings.md": settings, "api.md": api}
+def files() -> str:
+    """Return docs/files.md, with every module of the package."""
+    package = HERE.parent / "octavo"
+    folders = sorted(path.parent for path in package.glob("*/__init__.py"))
+    parts = [
+        "# Files",
+        _NOTE,
+        "Every module of `octavo/`, with what its docstring says first."
+        " [Architecture](architecture.md#folders-and-files) says what each folder is for.",
+        "## octavo",
+        _modules(package, sorted(package.glob("*.py"))),
+    ]
+    for folder in folders:
+        parts += [f"## {folder.name}", _about(folder / "__init__.py")]
+        parts.append(_modules(folder, sorted(folder.rglob("*.py"))))
+    return _page(parts)
+
+
+DOCUMENTS: dict[str, Callable[[], str]] = {
+    "settings.md": settings,
+    "api.md": api,
+    "files.md": files,
+}
 """Functions that generate the files of this folder."""
 
 _EXAMPLES: dict[type[BaseModel], dict[str, Any]] = {
@@ -348,6 +371,17 @@ def _shown(path: str) -> str:
 
 def _first_line(documented: object) -> str:
     return (inspect.getdoc(documented) or "").partition("\n")[0]
+
+
+def _modules(folder: Path, files: Iterable[Path]) -> str:
+    rows = [(f"`{x.relative_to(folder)}`", _about(x)) for x in files if x.name != "__init__.py"]
+    return _table(("File", "Content"), rows)
+
+
+def _about(file: Path) -> str:
+    """Return the first paragraph of a module's docstring."""
+    text = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
+    return " ".join(text.partition("\n\n")[0].split())
 
 
 def _code(language: str, text: str) -> str:

@@ -102,7 +102,7 @@ ABSENT_METRICS = {
     "sleep_mode_": "use engine_sleep_state",
     "tool_call_parser_invocations_total": "tool calls are not parsed from answers yet",
     "watermark_requests": "answers are not watermarked",
-    "websocket_": "the API is HTTP only",
+    "websocket_": "sessions of /v1/realtime count as requests in flight",
 }
 """Reasons by the name of the metric that Octavo lacks; a name that ends with _ is a prefix."""
 

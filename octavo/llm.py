@@ -525,7 +525,8 @@ class LLM(PoolingMethods, SpeechMethods):
         return self.llm_engine.reset_encoder_cache()
 
     def reset_mm_cache(self) -> None:
-        """Forget the pictures, videos and sounds that are kept by their files and uuids."""
+        """Forget the pictures, videos and sounds that this process, by their files and uuids, and
+        the engine's process keep."""
         self.llm_engine.reset_mm_cache()
 
     def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:

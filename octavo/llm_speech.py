@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,6 +25,7 @@ from octavo.speech.registry import open_speech_model
 from octavo.speech.segments import Transcript
 from octavo.speech.tokens import Task
 from octavo.speech.transcription import run_all
+from octavo.system.limited_process import Buffer
 
 # Samples of a part of a sound that is read, 8 minutes; as many windows as are computed at once.
 _PART_SAMPLES = 480 * SAMPLE_RATE
@@ -172,10 +175,12 @@ def _open(parts: AudioParts, sound: Sound, index: int) -> tuple[float, Iterator[
         cuts = range(0, len(sound) + 1, _PART_SAMPLES)
         return len(sound) / SAMPLE_RATE, (sound[i : i + _PART_SAMPLES] for i in cuts)
     name = where
-    if isinstance(sound, str | Path):
+    if isinstance(sound, bytes):
+        data: Buffer = sound
+    else:
         name = str(sound)
         try:
-            sound = Path(sound).read_bytes()
+            data = _content(Path(sound))
         except OSError as error:
             raise RequestError(f"{where}: {sound!s}: {reason_of(error)}.", where) from None
 
@@ -184,8 +189,17 @@ def _open(parts: AudioParts, sound: Sound, index: int) -> tuple[float, Iterator[
             yield from samples
 
     with _naming(name):
-        seconds, samples = parts.open(sound, _PART_SAMPLES, where)
+        seconds, samples = parts.open(data, _PART_SAMPLES, where)
     return seconds, named()
+
+
+def _content(path: Path) -> Buffer:
+    """Return a file's content, which the system reads when it is needed."""
+    with path.open("rb") as file:
+        # A pipe, or an empty file, cannot be mapped.
+        if not (path.is_file() and os.fstat(file.fileno()).st_size):
+            return file.read()
+        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
 
 
 @contextmanager

@@ -603,14 +603,14 @@ class AdapterLoaded(msgspec.Struct, array_like=True, frozen=True):
 
 
 class EncoderSlice(msgspec.Struct, array_like=True, frozen=True):
-    """Part of an encoder's run for one item: some of its layers."""
+    """Part of an encoder's run for one item: some of its pieces, see `EncoderSpec.pieces`."""
 
     item: MultiModalFeatureSpec
     """The item; it has its data if `begin` is 0."""
     begin: int
-    """First layer; 0 begins the run, in place of any other."""
+    """First piece; 0 begins the run, in place of any other."""
     end: int
-    """Layer after the last one."""
+    """Piece after the last one."""
 
 
 class SchedulerOutput(msgspec.Struct, array_like=True):

@@ -263,10 +263,10 @@ class FakeWorker:
         """Contents of the slots of adapters."""
         self.reading: dict[int, str] = {}
         """Contents that are being read, by slot."""
-        self.encoder_layers: dict[str, int] = {}
-        """Numbers of layers of the encoders whose runs may be cut, by modality."""
+        self.encoder_pieces: dict[str, int] = {}
+        """Numbers of pieces of the runs that may be cut, by modality."""
         self.slice: tuple[str, int] | None = None
-        """Item of the last slice, and the number of its computed layers."""
+        """Item of the last slice, and the number of its computed pieces."""
         self.encoded: dict[str, int] = {}
         """Number of rows of each item in the encoder cache."""
         self.num_encoded = 0
@@ -370,7 +370,7 @@ class FakeWorker:
                     table += ids
         part, ended = work.encoder_slice, None
         if part is not None:
-            name, most = part.item.identifier, self.encoder_layers[part.item.modality]
+            name, most = part.item.identifier, self.encoder_pieces[part.item.modality]
             assert work.scheduled_reqs
             assert part.begin < part.end <= most
             if part.begin:
@@ -595,7 +595,7 @@ class FakeEngine:
         num_states: int = 0,
         lora: LoRAConfig | None = None,
         encoder_cache_size: int = 0,
-        encoder_layers: dict[str, int] | None = None,
+        encoder_pieces: dict[str, int] | None = None,
         **config: object,
     ) -> None:
         groups = make_kv_cache_groups(caches)
@@ -603,8 +603,9 @@ class FakeEngine:
         self.max_loras = 0 if lora is None else lora.max_loras
         self.on_step: Callable[[SchedulerOutput], object] = lambda work: None
         self.now = 0.0
-        self.layer_seconds = 0.0
-        """Seconds of a layer of an encoder; a step takes 0.01 s more. 0: time stands still."""
+        self.encoder_pieces = encoder_pieces or {}
+        self.piece_seconds = 0.0
+        """Seconds of a piece of a run; a step takes 0.01 s more. 0: time stands still."""
         config.setdefault("max_num_seqs", 8)
         self.scheduler = Scheduler(
             msgspec.convert(config, SchedulerConfig),
@@ -621,10 +622,13 @@ class FakeEngine:
             message_ends=MESSAGE_ENDS,
             lora=lora,
             encoder_cache_size=encoder_cache_size,
-            encoder_layers=encoder_layers,
+            encoder_pieces={
+                modality: lambda tokens, rows, count=count: count
+                for modality, count in self.encoder_pieces.items()
+            },
         )
         self.executor = FakeWorker(self.kv_config, num_drafts, fail)
-        self.executor.encoder_layers = encoder_layers or {}
+        self.executor.encoder_pieces = self.encoder_pieces
         self.encoder_cache_size = encoder_cache_size
         self.hasher = make_block_hasher(block_size, input_keys) if caching else None
         self.depth = depth
@@ -727,9 +731,9 @@ class FakeEngine:
 
     def update(self) -> list[EngineCoreOutput]:
         """Process the oldest result in flight."""
-        if self.layer_seconds:
+        if self.piece_seconds:
             part = self.in_flight[0][0].encoder_slice
-            self.now += 0.01 + self.layer_seconds * (part.end - part.begin if part else 0)
+            self.now += 0.01 + self.piece_seconds * (part.end - part.begin if part else 0)
         outputs = self.scheduler.update_from_output(*self.in_flight.popleft())
         self.scheduler.check_integrity()
         for output in outputs:

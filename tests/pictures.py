@@ -23,7 +23,7 @@ SPECIAL += tuple(f"<row_{i}_col_{j}>" for i in range(1, 4) for j in range(1, 4))
 SPECIAL += ("[IMG]", "[IMG_BREAK]", "[IMG_END]", "<img>", "</img>", "<IMG_CONTEXT>", "<video>")
 SPECIAL += ("<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|video_pad|>")
 SPECIAL += ("<start_of_image>", "<image_soft_token>", "<end_of_image>")
-SPECIAL += ("<|image>", "<|image|>", "<image|>")
+SPECIAL += ("<|image>", "<|image|>", "<image|>", "<|video|>")
 VOCAB = 256 + len(SPECIAL)
 ID = {text: 256 + i for i, text in enumerate(SPECIAL)}
 
@@ -142,7 +142,7 @@ GEMMA4 = {"head_dim": 8, "global_head_dim": 16, "sliding_window": 9}
 GEMMA4 |= {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4}
 GEMMA4_IDS = {"image_token_id": ID["<|image|>"], "boi_token_id": ID["<|image>"]}
 GEMMA4_IDS |= {"eoi_token_id": ID["<image|>"], "audio_config": None}
-GEMMA4_IDS |= {"video_token_id": VOCAB, "audio_token_id": VOCAB}
+GEMMA4_IDS |= {"video_token_id": ID["<|video|>"], "audio_token_id": VOCAB}
 GEMMA4_PICTURES = {"image_processor_type": "Gemma4ImageProcessor", "patch_size": 2}
 GEMMA4_PICTURES |= {"pooling_kernel_size": 2, "max_soft_tokens": 70}
 
@@ -489,6 +489,23 @@ def make_llm(folder: Path, **options: Any) -> LLM:
     settings = {"dtype": "float32", "max_model_len": 400, "max_num_seqs": 8, "block_size": 16}
     settings |= {"max_num_batched_tokens": 512, "num_gpu_blocks_override": 200}
     return LLM(str(folder), **(settings | options))
+
+
+def assert_greedy(
+    answer: tuple[Sequence[int], Sequence[int], Sequence[Any]], logprobs: torch.Tensor
+) -> None:
+    """Check an answer against transformers.
+
+    Args:
+        answer: the tokens of the prompt, those of the output, and the logprobs of each of these.
+        logprobs: transformers' logprobs after each token of both, [tokens, vocabulary].
+    """
+    ids, tokens, rows = answer
+    expected = logprobs[len(ids) - 1 : -1, :256]  # without tokens of items
+    assert expected.argmax(-1).tolist() == list(tokens)
+    found = [row[token].logprob for row, token in zip(rows, tokens, strict=True)]
+    best = expected.max(-1).values
+    torch.testing.assert_close(torch.tensor(found), best, atol=2e-4, rtol=1e-4)
 
 
 def hf_logprobs(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +15,28 @@ from octavo import LLM, SamplingParams
 from octavo.outputs import RequestOutput
 
 
-def assert_revived(llm: LLM, prompt: Any, params: SamplingParams) -> None:
+def assert_revived(
+    llm: LLM,
+    prompt: Any,
+    params: SamplingParams,
+    of_request: Callable[[], SamplingParams] | None = None,
+) -> None:
     """Check that the engine of `llm` is replaced after a death, and that its answers stay the same.
 
     The dead engine may have sent its last token before the kill. So a further request follows,
     which only a replacement can answer.
+
+    Args:
+        llm: an engine in a process of its own.
+        prompt: any prompt.
+        params: parameters of the requests.
+        of_request: returns `params` with more for one request.
     """
     engine = llm.llm_engine
     (first,) = engine.client.pids
     found = []
     for number, kill in enumerate((False, True, False)):
-        engine.add_request(str(number), prompt, params)
+        engine.add_request(str(number), prompt, of_request() if of_request else params)
         tokens: tuple[int, ...] = ()
         while engine.has_unfinished_requests():
             for output in engine.step():

@@ -13,12 +13,14 @@ import torch
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import WhisperFeatureExtractor
+from transformers.models.gemma4.feature_extraction_gemma4 import Gemma4AudioFeatureExtractor
 from transformers.models.qwen3_asr.feature_extraction_qwen3_asr import Qwen3ASRFeatureExtractor
 
 from octavo import SamplingParams
 from tests.models.harness import make_hf
 
 SPECIAL = ("<s>", "</s>", "<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>", "[AUDIO]")
+SPECIAL += ("<|audio>", "<|audio|>", "<audio|>", "<|image|>")
 SPECIAL += ("<|audio_start|>", "<|audio_pad|>", "<|audio_end|>")
 SPECIAL += ("[BEGIN_AUDIO]", "[INST]", "[/INST]", "[TRANSCRIBE]", "<|im_start|>", "<|im_end|>")
 VOCAB = 256 + len(SPECIAL)
@@ -59,6 +61,36 @@ def _asr(mel: int, size: int, heads: int, layers: int, **text: Any) -> dict[str,
     return {"audio_config": audio, "text_config": text, "tie_word_embeddings": False, **ids}
 
 
+def _gemma4(mel: int, size: int, heads: int, layers: int, **text: Any) -> dict[str, Any]:
+    audio = {"hidden_size": size, "num_hidden_layers": layers, "num_attention_heads": heads}
+    audio |= {"subsampling_conv_channels": [mel, 6], "conv_kernel_size": 4, "output_proj_dims": 20}
+    audio |= {
+        "attention_chunk_size": 5 - layers % 2,
+        "attention_context_left": 5,
+        "attention_logit_cap": 2.0,
+    }
+    tower = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 1}
+    tower |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    tower |= {"patch_size": 2, "pooling_kernel_size": 2, "position_embedding_size": 64}
+    text = {"num_hidden_layers": 4, "num_kv_shared_layers": 2, **text}
+    types = ["sliding_attention", "full_attention"] * (text["num_hidden_layers"] // 2)
+    text |= {
+        "head_dim": 8,
+        "global_head_dim": 16,
+        "sliding_window": 9 if layers % 2 else 400,
+        "layer_types": types,
+    }
+    text |= {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB}
+    ids = {"audio_token_id": ID["<|audio|>"], "boa_token_id": ID["<|audio>"]}
+    ids |= {
+        "eoa_token_id": ID["<audio|>"],
+        "image_token_id": ID["<|image|>"],
+        "video_token_id": VOCAB,
+    }
+    text = _text(model_type="gemma4_text", **text)
+    return {"audio_config": audio, "vision_config": tower, "text_config": text, **ids}
+
+
 @dataclass(frozen=True)
 class Case:
     """A model with its placeholder."""
@@ -70,16 +102,22 @@ class Case:
     @property
     def mel(self) -> int:
         """Number of mel bands."""
-        return int(self.config["audio_config"]["num_mel_bins"])
+        audio = self.config["audio_config"]
+        return int(audio.get("num_mel_bins") or audio["subsampling_conv_channels"][0])
 
 
 def _cases() -> dict[str, Case]:
     qwen, bos = "Qwen2AudioForConditionalGeneration", "<|audio_bos|><|AUDIO|><|audio_eos|>"
     voxtral, begin = "VoxtralForConditionalGeneration", "[BEGIN_AUDIO][AUDIO]"
     asr, start = "Qwen3ASRForConditionalGeneration", "<|audio_start|><|audio_pad|><|audio_end|>"
+    gemma = "Gemma4ForConditionalGeneration"
     wide = {"hidden_size": 64, "num_key_value_heads": 1, "num_hidden_layers": 1}
     deep = {"hidden_size": 48, "num_attention_heads": 3, "num_key_value_heads": 3}
+    sharing = {"num_hidden_layers": 2, "num_kv_shared_layers": 0}
     return {
+        "gemma4": Case(gemma, _gemma4(8, 24, 3, 2), "<|audio|>"),
+        "gemma4 wide": Case(gemma, _gemma4(16, 32, 2, 1, **wide | sharing), "<|audio|>"),
+        "gemma4 deep": Case(gemma, _gemma4(128, 16, 4, 3, **deep), "<|audio|>"),
         "qwen2_audio": Case(qwen, _qwen(8, 24, 3, 2), bos),
         "qwen2_audio wide": Case(qwen, _qwen(16, 32, 2, 1, **wide), bos),
         "qwen2_audio deep": Case(qwen, _qwen(128, 16, 4, 3, **deep), bos),
@@ -99,10 +137,17 @@ def save_model(name: str, folder: Path) -> Any:
     """Save a model with its files; return transformers' model."""
     case = CASES[name]
     model = make_hf(case.architecture, **case.config)
+    if "gemma4" in name:
+        _randomize(model.model.audio_tower)
     model.save_pretrained(folder)
     kind = "Qwen3ASRFeatureExtractor" if "asr" in name else "WhisperFeatureExtractor"
     preprocessor = {"feature_extractor_type": kind, "feature_size": case.mel}
     preprocessor |= {"chunk_length": SECONDS}
+    if "gemma4" in name:
+        preprocessor = {"image_processor_type": "Gemma4ImageProcessor", "patch_size": 2}
+        extractor = Gemma4AudioFeatureExtractor(feature_size=case.mel)
+        whole = {"feature_extractor": json.loads(extractor.to_json_string())}
+        (folder / "processor_config.json").write_text(json.dumps(whole))
     (folder / "preprocessor_config.json").write_text(json.dumps(preprocessor))
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {char: i for i, char in enumerate(alphabet)} | ID
@@ -113,6 +158,23 @@ def save_model(name: str, folder: Path) -> Any:
     backend.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>"}))
     return model
+
+
+def _randomize(tower: Any) -> None:
+    """Give Gemma 4's encoder bounds, scales and norms that matter."""
+    generator = torch.Generator().manual_seed(7)
+    for name, tensor in [*tower.named_parameters(), *tower.named_buffers()]:
+        noise = torch.rand(tensor.shape, generator=generator)
+        if name.endswith(("input_max", "output_max")):
+            tensor.data.copy_(0.5 + noise)
+        elif name.endswith(("input_min", "output_min")):
+            tensor.data.copy_(-0.5 - noise)
+        elif name.endswith("per_dim_scale"):
+            tensor.data.copy_(3 * noise)
+        elif "norm" in name:
+            tensor.data.copy_(0.5 + noise)
+        elif name.endswith("relative_k_proj.weight"):
+            tensor.data.copy_(noise - 0.5)
 
 
 def sound(seconds: float, seed: int = 0) -> np.ndarray[Any, np.dtype[np.float32]]:
@@ -147,6 +209,9 @@ def hf_logprobs(
                 for one in found
             ]
             arrays[key] = torch.cat(padded)
+    elif sounds and "gemma4" in name:
+        extractor = Gemma4AudioFeatureExtractor(feature_size=case.mel)
+        arrays |= extractor(list(sounds), return_tensors="pt")
     elif sounds:
         options |= {"padding": True, "truncation": False, "pad_to_multiple_of": SECONDS * RATE}
         windows = [

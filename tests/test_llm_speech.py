@@ -1,9 +1,11 @@
 """`LLM.transcribe` with a small model."""
 
+import mmap
+
 import numpy as np
 import pytest
 
-from octavo import LLM
+from octavo import LLM, llm_speech
 from octavo.errors import RequestError
 from tests.media.sounds import chirp, wav
 from tests.speech_model import write_speech_model
@@ -48,6 +50,7 @@ def test_files_and_bytes(llm, tmp_path):
     data = wav(samples)
     (tmp_path / "a.wav").write_bytes(data)
     array = samples / np.float32(2**15)
+    assert isinstance(llm_speech._content(tmp_path / "a.wav").obj, mmap.mmap)  # no copy in memory
     results = llm.transcribe([str(tmp_path / "a.wav"), tmp_path / "a.wav", data, array])
     assert results == results[:1] * 4
     assert results[0].language in ("en", "de")

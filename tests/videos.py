@@ -82,6 +82,19 @@ class VideoCase:
     join: Any
     token: str
     """Token that rows replace."""
+    num_frames: int = 5
+
+
+def _gemma4(items: Sequence[Item]) -> dict[str, Any]:
+    return {
+        "pixel_values_videos": torch.stack(
+            [_array(part, "pixel_values") for item in items for part in item.parts]
+        ),
+        "video_position_ids": torch.stack(
+            [_array(part, "image_position_ids") for item in items for part in item.parts]
+        ),
+        "num_frames_per_video": torch.tensor([len(item.parts) for item in items]),
+    }
 
 
 QWEN_TEXT = "<|vision_start|><|video_pad|><|vision_end|>"
@@ -93,6 +106,8 @@ VIDEO_CASES = {
     "qwen2_5_vl": VideoCase(QWEN_TEXT, lambda items: _qwen(items, SECONDS), "<|video_pad|>"),
     "qwen3_vl": VideoCase(QWEN_TEXT, lambda items: _qwen(items, None), "<|video_pad|>"),
     "qwen3_5": VideoCase(QWEN_TEXT, lambda items: _qwen(items, None), "<|video_pad|>"),
+    "gemma4": VideoCase("<|video|>", _gemma4, "<|video|>", num_frames=3),
+    "gemma4_e": VideoCase("<|video|>", _gemma4, "<|video|>", num_frames=3),
     "smolvlm": VideoCase(
         "<video>", lambda items: {"pixel_values": _arrays(items, "pixel_values")[None]}, "<image>"
     ),
@@ -118,7 +133,7 @@ def hf_video_logprobs(
     items = [reader.read(video, {}, 0) for video in videos]
     arrays = case.join(items)
     tokens = torch.tensor([list(ids)])
-    if "video_grid_thw" in arrays:
+    if "video_grid_thw" in arrays or "video_position_ids" in arrays:
         arrays["mm_token_type_ids"] = 2 * (tokens == ID[case.token]).int()
     with torch.inference_mode():
         logits = model(input_ids=tokens, **arrays).logits[0]

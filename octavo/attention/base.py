@@ -42,7 +42,9 @@ class AttentionMetadata:
         query_start_loc: int32 [R + 1].
         seq_lens: int32 [R], each request's context including this step's tokens: its i-th token of
             the step has position seq_len - query_len + i. If attention is not causal, the i-th
-            token has position i, and tokens see the first seq_len positions only.
+            token has position i, and tokens see the first seq_len positions only. A step may then
+            have any tokens of a request if their positions do not matter: without a window and
+            biases.
         block_table: int32 [R, at least the blocks of max_seq_len]; entries before a sliding window
             and beyond seq_len are not read.
         slot_mapping: int64 [T], slot of each token's key and value: block * block_size + offset;
@@ -172,7 +174,8 @@ class AttentionParams:
             D + j - p, and beyond the distances -D and D in the first and the last column. None: no
             bias (T5, arXiv:1910.10683, section 2.1; MPNet).
         products: products of the step that are added to q.k (DeBERTa, arXiv:2006.03654, section
-            3.1); only if attention is not causal, since the step then has all keys. None: none.
+            3.1); those of keys only if attention is not causal, since the step then has all keys.
+            None: none.
         sees_ranges: True if tokens see their ranges; only if attention is causal.
     """
 
@@ -189,7 +192,7 @@ class AttentionParams:
 
     def __post_init__(self) -> None:
         assert self.causal or self.chunk_size is None
-        assert not self.causal or self.products is None
+        assert not self.causal or self.products is None or self.products.keys is None
         assert self.causal or not self.sees_ranges
 
 

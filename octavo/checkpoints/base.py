@@ -51,6 +51,7 @@ class Source:
         "padded",
         "taps",
         "flat_rows",
+        "softplus",
     ] = "none"
     """Change of the stored tensor before a part is selected. transpose: from [inputs, outputs] to
     [outputs, inputs] (Conv1D); GGUF files store the result. swap: exchange rows and columns, also
@@ -61,7 +62,8 @@ class Source:
     equal parts of the heads (CodeGen). halves: exchange the halves of the rows (GTE). skip_rows:
     drop the first rows (OPT's positions). padded: append as many zeros (DeBERTa V1). taps: from
     [outputs, inputs, taps] to [outputs, taps * inputs] (DeBERTa V2). flat_rows: from [outputs, ...]
-    to [outputs, all others] (patches of pictures)."""
+    to [outputs, all others] (patches of pictures). softplus: log(1 + exp(x)) of each number x
+    (Gemma 4's sounds)."""
     groups: int = 1
     """by_group: number of heads of keys and values. by_shard: number of parts."""
     group_queries: int = 1

@@ -29,6 +29,7 @@ from octavo.kv_connector.inbox import TransferInbox
 from octavo.kv_connector.registry import get_connector
 from octavo.models.hub import resolve_folders
 from octavo.models.open_model import find_merged, open_model
+from octavo.models.registry import unused_generation_settings
 from octavo.models.spec import ModelSpec
 from octavo.models.weight_cache import read_ahead
 from octavo.observability.profiler import Profiler
@@ -122,6 +123,12 @@ def make_engine_core(
     setup = replace(setup, expert_memory=expert_memory, machine=machine)
     config, budget = setup.config, setup.max_num_batched_tokens
     checkpoint = open_model(config, model_path, setup.dtype)
+    if spec.is_encoder_decoder and (unused := unused_generation_settings(checkpoint)):
+        logger.info(
+            "requests set how to search and how long answers are; not applied: %s of the model's "
+            "files",
+            ", ".join(unused),
+        )
     for stage in setup.stages:
         read_ahead(config, stage.part, checkpoint, setup.dtype)  # while the memory is planned
     make_executor = make_executor or get_executor_class(config)
@@ -185,7 +192,7 @@ def make_engine_core(
             message_ends=spec.eos_token_ids,
             lora=config.lora if config.lora.enable_lora else None,
             encoder_cache_size=setup.encoder_cache_size,
-            encoder_layers=None if estimate is None else setup.encoder_layers,
+            encoder_pieces=None if estimate is None else setup.encoder_pieces,
         )
         grammars = StructuredOutputManager(
             partial(_start_grammar_helper, config, spec, model_path),

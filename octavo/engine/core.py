@@ -53,6 +53,7 @@ UTILITIES = frozenset(
         "block_map",
         "expert_counts",
         "reset_encoder_cache",
+        "reset_mm_cache",
         "reset_prefix_cache",
         "is_sleeping",
         "sleep",
@@ -451,6 +452,9 @@ class EngineCore:
     def reset_encoder_cache(self) -> bool:
         """Forget the results of encoders; see `Scheduler.reset_encoder_cache`."""
         return self.scheduler.reset_encoder_cache()
+
+    def reset_mm_cache(self) -> None:
+        """Do nothing: the process of a core, not the core, keeps items; see `KeptItems`."""
 
     def trim_memory(self) -> None:
         """Return freed memory to the system."""

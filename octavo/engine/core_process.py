@@ -47,7 +47,7 @@ from octavo.engine.core_messages import (
     CoreReady,
 )
 from octavo.engine.head import ENGINE_IN, ENGINE_OUT, HELLO, connect
-from octavo.engine.kept_items import KeptItems, RequestWithItems
+from octavo.engine.kept_items import RESET_ITEMS, KeptItems, RequestWithItems
 from octavo.engine.record import StepRecorder
 from octavo.engine.step_reporter import StepReporter
 from octavo.errors import EngineDeadError, EngineStoppedError, OctavoError
@@ -268,6 +268,8 @@ def _receive_inputs(setup: CoreProcessSetup, inputs: queue.SimpleQueue[object]) 
             if number and int.from_bytes(number[0], "little") != count:
                 raise EngineDeadError("requests were lost when the connection to the head broke")
             message = decoders[kind].decode(payload)
+            if kind == UTILITY and message.method == RESET_ITEMS:
+                kept.clear()
             inputs.put(kept.complete(message) if kind == ITEMS else message)
     except Exception as error:
         inputs.put(error)  # the busy loop raises it: the core cannot work without inputs

@@ -13,6 +13,8 @@ import msgspec
 from octavo.errors import EngineDeadError
 from octavo.messages import EngineCoreRequest, MultiModalFeatureSpec, TensorData
 
+RESET_ITEMS = "reset_mm_cache"
+"""Method of the core whose calls clear both records."""
 # Bytes of an item besides its arrays.
 _ENTRY = 1024
 
@@ -77,6 +79,11 @@ class ItemRecord:
                 self._sizes[item.identifier] = _nbytes(item)
                 self.nbytes += _nbytes(item)
 
+    def clear(self) -> None:
+        """Forget all items; the process must do the same before the next request."""
+        self._sizes.clear()
+        self.nbytes = 0
+
 
 class KeptItems:
     """The items that an engine process keeps."""
@@ -104,6 +111,10 @@ class KeptItems:
         for identifier in message.forget:
             del self._data[identifier]
         return msgspec.structs.replace(message.request, mm_features=items)
+
+    def clear(self) -> None:
+        """Forget all items."""
+        self._data.clear()
 
 
 def _nbytes(item: MultiModalFeatureSpec) -> int:

@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from octavo.messages import EngineCoreOutput, EngineCoreRequest, FinishReason
+from octavo.messages import EngineCoreOutput, EngineCoreRequest, FinishReason, TensorData
 
 OwnerT = TypeVar("OwnerT")
 
@@ -26,6 +26,8 @@ class _Entry(Generic[OwnerT]):
     tokens: dict[int, array[int]] = field(default_factory=dict)
     """Tokens of the live answers, by index."""
     num_prompt_logprobs: int = 0
+    items: list[str] = field(default_factory=list)
+    """Identifiers of its items, whose arrays are not in `data`."""
 
 
 class LiveRequests(Generic[OwnerT]):
@@ -39,6 +41,9 @@ class LiveRequests(Generic[OwnerT]):
         """Entries by the request's id, in order of arrival."""
         self._answers: dict[str, tuple[_Entry[OwnerT], int]] = {}
         """Entry and index by the id of each live answer."""
+        self._items: dict[str, tuple[dict[str, TensorData], int]] = {}
+        """Arrays of each item of live requests, by identifier, and the number of its uses. Equal
+        pictures of many requests take the memory of one."""
 
     def __len__(self) -> int:
         """Return the number of live requests; the n answers of a request count once."""
@@ -52,7 +57,11 @@ class LiveRequests(Generic[OwnerT]):
             data: the request as msgpack.
             owner: owner of the request.
         """
-        entry = self._entries[request.request_id] = _Entry(request.request_id, data, owner)
+        items = [item.identifier for item in request.mm_features]
+        if items:
+            data = self._share_items(request)
+        entry = _Entry(request.request_id, data, owner, items=items)
+        self._entries[request.request_id] = entry
         entry.num_prompt_logprobs = request.num_prompt_logprobs
         tokens = request.answers or {0: request.output_token_ids}
         for index, answer in zip(request.indices, request.child_ids, strict=True):
@@ -89,7 +98,21 @@ class LiveRequests(Generic[OwnerT]):
 
     def unfinished(self) -> list[EngineCoreRequest]:
         """Return the live requests, see `OutputProcessor.unfinished`."""
-        return [_as_request(entry) for entry in self._entries.values()]
+        return [self._as_request(entry) for entry in self._entries.values()]
+
+    def _share_items(self, request: EngineCoreRequest) -> bytes:
+        """Record a use of each item of a request; return the request without their arrays."""
+        for item in request.mm_features:
+            data, uses = self._items.get(item.identifier, (item.data, 0))
+            self._items[item.identifier] = data, uses + 1
+        items = [msgspec.structs.replace(item, data={}) for item in request.mm_features]
+        return msgspec.msgpack.encode(msgspec.structs.replace(request, mm_features=items))
+
+    def _release_items(self, identifiers: list[str]) -> None:
+        for identifier in identifiers:
+            data, uses = self._items.pop(identifier)
+            if uses > 1:
+                self._items[identifier] = data, uses - 1
 
     def _end(self, entry: _Entry[OwnerT], indices: list[int]) -> None:
         for index in indices:
@@ -97,14 +120,18 @@ class LiveRequests(Generic[OwnerT]):
             del self._answers[entry.answers.pop(index)]
         if not entry.tokens:
             del self._entries[entry.request_id]
+            self._release_items(entry.items)
 
-
-def _as_request(entry: _Entry[OwnerT]) -> EngineCoreRequest:
-    request = msgspec.msgpack.decode(entry.data, type=EngineCoreRequest)
-    tokens = {index: ids.tolist() for index, ids in entry.tokens.items()}
-    request.num_prompt_logprobs = entry.num_prompt_logprobs
-    if request.n == 1:
-        request.output_token_ids = tokens[0]
-    else:
-        request.answers = tokens
-    return request
+    def _as_request(self, entry: _Entry[OwnerT]) -> EngineCoreRequest:
+        request = msgspec.msgpack.decode(entry.data, type=EngineCoreRequest)
+        tokens = {index: ids.tolist() for index, ids in entry.tokens.items()}
+        request.num_prompt_logprobs = entry.num_prompt_logprobs
+        request.mm_features = [
+            msgspec.structs.replace(item, data=self._items[item.identifier][0])
+            for item in request.mm_features
+        ]
+        if request.n == 1:
+            request.output_token_ids = tokens[0]
+        else:
+            request.answers = tokens
+        return request

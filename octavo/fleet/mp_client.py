@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import msgspec
 
 from octavo.engine import core_messages
-from octavo.engine.kept_items import ItemRecord
+from octavo.engine.kept_items import RESET_ITEMS, ItemRecord
 from octavo.errors import EngineDeadError, EngineStoppedError, make_error
 from octavo.messages import EngineCoreOutputs, EngineCoreRequest, UtilityCall, UtilityResult
 
@@ -177,6 +177,8 @@ class AsyncMPClient:
 
     async def call_utility(self, method: str, *args: Any) -> Any:
         """Implement `EngineClient`."""
+        if method == RESET_ITEMS:
+            self._items.clear()
         call_id = next(self._call_ids)
         future = self._calls[call_id] = asyncio.get_running_loop().create_future()
         await self._send(core_messages.UTILITY, UtilityCall(call_id, method, list(args)))

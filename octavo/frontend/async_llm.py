@@ -631,9 +631,11 @@ class AsyncLLM(AsyncPooling):
         return bool(await self._client.call_utility("reset_encoder_cache"))
 
     async def reset_mm_cache(self) -> None:
-        """Forget the media that this front end keeps; see `LLM.reset_mm_cache`."""
+        """Forget the media that this front end and the engines keep; see `LLM.reset_mm_cache`."""
+        self._attach()
         if self._media is not None:
             self._media.cache.clear()
+        await self._client.call_utility("reset_mm_cache")
 
     async def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
         """Stop computing until `wake_up`, and return memory to the system.

@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -64,6 +64,7 @@ class ChatMedia:
             modality: reader.open_files() for modality, reader in media.readers.items()
         }
         self._slots, self._slots_of_hosts = FairSlots(_MOST_FILES), FairSlots(_MOST_OF_HOSTS)
+        self._keeping: set[asyncio.Task[None]] = set()
         # Also without a call.
         self.close = weakref.finalize(self, _close, list(self._files.values()))
         """Function that ends the helper processes. A second call is harmless."""
@@ -155,7 +156,12 @@ class ChatMedia:
                 found: Item | None = cache.get(key)
                 if found is None:
                     reading = self._files[item.modality].read(file, item.name, own)
-                    found = await asyncio.wrap_future(reading)
+                    try:
+                        found = await asyncio.wrap_future(reading)
+                    except asyncio.CancelledError:
+                        if not reading.cancel():
+                            self._keep(places.pop_all(), reading)
+                        raise
                     cache.put(key, found, found.nbytes, share)
                 return found
         except RequestError as error:
@@ -165,6 +171,22 @@ class ChatMedia:
                     error.message = f"{item.name}: {error.message}"
                     error.args = (error.message,)
             raise
+
+    def _keep(self, places: AsyncExitStack, reading: Future[Item]) -> None:
+        """Keep the places of a file whose client has gone until its helper process is free.
+
+        A process cannot give up a file that it has begun.
+        """
+
+        async def wait() -> None:
+            async with places:
+                await asyncio.wait({finished})
+            finished.exception()  # nobody waits for it
+
+        finished = asyncio.wrap_future(reading)
+        task = asyncio.create_task(wait())
+        self._keeping.add(task)
+        task.add_done_callback(self._keeping.discard)
 
     def read_prompt_now(
         self,

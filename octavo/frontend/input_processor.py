@@ -264,7 +264,7 @@ def open_media(
     if (encoder := spec.encoder("video")) is not None and settings.limit("video"):
         readers.append(Videos.of_model(checkpoint, settings, encoder, tokenizer))
     if (encoder := spec.encoder("audio")) is not None:
-        readers.append(Sounds.of_model(checkpoint, settings, encoder))
+        readers.append(Sounds.of_model(checkpoint, settings, encoder, max_model_len))
     found = [reader for reader in readers if reader is not None]
     if not found:
         return None

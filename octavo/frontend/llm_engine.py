@@ -386,6 +386,7 @@ class LLMEngine:
     def reset_mm_cache(self) -> None:
         """Forget the kept media; see `LLM.reset_mm_cache`."""
         self.input_processor.reset_mm_cache()
+        complete(self.client.call_utility("reset_mm_cache"))
 
     def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
         """Stop computing until `wake_up`, and return memory to the system.

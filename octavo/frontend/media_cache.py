@@ -1,8 +1,8 @@
-"""Cache of processed media: a file that comes again is not decoded and processed again, and media
-with a `uuid` need not be sent again.
+"""Cache of processed media, which finds them by their files or their `uuid`.
 
-vLLM's cache of processed media has the same size setting. A key finds an item only in the scope
-of the prefix cache in which the item was sent: no client finds the media of another API key,
+A file that comes again is not decoded and processed again, and media with a `uuid` need not be sent
+again. vLLM's cache of processed media has the same size setting. A key finds an item only in the
+scope of the prefix cache in which the item was sent: no client finds the media of another API key,
 changes them, or sees by the time of an answer that they were sent. It finds the encoder's input,
 whose digest is still the identity of the item.
 """

@@ -272,7 +272,8 @@ class PromptMedia:
             raise RequestError(
                 f"{name} {index + 1}: no {name} with the uuid {key.name!r} is kept here for this "
                 f"client and these mm_processor_kwargs; send the {name} together with the uuid. "
-                "Each front end (--api-server-count) keeps its own, and gives up old ones "
+                "Each server, and each of its front ends (--api-server-count), keeps its own, and "
+                "gives up old ones "
                 "(--mm-processor-cache-gb).",
                 DATA,
                 UNKNOWN_UUID,

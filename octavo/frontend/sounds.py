@@ -14,7 +14,7 @@ from octavo.checkpoints.base import Checkpoint
 from octavo.config import ModelConfig
 from octavo.errors import RequestError
 from octavo.frontend.prompt_media import MediaReader
-from octavo.media.audio import MAX_SECONDS, AudioReader
+from octavo.media.audio import AudioReader
 from octavo.models.encoder import EncoderSpec
 from octavo.multimodal.items import Item
 from octavo.multimodal.processors.sounds import SoundProcessor, read_sound_processor
@@ -46,9 +46,19 @@ class Sounds(MediaReader[SoundProcessor]):
 
     @classmethod
     def of_model(
-        cls, checkpoint: Checkpoint, settings: ModelConfig, encoder: EncoderSpec
+        cls,
+        checkpoint: Checkpoint,
+        settings: ModelConfig,
+        encoder: EncoderSpec,
+        max_model_len: int,
     ) -> Sounds | None:
         """Return the reader of a model's sounds; None: there is no processor for them here.
+
+        Args:
+            checkpoint: folder of the model.
+            settings: settings of the model.
+            encoder: the encoder of its sounds.
+            max_model_len: most tokens of a prompt and its answer, which bound a sound.
 
         Raises:
             ModelError: a file of the model is missing or wrong.
@@ -56,6 +66,7 @@ class Sounds(MediaReader[SoundProcessor]):
         processor = read_sound_processor(checkpoint)
         if processor is None:
             return None
+        processor.max_rows = max_model_len
         return cls(processor, encoder, settings.limit("audio"))
 
     def open_files(self) -> SoundReader:
@@ -85,11 +96,7 @@ class Sounds(MediaReader[SoundProcessor]):
                 f"its sampling rate is {rate!r}; give a whole number from {_MIN_RATE} to "
                 f"{_MAX_RATE}."
             )
-        if len(samples) > MAX_SECONDS * rate:
-            raise RequestError(
-                f"it has {len(samples) / rate:.0f} s, more than the limit of {MAX_SECONDS} s; "
-                "send parts of it."
-            )
+        processor.check_length(len(samples) / rate)
         samples = samples.astype(np.float32)
         if not np.isfinite(samples).all():
             raise RequestError("it has samples that are not finite numbers.")

@@ -179,6 +179,14 @@ class KVConnectorScheduler(ABC):
         """Note that all steps in flight have failed: their saves are invalid."""
         return
 
+    def forget_items(self, request: Request) -> None:
+        """Forget what a request may have saved from its first item on: it may contain NaN.
+
+        Args:
+            request: a request with an item whose encoder failed; it may have ended.
+        """
+        return
+
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         """Process the transfers that all workers have finished."""
         return

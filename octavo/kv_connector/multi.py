@@ -166,6 +166,11 @@ class MultiScheduler(KVConnectorScheduler):
         for half in self._halves:
             half.steps_failed()
 
+    def forget_items(self, request: Request) -> None:
+        """Implement `KVConnectorScheduler`."""
+        for half in self._halves:
+            half.forget_items(request)
+
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         """Implement `KVConnectorScheduler`."""
         for half in self._halves:

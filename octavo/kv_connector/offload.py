@@ -35,7 +35,7 @@ from octavo.kv_connector.copy_file import CopyFile, read_records
 from octavo.kv_connector.layout import KVLayout
 from octavo.kv_connector.pages import BlockCopy, Bytes, KVCaches, LayerSaves
 from octavo.kv_connector.results import LoadResults, OnceLogger
-from octavo.kv_connector.tracking import BlockTracker, find_match, keys_to_load
+from octavo.kv_connector.tracking import BlockTracker, find_match, item_keys, keys_to_load
 from octavo.messages import KVConnectorOutput, SchedulerOutput
 from octavo.request import Request
 
@@ -125,6 +125,8 @@ class OffloadingMetadata(KVConnectorMetadata, array_like=True):
     """Number of times that steps have failed."""
     saves: list[Save] = msgspec.field(default_factory=list)
     loads: dict[str, list[Load]] = msgspec.field(default_factory=dict)
+    emptied: list[int] = msgspec.field(default_factory=list)
+    """Slots of the file whose copies must not be found again, before the step's saves."""
 
 
 class OffloadingScheduler(KVConnectorScheduler):
@@ -155,7 +157,9 @@ class OffloadingScheduler(KVConnectorScheduler):
         self._states: list[SavedState] = []
         """States to save in the next step."""
         self._dropped: set[Key] = set()
-        """Keys of saves in flight that are not wanted any more."""
+        """Keys of pinned copies that are to be forgotten."""
+        self._emptied: list[int] = []
+        """Slots of the file for the next metadata."""
 
     def _restore(self, file: CopyCache, path: Path) -> None:
         """Add the blocks in the file of rank 0; loading detects if another rank lacks one."""
@@ -169,7 +173,7 @@ class OffloadingScheduler(KVConnectorScheduler):
 
     def _has(self, key: Key) -> bool:
         """Return True if a block can be loaded."""
-        if key in self._unsure:
+        if key in self._unsure or key in self._dropped:
             return False
         return key in self._memory or (self._file is not None and key in self._file)
 
@@ -213,11 +217,13 @@ class OffloadingScheduler(KVConnectorScheduler):
         """Implement `KVConnectorScheduler`."""
         for block_hash in dropped:
             for key in self.layout.state_keys(block_hash):
-                if key in self._unsure:
-                    self._dropped.add(key)
-                else:
-                    self._forget(key)
+                self._forget(key)
         self._states += saved
+
+    def forget_items(self, request: Request) -> None:
+        """Implement `KVConnectorScheduler`."""
+        for key in item_keys(self.layout, request):
+            self._forget(key)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> OffloadingMetadata | None:
         """Implement `KVConnectorScheduler`."""
@@ -240,7 +246,10 @@ class OffloadingScheduler(KVConnectorScheduler):
             self._saving.append(saves)
             self._unsure.update((save.group_id, save.block_hash) for save in saves)
         loads, self._new_loads = self._new_loads, {}
-        return OffloadingMetadata(self._epoch, saves, loads) if saves or loads else None
+        emptied, self._emptied = self._emptied, []
+        if not (saves or loads or emptied):
+            return None
+        return OffloadingMetadata(self._epoch, saves, loads, emptied)
 
     def _saves_all(self, request: Request) -> bool:
         """Return True if a request's blocks and state from the prefix cache are saved, too."""
@@ -283,13 +292,7 @@ class OffloadingScheduler(KVConnectorScheduler):
     def _settle(self, save: Save) -> None:
         key = save.group_id, save.block_hash
         self._unsure.remove(key)
-        self._memory.unpin(key)
-        if save.file_slot != _NO_SLOT:
-            assert self._file is not None
-            self._file.unpin(key)
-        if key in self._dropped:
-            self._dropped.remove(key)
-            self._forget(key)
+        self._unpin(key, in_file=save.file_slot != _NO_SLOT)
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         """Implement `KVConnectorScheduler`: unpin loaded blocks, and forget damaged ones."""
@@ -298,18 +301,33 @@ class OffloadingScheduler(KVConnectorScheduler):
             loads = self._loads.pop(req_id)
             for load in loads:
                 key = load.group_id, load.block_hash
-                if load.slot != _NO_SLOT:
-                    self._memory.unpin(key)
-                if load.file_slot != _NO_SLOT:
-                    assert self._file is not None
-                    self._file.unpin(key)
+                self._unpin(
+                    key, in_memory=load.slot != _NO_SLOT, in_file=load.file_slot != _NO_SLOT
+                )
                 if load.block_id in damaged:
                     self._forget(key)
 
+    def _unpin(self, key: Key, *, in_memory: bool = True, in_file: bool = False) -> None:
+        """Undo one `pin` of the copies of a block."""
+        if in_memory:
+            self._memory.unpin(key)
+        if in_file:
+            assert self._file is not None
+            self._file.unpin(key)
+        if key in self._dropped:
+            self._forget(key)
+
     def _forget(self, key: Key) -> None:
-        for cache in (self._memory, self._file):
-            if cache is not None and key in cache and not cache.pinned(key):
-                cache.remove(key)
+        """Forget the copies of a block, as soon as nothing writes or reads them."""
+        caches = [it for it in (self._memory, self._file) if it is not None and key in it]
+        if any(cache.pinned(key) for cache in caches):
+            self._dropped.add(key)
+            return
+        self._dropped.discard(key)
+        for cache in caches:
+            if cache is self._file:
+                self._emptied.append(cache.slot(key))
+            cache.remove(key)
 
     def reset_cache(self) -> bool:
         """Implement `KVConnectorScheduler`; blocks that are being copied stay."""
@@ -395,6 +413,8 @@ class OffloadingWorker(KVConnectorWorker):
         """Implement `KVConnectorWorker`."""
         assert isinstance(metadata, OffloadingMetadata)
         self._metadata, self._saving = metadata, None
+        for file_slot in metadata.emptied:
+            self._spiller.submit(self._empty, file_slot)  # after all earlier writes
         for req_id, loads in metadata.loads.items():
             blocks = {load.block_id for load in loads}
             self._loader.submit(self._loaded.run, req_id, blocks, partial(self._copy, loads))
@@ -439,6 +459,13 @@ class OffloadingWorker(KVConnectorWorker):
             self._file.write(save.file_slot, copy, save.number, save.group_id, save.block_hash)
         except OSError as error:
             self._once.warning(f"KV blocks cannot be written ({error.strerror or error})")
+
+    def _empty(self, file_slot: int) -> None:
+        assert self._file is not None
+        try:
+            self._file.remove(file_slot)
+        except OSError as error:
+            self._once.warning(f"KV blocks cannot be removed ({error.strerror or error})")
 
     def _copy(self, loads: list[Load]) -> set[int]:
         """Copy blocks; return those that are damaged."""

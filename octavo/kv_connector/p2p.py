@@ -251,7 +251,7 @@ class P2PScheduler(OffloadingScheduler):
         return found
 
     def _place(self, key: Key) -> int:
-        known = key in self._memory and key not in self._unsure
+        known = key in self._memory and not (key in self._unsure or key in self._dropped)
         return self._memory.slot(key) if known else _NO_SLOT
 
     def _last_state(self, hashes: Sequence[bytes]) -> tuple[int, list[Key]]:
@@ -265,7 +265,7 @@ class P2PScheduler(OffloadingScheduler):
     def _release(self, request_id: str) -> None:
         kept = self._kept.pop(request_id, None)
         for key in kept.keys if kept is not None else ():
-            self._memory.unpin(key)
+            self._unpin(key)
 
     def _expire(self) -> None:
         """Release blocks that were not fetched in time."""
@@ -338,7 +338,7 @@ class P2PScheduler(OffloadingScheduler):
             return None
         found = found or OffloadingMetadata(self._epoch)
         told = [(fetch.request_id, fetch.peers) for fetch in fetched]
-        return P2PMetadata(found.epoch, found.saves, found.loads, fetches, told)
+        return P2PMetadata(found.epoch, found.saves, found.loads, found.emptied, fetches, told)
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         """Implement `KVConnectorScheduler`: release the blocks that peers have fetched."""

@@ -154,8 +154,14 @@ class SharedFolder:
             raise
         return SharedCopy(fd, header.part)
 
+    def forget(self, group_id: int, block_hash: bytes) -> None:
+        """Remove all files of a block."""
+        for division in self._divisions():
+            for rank in range(int(division.partition(".")[0])):
+                self.remove(division, rank, group_id, block_hash)
+
     def remove(self, division: str, rank: int, group_id: int, block_hash: bytes) -> None:
-        """Remove a damaged file, so that it is written again."""
+        """Remove a file with wrong contents, so that it is written again."""
         with contextlib.suppress(OSError):
             self._file(division, rank, group_id, block_hash).unlink()
 

@@ -10,7 +10,7 @@ import logging
 import queue
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -29,11 +29,18 @@ from octavo.kv_connector.base import (
     accept_states,
     transfer_config_of,
 )
+from octavo.kv_connector.copy_cache import Key
 from octavo.kv_connector.layout import KVLayout, KVPart
 from octavo.kv_connector.pages import BlockCopy, LayerSaves
 from octavo.kv_connector.results import LoadResults, OnceLogger
 from octavo.kv_connector.shared_folder import SharedFolder
-from octavo.kv_connector.tracking import BlockTracker, FullBlock, find_match, keys_to_load
+from octavo.kv_connector.tracking import (
+    BlockTracker,
+    FullBlock,
+    find_match,
+    item_keys,
+    keys_to_load,
+)
 from octavo.messages import SchedulerOutput
 from octavo.request import Request
 
@@ -104,6 +111,8 @@ class SharedStorageMetadata(KVConnectorMetadata, array_like=True):
     """Number of times that steps have failed."""
     saves: list[Block] = msgspec.field(default_factory=list)
     loads: dict[str, list[Block]] = msgspec.field(default_factory=dict)
+    forgotten: list[Key] = msgspec.field(default_factory=list)
+    """Blocks whose files must be removed, also if earlier steps have saved them."""
 
 
 class SharedStorageScheduler(KVConnectorScheduler):
@@ -121,6 +130,8 @@ class SharedStorageScheduler(KVConnectorScheduler):
         """Loads for the next metadata."""
         self._states: list[SavedState] = []
         """States to save in the next step."""
+        self._forgotten: list[Key] = []
+        """Blocks for the next metadata."""
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -174,7 +185,10 @@ class SharedStorageScheduler(KVConnectorScheduler):
             if self.transfer_config.saves and not self._has((group_id, block_hash))
         ]
         loads, self._new_loads = self._new_loads, {}
-        return SharedStorageMetadata(self._epoch, saves, loads) if saves or loads else None
+        forgotten, self._forgotten = self._forgotten, []
+        if not (saves or loads or forgotten):
+            return None
+        return SharedStorageMetadata(self._epoch, saves, loads, forgotten)
 
     def _is_wanted(self, block: FullBlock) -> bool:
         if not self.transfer_config.saves or block.request.cache_scope is not None:
@@ -184,6 +198,12 @@ class SharedStorageScheduler(KVConnectorScheduler):
     def steps_failed(self) -> None:
         """Implement `KVConnectorScheduler`."""
         self._epoch += 1
+
+    def forget_items(self, request: Request) -> None:
+        """Implement `KVConnectorScheduler`: remove the files; workers may be writing others."""
+        for key in item_keys(self.layout, request):
+            self._folder.forget(*key)
+            self._forgotten.append(key)
 
     def reset_cache(self) -> bool:
         """Implement `KVConnectorScheduler`; other engines use the folder, too."""
@@ -220,6 +240,8 @@ class SharedStorageWorker(KVConnectorWorker):
         """Blocks that the step saves, and their slots."""
         self._left: list[Block] = []
         """Blocks of the step that have no slot yet."""
+        self._writes: dict[int, tuple[Key, Future[None]]] = {}
+        """The last block of each slot, and its write."""
         self._failed_epoch = -1
         self._once = OnceLogger()
         self._loader = ThreadPoolExecutor(1, "octavo-kv-loads")
@@ -236,6 +258,8 @@ class SharedStorageWorker(KVConnectorWorker):
         assert isinstance(metadata, SharedStorageMetadata)
         self._metadata, self._saving, self._begun = metadata, None, []
         self._left = [] if metadata.epoch <= self._failed_epoch else metadata.saves
+        if metadata.forgotten:
+            self._forget(metadata.forgotten)
         for req_id, blocks in metadata.loads.items():
             block_ids = {block.block_id for block in blocks}
             self._loader.submit(self._loaded.run, req_id, block_ids, partial(self._copy, blocks))
@@ -290,7 +314,18 @@ class SharedStorageWorker(KVConnectorWorker):
 
     def _write_soon(self, blocks: list[tuple[Block, int]]) -> None:
         for block, slot in blocks:
-            self._writers.submit(self._write, block, slot)
+            key = block.group_id, block.block_hash
+            self._writes[slot] = key, self._writers.submit(self._write, block, slot)
+
+    def _forget(self, keys: Sequence[Key]) -> None:
+        """Remove the blocks that are being written, once their files are there."""
+        wanted = set(keys)
+        for key, write in self._writes.values():
+            if key in wanted:
+                write.add_done_callback(partial(self._remove, key))
+
+    def _remove(self, key: Key, write: Future[None]) -> None:
+        self._folder.remove(self._folder.division, self.layout.rank, *key)
 
     def _write(self, block: Block, slot: int) -> None:
         copy = self._memory.data[slot * self._size : (slot + 1) * self._size]

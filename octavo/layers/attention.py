@@ -9,7 +9,7 @@ from octavo.kernels.base import Ops
 from octavo.kernels.routing import Gate
 from octavo.layers.disentangled import Disentangled
 from octavo.layers.linear import Linear
-from octavo.layers.norm import HeadNorms, RMSNorm
+from octavo.layers.norm import HeadFactors, HeadNorms, RMSNorm
 from octavo.layers.shared import Columns
 from octavo.layers.step import StepContext
 from octavo.system.tensor import Tensor
@@ -41,7 +41,7 @@ class Attention:
     """Layout of a head's pairs: see `Ops.rotary_embedding`."""
     rotated_parts: int = 0
     """Number of parts of a head that `StepContext.rotary` turns separately; 0: none."""
-    q_norm: RMSNorm | HeadNorms | None = None
+    q_norm: RMSNorm | HeadNorms | HeadFactors | None = None
     """Norm of each head of the queries, or of all of them together."""
     k_norm: RMSNorm | HeadNorms | None = None
     v_norm: RMSNorm | None = None
@@ -80,6 +80,28 @@ class Attention:
         """Map [T, hidden_size] to [T, hidden_size]; store this step's keys and values."""
         tokens, backend = x.shape[0], step.backend
         kv_cache, metadata = step.caches[self.cache], step.metadata[self.cache]
+        query, gate, params = self.store(x, step)
+        if self.columns is None:
+            out = self.ops.empty(tokens, self.num_heads, self.value_size, like=x)
+            whole = out.view(tokens, -1)
+        else:
+            whole, own = self.columns.empty(tokens, x.dtype)
+            out = own.view(tokens, self.num_heads, self.value_size)
+        backend.forward(query, kv_cache, metadata, out, params)
+        if gate is not None:
+            self.ops.multiply(out, gate, self.gate_activation, out)
+        if self.columns is not None:
+            self.columns.join()
+        return self.o_proj(whole if self.out_norm is None else self.out_norm(whole))
+
+    def store(self, x: Tensor, step: StepContext) -> tuple[Tensor, Tensor | None, AttentionParams]:
+        """Store the keys and values of x [T, hidden_size].
+
+        Returns:
+            The queries [T, num_heads, head_size], the gates [T, num_heads, gate_size], and the
+            parameters of the attention.
+        """
+        kv_cache, metadata = step.caches[self.cache], step.metadata[self.cache]
         query, key, value, gate = self._project(x)
         rotary = None
         if self.cos_sin_cache is not None:
@@ -104,24 +126,13 @@ class Attention:
             if rotary is not None:
                 rotary(key)
         else:
-            backend.write_kv(key, value, kv_cache, metadata.slot_mapping, rotary)
+            step.backend.write_kv(key, value, kv_cache, metadata.slot_mapping, rotary)
             if step.progress is not None:
                 step.progress.reach(self.cache + 1)
         if self.query_factors is not None:
             factors = self.ops.embedding(self.query_factors, step.positions)
             self.ops.multiply(query, factors, out=query)
-        if self.columns is None:
-            out = self.ops.empty(tokens, self.num_heads, self.value_size, like=x)
-            whole = out.view(tokens, -1)
-        else:
-            whole, own = self.columns.empty(tokens, x.dtype)
-            out = own.view(tokens, self.num_heads, self.value_size)
-        backend.forward(query, kv_cache, metadata, out, params)
-        if gate is not None:
-            self.ops.multiply(out, gate, self.gate_activation, out)
-        if self.columns is not None:
-            self.columns.join()
-        return self.o_proj(whole if self.out_norm is None else self.out_norm(whole))
+        return query, gate, params
 
     def _rotate_parts(self, query: Tensor, key: Tensor, step: StepContext) -> None:
         """Rotate each part of the heads by its own rows of the step's table."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from octavo.kernels.base import Ops
+from octavo.layers.attention import Attention
 from octavo.layers.norm import Norm
 from octavo.layers.step import StepContext
 from octavo.system.tensor import Tensor
@@ -64,6 +65,8 @@ class SequentialLayer:
     """Factor on each block's output before it is added to the residual stream."""
     scalar: Tensor | None = None
     """Factor [1] on the residual stream after the layer."""
+    final_norm: Norm | None = None
+    """Norm of the residual stream after the layer, in place of the factor."""
 
     def __call__(
         self, x: Tensor, residual: Tensor | None, step: StepContext
@@ -77,11 +80,21 @@ class SequentialLayer:
             x = part.out_norm(part.block(x, step))
             if self.multiplier is not None:
                 x = self.ops.scale(x, self.multiplier)  # x may be shared with other ranks
+        if self.final_norm is not None:
+            assert residual is not None
+            return self.final_norm.add(x, residual)[0], None
         if self.scalar is None:
             return x, residual
         assert residual is not None
         total = self.ops.add(x, residual)
         return self.ops.multiply(total, self.scalar, out=total), None
+
+    def store(self, x: Tensor, residual: Tensor | None, step: StepContext) -> None:
+        """Store the keys and values of the first block, which is attention; compute no more."""
+        first = self.sublayers[0]
+        assert isinstance(first.block, Attention)
+        normed = first.norm(x) if residual is None else first.norm.add(x, residual)[0]
+        first.block.store(normed, step)
 
 
 @dataclass(slots=True)

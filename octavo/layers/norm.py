@@ -113,6 +113,37 @@ class RMSNorm:
 
 
 @dataclass(slots=True)
+class ScaledNorm:
+    """Norm whose results have a factor."""
+
+    ops: Ops
+    norm: RMSNorm
+    factor: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return the norm of x [T, D], times the factor."""
+        return self.ops.scale(self.norm(x), self.factor)
+
+    def add(self, x: Tensor, residual: Tensor) -> Pair:
+        """Return (result for the sum, sum) with sum = x + residual; both [T, D]."""
+        normed, total = self.norm.add(x, residual)
+        return self.ops.scale(normed, self.factor), total
+
+
+@dataclass(slots=True)
+class HeadFactors:
+    """Factors of the numbers of each head, in place of a norm."""
+
+    ops: Ops
+    weight: Tensor
+    """Factors [D]."""
+
+    def heads_(self, x: Tensor) -> None:
+        """Multiply each head of x [T, H, D] in place, with any strides of tokens and heads."""
+        self.ops.multiply(x, self.weight, out=x)
+
+
+@dataclass(slots=True)
 class GroupNorm:
     """Root-mean-square norm of each group of a row's numbers."""
 

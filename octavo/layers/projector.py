@@ -18,6 +18,7 @@ class Projector:
 
     ops: Ops
     layers: Sequence[tuple[Linear, Activation | None]]
+    token_linear: Linear | None
     token_norm: Norm
     norm: Norm
     gathers: bool
@@ -26,11 +27,24 @@ class Projector:
     newline: Tensor | None
     """Learned vector [1, size]; None: rows are not mixed."""
 
-    def __call__(self, x: Tensor, step: StepContext) -> Tensor:
-        """Map the tokens [T, hidden_size] to rows [R, size]."""
-        x = self.token_norm(x)
+    def __call__(self, x: Tensor, step: StepContext, rows: tuple[int, int] | None = None) -> Tensor:
+        """Map the tokens [T, hidden_size] to rows [R, size].
+
+        Args:
+            x: the tokens.
+            step: the context of the run.
+            rows: (begin, end) of the rows to compute, if `ProjectorSpec.is_by_rows`; None: all.
+        """
+        tokens = slice(None)
+        if rows is not None:
+            tokens = slice(rows[0] * self.group, rows[1] * self.group)
         if self.gathers:
-            x = self.ops.embedding(x, step.arrays["output_tokens"])
+            x = self.ops.embedding(x, step.arrays["output_tokens"][tokens])
+        else:
+            x = x[tokens]
+        if self.token_linear is not None:
+            x = self.token_linear(x)
+        x = self.token_norm(x)
         if self.averages:
             x = self.ops.sum_experts(x, step.arrays["averaged_tokens"], step.arrays["shares"])
         x = self.norm(x.view(x.shape[0] // self.group, -1))

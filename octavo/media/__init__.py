@@ -1,1 +1,1 @@
-"""Sounds and pictures of requests: read by helper processes under limits."""
+"""Sounds, pictures and videos of requests, which helper processes read under limits."""

@@ -24,6 +24,8 @@ MAX_SECONDS = 7200
 """Longest sound in seconds."""
 MAX_SECONDS_IN_PARTS = 24 * 3600
 """Longest sound in seconds that is read in parts."""
+MAX_BYTES_IN_PARTS = 4 * 2**30
+"""Largest file that is read in parts."""
 _LIMITS = Limits(seconds=60.0, nbytes=2 * 2**30, output_nbytes=4 * SAMPLE_RATE * MAX_SECONDS)
 
 Samples = NDArray[np.float32]
@@ -43,7 +45,13 @@ class AudioReader:
         """
         return self.read(data, lambda samples: samples, param)
 
-    def read(self, data: Buffer, make: Callable[[Samples], T], param: str = "file") -> Future[T]:
+    def read(
+        self,
+        data: Buffer,
+        make: Callable[[Samples], T],
+        param: str = "file",
+        max_seconds: int = MAX_SECONDS,
+    ) -> Future[T]:
         """Start to read a sound; return a future of what `make` makes of it on a thread.
 
         Args:
@@ -51,6 +59,7 @@ class AudioReader:
                 video, the sound is read.
             make: gets the samples, float32 [samples], finite.
             param: field of the request that has the sound, for errors.
+            max_seconds: longest sound; the rest of a longer one is not decoded.
 
         The future's errors:
             RequestError: it is no sound of these formats, damaged, too long, or breaks a limit.
@@ -64,7 +73,7 @@ class AudioReader:
         def made(result: Result) -> T:
             return make(result[1][0])
 
-        return self._processes.submit("decode", [data], MAX_SECONDS, param=param, make=made)
+        return self._processes.submit("decode", [data], max_seconds, param=param, make=made)
 
     def close(self) -> None:
         """End the processes."""
@@ -100,8 +109,15 @@ class AudioParts:
         """
         if not len(data):
             raise RequestError(f"{param} is empty; send a sound.", param)
+        if len(data) > MAX_BYTES_IN_PARTS:
+            raise RequestError(
+                f"{param} has {len(data)} bytes, more than the limit of {MAX_BYTES_IN_PARTS}; "
+                "compress the sound, or send parts of it.",
+                param,
+            )
         if not self._free:
-            limits = replace(_LIMITS, output_nbytes=4 * size)
+            nbytes = _LIMITS.nbytes + MAX_BYTES_IN_PARTS
+            limits = replace(_LIMITS, nbytes=nbytes, output_nbytes=4 * size)
             made = MediaProcesses("octavo.media.audio_jobs", "audio", limits, 1)
             self._free.append(made)
             self._all.append(made)

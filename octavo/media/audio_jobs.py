@@ -103,7 +103,7 @@ def _open(data: Buffer, max_seconds: int) -> Iterator[_Decoder]:
     name = demuxer_of(view)
     try:
         with av.open(
-            io.BytesIO(data),
+            _Input(view),
             "r",
             format=name,
             options={
@@ -119,6 +119,33 @@ def _open(data: Buffer, max_seconds: int) -> Iterator[_Decoder]:
         raise RequestError(
             f"The file is damaged or cut off: it begins as {name}, and then: {error.strerror}."
         ) from None
+
+
+class _Input:
+    """File in memory that FFmpeg reads; `io.BytesIO` would copy it.
+
+    Args:
+        data: the file.
+    """
+
+    def __init__(self, data: memoryview) -> None:
+        self._data, self._at = data, 0
+
+    def read(self, size: int) -> bytes:
+        """Return the next bytes, at most `size`."""
+        found = bytes(self._data[self._at : self._at + size])
+        self._at += len(found)
+        return found
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Go to a place; return it."""
+        begins = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: len(self._data)}
+        self._at = max(0, begins[whence] + offset)
+        return self._at
+
+    def tell(self) -> int:
+        """Return the place."""
+        return self._at
 
 
 _parts: Iterator[NDArray[np.float32]] | None = None
@@ -139,7 +166,8 @@ def begin(arguments: list[int], files: list[memoryview]) -> tuple[float, list[An
         RequestError: it is no sound, or too long.
     """
     global _parts
-    (data,), (max_seconds, size) = map(bytes, files), arguments
+    _parts = None
+    (data,), (max_seconds, size) = files, arguments
 
     def parts() -> Iterator[Any]:
         with _open(data, max_seconds) as decoder:
@@ -210,10 +238,12 @@ class _Decoder:
         stream.codec_context.thread_count = 1
         if announced is None:
             announced = 0.0
-            # An MP3's length is an estimate, an Ogg's is read from its end, and a WebM's may be
-            # that of a picture.
+            # An MP3's length is an estimate, an Ogg's is read from its end, and a WebM's is that of
+            # its longest stream.
             if name in ("flac", "mov") and stream.duration and stream.time_base:
                 announced = float(stream.duration * stream.time_base)
+            elif name == "matroska" and len(container.streams) == 1 and container.duration:
+                announced = (container.duration - (container.start_time or 0)) / av.time_base
         self._announced = announced
         if self._announced > max_seconds:
             raise self._too_long(f"{self._announced:.0f} s, more than")

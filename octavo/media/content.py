@@ -1,4 +1,4 @@
-"""Media in the messages of a chat: parts of their contents become items, in the order of the text.
+"""Media in the messages of a chat: each becomes an item, in the order of the text.
 
 The chat template writes a *placeholder* for each item, such as "<image>". A user may write the same
 text, and that must never stand for an item. So `read_media` puts a secret mark into such texts,

@@ -16,6 +16,7 @@ import base64
 import binascii
 import ipaddress
 import os
+import re
 import socket
 import stat
 from collections.abc import Awaitable, Callable, Sequence
@@ -41,6 +42,7 @@ MAX_REDIRECTS = 5
 _MAX_URL_CHARS = 8192
 # Before the comma of a data: URL.
 _MAX_HEAD_CHARS = 256
+_ODD = re.compile(r"^\s|\s$|[\x00-\x1f\x7f\\]")
 _PIECE = 2**16
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 # IPv4 as seen from a network with IPv6 only.
@@ -344,15 +346,25 @@ def _split(url: str, param: str) -> SplitResult:
             f"{param}: the URL has {len(url)} characters; at most {_MAX_URL_CHARS} are allowed.",
             param,
         )
+    # Parsers of URLs leave these out, or read them differently.
+    if _ODD.search(url):
+        raise RequestError(
+            f"{param}: the URL has white space at an end, a control character or a backslash; "
+            "leave it out, or write it as % and two hexadecimal digits.",
+            param,
+        )
     try:
         parts = urlsplit(url)
         parts.port  # noqa: B018 (it raises)
     except ValueError:
         raise RequestError(f"{param}: the URL is malformed.", param) from None
     if parts.scheme not in ("http", "https", "file"):
+        kind = (
+            f"a URL of the kind {parts.scheme[:20]!r}" if parts.scheme else "a URL without a kind"
+        )
         raise RequestError(
-            f"{param}: a URL of the kind {parts.scheme[:20]!r} is not supported; use data:, "
-            "https:, http: or file:.",
+            f"{param}: {kind} is not supported; use https:, http: or file:, or send base64 as "
+            "data:;base64,... .",
             param,
         )
     return parts

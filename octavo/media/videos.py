@@ -195,6 +195,10 @@ def _read_index(container: av.container.InputContainer, name: str) -> VideoIndex
     if name == "mov" and stream.duration:  # an edit list may leave frames out
         shown = max(1, end - (stream.start_time or 0))
         announced = min(announced, round(count * stream.duration / shown))
+    elif name == "matroska" and len(container.streams) == 1 and container.duration and end:
+        # Only the head of the file has its length.
+        seconds = float(end * (stream.time_base or 0))
+        announced = round(count * container.duration / av.time_base / max(seconds, 1e-3))
     if announced - count > max(1, _LACKING * announced):
         raise RequestError(
             f"the file is cut off: its head announces {announced} frames, and {count} are "

@@ -1,6 +1,7 @@
 """Defaults of config.json: the values that transformers assumes for absent fields.
 
-Sizes of the model have no default: a config without one is broken.
+Sizes of the model have no default: a config without one is broken. Only those of text parts have
+one (`TEXT_PARTS`).
 """
 
 from __future__ import annotations
@@ -138,7 +139,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     | {"max_position_embeddings": 131072},
     "Gemma3ForConditionalGeneration": {"model_type": "gemma3"}
     | _GEMMA
-    | {"max_position_embeddings": 131072, "num_attention_heads": 8, "vocab_size": 262208},
+    | {"max_position_embeddings": 131072, "num_attention_heads": 8, "vocab_size": 262208}
+    | {"bos_token_id": 2},
     "Gemma3nForCausalLM": {"model_type": "gemma3n_text"} | _GEMMA3N,
     "Gemma3nForConditionalGeneration": {"model_type": "gemma3n"} | _GEMMA3N,
     "Gemma4ForCausalLM": {"model_type": "gemma4_text"} | _GEMMA4 | _GEMMA4_LAYERS,
@@ -455,11 +457,21 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     | {"eos_token_id": 1},
     "MoonshineForConditionalGeneration": {"model_type": "moonshine", "decoder_start_token_id": 1}
     | {"encoder_hidden_act": "gelu", "decoder_hidden_act": "silu", "eos_token_id": 2}
-    | {"max_position_embeddings": 512},
+    | {"max_position_embeddings": 512, "bos_token_id": 1},
     "WhisperForConditionalGeneration": {"model_type": "whisper", "activation_function": "gelu"}
     | {"num_mel_bins": 80, "max_source_positions": 1500, "max_target_positions": 448},
 }
 """Defaults by the name of the architecture."""
+
+_SIZES = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
+_LLAMA_TEXT = _SIZES | {"vocab_size": 32000, "bos_token_id": 1, "eos_token_id": 2}
+TEXT_PARTS: dict[str, dict[str, Any]] = {
+    "llama": _LLAMA_TEXT | {"intermediate_size": 11008},
+    "mistral": _LLAMA_TEXT | {"intermediate_size": 14336},
+    "qwen2": _SIZES | {"vocab_size": 151936, "intermediate_size": 22016},
+}
+"""Further defaults of text_config, by its model_type: published models of pictures and sounds leave
+out the sizes that are those of transformers' class."""
 
 ARCHITECTURES = {defaults["model_type"]: name for name, defaults in DEFAULTS.items()}
 """Name of the architecture by model_type."""

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from octavo.errors import ConfigError, RequestError
 from octavo.messages import Modality, MultiModalFeatureSpec, PlaceholderRange
+from octavo.models.blocks.attention import AttentionSpec
 from octavo.models.blocks.base import LargestStep, Parts, Table
 from octavo.models.blocks.embedding import EmbedSpec
 from octavo.models.blocks.encoder_input import InputSpec, TextInputSpec, array_of
 from octavo.models.blocks.layer import LayerSpec
+from octavo.models.blocks.mlp import MLPSpec
 from octavo.models.blocks.norm import NormSpec, build_norm
 from octavo.models.blocks.projector import ProjectorSpec
 from octavo.models.blocks.wave import WaveInputSpec
@@ -22,8 +25,29 @@ from octavo.system.distributed import Rank
 if TYPE_CHECKING:
     from octavo.attention.base import AttentionBackend
     from octavo.layers.layer import Layer
+    from octavo.layers.projector import Projector
     from octavo.layers.step import StepContext
     from octavo.system.tensor import Tensor
+
+
+LAYER_TOKENS = 256
+"""Most tokens of a piece of a layer."""
+STORE_TOKENS = 1024
+"""Most tokens of a piece that only stores keys and values, or projects: it takes less time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Smallest part of a run that a step computes."""
+
+    kind: Literal["begin", "store", "layer", "tap", "end"]
+    """begin: the hidden states before the first layer. store: the keys and values of a layer.
+    layer: the layer. tap: the projection after the layer. end: the last norm and projection."""
+    layer: int
+    begin: int
+    """First token, or first row of a projection."""
+    end: int
+    """Token, or row, after the last one."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +129,47 @@ class EncoderSpec:
         (cache,) = {cache for layer in self.layers for cache in layer.caches()}
         assert isinstance(cache, EncoderCache)
         return cache
+
+    @property
+    def is_by_rows(self) -> bool:
+        """True if a layer can be computed for some tokens alone, with the same bits, once the keys
+        and values of all tokens are stored."""
+        return all(
+            layer.arrangement == "sequential"
+            and isinstance(layer.blocks[0], AttentionSpec)
+            and layer.blocks[0].is_by_rows
+            and all(isinstance(it, MLPSpec) and it.layer_input is None for it in layer.blocks[1:])
+            for layer in self.layers
+        )
+
+    def pieces(self, num_tokens: int, num_rows: int) -> list[Piece]:
+        """Return the pieces of the run for an item, in order.
+
+        Args:
+            num_tokens: tokens of the item.
+            num_rows: its rows.
+        """
+        pieces = [Piece("begin", 0, 0, num_tokens)]
+        taps, is_cut = dict(self.taps), self.is_by_rows and num_tokens > LAYER_TOKENS
+        for layer in range(len(self.layers)):
+            if is_cut:
+                pieces += _cut("store", layer, num_tokens, STORE_TOKENS)
+            pieces += _cut("layer", layer, num_tokens, LAYER_TOKENS if is_cut else num_tokens)
+            if layer in taps:
+                pieces += _cut("tap", layer, num_rows, _rows_of(taps[layer], num_rows))
+        last = len(self.layers) - 1
+        return [*pieces, *_cut("end", last, num_rows, _rows_of(self.output, num_rows))]
+
+    def num_pieces(self, num_tokens: int, num_rows: int) -> int:
+        """Return the number of the pieces of a run; see `pieces`."""
+        return len(self.pieces(num_tokens, num_rows))
+
+    def first_column(self, piece: Piece) -> int:
+        """Return the first column of a row of the result that a piece, a projection, computes."""
+        if piece.kind == "end":
+            return 0
+        later = [projector.size for layer, projector in self.taps if layer >= piece.layer]
+        return self.out_size - sum(later)
 
     def reads(self, modality: Modality) -> bool:
         """Return True if it reads items of a modality."""
@@ -197,18 +262,19 @@ class EncoderSpec:
         return EncoderModel(self, parts)
 
 
-@dataclass(slots=True)
-class HiddenStates:
-    """Hidden states between the layers of a run."""
+def _cut(
+    kind: Literal["store", "layer", "tap", "end"], layer: int, count: int, size: int
+) -> Iterator[Piece]:
+    """Yield pieces of at most `size` of `count` tokens or rows."""
+    for begin in range(0, count, size):
+        yield Piece(kind, layer, begin, min(begin + size, count))
 
-    x: Tensor
-    """[T, hidden_size]."""
-    residual: Tensor | None = None
-    """[T, hidden_size], as for `Layer`."""
-    taps: list[Tensor] = field(default_factory=list)
-    """Rows of the taps of the computed layers."""
-    num_layers: int = 0
-    """Number of the computed layers."""
+
+def _rows_of(projector: ProjectorSpec | None, num_rows: int) -> int:
+    """Return the most rows of a piece of a projection."""
+    if projector is None or not projector.is_by_rows:
+        return num_rows
+    return max(1, STORE_TOKENS // projector.group)
 
 
 class EncoderModel:
@@ -229,7 +295,7 @@ class EncoderModel:
         ]
         self._norm = build_norm(spec.norm, parts.of("norm"))
         self._output = None if spec.output is None else spec.output.build(parts.of("output"))
-        self._taps = {
+        self._taps: dict[int, Projector] = {
             layer: projector.build(parts.of(f"taps.{i}"))
             for i, (layer, projector) in enumerate(spec.taps)
         }
@@ -243,24 +309,55 @@ class EncoderModel:
         Returns:
             The rows [R, size] of the last layer, and those of each tap.
         """
-        return self.finish(self.advance(self.begin(step), step, len(self._layers)), step)
-
-    def begin(self, step: StepContext) -> HiddenStates:
-        """Return the hidden states before the first layer; `step` is that of `forward`."""
-        return HiddenStates(self._inputs(step))
-
-    def advance(self, states: HiddenStates, step: StepContext, end: int) -> HiddenStates:
-        """Compute the layers up to layer `end`; return the hidden states after them."""
-        x, residual, taps = states.x, states.residual, list(states.taps)
-        for i in range(states.num_layers, end):
-            x, residual = self._layers[i](x, residual, step)
+        x, residual = self.begin(step), None
+        taps: list[Tensor] = []
+        for i in range(len(self._layers)):
+            x, residual = self.layer(i, x, residual, step)
             if i in self._taps:
-                stream = x if residual is None else self._ops.add(x, residual)
-                taps.append(self._taps[i](stream, step))
-        return HiddenStates(x, residual, taps, end)
+                taps.append(self.tap(i, x, residual, step))
+        return [self.end(x, residual, step), *taps]
 
-    def finish(self, states: HiddenStates, step: StepContext) -> list[Tensor]:
-        """Return the result of `forward` from the hidden states after the last layer."""
-        x, residual = states.x, states.residual
+    def begin(self, step: StepContext) -> Tensor:
+        """Return the hidden states before the first layer; `step` is that of `forward`."""
+        return self._inputs(step)
+
+    def layer(
+        self, layer: int, x: Tensor, residual: Tensor | None, step: StepContext
+    ) -> tuple[Tensor, Tensor | None]:
+        """Compute a layer; arguments and result are as for `Layer`.
+
+        If `EncoderSpec.is_by_rows`, x, residual and `step` may have some of the tokens of a run
+        whose keys and values are stored.
+        """
+        return self._layers[layer](x, residual, step)
+
+    def store(self, layer: int, x: Tensor, residual: Tensor | None, step: StepContext) -> None:
+        """Store the keys and values that `layer` stores for the same arguments."""
+        from octavo.layers.layer import SequentialLayer
+
+        live = self._layers[layer]
+        assert isinstance(live, SequentialLayer)
+        live.store(x, residual, step)
+
+    def tap(
+        self,
+        layer: int,
+        x: Tensor,
+        residual: Tensor | None,
+        step: StepContext,
+        rows: tuple[int, int] | None = None,
+    ) -> Tensor:
+        """Return the rows of the tap after a layer, all of them or those from `rows`."""
+        stream = x if residual is None else self._ops.add(x, residual)
+        return self._taps[layer](stream, step, rows)
+
+    def end(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        step: StepContext,
+        rows: tuple[int, int] | None = None,
+    ) -> Tensor:
+        """Return the rows of the last layer, all of them or those from `rows`."""
         x = self._norm(x) if residual is None else self._norm.add(x, residual)[0]
-        return [x if self._output is None else self._output(x, step), *states.taps]
+        return x if self._output is None else self._output(x, step, rows)

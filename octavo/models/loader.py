@@ -30,6 +30,7 @@ from octavo.quantization.base import IntArray, Part, TensorError
 from octavo.system.tensor import (
     HostTensor,
     Tensor,
+    dense,
     empty,
     from_numpy,
     full,
@@ -493,6 +494,8 @@ def _turned(tensor: HostTensor, source: Source) -> HostTensor:
             return from_numpy(np.concatenate([numbers, np.zeros_like(numbers)]))
         case "flat_rows":
             return tensor.view(tensor.shape[0], -1)
+        case "softplus":
+            return from_numpy(np.logaddexp(0, dense(tensor, "float32").numpy()).astype(np.float32))
         case "taps":
             taps = tensor.numpy().reshape(source.shape)
             return from_numpy(taps.swapaxes(1, 2).reshape(len(taps), -1))

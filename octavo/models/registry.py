@@ -17,7 +17,7 @@ from octavo.checkpoints.refusals import reason_of_refusal
 from octavo.config import ModelConfig
 from octavo.errors import ModelError
 from octavo.models import families
-from octavo.models.config_defaults import ARCHITECTURES, DEFAULTS
+from octavo.models.config_defaults import ARCHITECTURES, DEFAULTS, TEXT_PARTS
 from octavo.models.families.base import OUTER_FIELDS, Family
 from octavo.models.families.classifiers import stored_classifier
 from octavo.models.family_index import INDEX
@@ -233,10 +233,13 @@ def _read_architecture(checkpoint: Checkpoint, settings: ModelConfig) -> tuple[s
 
 def complete_config(architecture: str, config: ConfigJson) -> ConfigJson:
     """Return the config with the fields of its text part, and defaults."""
+    defaults = DEFAULTS.get(architecture, {})
     for section in ("text_config", "llm_config"):
         if config.has(section):
+            kind = config.section(section).get("model_type")
+            defaults = TEXT_PARTS.get(str(kind), {}) | defaults
             config = config.merged(section, OUTER_FIELDS)
-    return config.filled(DEFAULTS.get(architecture, {}))
+    return config.filled(defaults)
 
 
 def complete_spec(
@@ -292,6 +295,9 @@ def _with_decoder_start(spec: _Spec, config: ConfigJson, generation: ConfigJson 
     start = (read("decoder_start_token_id") or read("bos_token_id"))[:1]
     if not start:
         raise config.error("decoder_start_token_id", "an encoder-decoder needs it")
+    forced = read("forced_bos_token_id")
+    if not forced and config.flag("force_bos_token_to_be_generated", False):  # its older name
+        forced = read("bos_token_id")
     words = {(token,) for token in read("suppress_tokens")}
     for source in sources:
         if source.has("bad_words_ids"):
@@ -305,11 +311,25 @@ def _with_decoder_start(spec: _Spec, config: ConfigJson, generation: ConfigJson 
             break
     return replace(
         spec,
-        decoder_start_ids=start + read("forced_bos_token_id")[:1],
+        decoder_start_ids=start + forced[:1],
         bad_words_ids=tuple(sorted(words)),
     )
 
 
+def unused_generation_settings(checkpoint: Checkpoint) -> list[str]:
+    """Return the settings of `generate` of an encoder-decoder that Octavo does not apply.
+
+    Returns:
+        Texts such as "num_beams=4", of generation_config.json, or of config.json without this file.
+    """
+    source = checkpoint.generation_config or checkpoint.config
+    found = [(name, source.get(name), usual) for name, usual in _UNUSED.items()]
+    return [f"{name}={value!r}" for name, value, usual in found if value not in (None, usual)]
+
+
+_UNUSED = {"num_beams": 1, "length_penalty": 1.0, "early_stopping": False, "min_length": 0}
+_UNUSED |= {"min_new_tokens": 0, "no_repeat_ngram_size": 0, "encoder_no_repeat_ngram_size": 0}
+"""Fields that change what `generate` of transformers answers -> the values without an effect."""
 _SAMPLING = {"temperature": False, "top_p": False, "min_p": False, "repetition_penalty": False}
 _SAMPLING |= {"top_k": True, "max_new_tokens": True}
 """Fields of generation_config.json -> True if the value is a whole number."""

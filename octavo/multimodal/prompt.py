@@ -1,4 +1,4 @@
-"""Prompts with media: placeholders become as many tokens as the encoder has rows."""
+"""Prompts with media: a placeholder becomes as many tokens as the encoder has rows for its item."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from octavo.multimodal.processors.base import Place
 
 
 class TextTokenizer(Protocol):
-    """Interface that is needed of a tokenizer."""
+    """Methods of a tokenizer that this module needs."""
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the tokens of a text, in which special tokens may be written."""

@@ -48,7 +48,7 @@ class SoundReader:
             except RequestError as error:
                 raise type(error)(f"{param}: {error.message}", param) from None
 
-        return self._files.read(file, make, param)
+        return self._files.read(file, make, param, processor.max_seconds)
 
     def close(self) -> None:
         """End the helper processes."""

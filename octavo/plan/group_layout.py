@@ -11,7 +11,10 @@ from octavo.system.distributed import CACHE_LINE, COUNTER_NBYTES, Rank, aligned
 HANDED_SLOTS = 2
 """Number of steps that a stage may be ahead of the next one."""
 SLOT_HEAD_NBYTES = CACHE_LINE
-"""Size of the head of a stage's output: the output's size in bytes, int64, for relays."""
+"""Size of the head of a stage's output: two numbers, int64. The first is the size of what follows
+in bytes, for relays; the second is the size of the errors at its end."""
+ERRORS_NBYTES = 4096
+"""Most bytes of the errors of a step's requests, as msgpack, after a stage's output."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +61,9 @@ class GroupLayout:
 
     @property
     def slot_nbytes(self) -> int:
-        """Most bytes of a stage's output of a step, with its head."""
-        return SLOT_HEAD_NBYTES + aligned(self.size.tokens * self.handed_nbytes)
+        """Most bytes of a stage's output of a step, with its head and its errors."""
+        output = aligned(self.size.tokens * self.handed_nbytes)
+        return SLOT_HEAD_NBYTES + output + ERRORS_NBYTES
 
     def handed(self, stage: int, index: int) -> int:
         """Return the offset of the output of the rank with an index in a stage."""

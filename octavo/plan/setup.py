@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -149,12 +150,12 @@ class WorkerSetup:
         return rows if longest else 0
 
     @property
-    def encoder_layers(self) -> dict[Modality, int]:
-        """Number of layers of the encoder of each modality; empty if cross attention reads the
-        rows."""
+    def encoder_pieces(self) -> dict[Modality, Callable[[int, int], int]]:
+        """Function of each modality from the tokens and rows of an item to the number of pieces of
+        its run; empty if cross attention reads the rows."""
         encoders = () if self.spec.is_encoder_decoder else self.spec.encoders
         return {
-            modality: len(encoder.layers)
+            modality: encoder.num_pieces
             for encoder in encoders
             for modality in (encoder.modality, *encoder.modalities)
         }

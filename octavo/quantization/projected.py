@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -18,12 +19,38 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+class Sinusoids:
+    """Table of sines and cosines of distances from -`longest` to `longest` - 1.
+
+    The wavelengths grow from 2 pi to 20,000 pi (arXiv:1706.03762, section 3.5). The sines
+    precede the cosines.
+    """
+
+    longest: int
+    size: int
+    """Numbers of a row; even, and at least 4."""
+    factor: float
+    """Factor of all numbers."""
+
+    def compute(self) -> HostTensor:
+        """Return the table: float32 [2 * longest, size]."""
+        from octavo.system.tensor import from_numpy
+
+        half = self.size // 2
+        step = np.float32(-math.log(10_000.0) / (half - 1))
+        rates = np.exp(step * np.arange(half, dtype=np.float32))
+        angles = np.arange(-self.longest, self.longest, dtype=np.float32)[:, None] * rates
+        table = np.concatenate([np.sin(angles), np.cos(angles)], 1)
+        return from_numpy((table * np.float32(self.factor)).astype(np.float32))
+
+
+@dataclass(frozen=True)
 class ProjectedTable(StoredOtherwise):
     """Plain weight [H * R, D]: for each head, the R rows of a table times the head's projection.
 
     The tensors of a module are those of the projection [H * D, K], its bias if it has one, the
-    table [R, K], and weight and bias of the table's layer norm if there is one. The product is
-    computed in float32 and rounded once.
+    table [R, K] if the checkpoint has it, and weight and bias of the table's layer norm if there is
+    one. The product is computed in float32 and rounded once.
     """
 
     stored: Plain | Dequantized
@@ -31,13 +58,16 @@ class ProjectedTable(StoredOtherwise):
     bias: bool
     eps: float | None
     """Term of the table's norm; None: it has none."""
+    table: Sinusoids | None = None
+    """Table that is computed; None: it is the checkpoint's."""
 
     @property
     def name(self) -> str:
         """Implement `WeightForm`."""
         norm = "" if self.eps is None else f" normed with {self.eps}"
         bias = " with bias" if self.bias else ""
-        return f"table{norm} projected{bias} to heads of {self.head_size}, {self.stored.name}"
+        table = "table" if self.table is None else str(self.table)
+        return f"{table}{norm} projected{bias} to heads of {self.head_size}, {self.stored.name}"
 
     @property
     def max_inputs(self) -> int | None:
@@ -52,7 +82,7 @@ class ProjectedTable(StoredOtherwise):
     @property
     def _others(self) -> int:
         """Number of tensors besides those of the projection's weight; they are the last ones."""
-        return self.bias + (1 if self.eps is None else 3)
+        return self.bias + (self.table is None) + (0 if self.eps is None else 2)
 
     def cut(
         self,
@@ -75,14 +105,18 @@ class ProjectedTable(StoredOtherwise):
         from octavo.kernels.native import NativeOps
         from octavo.system.tensor import dense, from_numpy
 
-        native, others = NativeOps(), self._others
-        tensors = [dense(x, "float32") for x in parts[0][self.bias - others :]]
+        native = NativeOps()
+        # The stored weight's part may have another number of tensors than the checkpoint.
+        first = len(parts[0]) - self._others
+        tensors = [dense(x, "float32") for x in parts[0][first + self.bias :]]
+        if self.table is not None:
+            tensors.insert(0, self.table.compute())
         rows, inputs = tensors[0].shape
         x: Tensor = tensors[0]
         if self.eps is not None:
             x = native.layer_norm(x, tensors[1], tensors[2], self.eps)
         outputs = shape.n // rows * self.head_size
-        projections = [part[:-others] for part in parts]
+        projections = [part[:first] for part in parts]
         if isinstance(self.stored, Plain):
             weights = floats(projections, "float32")
         else:
@@ -90,7 +124,7 @@ class ProjectedTable(StoredOtherwise):
             weights = [self.stored.numbers(projections, whole)]
         bias = None
         if self.bias:
-            biases = [dense(part[-others], "float32").numpy() for part in parts]
+            biases = [dense(part[first], "float32").numpy() for part in parts]
             bias = from_numpy(np.concatenate(biases))
         product = native.linear(x, native.pack_weight(weights, "float32"), bias)
         heads = native.to_host(product).reshape(rows, -1, self.head_size).swapaxes(0, 1)

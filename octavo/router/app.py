@@ -9,6 +9,8 @@ import msgspec
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import WebSocketRoute
+from starlette.websockets import WebSocket
 
 from octavo import __version__
 from octavo.observability.metrics import CONTENT_TYPE
@@ -18,12 +20,14 @@ from octavo.router.job import POOLING, SOUNDS, Job, read_job
 from octavo.router.pool import KEY_HEADERS
 from octavo.router.proxy import ProxyResponse
 from octavo.router.proxy_state import proxy_state_of
+from octavo.router.realtime import SocketProxy
 from octavo.router.state import RouterState, router_of
 from octavo.server.app import OLLAMA_PROBE, PAGE_FILES, App, add_layers
 from octavo.server.body import read_body
 from octavo.server.errors import RouteError
 from octavo.server.generation import EventStream
 from octavo.server.middleware import context_of
+from octavo.server.sockets import as_request, needs_websocket
 from octavo.server.ui import or_page
 from octavo.server.upload import MAX_SOUND_BYTES, MemoryFile, check_origin, receive_form
 from octavo.server.view import check_view
@@ -64,6 +68,7 @@ def build_app(state: RouterState) -> App:
 
     routes = (*_ROUTES, PAGE_FILES) if state.config.ui else _ROUTES
     app = App(routes, lifespan, state.config.root_path)
+    app.router.routes.append(WebSocketRoute("/v1/realtime", realtime))
     add_layers(app, state)
     return app
 
@@ -170,6 +175,16 @@ async def sounds(request: Request) -> Response:
     return ProxyResponse(state, job, state.answering)
 
 
+async def realtime(websocket: WebSocket) -> None:
+    """Pass a session of a stream of sound on to a server."""
+    request = as_request(websocket, websocket.scope["octavo"])
+    check_origin(request)
+    state = router_of(request)
+    proxy = SocketProxy(websocket, state, head_of(request)[1])
+    with state.admit(), state.sessions.hold(proxy.sender):
+        await proxy.serve(state.answering, websocket.query_params.get("model"))
+
+
 async def sound_job_of(request: Request) -> tuple[Job, dict[str, bytes]]:
     """Read a form with a sound to pass on; for errors see `receive_form`.
 
@@ -179,7 +194,7 @@ async def sound_job_of(request: Request) -> tuple[Job, dict[str, bytes]]:
     check_origin(request)
     sound = MemoryFile(request, MAX_SOUND_BYTES)
     filename, fields = await receive_form(request, sound)
-    path, headers = _head_of(request)
+    path, headers = head_of(request)
     query = request.url.query
     job = await offload(
         len(sound.data) // 1000,
@@ -197,7 +212,7 @@ async def sound_job_of(request: Request) -> tuple[Job, dict[str, bytes]]:
 async def job_of(request: Request) -> Job:
     """Read a request to pass on; for errors see `read_body` and `read_job`."""
     state, context = proxy_state_of(request), context_of(request)
-    path, headers = _head_of(request)
+    path, headers = head_of(request)
     body = b""
     if request.method == "POST":
         limit = state.config.max_request_bytes
@@ -216,7 +231,7 @@ async def job_of(request: Request) -> Job:
     )
 
 
-def _head_of(request: Request) -> tuple[str, list[tuple[str, str]]]:
+def head_of(request: Request) -> tuple[str, list[tuple[str, str]]]:
     """Return the path without the query, and the headers, of a request to pass on."""
     state, context = proxy_state_of(request), context_of(request)
     headers = [
@@ -254,6 +269,7 @@ _ROUTES = (
     ("/v1/load_lora_adapter", adapters, "POST"),
     ("/v1/unload_lora_adapter", adapters, "POST"),
     *((path, sounds, "POST") for path in SOUNDS),
+    ("/v1/realtime", needs_websocket, "GET"),
     ("/v1/{rest:path}", proxy, "GET"),
     ("/v1/{rest:path}", proxy, "POST"),
     ("/v1/{rest:path}", proxy, "DELETE"),

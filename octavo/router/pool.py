@@ -118,16 +118,20 @@ class Upstream:
         Raises:
             aiohttp.ClientError: the server cannot be reached, or broke the connection.
         """
-        if self.api_key is not None:
-            headers = [header for header in headers if header[0].lower() not in KEY_HEADERS]
-            headers.append(("authorization", f"Bearer {self.api_key}"))
         return await self.http.request(
             method,
             URL(self.url + path, encoded=True),
-            headers=headers,
+            headers=self.with_key(headers),
             data=body or None,
             allow_redirects=False,
         )
+
+    def with_key(self, headers: list[tuple[str, str]]) -> list[tuple[str, str]]:
+        """Return the headers of a request with the key for this server."""
+        if self.api_key is None:
+            return headers
+        others = [header for header in headers if header[0].lower() not in KEY_HEADERS]
+        return [*others, ("authorization", f"Bearer {self.api_key}")]
 
     def may_have(self, model: str) -> bool:
         """Return True if it may have a model of a name that another server does not have."""

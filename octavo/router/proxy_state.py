@@ -16,6 +16,7 @@ from octavo.router.pool import Pool
 from octavo.router.stored_objects import StoredObjects
 from octavo.router.view import RouterView
 from octavo.server.http_state import HttpState
+from octavo.server.realtime_shares import SessionPlaces
 
 
 class ProxyState(HttpState, ABC):
@@ -37,6 +38,7 @@ class ProxyState(HttpState, ABC):
         self.metrics = RouterMetrics(pools, lambda: self.num_restarts)
         self.failure: OctavoError | None = None
         """Error that ends the process."""
+        self.sessions = SessionPlaces()
         self._num_admitted = 0
 
     def begin_drain(self) -> None:

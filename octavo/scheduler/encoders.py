@@ -12,72 +12,7 @@ from octavo.errors import RequestError
 from octavo.kv_cache.encoder_cache import EncoderCacheManager
 from octavo.messages import EncoderSlice, Modality, MultiModalFeatureSpec, SchedulerOutput
 from octavo.request import Request
-from octavo.scheduler.costs import MANY, learn
-
-_SHARE = 0.25
-"""Time of encoders beside texts, as a share of the time of the steps without them."""
-
-
-class EncoderPace:
-    """Chooser of the number of layers that an encoder computes in a step beside texts.
-
-    It measures the time of a layer. An encoder takes `_SHARE` of a step's time: as many layers as
-    fit into it, or one layer, and then none in the next steps until their shares have paid for it.
-    """
-
-    def __init__(self) -> None:
-        self._step: float | None = None
-        """Seconds of a step without encoders."""
-        self._layer: dict[Modality, float] = {}
-        """Seconds of a layer for one encoder token."""
-        self._unpaid: dict[Modality, int] = {}
-        """Work whose time is unknown: layers times encoder tokens."""
-        self._credit = 0.0
-        """Seconds that encoders may still take; negative if they have taken more."""
-
-    def begin_step(self, *, has_texts: bool) -> None:
-        """Begin a step; without texts nothing is owed any more."""
-        if has_texts:
-            self._credit = min(self._credit, 0.0) + _SHARE * (self._step or 0.0)
-        else:
-            self.forget_debts()
-
-    def num_layers(self, item: MultiModalFeatureSpec) -> int:
-        """Return the most layers that may be computed for an item in this step."""
-        if self._credit < 0:
-            return 0
-        seconds = self._seconds(item)
-        return max(1, int(self._credit / seconds)) if seconds else 1
-
-    def spend(self, item: MultiModalFeatureSpec, num_layers: int) -> None:
-        """Note that the step computes layers for an item."""
-        if item.modality in self._layer:
-            self._credit -= self._seconds(item) * num_layers
-        else:
-            work = item.num_encoder_tokens * num_layers
-            self._unpaid[item.modality] = self._unpaid.get(item.modality, 0) + work
-
-    def step_ended(self, output: SchedulerOutput, seconds: float) -> None:
-        """Learn from the time of a step, if it has no long chunks of prompts."""
-        requests = len(output.scheduled_reqs)
-        if output.scheduled_encoder_inputs or output.total_num_scheduled_tokens >= MANY * requests:
-            return
-        part = output.encoder_slice
-        if part is None:
-            self._step = learn(self._step, seconds)
-        elif self._step is not None:
-            work = part.item.num_encoder_tokens * (part.end - part.begin)
-            own = max(seconds - self._step, 0.0) / work
-            self._layer[part.item.modality] = learn(self._layer.get(part.item.modality), own)
-            self._credit -= own * self._unpaid.pop(part.item.modality, 0)
-
-    def forget_debts(self) -> None:
-        """Forget what the work so far has taken."""
-        self._credit = 0.0
-        self._unpaid.clear()
-
-    def _seconds(self, item: MultiModalFeatureSpec) -> float:
-        return self._layer.get(item.modality, 0.0) * item.num_encoder_tokens
+from octavo.scheduler.pace import ItemPace, ItemWork
 
 
 @dataclass(slots=True)
@@ -87,11 +22,21 @@ class _Run:
     request: Request
     """Request that waits for it."""
     item: MultiModalFeatureSpec
-    num_layers: int
+    num_pieces: int
     num_done: int = 0
-    """Number of layers in scheduled steps."""
+    """Number of pieces in scheduled steps."""
     is_late: bool = False
     """True if it could have ended in an earlier step, and its request had no use for the rows."""
+
+    @property
+    def num_left(self) -> int:
+        """Number of pieces that are not scheduled."""
+        return self.num_pieces - self.num_done
+
+    @property
+    def piece(self) -> float:
+        """Work of a piece, as in `ItemWork.tokens`."""
+        return self.item.num_encoder_tokens / self.num_pieces
 
 
 class EncoderInputs:
@@ -106,16 +51,20 @@ class EncoderInputs:
     the rows of an item only until its tokens have passed it, and needs no others before.
 
     While texts (requests without items) get their tokens, the run for an item is cut into slices
-    of whole layers, which are computed in several steps; see `EncoderPace`. There is one such run
-    at a time. Its request waits until the step with the last slice, which has the item's rows. If
-    the request then has no use for them, the next item takes the place of the run, so that no
-    request waits for another for ever. Without texts the rest of the run is one slice.
+    of some pieces, which are computed in several steps; see `ItemPace`. There is one such run at a
+    time. Its request waits until the step with the last slice, which has the item's rows. If the
+    request then has no use for them, the next item takes the place of the run, so that no request
+    waits for another for ever. Without texts the rest of the run is one slice.
+
+    Prompts have the same pace up to their last item: beside texts they are computed in short
+    chunks. A run and the prompts of other requests take turns, so that neither waits for ever.
 
     Args:
         num_rows: number of rows that the encoder cache holds.
         max_num_tokens: most encoder tokens, and most tokens, of a step.
         max_num_seqs: most requests of a step.
-        num_layers: numbers of layers of the encoders whose runs may be cut, by modality.
+        num_pieces: for each modality whose runs may be cut, a function from the tokens and rows of
+            an item to the number of pieces of its run.
     """
 
     def __init__(
@@ -123,13 +72,15 @@ class EncoderInputs:
         num_rows: int,
         max_num_tokens: int,
         max_num_seqs: int,
-        num_layers: Mapping[Modality, int] | None = None,
+        num_pieces: Mapping[Modality, Callable[[int, int], int]] | None = None,
     ) -> None:
-        self.pace = EncoderPace()
-        self._num_layers = num_layers or {}
+        self.pace = ItemPace()
+        self._num_pieces = num_pieces or {}
         self._has_texts = False
         """True if texts get their tokens in the step."""
         self._run: _Run | None = None
+        self._is_turn_of_run = False
+        """True if the prompt of another request has had the last turn."""
         self.cache = EncoderCacheManager(num_rows)
         self._max_num_tokens, self._max_num_seqs = max_num_tokens, max_num_seqs
         self._budget = max_num_tokens
@@ -147,7 +98,7 @@ class EncoderInputs:
         """Reject a request with an item that never fits.
 
         Tokens that see each other are in one step. Other running requests may have one token each
-        in it.
+        in it, and no drafts: the scheduler leaves these out once a range has found no room.
 
         Raises:
             RequestError: the encoder cache has less room than an item needs, or a step has less
@@ -191,6 +142,16 @@ class EncoderInputs:
         If `whole` is True, that is all or none. Then the first request of the step with new items
         may compute more than `max_num_tokens` encoder tokens.
         """
+        if whole or num_new == 1 or not self._has_texts:
+            return self._fit(request, start, num_new, whole=whole)
+        count = min(num_new, self.pace.num_tokens())
+        count = self._fit(request, start, self.fit_ranges(request, start, count, num_new))
+        run = self._run
+        is_turn = not self._is_turn_of_run or run is None or run.request is request
+        return count if is_turn and self.pace.may_begin else 0
+
+    def _fit(self, request: Request, start: int, num_new: int, *, whole: bool = False) -> int:
+        """Implement `fit` without the pace of prompts."""
         self._chosen = chosen = []
         end, cache = start + num_new, self.cache
         budget = self._budget if self._late in (None, request) else 0
@@ -223,8 +184,13 @@ class EncoderInputs:
             chosen.append(index)
         return num_new
 
-    def add(self, request: Request, output: SchedulerOutput) -> int:
+    def add(self, request: Request, num_new: int, output: SchedulerOutput) -> int:
         """Add the items that the last call of `fit` chose for a request to the step.
+
+        Args:
+            request: the request.
+            num_new: number of its tokens in the step.
+            output: the step.
 
         Returns:
             Number of the encoder tokens that are computed for the request for the first time.
@@ -239,7 +205,12 @@ class EncoderInputs:
         for index in new:
             if self._run is not None and self._run.item.identifier == features[index].identifier:
                 self._end_run(self._run, output)
+            elif self._has_texts:
+                self.pace.spend(features[index].modality, features[index].num_encoder_tokens)
         self._chosen = []
+        if self._has_texts and num_new > 1:
+            self.pace.spend("prompt", num_new)
+            self._is_turn_of_run = True
         # Rows whose tokens were charged are computed again after a preemption.
         begun = request.num_charged
         return sum(
@@ -254,22 +225,25 @@ class EncoderInputs:
         Args:
             running: the requests that run.
         """
-        if self._num_layers:
+        if self._num_pieces:
             self._has_texts = any(
                 not request.mm_features and request.num_computed_tokens >= request.num_prompt_tokens
                 for request in running
             )
             self.pace.begin_step(has_texts=self._has_texts)
 
-    def end_step(self, output: SchedulerOutput) -> None:
-        """Complete a step, whose requests are all scheduled."""
+    def end_step(self, output: SchedulerOutput) -> ItemWork:
+        """Complete a step, whose requests are all scheduled; return its work for items."""
         if self._run is not None and self._run.request.status.finished:
             self._run = None
         if self._run is not None and self._has_texts and output.scheduled_reqs:
             self._advance(self._run, output)
+        if self._run is None or self.pace.may_begin:  # the run has had its turn
+            self._is_turn_of_run = False
         output.free_encoder_mm_hashes = self.cache.take_freed()
         self.cache.release_computed()
         self._budget, self._is_full, self._late = self._max_num_tokens, False, None
+        return self.pace.end_step()
 
     def forget_run(self) -> None:
         """Forget the run in progress: its request will begin it again."""
@@ -278,7 +252,7 @@ class EncoderInputs:
 
     def _is_cut(self, item: MultiModalFeatureSpec) -> bool:
         """Return True if the run for an item is cut in this step."""
-        return self._has_texts and item.modality in self._num_layers
+        return self._has_texts and item.modality in self._num_pieces
 
     def _may_end(self, request: Request, item: MultiModalFeatureSpec) -> bool:
         """Return True if the run for an item can end in this step; begin it if there is no other.
@@ -290,15 +264,16 @@ class EncoderInputs:
         run = self._run
         if run is None or run.request.status.finished or run.is_late:
             if run is None or run.item.identifier != item.identifier:
-                run = self._run = _Run(request, item, self._num_layers[item.modality])
+                count = self._num_pieces[item.modality](item.num_encoder_tokens, item.num_rows)
+                run = self._run = _Run(request, item, count)
         elif run.item.identifier != item.identifier:
             return False
         run.request = request
-        return run.num_layers - run.num_done <= self.pace.num_layers(item)
+        return run.num_left <= self.pace.num_pieces(item.modality, run.piece)
 
     def _advance(self, run: _Run, output: SchedulerOutput) -> None:
         """Add a slice, which does not end the run, to a step."""
-        count, left = self.pace.num_layers(run.item), run.num_layers - run.num_done
+        count, left = self.pace.num_pieces(run.item.modality, run.piece), run.num_left
         run.is_late |= count >= left
         count = min(count, left - 1)
         if count > 0 and output.encoder_slice is None:
@@ -308,15 +283,15 @@ class EncoderInputs:
         """Compute the rest of a run in a step."""
         self._run = None
         if run.num_done and output.encoder_slice is None:
-            self._add_slice(run, run.num_layers, output)
+            self._add_slice(run, run.num_pieces, output)
         else:  # the whole run at once
-            self.pace.spend(run.item, run.num_layers)
+            self.pace.spend(run.item.modality, run.item.num_encoder_tokens)
 
     def _add_slice(self, run: _Run, end: int, output: SchedulerOutput) -> None:
         item = msgspec.structs.replace(run.item, data={}) if run.num_done else run.item
         output.encoder_slice = EncoderSlice(item, run.num_done, end)
-        self.pace.spend(item, end - run.num_done)
-        run.num_done = end
+        self.pace.spend(item.modality, run.piece * (end - run.num_done))
+        run.num_done, self._is_turn_of_run = end, False
 
     def next_waiting(
         self, requests: Iterable[Request], rank: Callable[[Request], Any]

@@ -94,7 +94,7 @@ class Scheduler:
         encoder_cache_size: number of rows that the encoder cache holds; 0: the model has no
             encoder. A step computes items of at most `max_num_batched_tokens` encoder tokens, or
             one larger item.
-        encoder_layers: numbers of layers of the encoders whose runs may be cut, by modality.
+        encoder_pieces: see `EncoderInputs`.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class Scheduler:
         message_ends: Iterable[int] = (),
         lora: LoRAConfig | None = None,
         encoder_cache_size: int = 0,
-        encoder_layers: Mapping[Modality, int] | None = None,
+        encoder_pieces: Mapping[Modality, Callable[[int, int], int]] | None = None,
     ) -> None:
         self.config = config
         self.enable_caching = enable_caching
@@ -148,10 +148,13 @@ class Scheduler:
         self._num_saved = 0
         """Tokens of the background that it did not use in the last step with others."""
         self._encoders = EncoderInputs(
-            encoder_cache_size, max_num_batched_tokens, config.max_num_seqs, encoder_layers
+            encoder_cache_size, max_num_batched_tokens, config.max_num_seqs, encoder_pieces
         )
         self._awaiting_encoder: set[Request] = set()
         """Requests held until the next step, because of their items; some may have ended."""
+        self._range_waits = False
+        """True if tokens that see each other found no room in the last step: the next one has no
+        drafts."""
         self._deadlines = Deadlines()
         self._in_flight: deque[ScheduledStep] = deque()
         self._finished_req_ids: list[str] = []
@@ -325,11 +328,12 @@ class Scheduler:
         step = ScheduledStep(
             output,
             self.max_num_batched_tokens,
-            self.drafting.max_num_drafts,
+            0 if self._range_waits else self.drafting.max_num_drafts,
             self.drafting.choose(len(self.running), now),
             self.forced_per_request,
             now,
         )
+        self._range_waits = False
         if self.num_stages > 1:
             step.busy = self._find_busy()
         prefills = self._schedule_running(step, now)
@@ -349,7 +353,7 @@ class Scheduler:
             self.max_num_batched_tokens - step.budget - step.num_left_out
         )
         output.blocks_to_copy = self.kv_cache_manager.take_blocks_to_copy()
-        self._encoders.end_step(output)
+        step.item_work = self._encoders.end_step(output)
         output.finished_req_ids, self._finished_req_ids = self._finished_req_ids, []
         if self.adapters is not None:
             output.adapter_changes = self.adapters.take_changes()
@@ -389,6 +393,8 @@ class Scheduler:
                 if request.mm_features:
                     self.kv_cache_manager.forget_items(request)
                     self._encoders.cache.forget(request)
+                    if self._connector is not None:
+                        self._connector.forget_items(request)
                 continue
             if has_ended:
                 continue
@@ -687,7 +693,7 @@ class Scheduler:
                     request.num_forced = 0
                 num_drafts = min(wanted, left - 1, step.budget - 1, step.draft_budget)
             if start < request.mm_end:
-                num_new = encoders.fit_ranges(request, start, num_new, step.budget)
+                num_new = self._fit_ranges(request, start, num_new, step.budget)
                 if not num_new and priority == BACKGROUND:
                     self._save_budget(step)
                 num_new = encoders.fit(request, start, num_new)
@@ -737,7 +743,7 @@ class Scheduler:
             total = request.num_tokens + request.num_output_placeholders
             num_new = min(self._cap(total - start), step.budget)
             if start < request.mm_end:
-                num_new = self._encoders.fit_ranges(request, start, num_new, step.budget)
+                num_new = self._fit_ranges(request, start, num_new, step.budget)
                 if not num_new and request.options.background:
                     self._save_budget(step)
                 num_new = self._encoders.fit(request, start, num_new)
@@ -791,7 +797,7 @@ class Scheduler:
             num_new = min(num_new, step.budget - num_encoded)
             if request.mm_end:
                 room = step.budget - num_encoded
-                num_new = self._encoders.fit_ranges(request, start, num_new, room)
+                num_new = self._fit_ranges(request, start, num_new, room)
                 if not num_new:
                     return self._wait_for_budget(step, request)
             if request.mm_end and not (
@@ -861,6 +867,12 @@ class Scheduler:
         self._add_to_step(step, request, scheduled, start, request.num_tokens)
         return True
 
+    def _fit_ranges(self, request: Request, start: int, num_new: int, room: int) -> int:
+        """Call `EncoderInputs.fit_ranges`; note if no token fits."""
+        found = self._encoders.fit_ranges(request, start, num_new, room)
+        self._range_waits |= not found
+        return found
+
     def _leave_budget(self, step: ScheduledStep) -> bool:
         """Return True if requests in the background may add tokens to a step.
 
@@ -911,7 +923,7 @@ class Scheduler:
     ) -> None:
         """Add a request's tokens from `start`; `total` tokens are known or in flight."""
         if start < request.mm_end:
-            num_encoded = self._encoders.add(request, step.output)
+            num_encoded = self._encoders.add(request, scheduled.num_tokens, step.output)
             self._tenants.charge(request.options.share, ENCODER_WEIGHT * num_encoded)
         if self.kv_cache_manager.states is not None:
             scheduled.snapshots = self.kv_cache_manager.states.take_scheduled(request)
@@ -989,7 +1001,7 @@ class Scheduler:
         now = self._clock()
         # The step began when it was scheduled, or when the step before it ended.
         seconds, self._last_result = now - max(step.scheduled_at, self._last_result), now
-        self._encoders.pace.step_ended(step.output, seconds)
+        self._encoders.pace.step_ended(step.output, step.item_work, seconds)
         self.drafting.learn(step, result, seconds)
         if self._loads is not None and step.entries:
             self._loads.step_succeeded(step, now)

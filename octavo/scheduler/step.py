@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from octavo.messages import SchedulerOutput
 from octavo.request import Request
+from octavo.scheduler.pace import ItemWork
 
 
 @dataclass(slots=True)
@@ -28,6 +29,8 @@ class ScheduledStep:
     """Number of tokens that those may not use."""
     forced: bool = False
     """True if it contains drafts of grammars."""
+    item_work: ItemWork = field(default_factory=ItemWork)
+    """Work for items, such as pictures, beside texts."""
     entries: list[tuple[Request, int, int]] = field(default_factory=list)
     """(request, first position computed, most tokens that it samples), in batch order."""
     busy: frozenset[Request] = frozenset()

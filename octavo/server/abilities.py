@@ -9,6 +9,7 @@ from octavo.media.content import Modality
 from octavo.speech.model import hears
 
 if TYPE_CHECKING:
+    from octavo.config import ModelConfig
     from octavo.models.blocks.pooler import PoolerSpec
     from octavo.models.spec import ModelSpec
 
@@ -21,11 +22,20 @@ _ROUTES = {
 """A route of each task."""
 
 
-def input_modalities(spec: ModelSpec) -> list[str]:
-    """Return what a model reads: "text", "image", "audio". One that hears reads no text."""
-    texts = [] if hears(spec) else ["text"]
-    kinds: tuple[Modality, ...] = ("image", "audio")
-    return [*texts, *(kind for kind in kinds if spec.encoder(kind) is not None)]
+def input_modalities(spec: ModelSpec, settings: ModelConfig) -> list[str]:
+    """Return what a model reads: "text", "image", "audio", "video".
+
+    An encoder-decoder that hears reads no text.
+
+    Args:
+        spec: the model.
+        settings: its settings, which may allow no items of a modality.
+    """
+    if spec.is_encoder_decoder and hears(spec):
+        return ["audio"]
+    kinds: tuple[Modality, ...] = ("image", "audio", "video")
+    read = [kind for kind in kinds if spec.encoder(kind) is not None and settings.limit(kind)]
+    return ["text", *read]
 
 
 def answers_texts(spec: ModelSpec) -> bool:

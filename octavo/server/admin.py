@@ -14,7 +14,7 @@ from octavo import __version__
 from octavo.config import HIDDEN, config_fields
 from octavo.errors import RequestError
 from octavo.messages import PauseMode
-from octavo.server import answers
+from octavo.server import admin_answers, answers
 from octavo.server.body import check_media_type, read_model
 from octavo.server.errors import AdminError, RouteError, show
 from octavo.server.http_state import http_state_of
@@ -72,7 +72,7 @@ async def reset_prefix_cache(request: Request) -> Response:
     )
     engine = await state_of(request).get_engine()
     return answers.respond(
-        answers.CacheReset(success=await engine.reset_prefix_cache(restart, external))
+        admin_answers.CacheReset(success=await engine.reset_prefix_cache(restart, external))
     )
 
 
@@ -80,14 +80,14 @@ async def reset_encoder_cache(request: Request) -> Response:
     """Forget what encoders have computed; `success` is false while requests use some of it."""
     check_admin(request)
     engine = await state_of(request).get_engine()
-    return answers.respond(answers.CacheReset(success=await engine.reset_encoder_cache()))
+    return answers.respond(admin_answers.CacheReset(success=await engine.reset_encoder_cache()))
 
 
 async def reset_mm_cache(request: Request) -> Response:
-    """Forget the media that this front end keeps by their files and uuids."""
+    """Forget the media that this front end and the engines keep, with their uuids."""
     check_admin(request)
     await (await state_of(request).get_engine()).reset_mm_cache()
-    return answers.respond(answers.CacheReset(success=True))
+    return answers.respond(admin_answers.CacheReset(success=True))
 
 
 def _flag(request: Request, name: str, default: str = "false") -> bool:
@@ -117,7 +117,7 @@ async def sleep(request: Request) -> Response:
     if level not in ("0", "1", "2"):
         raise RequestError(f"level={show(level)} is not allowed; it is 0, 1 or 2.", "level")
     await engine.sleep(int(level), _pause_mode(request))
-    return answers.respond(answers.FellAsleep(status="sleeping", level=int(level)))
+    return answers.respond(admin_answers.FellAsleep(status="sleeping", level=int(level)))
 
 
 async def wake_up(request: Request) -> Response:
@@ -126,14 +126,14 @@ async def wake_up(request: Request) -> Response:
     engine = await _sleeping_engine(request)
     tags = request.query_params.getlist("tags") or None
     awake = await engine.wake_up(tags)
-    return answers.respond(answers.WokeUp(status="awake" if awake else "sleeping", tags=tags))
+    return answers.respond(admin_answers.WokeUp(status="awake" if awake else "sleeping", tags=tags))
 
 
 async def is_sleeping(request: Request) -> Response:
     """Return true if the engine sleeps, at any level."""
     _check_operator(request)
     return answers.respond(
-        answers.IsSleeping(is_sleeping=await (await _sleeping_engine(request)).is_sleeping())
+        admin_answers.IsSleeping(is_sleeping=await (await _sleeping_engine(request)).is_sleeping())
     )
 
 
@@ -148,21 +148,21 @@ async def pause(request: Request) -> Response:
     clear = _flag(request, "clear_cache", "true")
     engine = await _ready_engine(request)
     await engine.pause_generation(mode=mode, clear_cache=clear)
-    return answers.respond(answers.Paused(status="paused"))
+    return answers.respond(admin_answers.Paused(status="paused"))
 
 
 async def resume(request: Request) -> Response:
     """Continue after `/pause`."""
     check_admin(request)
     await (await _ready_engine(request)).resume_generation()
-    return answers.respond(answers.Resumed(status="resumed"))
+    return answers.respond(admin_answers.Resumed(status="resumed"))
 
 
 async def is_paused(request: Request) -> Response:
     """Return true if the engine computes nothing until `/resume` or `/wake_up`."""
     _check_operator(request)
     return answers.respond(
-        answers.IsPaused(is_paused=await (await _ready_engine(request)).is_paused())
+        admin_answers.IsPaused(is_paused=await (await _ready_engine(request)).is_paused())
     )
 
 
@@ -188,26 +188,26 @@ async def scale_elastic_ep(request: Request) -> Response:
     body = await read_model(request, ScaleBody, state_of(request).config.max_request_bytes)
     size = body.new_data_parallel_size
     await engine.scale(size)
-    return answers.respond(answers.Scaled(message=f"Scaled to {size} data parallel engines"))
+    return answers.respond(admin_answers.Scaled(message=f"Scaled to {size} data parallel engines"))
 
 
 async def is_scaling_elastic_ep(request: Request) -> Response:
     """Return true while the number of engines changes."""
     return answers.respond(
-        answers.IsScaling(is_scaling_elastic_ep=(await _elastic_engine(request)).scaling)
+        admin_answers.IsScaling(is_scaling_elastic_ep=(await _elastic_engine(request)).scaling)
     )
 
 
 async def start_profile(request: Request) -> Response:
     """Start a profile of the engine; 404 without --profiler-dir."""
     await (await _profiled_engine(request)).start_profile()
-    return answers.respond(answers.ProfileStarted(status="recording"))
+    return answers.respond(admin_answers.ProfileStarted(status="recording"))
 
 
 async def stop_profile(request: Request) -> Response:
     """End the profile; `path` is its file on the server."""
     return answers.respond(
-        answers.ProfileStopped(path=await (await _profiled_engine(request)).stop_profile())
+        admin_answers.ProfileStopped(path=await (await _profiled_engine(request)).stop_profile())
     )
 
 

@@ -14,7 +14,7 @@ from octavo.errors import RequestError
 from octavo.outputs import CompletionOutput, RequestOutput
 from octavo.parsers.parts import CallArguments, CallStart, Part, Reasoning
 from octavo.sampling_params import SamplingParams
-from octavo.server import answers
+from octavo.server import answers, anthropic_answers
 from octavo.server.anthropic_schema import (
     CountTokensBody,
     MessagesBody,
@@ -67,7 +67,7 @@ async def count_tokens(request: Request) -> Response:
 
     deadline = state.deadline(context.arrival, context.deadline_ms)
     num_tokens = await state.run(request.receive, count(), deadline)
-    return answers.respond(answers.InputTokens(input_tokens=num_tokens))
+    return answers.respond(anthropic_answers.InputTokens(input_tokens=num_tokens))
 
 
 async def _to_chat(request: Request, body: CountTokensBody) -> ChatBody:

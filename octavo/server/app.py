@@ -55,10 +55,11 @@ from octavo.server.ollama_models import (
     running,
     show_model,
 )
-from octavo.server.realtime import needs_websocket, realtime
+from octavo.server.realtime import realtime
 from octavo.server.render import render_chat, render_completion
 from octavo.server.rerank import create_rerank, create_score
 from octavo.server.resume_routes import get_stream, resumable
+from octavo.server.sockets import needs_websocket
 from octavo.server.state import ServerState
 from octavo.server.tokenize import detokenize, tokenize
 from octavo.server.ui import get_file, or_page

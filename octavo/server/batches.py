@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.errors import RequestError
-from octavo.server import answers
+from octavo.server import answers, file_answers
 from octavo.server.batch_line import Endpoint
 from octavo.server.batch_runner import Batch, runner_of
 from octavo.server.body import Body, read_model
@@ -80,7 +80,7 @@ async def list_batches(request: Request) -> Response:
     found = runner.batches(owner_of(request))
     page, more = page_of(request, found, attrgetter("id"), _LISTED, _MAX_LISTED)
     return answers.respond(
-        answers.BatchList(
+        file_answers.BatchList(
             object="list",
             data=[_json(batch) for batch in page],
             first_id=page[0].id if page else None,
@@ -105,17 +105,17 @@ async def cancel_batch(request: Request) -> Response:
     return answers.respond(_json(batch))
 
 
-def _json(batch: Batch) -> answers.Batch:
+def _json(batch: Batch) -> file_answers.Batch:
     errors = [
-        answers.BatchError(code=e.code, message=e.message, param=e.param, line=e.line)
+        file_answers.BatchError(code=e.code, message=e.message, param=e.param, line=e.line)
         for e in batch.errors
     ]
-    return answers.Batch(
+    return file_answers.Batch(
         id=batch.id,
         object="batch",
         endpoint=batch.endpoint,
         model=batch.model,
-        errors=answers.BatchErrors(object="list", data=errors) if errors else None,
+        errors=file_answers.BatchErrors(object="list", data=errors) if errors else None,
         input_file_id=batch.input_file_id,
         completion_window="24h",
         status=batch.status,
@@ -131,7 +131,7 @@ def _json(batch: Batch) -> answers.Batch:
         expired_at=batch.expired_at,
         cancelling_at=batch.cancelling_at,
         cancelled_at=batch.cancelled_at,
-        request_counts=answers.RequestCounts(
+        request_counts=file_answers.RequestCounts(
             total=batch.total, completed=batch.completed, failed=batch.failed
         ),
         metadata=batch.metadata,

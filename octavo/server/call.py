@@ -10,7 +10,7 @@ from starlette.requests import Request
 
 from octavo.errors import RequestError
 from octavo.messages import RequestOptions
-from octavo.server import answers
+from octavo.server import explain_answers
 from octavo.server.auth import flow_of, private_salt
 from octavo.server.explain import disabled, explain_story, names_for
 from octavo.server.middleware import RequestContext, context_of
@@ -135,7 +135,7 @@ class Call:
         state.stories.add(story)
         return story
 
-    async def explanation(self) -> answers.Explained:
+    async def explanation(self) -> explain_answers.Explained:
         """Return the explanation of the request up to now, if its body asks for it."""
         if not self.explains:
             return {}

@@ -21,7 +21,7 @@ from octavo.parsers.bare_calls import has_bare_calls
 from octavo.parsers.detect import schemas_of, without_notes
 from octavo.parsers.parts import CallArguments, CallStart, Part, Reasoning, Role, Text
 from octavo.sampling_params import StructuredOutputsParams
-from octavo.server import answers
+from octavo.server import generation_answers
 from octavo.server.body import read_model
 from octavo.server.chat_messages import AllowedTools, Message, NamedTool, Tool, ToolCall
 from octavo.server.generation import (
@@ -485,7 +485,9 @@ class ChatCompletion(Generation[ChatFields]):
         rows = None if output is None else output.prompt_logprobs
         return {"prompt_logprobs": prompt_logprobs_json(rows), "prompt_token_ids": ids}
 
-    def write(self, delta: Delta) -> answers.ChatChoice | answers.ChatChunkChoice | None:
+    def write(
+        self, delta: Delta
+    ) -> generation_answers.ChatChoice | generation_answers.ChatChunkChoice | None:
         """Return a choice; see `Generation.write`."""
         body, completion = self.body, delta.completion
         texts = fold(delta.parts)
@@ -507,9 +509,9 @@ class ChatCompletion(Generation[ChatFields]):
                 message["tool_calls"] = _whole_calls(calls)
             return {
                 "index": delta.index,
-                "message": cast("answers.ChatMessage", message),
+                "message": cast("generation_answers.ChatMessage", message),
                 "logprobs": self._logprobs(completion),
-                "finish_reason": cast("answers.ChatFinishReason", finish_reason),
+                "finish_reason": cast("generation_answers.ChatFinishReason", finish_reason),
                 "stop_reason": completion.stop_reason,
                 "token_ids": completion.token_ids if body.return_token_ids else None,
             }
@@ -528,12 +530,12 @@ class ChatCompletion(Generation[ChatFields]):
             return None
         if Text in texts or not (reasoning or calls):
             changes["content"] = texts.get(Text, "")
-        choice: answers.ChatChunkChoice = {
+        choice: generation_answers.ChatChunkChoice = {
             "index": delta.index,
-            "delta": cast("answers.ChatDelta", changes),
+            "delta": cast("generation_answers.ChatDelta", changes),
             "logprobs": self._logprobs(completion) if completion.token_ids else None,
             # The reason is in the chunk of the last text, as with vLLM.
-            "finish_reason": cast("answers.ChatFinishReason | None", finish_reason),
+            "finish_reason": cast("generation_answers.ChatFinishReason | None", finish_reason),
         }
         if finished:
             choice["stop_reason"] = completion.stop_reason
@@ -587,11 +589,11 @@ class ChatCompletion(Generation[ChatFields]):
         digest = hashlib.blake2b(f"{self.id}-{choice}-{number}".encode(), digest_size=12)
         return f"call_{digest.hexdigest()}"
 
-    def _logprobs(self, completion: CompletionOutput) -> answers.ChatLogprobs | None:
+    def _logprobs(self, completion: CompletionOutput) -> generation_answers.ChatLogprobs | None:
         if not self.body.logprobs:
             return None
         asked = self.body.top_logprobs or 0
-        content: list[answers.ChatLogprob] = []
+        content: list[generation_answers.ChatLogprob] = []
         for token_id, row in zip(completion.token_ids, completion.logprobs or [], strict=True):
             # The token itself is in the row even if it is not among the most probable ones.
             best = list(row.items())
@@ -599,14 +601,14 @@ class ChatCompletion(Generation[ChatFields]):
                 best.sort(key=lambda item: -item[1].logprob)
                 best = best if asked == -1 else best[:asked]
             top = [self._candidate(t, e) for t, e in best]
-            entry: answers.ChatLogprob = {
+            entry: generation_answers.ChatLogprob = {
                 **self._candidate(token_id, row[token_id]),
                 "top_logprobs": top,
             }
             content.append(raw(entry))
         return {"content": content, "refusal": None}
 
-    def _candidate(self, token_id: int, entry: Logprob) -> answers.Candidate:
+    def _candidate(self, token_id: int, entry: Logprob) -> generation_answers.Candidate:
         text = self.token_text(token_id, entry)
         data = text.encode() if self.tokenizer is None else self.tokenizer.token_bytes(token_id)
         return {"token": text, "logprob": finite(entry.logprob), "bytes": list(data)}

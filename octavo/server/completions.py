@@ -14,7 +14,7 @@ from octavo.errors import RequestError
 from octavo.frontend.prompt_embeds import PROMPT_EMBEDS_OFF
 from octavo.outputs import CompletionOutput, Logprob, PromptLogprobs, RequestOutput
 from octavo.parsers.parts import Text
-from octavo.server import answers
+from octavo.server import generation_answers
 from octavo.server.body import read_model
 from octavo.server.generation import (
     Generation,
@@ -116,8 +116,8 @@ class Completion(Generation[CompletionBody]):
         prompt = self._prompt_text(output) if body.echo and first else None
         end = self._sent.get(number, 0) + len(prompt or "") + len(text)
         self._sent[number] = end
-        reason = cast("answers.FinishReason | None", completion.finish_reason)
-        choice: answers.CompletionChunkChoice = {
+        reason = cast("generation_answers.FinishReason | None", completion.finish_reason)
+        choice: generation_answers.CompletionChunkChoice = {
             "index": number,
             "text": (prompt or "") + text,
             "logprobs": None
@@ -129,7 +129,7 @@ class Completion(Generation[CompletionBody]):
         if not body.stream:
             asked = body.prompt_logprobs is not None
             rows = prompt_logprobs_json(output.prompt_logprobs) if asked else None
-            cast("answers.CompletionChoice", choice)["prompt_logprobs"] = rows
+            cast("generation_answers.CompletionChoice", choice)["prompt_logprobs"] = rows
         if body.return_token_ids:
             choice["token_ids"] = token_ids
             choice["prompt_token_ids"] = output.prompt_token_ids if first else None
@@ -147,7 +147,7 @@ class Completion(Generation[CompletionBody]):
 
     def _logprobs(
         self, delta: Delta, token_ids: list[int], prompt: str | None, end: int
-    ) -> answers.CompletionLogprobs:
+    ) -> generation_answers.CompletionLogprobs:
         """Return OpenAI's four parallel lists.
 
         Args:

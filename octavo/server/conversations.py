@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.errors import NotFoundError, RequestError
-from octavo.server import answers
+from octavo.server import answers, response_answers
 from octavo.server.body import read_model
 from octavo.server.errors import show
 from octavo.server.middleware import context_of
@@ -85,7 +85,7 @@ async def create_items(request: Request) -> Response:
         conversation.num_created += len(new)
         await save(state.objects, context_of(request).api_key, name, conversation)
     return answers.respond(
-        answers.ItemList(
+        response_answers.ItemList(
             object="list",
             data=new,
             first_id=new[0]["id"],
@@ -189,7 +189,7 @@ def _check_room(conversation: StoredConversation, new: list[Item], limit: int) -
 
 def _respond(name: str, conversation: StoredConversation) -> Response:
     return answers.respond(
-        answers.Conversation(
+        response_answers.Conversation(
             id=name,
             object="conversation",
             created_at=conversation.created_at,

@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from octavo.compat.routes import elsewhere
 from octavo.errors import EngineDeadError, GivenUpError, OctavoError, RequestError
-from octavo.server import answers
+from octavo.server import answers, anthropic_answers, pooling_answers
 from octavo.server.ollama_answers import OllamaError
 
 logger = logging.getLogger(__name__)
@@ -167,8 +167,8 @@ def anthropic_error_json(error: BaseException) -> bytes:
     detail, status = error_detail(error), error_status(error)
     kind = "api_error" if status >= 500 else "invalid_request_error"
     kind = _ANTHROPIC_TYPES.get(status, kind)
-    found = answers.AnthropicErrorDetail(type=kind, message=detail["message"])
-    return msgspec.json.encode(answers.AnthropicError(type="error", error=found))
+    found = anthropic_answers.AnthropicErrorDetail(type=kind, message=detail["message"])
+    return msgspec.json.encode(anthropic_answers.AnthropicError(type="error", error=found))
 
 
 def ollama_error_json(error: BaseException) -> bytes:
@@ -180,7 +180,7 @@ def tei_error_json(error: BaseException) -> bytes:
     """Return the JSON body of an error in the form of text-embeddings-inference."""
     status = error_status(error)
     kind = "Overloaded" if status == 429 else "Validation" if status < 500 else "Backend"
-    found = answers.TEIError(error=error_detail(error)["message"], error_type=kind)
+    found = pooling_answers.TEIError(error=error_detail(error)["message"], error_type=kind)
     return msgspec.json.encode(found)
 
 

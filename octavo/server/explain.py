@@ -23,7 +23,7 @@ from octavo.frontend.time_line import (
     number_of,
 )
 from octavo.observability.view_events import label_of
-from octavo.server import answers
+from octavo.server import answers, explain_answers
 from octavo.server.errors import show
 from octavo.server.middleware import RequestContext, context_of
 from octavo.server.recent_prompts import LONG
@@ -111,7 +111,7 @@ class Names:
     def __init__(self, ids: Mapping[int, str], *, sees_all: bool) -> None:
         self._ids, self._sees_all = ids, sees_all
 
-    def find(self, core_id: str) -> answers.OtherRequest | None:
+    def find(self, core_id: str) -> explain_answers.OtherRequest | None:
         """Return the name of a request; None if the client may not see it."""
         number = number_of(core_id)
         name = None if number is None else self._ids.get(number)
@@ -119,9 +119,9 @@ class Names:
             return {"number": label_of(core_id), "id": name}
         return {"number": label_of(core_id)} if self._sees_all else None
 
-    def largest(self, who: Mapping[str, float], unit: _Unit) -> list[answers.OtherRequest]:
+    def largest(self, who: Mapping[str, float], unit: _Unit) -> list[explain_answers.OtherRequest]:
         """Return the visible requests with the largest amounts, at most `MAX_NAMED`."""
-        found: list[answers.OtherRequest] = []
+        found: list[explain_answers.OtherRequest] = []
         for core_id, amount in sorted(who.items(), key=lambda item: -item[1]):
             if len(found) < MAX_NAMED and (name := self.find(core_id)) is not None:
                 if unit == "ms":
@@ -155,7 +155,7 @@ async def list_requests(request: Request) -> Response:
     owner = state.tenant(context.api_key)
     stories = state.stories.visible(owner, is_admin=context.is_admin)
     return answers.respond(
-        answers.RecentRequests(object="list", data=[_listed(story) for story in stories])
+        explain_answers.RecentRequests(object="list", data=[_listed(story) for story in stories])
     )
 
 
@@ -188,7 +188,7 @@ def _enabled(request: Request) -> ServerState:
     return state
 
 
-def _listed(story: Story) -> answers.RecentRequest:
+def _listed(story: Story) -> explain_answers.RecentRequest:
     usage = story.usage
     end = clock.now() if story.end is None else story.end
     return {
@@ -207,7 +207,7 @@ def _listed(story: Story) -> answers.RecentRequest:
 
 async def explain_story(
     state: ServerState, story: Story, names: Names, *, simulates: bool = False
-) -> answers.Explanation:
+) -> explain_answers.Explanation:
     """Return the explanation of a request, up to now if it still runs.
 
     Args:
@@ -265,7 +265,7 @@ def _simulate(
     return what_if(past, settings)
 
 
-def _add_simulated(advice: list[answers.Advice], saved: Mapping[str, float]) -> None:
+def _add_simulated(advice: list[explain_answers.Advice], saved: Mapping[str, float]) -> None:
     for entry in advice:
         if (seconds := saved.get(entry["setting"])) is not None:
             entry["saved_ms"] = round(seconds * 1000, 3)
@@ -282,7 +282,7 @@ def _explain(
     steps: Sequence[LoggedStep],
     deaths: Sequence[EngineDeath],
     lost: float,
-) -> tuple[answers.Explanation, TimeLine]:
+) -> tuple[explain_answers.Explanation, TimeLine]:
     line = make_time_line(marks, steps, deaths, lost)
     limits = {
         "seats": state.engine_config.scheduler.max_num_seqs,
@@ -293,7 +293,7 @@ def _explain(
     causes = _causes(line.spans, marks.begin)
     usage = story.usage
     places: dict[int | None, int] = {number: i for i, number in enumerate(story.prompts)}
-    explanation: answers.Explanation = {
+    explanation: explain_answers.Explanation = {
         **_listed(story),
         "object": "request.explanation",
         "wall_ms": _milliseconds(_micros(marks.end, marks.begin)),
@@ -348,9 +348,9 @@ def _milliseconds(micros: int) -> float:
 
 def _span(
     span: Span, origin: float, limits: Mapping[str, int], names: Names
-) -> answers.ExplainedSpan:
+) -> explain_answers.ExplainedSpan:
     begin, end = _micros(span.begin, origin), _micros(span.end, origin)
-    found: answers.ExplainedSpan = {
+    found: explain_answers.ExplainedSpan = {
         "cause": span.cause,
         "begin_ms": _milliseconds(begin),
         "ms": _milliseconds(end - begin),
@@ -378,7 +378,7 @@ def _span(
 
 
 def _named(
-    others: Sequence[answers.OtherRequest], more: int = 0, *, with_counts: bool = False
+    others: Sequence[explain_answers.OtherRequest], more: int = 0, *, with_counts: bool = False
 ) -> str:
     """Return the numbers of other requests, such as "#7 (40), #9 (12) and 3 more"; may be ""."""
     named = []
@@ -390,7 +390,7 @@ def _named(
     return ", ".join(named)
 
 
-def _text(span: Span, shown: answers.ExplainedSpan, limits: Mapping[str, int]) -> str:
+def _text(span: Span, shown: explain_answers.ExplainedSpan, limits: Mapping[str, int]) -> str:
     """Return the sentence that tells the cause of a span."""
     title, is_queued = TITLES[span.cause], span.cause == "queued"
     names = _named(shown.get("who") or (), shown.get("more") or 0, with_counts=is_queued)
@@ -416,7 +416,7 @@ def _counted(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 
-def _causes(spans: Sequence[Span], origin: float) -> list[answers.ExplainedCause]:
+def _causes(spans: Sequence[Span], origin: float) -> list[explain_answers.ExplainedCause]:
     """Return the time of each cause, the longest first; they sum to the wall time."""
     sums: dict[str, int] = {}
     for span in spans:
@@ -434,7 +434,7 @@ def _causes(spans: Sequence[Span], origin: float) -> list[answers.ExplainedCause
 
 def _answer(
     answer: Answer, places: Mapping[int | None, int], line: TimeLine, origin: float
-) -> answers.ExplainedAnswer:
+) -> explain_answers.ExplainedAnswer:
     child = answer.core_id.partition("_")[0]
     return {
         "number": label_of(answer.core_id),
@@ -451,7 +451,7 @@ def _answer(
     }
 
 
-def _given_up(line: TimeLine, origin: float, names: Names) -> answers.GivenUpBlocks | None:
+def _given_up(line: TimeLine, origin: float, names: Names) -> explain_answers.GivenUpBlocks | None:
     if line.followed is None or (event := line.answers[line.followed].given_up) is None:
         return None
     seconds = round(origin - event.time, 3)
@@ -463,7 +463,7 @@ def _given_up(line: TimeLine, origin: float, names: Names) -> answers.GivenUpBlo
     }
 
 
-def told_cache(cache: answers.ExplainedCache) -> answers.ExplainedCache:
+def told_cache(cache: explain_answers.ExplainedCache) -> explain_answers.ExplainedCache:
     """Return what is known about the cache with its sentences."""
     text = [
         f"{cache['cached_tokens']:,} of {cache['prompt_tokens']:,} prompt tokens were in the cache."
@@ -485,11 +485,11 @@ def told_cache(cache: answers.ExplainedCache) -> answers.ExplainedCache:
 
 
 def _advice(
-    causes: Sequence[answers.ExplainedCause],
+    causes: Sequence[explain_answers.ExplainedCause],
     line: TimeLine,
     story: Story,
     limits: Mapping[str, int],
-) -> list[answers.Advice]:
+) -> list[explain_answers.Advice]:
     """Return what would have helped: at most the time of the cause that a setting removes."""
     queued: dict[str, float] = {}
     for span in line.spans:
@@ -498,7 +498,7 @@ def _advice(
     spent = {cause["cause"]: cause["ms"] for cause in causes}
     memory = queued.get("BLOCKS", 0.0) * 1000
     memory += spent.get("preempted", 0.0) + spent.get("recompute", 0.0)
-    found: list[answers.Advice] = []
+    found: list[explain_answers.Advice] = []
 
     def add(setting: str, milliseconds: float, text: str) -> None:
         if milliseconds >= 1:

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from octavo.errors import RequestError
-from octavo.server import answers
+from octavo.server import answers, file_answers
 from octavo.server.auth import tenant_of
 from octavo.server.batch_runner import runner_of
 from octavo.server.errors import show
@@ -52,7 +52,7 @@ async def list_files(request: Request) -> Response:
     found = [file for file in store.files(owner) if purpose in (None, file.purpose)]
     page, more = page_of(request, found, attrgetter("id"), _MAX_LISTED, _MAX_LISTED)
     return answers.respond(
-        answers.FileList(
+        file_answers.FileList(
             object="list",
             data=[_json(file) for file in page],
             first_id=page[0].id if page else None,
@@ -73,7 +73,7 @@ async def delete_file(request: Request) -> Response:
     store, owner = await _files(request)
     file = store.find(owner, request.path_params["file_id"])
     await store.delete(file)
-    return answers.respond(answers.FileDeleted(id=file.id, object="file", deleted=True))
+    return answers.respond(file_answers.FileDeleted(id=file.id, object="file", deleted=True))
 
 
 async def get_file_content(request: Request) -> Response:
@@ -165,8 +165,8 @@ def _expiry(fields: dict[str, bytes]) -> int | None:
     return int(seconds or b"")
 
 
-def _json(file: StoredFile) -> answers.FileObject:
-    return answers.FileObject(
+def _json(file: StoredFile) -> file_answers.FileObject:
+    return file_answers.FileObject(
         id=file.id,
         object="file",
         bytes=file.bytes,

@@ -10,7 +10,7 @@ from starlette.responses import Response
 from octavo.errors import RequestError
 from octavo.outputs import CompletionOutput, Logprob, RequestOutput, SampleLogprobs
 from octavo.parsers.parts import Text
-from octavo.server import answers
+from octavo.server import generation_answers
 from octavo.server.body import read_model, unknown_fields, validate
 from octavo.server.completions import Completion, token_prompts
 from octavo.server.errors import show
@@ -114,17 +114,19 @@ class TokenGeneration(Completion):
             "prompt_token_ids": output.prompt_token_ids if asked else None,
         }
 
-    def write(self, delta: Delta) -> answers.TokensChunkChoice | None:
+    def write(self, delta: Delta) -> generation_answers.TokensChunkChoice | None:
         """Return a choice; see `Generation.write`."""
         completion = delta.completion
         if self.body.stream and not (completion.token_ids or completion.finish_reason is not None):
             return None
         rows = completion.logprobs if self.body.logprobs is not None else None
-        choice: answers.TokensChunkChoice = {
+        choice: generation_answers.TokensChunkChoice = {
             "index": delta.index,
             "token_ids": completion.token_ids,
             "logprobs": None if rows is None else {"content": _logprobs(completion, rows)},
-            "finish_reason": cast("answers.FinishReason | None", completion.finish_reason),
+            "finish_reason": cast(
+                "generation_answers.FinishReason | None", completion.finish_reason
+            ),
             "stop_reason": completion.stop_reason,
         }
         if self.body.output_mode == "text":
@@ -158,14 +160,17 @@ async def read_tokens(
 
 def _logprobs(
     completion: CompletionOutput, rows: SampleLogprobs
-) -> list[answers.ChosenTokenLogprob]:
-    content: list[answers.ChosenTokenLogprob] = []
+) -> list[generation_answers.ChosenTokenLogprob]:
+    content: list[generation_answers.ChosenTokenLogprob] = []
     for token, row in zip(completion.token_ids, rows, strict=True):
         top = [_candidate(t, entry) for t, entry in row.items()]
-        chosen: answers.ChosenTokenLogprob = {**_candidate(token, row[token]), "top_logprobs": top}
+        chosen: generation_answers.ChosenTokenLogprob = {
+            **_candidate(token, row[token]),
+            "top_logprobs": top,
+        }
         content.append(raw(chosen))
     return content
 
 
-def _candidate(token: int, entry: Logprob) -> answers.TokenLogprob:
+def _candidate(token: int, entry: Logprob) -> generation_answers.TokenLogprob:
     return {"token_id": token, "logprob": finite(entry.logprob), "rank": entry.rank}

@@ -30,7 +30,7 @@ from octavo.outputs import (
 )
 from octavo.parsers.parts import Parser, Part, Text
 from octavo.sampling_params import SamplingParams
-from octavo.server import answers
+from octavo.server import explain_answers, generation_answers
 from octavo.server.abilities import check_generates
 from octavo.server.call import Call
 from octavo.server.errors import ClientDisconnectError, error_event, log_unexpected
@@ -342,7 +342,7 @@ class Generation(Call, ABC, Generic[B]):
                 last += b"," + encode(explanation)[1:-1]
             yield [head + last + b"}\n\n"]
 
-    def _metrics(self, times: RequestMetrics) -> answers.PerRequestMetrics:
+    def _metrics(self, times: RequestMetrics) -> generation_answers.PerRequestMetrics:
         """Return `metrics` of the answer: vLLM's fields, and all of them on request."""
         found = metrics_json(times, self.usage.completion_tokens)
         if not self.body.return_metrics:
@@ -358,7 +358,7 @@ class Generation(Call, ABC, Generic[B]):
     def _progress(self, output: RequestOutput, processed: int) -> bytes:
         """Return the chunk that tells the number of the prompt's tokens computed so far."""
         scheduled = output.metrics.first_scheduled_time
-        progress: answers.PromptProgress = {
+        progress: generation_answers.PromptProgress = {
             "total": len(output.prompt_token_ids),
             "cache": output.num_cached_tokens,
             "processed": processed,
@@ -578,7 +578,7 @@ def stopped_by_guard(completion: CompletionOutput) -> bool:
     return completion.repetition_period is not None and completion.stop_reason == REPETITION
 
 
-def metrics_json(times: RequestMetrics, num_tokens: int) -> answers.PerRequestMetrics:
+def metrics_json(times: RequestMetrics, num_tokens: int) -> generation_answers.PerRequestMetrics:
     """Return vLLM's `metrics` of an answer; unknown values are None.
 
     Args:
@@ -628,7 +628,7 @@ class Usage:
         self.completion_tokens = 0
         self._cached_tokens: dict[int, int] = {}
         """Cached tokens of each prompt; only the first of n answers reports them."""
-        self.cache_miss: answers.CacheMiss | None = None
+        self.cache_miss: explain_answers.CacheMiss | None = None
 
     def add(self, index: int, output: RequestOutput) -> None:
         """Count the new tokens of an output, and its prompt at the first output."""
@@ -644,7 +644,7 @@ class Usage:
         """Number of prompt tokens that were in the cache."""
         return sum(self._cached_tokens.values())
 
-    def to_dict(self, completion_tokens: int | None = None) -> answers.Usage:
+    def to_dict(self, completion_tokens: int | None = None) -> generation_answers.Usage:
         """Return OpenAI's `usage` object.
 
         Args:
@@ -652,7 +652,7 @@ class Usage:
         """
         if completion_tokens is None:
             completion_tokens = self.completion_tokens
-        details: answers.PromptTokensDetails | None = None
+        details: generation_answers.PromptTokensDetails | None = None
         if self._with_details:
             details = {"cached_tokens": self.cached_tokens}
             if self.cache_miss is not None:
@@ -720,7 +720,7 @@ class _WatchedPrompt:
                 self._tell(found, prompt, miss)
         self._recorded = prompts.add(self._scope, prompt, adapter)
 
-    def _tell(self, found: Found, prompt: bytes, miss: answers.CacheMiss) -> None:
+    def _tell(self, found: Found, prompt: bytes, miss: explain_answers.CacheMiss) -> None:
         """Record the missed prefix for `explain`."""
         generation = self._generation
         story, tokenizer = generation.context.story, generation.tokenizer
@@ -933,14 +933,14 @@ def finite(logprob: float) -> float:
     return max(logprob, MIN_LOGPROB)
 
 
-def prompt_logprobs_json(rows: PromptLogprobs | None) -> answers.PromptLogprobs | None:
+def prompt_logprobs_json(rows: PromptLogprobs | None) -> generation_answers.PromptLogprobs | None:
     """Return vLLM's `prompt_logprobs`: for each position the candidates by token id."""
     if rows is None:
         return None
     return [None if row is None else raw(_prompt_candidates(row)) for row in rows]
 
 
-def _prompt_candidates(row: dict[int, Logprob]) -> dict[str, answers.PromptLogprob]:
+def _prompt_candidates(row: dict[int, Logprob]) -> dict[str, generation_answers.PromptLogprob]:
     return {
         str(token): {
             "logprob": finite(entry.logprob),

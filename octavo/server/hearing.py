@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 from octavo.media.audio import AudioReader, Samples
+from octavo.server.realtime_shares import SessionPlaces, SoundMemory
 from octavo.speech.interface import SpeechToText
 from octavo.speech.registry import open_speech_model
 from octavo.system.fair_slots import FairSlots
@@ -30,6 +31,9 @@ class Hearing:
         self._reading: set[asyncio.Task[Samples]] = set()
         self.feature_turns = FairSlots(_WINDOWS)
         """Turns of the features of windows, each of which takes some milliseconds."""
+        self.places, self.sound_memory = SessionPlaces(), SoundMemory()
+        self.message_turns = FairSlots(1)
+        """Turns of the messages of sessions."""
         self._model: SpeechToText | None = None
 
     async def read(self, data: Buffer, tenant: Hashable) -> Samples:

@@ -72,5 +72,7 @@ def _model_card(state: ServerState, name: str) -> answers.ModelCard:
         # The memory decides it in the end, so it is not known while the model loads.
         "max_model_len": engine.max_model_len if engine is not None and engine.ready else None,
         "permission": [],
-        "input_modalities": None if engine is None else input_modalities(engine.spec),
+        "input_modalities": (
+            None if engine is None else input_modalities(engine.spec, state.engine_config.model)
+        ),
     }

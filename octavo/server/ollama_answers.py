@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Literal, NotRequired
 
-from octavo.server.answers import Answer, ChatLogprob, Explained
+from octavo.server.answers import Answer
+from octavo.server.explain_answers import Explained
+from octavo.server.generation_answers import ChatLogprob
 
 DoneReason = Literal["stop", "length", "load"]
 

@@ -17,7 +17,18 @@ from pydantic.json_schema import JsonSchemaMode
 from starlette.responses import Response
 
 from octavo import __version__
-from octavo.server import answers, ollama_answers
+from octavo.server import (
+    admin_answers,
+    answers,
+    anthropic_answers,
+    audio_answers,
+    explain_answers,
+    file_answers,
+    generation_answers,
+    ollama_answers,
+    pooling_answers,
+    response_answers,
+)
 from octavo.server.anthropic_schema import CountTokensBody, MessagesBody
 from octavo.server.audio_schema import AudioBody
 from octavo.server.batches import CreateBatchBody
@@ -80,11 +91,13 @@ class RenderedPrompts(RootModel[list[answers.RenderedPrompt]]):
     """POST /v1/completions/render."""
 
 
-class InvocationAnswer(RootModel[answers.ChatAnswer | answers.CompletionAnswer]):
+class InvocationAnswer(
+    RootModel[generation_answers.ChatAnswer | generation_answers.CompletionAnswer]
+):
     """POST /invocations."""
 
 
-class InvocationChunk(RootModel[answers.ChatChunk | answers.CompletionChunk]):
+class InvocationChunk(RootModel[generation_answers.ChatChunk | generation_answers.CompletionChunk]):
     """Event of a stream of /invocations."""
 
 
@@ -92,19 +105,23 @@ class RerankInput(RootModel[RerankBody | TEIRerankBody]):
     """Body of POST /rerank."""
 
 
-class RerankOutput(RootModel[answers.RerankAnswer | list[answers.TEIRank]]):
+class RerankOutput(RootModel[pooling_answers.RerankAnswer | list[pooling_answers.TEIRank]]):
     """POST /rerank."""
 
 
-class TranscriptionOutput(RootModel[answers.Transcription | answers.VerboseTranscription]):
+class TranscriptionOutput(
+    RootModel[audio_answers.Transcription | audio_answers.VerboseTranscription]
+):
     """POST /v1/audio/transcriptions; text, srt and vtt are plain text."""
 
 
-class TranscriptionEvent(RootModel[answers.TranscriptionDelta | answers.TranscriptionDone]):
+class TranscriptionEvent(
+    RootModel[audio_answers.TranscriptionDelta | audio_answers.TranscriptionDone]
+):
     """Event of a stream of /v1/audio/transcriptions."""
 
 
-class CohereOutput(RootModel[answers.CohereVectors | answers.CohereVectorsByType]):
+class CohereOutput(RootModel[pooling_answers.CohereVectors | pooling_answers.CohereVectorsByType]):
     """POST /v1/embed."""
 
 
@@ -116,11 +133,13 @@ class TokenVectors(RootModel[list[list[list[float]]]]):
     """POST /embed_all."""
 
 
-class SparseVectors(RootModel[list[list[answers.TEISparseEntry]]]):
+class SparseVectors(RootModel[list[list[pooling_answers.TEISparseEntry]]]):
     """POST /embed_sparse."""
 
 
-class Predictions(RootModel[list[answers.TEIPrediction] | list[list[answers.TEIPrediction]]]):
+class Predictions(
+    RootModel[list[pooling_answers.TEIPrediction] | list[list[pooling_answers.TEIPrediction]]]
+):
     """POST /predict; a list of lists for a list of lists."""
 
 
@@ -239,10 +258,17 @@ OPERATIONS: dict[str, Operation] = {
     "/v1/models": Operation(answers.ModelList, _GUARDED),
     "/v1/models/{model:path}": Operation(answers.ModelCard, (*_GUARDED, 404)),
     "/v1/completions": Operation(
-        answers.CompletionAnswer, _WITH_BODY, CompletionBody, answers.CompletionChunk
+        generation_answers.CompletionAnswer,
+        _WITH_BODY,
+        CompletionBody,
+        generation_answers.CompletionChunk,
     ),
-    "/v1/chat/completions": Operation(answers.ChatAnswer, _WITH_BODY, ChatBody, answers.ChatChunk),
-    "/v1/chat/completions/batch": Operation(answers.ChatAnswer, _WITH_BODY, BatchChatBody),
+    "/v1/chat/completions": Operation(
+        generation_answers.ChatAnswer, _WITH_BODY, ChatBody, generation_answers.ChatChunk
+    ),
+    "/v1/chat/completions/batch": Operation(
+        generation_answers.ChatAnswer, _WITH_BODY, BatchChatBody
+    ),
     "/v1/completions/render": Operation(RenderedPrompts, _WITH_BODY, CompletionBody),
     "/v1/chat/completions/render": Operation(answers.RenderedPrompt, _WITH_BODY, ChatBody),
     "/v1/audio/transcriptions": Operation(
@@ -251,63 +277,78 @@ OPERATIONS: dict[str, Operation] = {
     "/v1/audio/translations": Operation(
         TranscriptionOutput, (*_WITH_BODY, 403), chunk=TranscriptionEvent, form=SOUND
     ),
-    "/v1/embeddings": Operation(answers.EmbeddingsAnswer, _WITH_BODY, EmbeddingsBody),
-    "/pooling": Operation(answers.PoolingAnswer, _WITH_BODY, PoolingBody),
-    "/classify": Operation(answers.ClassifyAnswer, _WITH_BODY, ClassifyBody),
-    "/v1/classify": Operation(answers.ClassifyAnswer, _WITH_BODY, ClassifyBody),
-    "/score": Operation(answers.ScoreAnswer, _WITH_BODY, ScoreBody),
-    "/v1/score": Operation(answers.ScoreAnswer, _WITH_BODY, ScoreBody),
+    "/v1/embeddings": Operation(pooling_answers.EmbeddingsAnswer, _WITH_BODY, EmbeddingsBody),
+    "/pooling": Operation(pooling_answers.PoolingAnswer, _WITH_BODY, PoolingBody),
+    "/classify": Operation(pooling_answers.ClassifyAnswer, _WITH_BODY, ClassifyBody),
+    "/v1/classify": Operation(pooling_answers.ClassifyAnswer, _WITH_BODY, ClassifyBody),
+    "/score": Operation(pooling_answers.ScoreAnswer, _WITH_BODY, ScoreBody),
+    "/v1/score": Operation(pooling_answers.ScoreAnswer, _WITH_BODY, ScoreBody),
     "/rerank": Operation(RerankOutput, _WITH_BODY, RerankInput),
     "/v1/rerank": Operation(RerankOutput, _WITH_BODY, RerankInput),
     "/v2/rerank": Operation(RerankOutput, _WITH_BODY, RerankInput),
     "/v1/embed": Operation(CohereOutput, _WITH_BODY, CohereEmbedBody),
-    "/v2/embed": Operation(answers.CohereVectorsByType, _WITH_BODY, CohereEmbedBody),
-    "/embed": Operation(Vectors, _WITH_BODY, TEIEmbedBody, error=answers.TEIError),
-    "/embed_all": Operation(TokenVectors, _WITH_BODY, TEIInputsBody, error=answers.TEIError),
-    "/embed_sparse": Operation(SparseVectors, _WITH_BODY, TEIInputsBody, error=answers.TEIError),
-    "/predict": Operation(Predictions, _WITH_BODY, TEIPredictBody, error=answers.TEIError),
-    "/similarity": Operation(Similarities, _WITH_BODY, SimilarityBody, error=answers.TEIError),
-    "/info": Operation(answers.TEIInfo, _GUARDED),
+    "/v2/embed": Operation(pooling_answers.CohereVectorsByType, _WITH_BODY, CohereEmbedBody),
+    "/embed": Operation(Vectors, _WITH_BODY, TEIEmbedBody, error=pooling_answers.TEIError),
+    "/embed_all": Operation(
+        TokenVectors, _WITH_BODY, TEIInputsBody, error=pooling_answers.TEIError
+    ),
+    "/embed_sparse": Operation(
+        SparseVectors, _WITH_BODY, TEIInputsBody, error=pooling_answers.TEIError
+    ),
+    "/predict": Operation(Predictions, _WITH_BODY, TEIPredictBody, error=pooling_answers.TEIError),
+    "/similarity": Operation(
+        Similarities, _WITH_BODY, SimilarityBody, error=pooling_answers.TEIError
+    ),
+    "/info": Operation(pooling_answers.TEIInfo, _GUARDED),
     "/v1/messages": Operation(
-        answers.AnthropicMessage,
+        anthropic_answers.AnthropicMessage,
         _WITH_BODY,
         MessagesBody,
-        chunk=answers.AnthropicEvent,
-        error=answers.AnthropicError,
+        chunk=anthropic_answers.AnthropicEvent,
+        error=anthropic_answers.AnthropicError,
     ),
     "/v1/messages/count_tokens": Operation(
-        answers.InputTokens, _WITH_BODY, CountTokensBody, error=answers.AnthropicError
+        anthropic_answers.InputTokens,
+        _WITH_BODY,
+        CountTokensBody,
+        error=anthropic_answers.AnthropicError,
     ),
     "/v1/responses": Operation(
-        answers.ResponseObject, _WITH_BODY, ResponseBody, answers.ResponseEvent
+        response_answers.ResponseObject, _WITH_BODY, ResponseBody, response_answers.ResponseEvent
     ),
     "/v1/responses/input_tokens": Operation(
-        answers.ResponseInputTokens, _WITH_BODY, InputTokensBody
+        response_answers.ResponseInputTokens, _WITH_BODY, InputTokensBody
     ),
     "GET /v1/responses/{response_id}": Operation(
-        answers.ResponseObject,
+        response_answers.ResponseObject,
         _NAMED,
-        chunk=answers.ResponseEvent,
+        chunk=response_answers.ResponseEvent,
         query={"stream": _FLAG, "starting_after": ("0",)},
     ),
     "DELETE /v1/responses/{response_id}": Operation(answers.Deleted, _NAMED),
-    "/v1/responses/{response_id}/cancel": Operation(answers.ResponseObject, (*_NAMED, 415)),
-    "/v1/responses/{response_id}/input_items": Operation(answers.ItemList, _NAMED, query=_PAGES),
-    "/v1/conversations": Operation(answers.Conversation, _WITH_BODY, ConversationBody),
-    "GET /v1/conversations/{conversation_id}": Operation(answers.Conversation, _NAMED),
+    "/v1/responses/{response_id}/cancel": Operation(
+        response_answers.ResponseObject, (*_NAMED, 415)
+    ),
+    "/v1/responses/{response_id}/input_items": Operation(
+        response_answers.ItemList, _NAMED, query=_PAGES
+    ),
+    "/v1/conversations": Operation(response_answers.Conversation, _WITH_BODY, ConversationBody),
+    "GET /v1/conversations/{conversation_id}": Operation(response_answers.Conversation, _NAMED),
     "POST /v1/conversations/{conversation_id}": Operation(
-        answers.Conversation, _WITH_BODY, ConversationUpdateBody
+        response_answers.Conversation, _WITH_BODY, ConversationUpdateBody
     ),
     "DELETE /v1/conversations/{conversation_id}": Operation(answers.Deleted, _NAMED),
     "GET /v1/conversations/{conversation_id}/items": Operation(
-        answers.ItemList, _NAMED, query=_PAGES
+        response_answers.ItemList, _NAMED, query=_PAGES
     ),
     "POST /v1/conversations/{conversation_id}/items": Operation(
-        answers.ItemList, _WITH_BODY, ConversationItemsBody
+        response_answers.ItemList, _WITH_BODY, ConversationItemsBody
     ),
-    "GET /v1/conversations/{conversation_id}/items/{item_id}": Operation(answers.Item, _NAMED),
+    "GET /v1/conversations/{conversation_id}/items/{item_id}": Operation(
+        response_answers.Item, _NAMED
+    ),
     "DELETE /v1/conversations/{conversation_id}/items/{item_id}": Operation(
-        answers.Conversation, _NAMED
+        response_answers.Conversation, _NAMED
     ),
     "/api/chat": Operation(
         ollama_answers.OllamaChatAnswer,
@@ -344,15 +385,15 @@ OPERATIONS: dict[str, Operation] = {
         ollama_answers.OllamaVersion, _GUARDED, error=ollama_answers.OllamaError
     ),
     "/inference/v1/generate": Operation(
-        answers.TokensAnswer, _WITH_BODY, GenerateBody, answers.TokensChunk
+        generation_answers.TokensAnswer, _WITH_BODY, GenerateBody, generation_answers.TokensChunk
     ),
     "/invocations": Operation(InvocationAnswer, _WITH_BODY, InvocationBody, InvocationChunk),
-    "/v1/files": Operation(answers.FileObject, (*_WITH_BODY, 403, 507), form=UPLOAD),
-    "/v1/files/{file_id}": Operation(answers.FileObject, (*_GUARDED, 404)),
+    "/v1/files": Operation(file_answers.FileObject, (*_WITH_BODY, 403, 507), form=UPLOAD),
+    "/v1/files/{file_id}": Operation(file_answers.FileObject, (*_GUARDED, 404)),
     "/v1/files/{file_id}/content": Operation(None, (*_GUARDED, 404)),
-    "/v1/batches": Operation(answers.Batch, (*_WITH_BODY, 507), CreateBatchBody),
-    "/v1/batches/{batch_id}": Operation(answers.Batch, (*_GUARDED, 404)),
-    "/v1/batches/{batch_id}/cancel": Operation(answers.Batch, (*_GUARDED, 403, 404, 409, 507)),
+    "/v1/batches": Operation(file_answers.Batch, (*_WITH_BODY, 507), CreateBatchBody),
+    "/v1/batches/{batch_id}": Operation(file_answers.Batch, (*_GUARDED, 404)),
+    "/v1/batches/{batch_id}/cancel": Operation(file_answers.Batch, (*_GUARDED, 403, 404, 409, 507)),
     "/v1/streams/{stream_id:path}": Operation(
         None,
         (*_GUARDED, 404),
@@ -360,9 +401,9 @@ OPERATIONS: dict[str, Operation] = {
         query={"from": ("0",)},
     ),
     "/v1/engine/view": Operation(None, (*_GUARDED, 404, 429), chunk=answers.ViewEvent),
-    "/v1/requests": Operation(answers.RecentRequests, _GUARDED),
+    "/v1/requests": Operation(explain_answers.RecentRequests, _GUARDED),
     "/v1/requests/{request_id:path}/explain": Operation(
-        answers.Explanation, (*_GUARDED, 404), query={"simulate": ("true", "false")}
+        explain_answers.Explanation, (*_GUARDED, 404), query={"simulate": ("true", "false")}
     ),
     "/tokenize": Operation(answers.Tokens, _WITH_BODY, TokenizeBody),
     "/detokenize": Operation(answers.Text, _WITH_BODY, DetokenizeBody),
@@ -371,44 +412,46 @@ OPERATIONS: dict[str, Operation] = {
         answers.ServerInfo, (*_GUARDED, 403), query={"config_format": ("text", "json")}
     ),
     "/reset_prefix_cache": Operation(
-        answers.CacheReset,
+        admin_answers.CacheReset,
         _ADMIN,
         query={"reset_running_requests": _FLAG, "reset_external": _FLAG},
     ),
-    "/reset_encoder_cache": Operation(answers.CacheReset, _ADMIN),
-    "/reset_mm_cache": Operation(answers.CacheReset, _ADMIN),
+    "/reset_encoder_cache": Operation(admin_answers.CacheReset, _ADMIN),
+    "/reset_mm_cache": Operation(admin_answers.CacheReset, _ADMIN),
     "/sleep": Operation(
-        answers.FellAsleep,
+        admin_answers.FellAsleep,
         (*_ADMIN, 404),
         query={"level": ("1", "0", "2"), "mode": ("abort", "wait", "keep")},
     ),
     "/wake_up": Operation(
-        answers.WokeUp, (*_ADMIN, 404), query={"tags": ("", "weights", "kv_cache", "scheduling")}
+        admin_answers.WokeUp,
+        (*_ADMIN, 404),
+        query={"tags": ("", "weights", "kv_cache", "scheduling")},
     ),
-    "/is_sleeping": Operation(answers.IsSleeping, (*_GUARDED, 403, 404)),
+    "/is_sleeping": Operation(admin_answers.IsSleeping, (*_GUARDED, 403, 404)),
     "/pause": Operation(
-        answers.Paused,
+        admin_answers.Paused,
         _ADMIN,
         query={"mode": ("abort", "wait", "keep"), "clear_cache": ("true", "false")},
     ),
-    "/resume": Operation(answers.Resumed, _ADMIN),
-    "/is_paused": Operation(answers.IsPaused, (*_GUARDED, 403)),
+    "/resume": Operation(admin_answers.Resumed, _ADMIN),
+    "/is_paused": Operation(admin_answers.IsPaused, (*_GUARDED, 403)),
     "/v1/load_lora_adapter": Operation(answers.ModelCard, (*_WITH_BODY, 403, 404), LoadAdapterBody),
     "/v1/unload_lora_adapter": Operation(
         answers.AdapterUnloaded, (*_WITH_BODY, 403, 404), UnloadAdapterBody
     ),
-    "/scale_elastic_ep": Operation(answers.Scaled, (*_WITH_BODY, 403, 409), ScaleBody),
-    "/is_scaling_elastic_ep": Operation(answers.IsScaling, (*_ADMIN, 404)),
-    "/start_profile": Operation(answers.ProfileStarted, (*_ADMIN, 404, 409)),
-    "/stop_profile": Operation(answers.ProfileStopped, (*_ADMIN, 404, 409)),
+    "/scale_elastic_ep": Operation(admin_answers.Scaled, (*_WITH_BODY, 403, 409), ScaleBody),
+    "/is_scaling_elastic_ep": Operation(admin_answers.IsScaling, (*_ADMIN, 404)),
+    "/start_profile": Operation(admin_answers.ProfileStarted, (*_ADMIN, 404, 409)),
+    "/stop_profile": Operation(admin_answers.ProfileStopped, (*_ADMIN, 404, 409)),
     "GET /v1/files": Operation(
-        answers.FileList,
+        file_answers.FileList,
         (*_GUARDED, 404),
         query={"purpose": _TEXT, "order": ("desc", "asc"), "after": _TEXT, "limit": ("10000",)},
     ),
-    "DELETE /v1/files/{file_id}": Operation(answers.FileDeleted, (*_GUARDED, 404, 409, 507)),
+    "DELETE /v1/files/{file_id}": Operation(file_answers.FileDeleted, (*_GUARDED, 404, 409, 507)),
     "GET /v1/batches": Operation(
-        answers.BatchList,
+        file_answers.BatchList,
         (*_GUARDED, 404),
         query={**_PAGES, "after": _TEXT},
     ),
@@ -440,9 +483,9 @@ def describe_routes(
         )
     models: list[type[object]] = [
         answers.ErrorAnswer,
-        answers.AnthropicError,
+        anthropic_answers.AnthropicError,
         ollama_answers.OllamaError,
-        answers.TEIError,
+        pooling_answers.TEIError,
     ]
     for operation in OPERATIONS.values():
         found = (operation.body, operation.answer, operation.chunk)

@@ -23,7 +23,7 @@ from octavo.frontend.input_processor import Prompt
 from octavo.frontend.time_line import Stages
 from octavo.outputs import PoolingOutput, PoolingRequestOutput
 from octavo.pooling_params import PoolingParams
-from octavo.server import answers
+from octavo.server import generation_answers
 from octavo.server.body import read_model
 from octavo.server.call import Call
 from octavo.server.chat import render_messages
@@ -268,9 +268,9 @@ class PoolingCall(Call, ABC, Generic[B]):
         self.counts.cached_tokens += output.num_cached_tokens
         self.context.prompt_tokens, self.context.completion_tokens = self.counts.prompt_tokens, 0
 
-    def usage(self) -> answers.Usage:
+    def usage(self) -> generation_answers.Usage:
         """Return OpenAI's `usage`."""
-        details: answers.PromptTokensDetails | None = None
+        details: generation_answers.PromptTokensDetails | None = None
         if self.state.config.enable_prompt_tokens_details and not self.context.background:
             details = {"cached_tokens": self.counts.cached_tokens}
         return {

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from octavo.server import answers
+from octavo.server import explain_answers
 
 if TYPE_CHECKING:
     from octavo.text.tokenizer import Tokenizer
@@ -42,7 +42,7 @@ _VOLATILE = (
 
 def find_difference(
     tokenizer: Tokenizer, prompt: bytes, earlier: bytes, token: int, *, with_texts: bool
-) -> answers.PromptDifference:
+) -> explain_answers.PromptDifference:
     """Describe the place where a prompt differs from an earlier one of the same key.
 
     Args:
@@ -58,7 +58,7 @@ def find_difference(
         tokenizer.decode(part.tolist(), skip_special_tokens=False)
         for part in (ids[begin:token], ids[begin:], others[begin:])
     )
-    found: answers.PromptDifference = {"volatile": volatile_at(after, len(before))}
+    found: explain_answers.PromptDifference = {"volatile": volatile_at(after, len(before))}
     if with_texts:
         found |= {"text": after, "earlier_text": there}
     return found

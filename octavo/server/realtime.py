@@ -11,15 +11,13 @@ import base64
 import binascii
 import contextlib
 import time
-import uuid
+from collections.abc import Hashable
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
-from starlette.requests import Request
-from starlette.responses import Response
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from octavo.errors import DeadlineError, OctavoError, RequestError, UnsupportedError
@@ -27,10 +25,20 @@ from octavo.media.audio import Samples
 from octavo.server.abilities import check_hears
 from octavo.server.audio import TranscriptionCall
 from octavo.server.audio_schema import AudioBody
+from octavo.server.auth import flow_of
 from octavo.server.body import validate
-from octavo.server.errors import RouteError, UnavailableError, error_json, log_unexpected, show
+from octavo.server.errors import UnavailableError, error_json, log_unexpected, show
 from octavo.server.middleware import RequestContext
 from octavo.server.realtime_schema import RATE, SessionSettings
+from octavo.server.sockets import (
+    GOING_AWAY,
+    IDLE_SECONDS,
+    INTERNAL_ERROR,
+    as_request,
+    error_text,
+    event_text,
+    new_id,
+)
 from octavo.server.state import ServerState, state_of
 from octavo.server.upload import check_origin
 from octavo.speech.interface import TranscriptionOptions
@@ -41,32 +49,21 @@ from octavo.system.offload import offload
 if TYPE_CHECKING:
     from octavo.frontend.async_llm import AsyncLLM
 
-MAX_MESSAGE_BYTES = 2**20
-"""Most bytes of a message of a client."""
 MAX_BUFFER_SECONDS = 300
 """Most seconds of sound that are not committed."""
 MAX_ITEMS = 16
 """Most items of a session that wait for their transcripts."""
-IDLE_SECONDS = 300.0
-"""Seconds without a message after which a session ends."""
 _BYTES_PER_SECOND = 2 * RATE
 # OpenAI's API takes no shorter part.
 _LEAST_BYTES = _BYTES_PER_SECOND // 10
-_GOING_AWAY, _INTERNAL_ERROR = 1001, 1011
-
-
-async def needs_websocket(request: Request) -> Response:
-    """Reject a request that is no WebSocket."""
-    raise RouteError(
-        404,
-        "/v1/realtime is for WebSockets, at a server of one model that has octavo[audio] "
-        "installed.",
-    )
+# Bytes of a message that are read in a microsecond.
+_READ_SPEED = 400
 
 
 async def realtime(websocket: WebSocket) -> None:
     """Serve a session, until the client or its idle time ends it."""
-    request = _as_request(websocket, websocket.scope["octavo"])
+    context: RequestContext = websocket.scope["octavo"]
+    request = as_request(websocket, context)
     check_origin(request)
     state = state_of(request)
     engine = await state.get_engine()
@@ -74,23 +71,20 @@ async def realtime(websocket: WebSocket) -> None:
     model = websocket.query_params.get("model")
     if model is not None:
         state.find_adapter(model)
-    offered = websocket.scope.get("subprotocols", [])
-    await websocket.accept("realtime" if "realtime" in offered else None)
-    session = _Session(websocket, state, engine, model)
-    try:
-        await session.run()
-    except WebSocketDisconnect:
-        return
-    except Exception as error:
-        log_unexpected(error)
-        with contextlib.suppress(Exception):
-            await websocket.close(_INTERNAL_ERROR)
-
-
-def _as_request(websocket: WebSocket, context: RequestContext) -> Request:
-    """Return the request that a part of a session is for the rest of the server."""
-    scope = dict(websocket.scope, type="http", method="POST", octavo=context)
-    return Request(scope)
+    tenant = state.tenant(context.api_key)
+    sender = flow_of(context.address) if tenant is None else tenant
+    with state.hearing.places.hold(sender):
+        offered = websocket.scope.get("subprotocols", [])
+        await websocket.accept("realtime" if "realtime" in offered else None)
+        session = _Session(websocket, state, engine, model, sender)
+        try:
+            await session.run()
+        except WebSocketDisconnect:
+            return
+        except Exception as error:
+            log_unexpected(error)
+            with contextlib.suppress(Exception):
+                await websocket.close(INTERNAL_ERROR)
 
 
 @dataclass
@@ -111,12 +105,19 @@ class _Session:
         state: the server.
         engine: its engine.
         model: model that the address names.
+        sender: sender of the sound, with whom it shares places and memory.
     """
 
     def __init__(
-        self, websocket: WebSocket, state: ServerState, engine: AsyncLLM, model: str | None
+        self,
+        websocket: WebSocket,
+        state: ServerState,
+        engine: AsyncLLM,
+        model: str | None,
+        sender: Hashable,
     ) -> None:
         self._websocket, self._state, self._engine = websocket, state, engine
+        self._hearing, self._sender = state.hearing, sender
         self._context: RequestContext = websocket.scope["octavo"]
         self.id = f"sess_{self._context.request_id}"
         self._settings = SessionSettings()
@@ -125,9 +126,17 @@ class _Session:
         self._first = 0
         """Samples of the session before the buffer."""
         self._detector = self._make_detector()
-        self._item = _new_id("item")
+        self._item = new_id("item")
         self._last_item: str | None = None
         self._items: asyncio.Queue[_Item] = asyncio.Queue()
+        self._num_items = 0
+        """Number of items without a transcript."""
+        self._held = 0
+        """Bytes of sound that the session holds."""
+        self._sound_at = time.monotonic()
+        """Second of `time.monotonic` of the last `_LEAST_BYTES` of new sound."""
+        self._new_bytes = 0
+        """Bytes of sound since then."""
 
     async def run(self) -> None:
         """Serve the client's events.
@@ -141,10 +150,11 @@ class _Session:
         try:
             while True:
                 receiving = asyncio.create_task(self._websocket.receive())
+                idle_at = self._idle_at()
                 try:
                     done, _ = await asyncio.wait(
                         {receiving, worker, stopping},
-                        timeout=IDLE_SECONDS,
+                        timeout=max(0.0, idle_at - time.monotonic()),
                         return_when=asyncio.FIRST_COMPLETED,
                     )
                 finally:
@@ -155,15 +165,17 @@ class _Session:
                 if stopping in done:
                     await self._stop(worker)
                     return
-                if not done:
+                if time.monotonic() >= self._idle_at():
                     error = RequestError(
-                        f"The session had no message for {IDLE_SECONDS:.0f} s, and ends.",
+                        f"The session had no new sound for {IDLE_SECONDS:.0f} s, and ends.",
                         None,
                         "session_idle",
                     )
                     await self._send_error(error, None)
-                    await self._websocket.close(_GOING_AWAY)
+                    await self._websocket.close(GOING_AWAY)
                     return
+                if receiving not in done:
+                    continue
                 message = receiving.result()
                 if message["type"] == "websocket.disconnect":
                     return
@@ -172,6 +184,13 @@ class _Session:
             worker.cancel()
             stopping.cancel()
             await asyncio.gather(worker, stopping, return_exceptions=True)
+            self._give_back(self._held)
+
+    def _idle_at(self) -> float:
+        """Return the second of `time.monotonic` at which a session without new sound ends."""
+        if self._num_items:
+            self._sound_at = time.monotonic()
+        return self._sound_at + IDLE_SECONDS
 
     async def _stop(self, worker: asyncio.Task[None]) -> None:
         """End the session, as the server stops, after the transcripts of its items."""
@@ -182,35 +201,36 @@ class _Session:
             finishing.cancel()
         error = UnavailableError("The server is shutting down; the session ends.")
         await self._send_error(error, None)
-        await self._websocket.close(_GOING_AWAY)
+        await self._websocket.close(GOING_AWAY)
 
     async def _take_message(self, text: str | None) -> None:
         event: Any = None
         try:
             if text is None:
                 raise RequestError("The message is binary; send events in JSON as text.")
-            try:
-                event = msgspec.json.decode(text)
-            except (msgspec.DecodeError, ValueError, RecursionError):
-                raise RequestError("The message is not valid JSON.", None, "invalid_json") from None
-            if not isinstance(event, dict) or not isinstance(event.get("type"), str):
-                raise RequestError("The event has no type.", "type")
-            await self._take_event(event["type"], event)
+            microseconds = len(text) // _READ_SPEED
+            async with self._hearing.message_turns.hold(self._sender):
+                await asyncio.sleep(0)  # between two messages, the server does other work
+                event = await offload(microseconds, _read_json, text)
+                if not isinstance(event, dict) or not isinstance(event.get("type"), str):
+                    raise RequestError("The event has no type.", "type")
+                sound = await offload(microseconds, _sound_of, event)
+            await self._take_event(event, sound)
         except OctavoError as error:
             given = event.get("event_id") if isinstance(event, dict) else None
             await self._send_error(error, given if isinstance(given, str) else None)
 
-    async def _take_event(self, kind: str, event: dict[str, Any]) -> None:
-        """Serve an event.
+    async def _take_event(self, event: dict[str, Any], sound: bytes) -> None:
+        """Serve an event with its sound.
 
         Raises:
             RequestError: it is wrong, or not supported.
         """
-        match kind:
+        match event["type"]:
             case "session.update":
                 await self._update(event.get("session"))
             case "input_audio_buffer.append":
-                await self._append(event.get("audio"))
+                await self._append(sound)
             case "input_audio_buffer.commit":
                 await self._commit(len(self._buffer))
                 self._detector = self._make_detector()
@@ -220,8 +240,8 @@ class _Session:
                 await self._send("input_audio_buffer.cleared")
             case _:
                 raise UnsupportedError(
-                    f"The event {show(kind)} is not supported: a session here transcribes only. "
-                    "Use session.update and input_audio_buffer.append, commit or clear.",
+                    f"The event {show(event['type'])} is not supported: a session here transcribes "
+                    "only. Use session.update and input_audio_buffer.append, commit or clear.",
                     "type",
                 )
 
@@ -243,15 +263,7 @@ class _Session:
         end = self._first + len(self._buffer) // 2
         return None if turns is None else TurnDetector(turns, RATE, end)
 
-    async def _append(self, audio: object) -> None:
-        if not isinstance(audio, str):
-            raise RequestError("audio is missing; it is pcm16 in base64.", "audio")
-        try:
-            data = base64.b64decode(audio, validate=True)
-        except (binascii.Error, ValueError):
-            raise RequestError("audio is not valid base64.", "audio") from None
-        if len(data) % 2:
-            raise RequestError("audio has half a sample; pcm16 has 2 bytes for each.", "audio")
+    async def _append(self, data: bytes) -> None:
         if len(self._buffer) + len(data) > MAX_BUFFER_SECONDS * _BYTES_PER_SECOND:
             raise RequestError(
                 f"The buffer would have more than {MAX_BUFFER_SECONDS} s of sound; commit or clear "
@@ -259,8 +271,11 @@ class _Session:
                 "audio",
                 "input_audio_buffer_full",
             )
-        self._state.check_bodies(len(self._buffer) + len(data))
-        self._count(len(data))
+        self._hearing.sound_memory.take(len(data), self._sender, self._engine.request_memory)
+        self._held += len(data)
+        self._new_bytes += len(data)
+        if self._new_bytes >= _LEAST_BYTES:
+            self._new_bytes, self._sound_at = 0, time.monotonic()
         self._buffer += data
         if self._detector is None:
             return
@@ -284,7 +299,7 @@ class _Session:
                     await self._commit(nbytes)
                 except RequestError as error:  # the turn is lost, the next ones are not
                     self._drop(nbytes)
-                    self._item = _new_id("item")
+                    self._item = new_id("item")
                     await self._send_error(error, None)
         if not self._detector.speaking:  # silence before a turn
             self._drop(max(0, len(self._buffer) - 2 * self._detector.padding))
@@ -307,20 +322,22 @@ class _Session:
         item = _Item(self._item, bytes(self._buffer[:nbytes]), self._settings)
         del self._buffer[:nbytes]
         self._first += nbytes // 2
-        before, self._last_item, self._item = self._last_item, item.id, _new_id("item")
+        before, self._last_item, self._item = self._last_item, item.id, new_id("item")
         await self._send("input_audio_buffer.committed", item_id=item.id, previous_item_id=before)
+        self._num_items += 1
         self._items.put_nowait(item)
 
     def _drop(self, nbytes: int) -> None:
         """Forget the first bytes of the buffer."""
         del self._buffer[:nbytes]
         self._first += nbytes // 2
-        self._count(-nbytes)
+        self._give_back(nbytes)
 
-    def _count(self, nbytes: int) -> None:
-        """Count bytes that the session holds."""
-        self._context.body_bytes += nbytes
-        self._state.body_bytes += nbytes
+    def _give_back(self, nbytes: int) -> None:
+        """Count bytes that the session holds no longer."""
+        self._held -= nbytes
+        memory = self._engine.request_memory
+        self._hearing.sound_memory.give_back(nbytes, self._sender, memory)
 
     # Transcripts
 
@@ -341,7 +358,8 @@ class _Session:
                 shown = msgspec.json.decode(error_json(error))["error"]
                 await self._send(kind + "failed", **place, error=shown)
             finally:
-                self._count(-len(item.data))
+                self._num_items -= 1
+                self._give_back(len(item.data))
                 self._items.task_done()
 
     async def _transcribe(self, item: _Item) -> Any:
@@ -356,13 +374,18 @@ class _Session:
         )
         body = validate(
             AudioBody,
-            {"model": wanted.model, "language": wanted.language, "prompt": wanted.prompt},
+            {
+                "model": wanted.model,
+                "language": wanted.language,
+                "prompt": wanted.prompt,
+                "cache_salt": self._websocket.query_params.get("cache_salt") or None,
+            },
         )
 
         async def read() -> Samples:
             return await offload(len(item.data) // 100, _samples, item.data)
 
-        request = _as_request(self._websocket, context)
+        request = as_request(self._websocket, context)
         call = TranscriptionCall(request, body, "transcribe", read)
         try:
             async with (
@@ -390,20 +413,45 @@ class _Session:
         return {"id": self.id, "object": "realtime.transcription_session", **settings}
 
     async def _send(self, kind: str, **fields: Any) -> None:
-        event = {"type": kind, "event_id": _new_id("event"), **fields}
-        await self._websocket.send_text(msgspec.json.encode(event).decode())
+        await self._websocket.send_text(event_text(kind, fields))
 
     async def _send_error(self, error: OctavoError, event_id: str | None) -> None:
         """Send an error event; the session goes on."""
-        log_unexpected(error)
-        shown = msgspec.json.decode(error_json(error))["error"]
-        await self._send("error", error={**shown, "event_id": event_id})
+        await self._websocket.send_text(error_text(error, event_id))
+
+
+def _read_json(text: str) -> Any:
+    """Return the value of a message.
+
+    Raises:
+        RequestError: it is not JSON.
+    """
+    try:
+        return msgspec.json.decode(text)
+    except (msgspec.DecodeError, ValueError, RecursionError):
+        raise RequestError("The message is not valid JSON.", None, "invalid_json") from None
+
+
+def _sound_of(event: dict[str, Any]) -> bytes:
+    """Return the sound of an event, int16 samples at 24 kHz; b"" if events of its type have none.
+
+    Raises:
+        RequestError: it is missing or wrong.
+    """
+    if event["type"] != "input_audio_buffer.append":
+        return b""
+    audio = event.get("audio")
+    if not isinstance(audio, str):
+        raise RequestError("audio is missing; it is pcm16 in base64.", "audio")
+    try:
+        data = base64.b64decode(audio, validate=True)
+    except (binascii.Error, ValueError):
+        raise RequestError("audio is not valid base64.", "audio") from None
+    if len(data) % 2:
+        raise RequestError("audio has half a sample; pcm16 has 2 bytes for each.", "audio")
+    return data
 
 
 def _samples(data: bytes) -> Samples:
     """Return the samples of an item at 16 kHz, float32 [samples]."""
     return to_16_khz(np.frombuffer(data, "<i2").astype(np.float32) / np.float32(2**15))
-
-
-def _new_id(kind: str) -> str:
-    return f"{kind}_{uuid.uuid4().hex[:20]}"

@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple
 
-from octavo.server import answers
+from octavo.server import explain_answers
 
 LONG = 256
 """Tokens of a prefix that is worth a report; shorter prompts are not recorded."""
@@ -169,7 +169,7 @@ def explain(
     num_stored: int,
     emptied: float | None,
     adapter: str | None = None,
-) -> answers.CacheMiss | None:
+) -> explain_answers.CacheMiss | None:
     """Return why a prefix was not in the cache; None if less than `LONG` tokens were missed.
 
     Args:

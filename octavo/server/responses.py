@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 from octavo.errors import RequestError
 from octavo.outputs import CompletionOutput
 from octavo.parsers.parts import Text
-from octavo.server import answers
+from octavo.server import answers, explain_answers, response_answers
 from octavo.server.background import EventLog, events_dropped, split_events
 from octavo.server.body import check_media_type, read_model
 from octavo.server.call import unanswered_options
@@ -70,9 +70,12 @@ encode = msgspec.json.encode
 _UNFINISHED = ("queued", "in_progress")
 _USABLE = ("completed", "incomplete")
 """Statuses of responses that others may continue."""
-_STATUSES: Mapping[str, answers.ResponseStatus] = {"length": "incomplete", "abort": "cancelled"}
+_STATUSES: Mapping[str, response_answers.ResponseStatus] = {
+    "length": "incomplete",
+    "abort": "cancelled",
+}
 """Statuses by finish reason; others: completed."""
-_INTERRUPTED = answers.ResponseError(
+_INTERRUPTED = response_answers.ResponseError(
     code="server_error",
     message="The server was restarted before the response was complete; create it again.",
 )
@@ -180,7 +183,7 @@ async def count_input_tokens(request: Request) -> Response:
     except RequestError as error:
         raise renamed(error) from None
     return answers.respond(
-        answers.ResponseInputTokens(object="response.input_tokens", input_tokens=count)
+        response_answers.ResponseInputTokens(object="response.input_tokens", input_tokens=count)
     )
 
 
@@ -450,8 +453,10 @@ class ResponseAnswer(ChatCompletion):
         self._stores = has_store(self.state) and given.store is not False
         self._created = self.context.created or int(time.time())
         self._completed: int | None = None
-        self._status: answers.ResponseStatus = "queued" if given.background else "in_progress"
-        self._error: answers.ResponseError | None = None
+        self._status: response_answers.ResponseStatus = (
+            "queued" if given.background else "in_progress"
+        )
+        self._error: response_answers.ResponseError | None = None
         self._sequence = 0
         self._output = OutputItems(
             self._new_item_id, lambda start: self.begin_call(0, start), given.namespaces()
@@ -460,7 +465,7 @@ class ResponseAnswer(ChatCompletion):
         self._logprobs_ahead: list[Any] = []
         """Logprobs of tokens whose text has not come yet."""
         self._reasoning_tokens = 0
-        self._explanation: answers.Explained = {}
+        self._explanation: explain_answers.Explained = {}
         self._temperature, self._top_p = given.temperature, given.top_p
         self._accepted = asyncio.Event()
         """Event that is set when the request has been read for the engine."""
@@ -524,7 +529,7 @@ class ResponseAnswer(ChatCompletion):
             await self._save()
         yield [*self._written(made), self._lifecycle(last)]
 
-    async def settled(self) -> answers.ResponseObject:
+    async def settled(self) -> response_answers.ResponseObject:
         """Return a background response as it is now; one that is complete has also been stored."""
         if self._status not in _UNFINISHED:
             await self._ended.wait()
@@ -533,7 +538,7 @@ class ResponseAnswer(ChatCompletion):
     def failed(self, error: BaseException) -> bytes:
         """Return the last events of a response that failed."""
         status = error_status(error)
-        self._error = answers.ResponseError(
+        self._error = response_answers.ResponseError(
             code="rate_limit_exceeded"
             if status == 429
             else "invalid_prompt"
@@ -543,13 +548,13 @@ class ResponseAnswer(ChatCompletion):
         )
         return self._cut("failed", "failed")
 
-    def _cut(self, status: answers.ResponseStatus, last: str) -> bytes:
+    def _cut(self, status: response_answers.ResponseStatus, last: str) -> bytes:
         """End the response before its answer is complete; return the last events."""
         events = self._written(self._output.close("incomplete"))
         self._status = status
         return b"".join([*events, self._lifecycle(last)])
 
-    def snapshot(self) -> answers.ResponseObject:
+    def snapshot(self) -> response_answers.ResponseObject:
         """Return the response as it is now."""
         given = self._given
         text: dict[str, Any] = {"format": {"type": "text"}}
@@ -558,7 +563,7 @@ class ResponseAnswer(ChatCompletion):
         reasoning = given.reasoning
         conversation = given.conversation
         status = self._status
-        cut = answers.IncompleteDetails(reason="max_output_tokens")
+        cut = response_answers.IncompleteDetails(reason="max_output_tokens")
         return {
             "id": self.id,
             "object": "response",
@@ -597,7 +602,7 @@ class ResponseAnswer(ChatCompletion):
             **self._explanation,
         }
 
-    def _usage(self) -> answers.ResponseUsage:
+    def _usage(self) -> response_answers.ResponseUsage:
         usage = self.usage.to_dict()
         details = usage["prompt_tokens_details"]
         return {

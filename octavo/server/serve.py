@@ -8,7 +8,6 @@ import signal
 import socket
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from importlib.util import find_spec
 
 import uvicorn
 import uvloop
@@ -22,7 +21,7 @@ from octavo.server.app import App, build_app
 from octavo.server.http_state import HttpState
 from octavo.server.listen import address_of, client_address, tls_context
 from octavo.server.protocol import KEEP_ALIVE_TIMEOUT, make_protocol
-from octavo.server.realtime import MAX_MESSAGE_BYTES
+from octavo.server.sockets import MAX_MESSAGE_BYTES, socket_protocol
 from octavo.server.state import ServerState
 from octavo.system.garbage import exempt_present_objects
 from octavo.system.notify import notify_ready
@@ -114,7 +113,7 @@ async def serve(
 
     state.on_ready = on_ready
     try:
-        status = await serve_app(state, build_app(state), listener, hear, websockets=True)
+        status = await serve_app(state, build_app(state), listener, hear)
     finally:
         await state.close()
     if state.failure is not None:
@@ -127,8 +126,6 @@ async def serve_app(
     app: App,
     listener: socket.socket,
     hear: Callable[[Callable[[int], None]], None] = hear_signals,
-    *,
-    websockets: bool = False,
 ) -> int:
     """Serve an application until a signal, or `state.on_failure`, ends it; return the status.
 
@@ -137,7 +134,6 @@ async def serve_app(
         app: the application.
         listener: the socket that it listens on.
         hear: begins to call a function with signals.
-        websockets: True to accept WebSockets, if the package websockets is installed.
     """
     config = state.config
     server = _UvicornServer(
@@ -145,7 +141,7 @@ async def serve_app(
             app,
             http=make_protocol(config.max_connections_per_client, tls_context(config)),  # type: ignore[arg-type]  # a factory
             timeout_keep_alive=KEEP_ALIVE_TIMEOUT,
-            ws="websockets-sansio" if websockets and find_spec("websockets") else "none",
+            ws=socket_protocol(),
             ws_max_size=MAX_MESSAGE_BYTES,
             ws_per_message_deflate=False,
             log_config=None,

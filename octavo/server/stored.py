@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.errors import NotFoundError, RequestError
-from octavo.server import answers
+from octavo.server import answers, response_answers
 from octavo.server.errors import show
 from octavo.server.middleware import context_of
 from octavo.server.object_store import OBJECT_ID, ObjectStore
@@ -169,7 +169,7 @@ def item_list(request: Request, items: list[Item]) -> Response:
     """
     page, more = page_of(request, items, itemgetter("id"), _PAGE, _MAX_PAGE)
     return answers.respond(
-        answers.ItemList(
+        response_answers.ItemList(
             object="list",
             data=list(page),
             first_id=page[0]["id"] if page else "",

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Protocol
 
 from octavo.frontend.time_line import Marks, Stages
-from octavo.server import answers
+from octavo.server import explain_answers
 from octavo.system import clock
 
 BYTES_OF_ONE = 2**14
@@ -114,8 +114,8 @@ class Story:
         self.status: int | None = None
         self.blocked = array("d")
         """Begins and ends of the times in which the client did not read."""
-        self.cache_miss: answers.CacheMiss | None = None
-        self.difference: answers.PromptDifference | None = None
+        self.cache_miss: explain_answers.CacheMiss | None = None
+        self.difference: explain_answers.PromptDifference | None = None
 
     def has_id(self, name: str) -> bool:
         """Return True if the request has this id, or its answer, with or without its prefix.

@@ -14,7 +14,7 @@ from octavo.frontend.pooling import cosine, sparse_vector
 from octavo.outputs import PoolingOutput, PoolingRequestOutput
 from octavo.plan.memory_plan import resolve_dtype
 from octavo.pooling_params import PoolingTask
-from octavo.server import answers
+from octavo.server import answers, pooling_answers
 from octavo.server.abilities import cannot, find_pooler
 from octavo.server.pooling import Floats, Input, PoolingCall, encode, numbers_json, text_inputs
 from octavo.server.pooling_schema import (
@@ -59,7 +59,7 @@ async def info(request: Request) -> Response:
     engine = await state.get_engine()
     spec, config = engine.spec, engine.config
     return answers.respond(
-        answers.TEIInfo(
+        pooling_answers.TEIInfo(
             model_id=config.model.model,
             model_sha=None,
             served_model_name=state.model_names[0],

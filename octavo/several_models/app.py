@@ -12,6 +12,7 @@ import msgspec
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import WebSocketRoute
 
 from octavo import __version__
 from octavo.errors import RequestError
@@ -38,9 +39,11 @@ from octavo.server.errors import AdminError, RouteError, show
 from octavo.server.middleware import context_of
 from octavo.server.ollama_models import ollama_version
 from octavo.server.schema import LoadAdapterBody, UnloadAdapterBody
+from octavo.server.sockets import needs_websocket
 from octavo.server.ui import or_page
 from octavo.several_models.metrics import join_metrics
 from octavo.several_models.ollama import is_unload, list_running, list_tags, unloaded_answer
+from octavo.several_models.realtime import realtime
 from octavo.several_models.routing import (
     Asked,
     asked_of_form,
@@ -67,6 +70,7 @@ def build_app(state: ModelsState) -> App:
 
     routes = (*_ROUTES, PAGE_FILES) if state.config.ui else _ROUTES
     app = App(routes, lifespan, state.config.root_path)
+    app.router.routes.append(WebSocketRoute("/v1/realtime", realtime))
     add_layers(app, state)
     return app
 
@@ -303,6 +307,7 @@ _ROUTES = (
     ("/v1/models", list_models, "GET"),
     ("/v1/models/{model:path}", get_model, "GET"),
     *((path, sounds, "POST") for path in SOUNDS),
+    ("/v1/realtime", needs_websocket, "GET"),
     ("/v1/{rest:path}", proxy, "GET"),
     ("/v1/{rest:path}", proxy, "POST"),
     ("/v1/{rest:path}", proxy, "DELETE"),

@@ -82,7 +82,7 @@ def plan(request: PlanRequest) -> PlannedModel:
             *(["transcribe"] if hears(spec) else []),
             *(pooler.task for pooler in spec.poolers),
         ],
-        input_modalities=input_modalities(spec),
+        input_modalities=input_modalities(spec, config.model),
         details=dict(described.details),
         nbytes=described.nbytes,
     )

@@ -47,7 +47,7 @@ class PlannedModel(msgspec.Struct, frozen=True):
     abilities: list[str]
     """"generate", "transcribe", and tasks of poolers such as "embed" and "classify"."""
     input_modalities: list[str]
-    """Kinds of its inputs: "text", "image", "audio"."""
+    """Kinds of its inputs: "text", "image", "audio", "video"."""
     details: dict[str, Any]
     """Ollama's `details`."""
     nbytes: int

@@ -1,4 +1,4 @@
-"""Interface of models that write what is said: the requests for a window, and their answers."""
+"""Interface of speech models: the requests for a window of sound, and their answers."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def hears(spec: ModelSpec) -> bool:
     return spec.architecture in _DECODERS and spec.encoder("audio") is not None
 
 
-_DECODERS = ("VoxtralForConditionalGeneration",)
+_DECODERS = ("Qwen3ASRForConditionalGeneration", "VoxtralForConditionalGeneration")
 """Models of sounds and texts that have a prompt for transcripts."""
 
 
@@ -130,24 +130,22 @@ def _generation(checkpoint: Checkpoint) -> dict[str, Any]:
 def _alignment_heads(checkpoint: Checkpoint, spec: ModelSpec) -> tuple[tuple[int, int], ...]:
     """Return the heads that generation_config.json names.
 
-    Without them: all heads in the upper half of the layers, as in OpenAI's Whisper.
+    Without them: all heads in the upper half of the layers, as in OpenAI's Whisper. This holds also
+    if a head is of another model: distilled models have fewer layers, and some keep the list of the
+    model that they come from.
     """
     sizes = [cache.num_kv_heads for cache in spec.cross_caches]
-    given = _generation(checkpoint).get("alignment_heads")
-    if not given:
-        half = len(sizes) // 2
-        return tuple((i, head) for i in range(half, len(sizes)) for head in range(sizes[i]))
-    try:
-        heads = tuple((layer, head) for layer, head in given)
-        known = all(0 <= layer < len(sizes) and 0 <= head < sizes[layer] for layer, head in heads)
-    except (TypeError, ValueError):
-        known = False
-    if not known:
+    given = _generation(checkpoint).get("alignment_heads") or []
+    pairs = [pair for pair in given if isinstance(pair, list) and len(pair) == 2]
+    if len(pairs) != len(given) or any(type(n) is not int or n < 0 for p in pairs for n in p):
         raise ModelError(
             f"generation_config.json: alignment_heads={str(given)[:100]} is not a list of pairs of "
-            "a layer and a head of this model."
+            "a layer and a head."
         )
-    return heads
+    if pairs and all(layer < len(sizes) and head < sizes[layer] for layer, head in pairs):
+        return tuple((layer, head) for layer, head in pairs)
+    half = len(sizes) // 2
+    return tuple((i, head) for i in range(half, len(sizes)) for head in range(sizes[i]))
 
 
 def _parse(text: str, where: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Models that answer a window of a sound with its text alone: Moonshine and Voxtral."""
+"""Models that answer a window of a sound with its text alone: Moonshine, Voxtral and Qwen3-ASR."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from octavo.errors import ModelError, RequestError, UnsupportedError
 from octavo.media.audio import SAMPLE_RATE
 from octavo.models.blocks.wave import MIN_SAMPLES
 from octavo.models.spec import ModelSpec
-from octavo.multimodal.processors.sounds import SoundProcessor, read_sound_processor
+from octavo.multimodal.processors.sounds import LogMelProcessor, read_sound_processor
 from octavo.sampling_params import RequestOutputKind, SamplingParams
 from octavo.speech.interface import (
     WINDOWS_AT_ONCE,
@@ -37,6 +37,8 @@ class TextModel(SpeechToText):
 
     seconds: int
     """Longest window."""
+    takes_context = False
+    """True if a text may show names and style (the option `prompt`)."""
 
     @property
     def window_nbytes(self) -> int:
@@ -48,12 +50,30 @@ class TextModel(SpeechToText):
         """Return what the model reads of a window's samples."""
 
     @abstractmethod
-    def prompt(self, features: Any, language: str) -> dict[str, Any]:
-        """Return the engine's prompt for a window; the language is "" if none was given."""
+    def prompt(self, features: Any, language: str, context: str) -> dict[str, Any]:
+        """Return the engine's prompt for a window.
+
+        Args:
+            features: what the model reads of it.
+            language: code of the language; "": none was given.
+            context: text that shows names and style; "": none was given.
+
+        Raises:
+            RequestError: the context has tokens of the prompt's form.
+        """
 
     @abstractmethod
     def max_tokens(self, prompt: dict[str, Any], seconds: float) -> int:
         """Return the most tokens of the answer to a window of this length."""
+
+    def split(self, tokens: list[int], text: str) -> tuple[str, str]:
+        """Return the code of the language that an answer tells, "" if it tells none, and its text.
+
+        Args:
+            tokens: the answer.
+            text: text of the answer.
+        """
+        return "", text
 
     def start(self, samples: Samples | Iterator[Samples], options: TranscriptionOptions) -> Job:
         """Implement `SpeechToText`."""
@@ -79,7 +99,7 @@ class _TextJob(Job):
                 "unsupported_task",
             )
         given = {
-            "prompt": options.prompt.strip(),
+            "prompt": "" if model.takes_context else options.prompt.strip(),
             "timestamp_granularities": options.words,
             "condition_on_previous_text": options.condition_on_previous_text,
         }
@@ -92,6 +112,11 @@ class _TextJob(Job):
         self._model, self._options = model, options
         language = options.language
         self.language = "" if language is None else find_language(language, NAMES)
+        self._context = options.prompt.strip()
+        if self._context:
+            model.prompt(None, self.language, self._context)  # raises the error of a wrong one
+        self._languages: dict[int, str] = {}
+        """Code of the language that the answer for a window tells, by the window's begin."""
         self._texts: list[str] = []
         self._segments: list[Segment] = []
 
@@ -111,7 +136,7 @@ class _TextJob(Job):
     def decode(self, window: Window, features: Any) -> Steps[Decoded]:
         """Implement `Job`, with the temperatures of Whisper."""
         model, given = self._model, self._options.temperature
-        prompt = model.prompt(features, self.language or "")
+        prompt = model.prompt(features, self.language or "", self._context)
         seconds = (window.end - window.begin) / SAMPLE_RATE
         for temperature in TEMPERATURES if given == 0.0 else (given,):
             params = SamplingParams(
@@ -125,7 +150,9 @@ class _TextJob(Job):
             tokens, answer = tokens_of(output), output.outputs[0]
             rows = zip(answer.logprobs or (), tokens, strict=True)
             mean = sum(row[token].logprob for row, token in rows) / max(1, len(tokens))
-            decoded = Decoded(tokens, mean, 0.0, temperature, answer.text.strip())
+            language, text = model.split(tokens, answer.text)
+            self._languages[window.begin] = language
+            decoded = Decoded(tokens, mean, 0.0, temperature, text.strip())
             if decoded.is_good:
                 break
         return decoded
@@ -156,7 +183,9 @@ class _TextJob(Job):
     def transcript(self) -> Transcript:
         """Implement `Job`."""
         seconds, text = self.sound.seconds, "".join(self._texts)
-        return Transcript("transcribe", self.language or "", seconds, text, self._segments)
+        told = (name for _, name in sorted(self._languages.items()) if name)
+        language = self.language or next(told, "")
+        return Transcript("transcribe", language, seconds, text, self._segments)
 
 
 class Moonshine(TextModel):
@@ -195,7 +224,7 @@ class Moonshine(TextModel):
         least = MIN_SAMPLES - len(samples)
         return np.pad(samples, (0, max(0, least)))[:, None]
 
-    def prompt(self, features: Samples, language: str) -> dict[str, Any]:
+    def prompt(self, features: Samples, language: str, context: str) -> dict[str, Any]:
         """Implement `TextModel`; the model knows one language."""
         return {"encoder_prompt": {"input_features": features}}
 
@@ -204,62 +233,65 @@ class Moonshine(TextModel):
         return min(self._max_model_len - 1, 1 + round(self._TOKENS_PER_SECOND * seconds))
 
 
-class Voxtral(TextModel):
-    """Voxtral (arXiv:2507.13264), with the prompt of mistral-common's transcriptions.
+class PromptedModel(TextModel):
+    """Decoder that reads the sound in a prompt.
 
     Args:
         processor: the model's processor of sounds.
         find: returns the id of a special token.
         encode: returns the tokens of a text.
+        decode: returns the text of tokens, without special ones.
         max_model_len: most tokens of a prompt and its answer.
 
     Raises:
         ModelError: a special token is missing.
     """
 
+    _NAMES: tuple[str, ...]
+    """Special tokens of the prompt."""
     _MAX_TOKENS = 500
 
     def __init__(
         self,
-        processor: SoundProcessor,
+        processor: LogMelProcessor,
         find: Callable[[str], int | None],
         encode: Callable[[str], list[int]],
+        decode: Callable[[list[int]], str],
         max_model_len: int,
     ) -> None:
-        self._processor, self._encode, self._max_model_len = processor, encode, max_model_len
-        self.seconds = processor.features.chunk_length
-        tokens: list[int] = []
-        for name in ("<s>", "[INST]", "[BEGIN_AUDIO]", "[AUDIO]", "[/INST]", "[TRANSCRIBE]"):
+        self._processor, self._encode, self._decode = processor, encode, decode
+        self._max_model_len = max_model_len
+        self.seconds = min(processor.features.chunk_length, processor.max_seconds)
+        self._tokens: list[int] = []
+        for name in self._NAMES:
             token = find(name)
             if token is None:
-                raise ModelError(f"The tokenizer lacks the token {name}, which Voxtral needs.")
-            tokens.append(token)
-        self._begin, self._end = tokens[:-1], tokens[-1]
+                raise ModelError(
+                    f"The tokenizer lacks the token {name}, which {type(self).__name__} needs."
+                )
+            self._tokens.append(token)
 
     @classmethod
-    def open(cls, checkpoint: Checkpoint, tokenizer: Tokenizer, max_model_len: int) -> Voxtral:
+    def open(cls, checkpoint: Checkpoint, tokenizer: Tokenizer, max_model_len: int) -> Self:
         """Return the model of a folder.
 
         Raises:
             ModelError: a file of the model, or a special token, is missing or wrong.
         """
         processor = read_sound_processor(checkpoint)
-        assert processor is not None
+        assert isinstance(processor, LogMelProcessor)
 
         def encode(text: str) -> list[int]:
             return tokenizer.encode(text, add_special_tokens=False)
 
-        return cls(processor, tokenizer.token_to_id, encode, max_model_len)
+        def decode(ids: list[int]) -> str:
+            return tokenizer.decode(ids, skip_special_tokens=True)
+
+        return cls(processor, tokenizer.token_to_id, encode, decode, max_model_len)
 
     def read(self, samples: Samples) -> Any:
         """Implement `TextModel`."""
         return self._processor.process(samples)
-
-    def prompt(self, features: Any, language: str) -> dict[str, Any]:
-        """Implement `TextModel`."""
-        named = self._encode(f"lang:{language}") if language else []
-        ids = [*self._begin, *named, self._end]
-        return {"prompt_token_ids": ids, "multi_modal_data": {"audio": [features]}}
 
     def max_tokens(self, prompt: dict[str, Any], seconds: float) -> int:
         """Implement `TextModel`."""
@@ -268,8 +300,68 @@ class Voxtral(TextModel):
         return max(1, min(self._MAX_TOKENS, self._max_model_len - given))
 
 
-_MODELS: dict[str, type[Moonshine] | type[Voxtral]] = {
+class Voxtral(PromptedModel):
+    """Voxtral (arXiv:2507.13264), with the prompt of mistral-common's transcriptions."""
+
+    _NAMES = ("<s>", "[INST]", "[BEGIN_AUDIO]", "[AUDIO]", "[/INST]", "[TRANSCRIBE]")
+
+    def prompt(self, features: Any, language: str, context: str) -> dict[str, Any]:
+        """Implement `TextModel`."""
+        *begin, end = self._tokens
+        named = self._encode(f"lang:{language}") if language else []
+        ids = [*begin, *named, end]
+        return {"prompt_token_ids": ids, "multi_modal_data": {"audio": [features]}}
+
+
+class Qwen3ASR(PromptedModel):
+    """Qwen3-ASR, with the prompt of its authors' package, which vLLM has, too.
+
+    The answer tells the language ("language German<asr_text>Guten Tag") unless the prompt names it.
+    """
+
+    _NAMES = (
+        *("<|im_start|>", "<|im_end|>"),
+        *("<|audio_start|>", "<|audio_pad|>", "<|audio_end|>"),
+        "<asr_text>",
+    )
+    takes_context = True
+
+    def prompt(self, features: Any, language: str, context: str) -> dict[str, Any]:
+        """Implement `TextModel`."""
+        begin, end, *sound, tag = self._tokens
+        ids: list[int] = []
+        if context:
+            given = self._encode(f"system\n{context}")
+            for name, token in zip(self._NAMES, self._tokens, strict=True):
+                if token in given:
+                    raise RequestError(
+                        f"prompt contains {name}, a special token of this model; leave it out.",
+                        "prompt",
+                    )
+            ids += [begin, *given, end, *self._encode("\n")]
+        ids += [begin, *self._encode("user\n"), *sound, end, *self._encode("\n")]
+        ids += [begin, *self._encode("assistant\n")]
+        if language:
+            ids += [*self._encode(f"language {NAMES[language].title()}"), tag]
+        return {"prompt_token_ids": ids, "multi_modal_data": {"audio": [features]}}
+
+    def split(self, tokens: list[int], text: str) -> tuple[str, str]:
+        """Implement `TextModel`; a sound without speech has the language None."""
+        tag = self._tokens[-1]
+        if tag not in tokens:
+            return "", text
+        at = len(tokens) - 1 - tokens[::-1].index(tag)
+        name = self._decode(tokens[:at]).strip().removeprefix("language ")
+        try:
+            language = find_language(name, NAMES)
+        except RequestError:
+            language = ""
+        return language, self._decode(tokens[at + 1 :])
+
+
+_MODELS: dict[str, type[Moonshine] | type[PromptedModel]] = {
     "MoonshineForConditionalGeneration": Moonshine,
+    "Qwen3ASRForConditionalGeneration": Qwen3ASR,
     "VoxtralForConditionalGeneration": Voxtral,
 }
 

@@ -1,8 +1,8 @@
 """Division of long sounds into windows that end where they are quiet, without silence around them.
 
-vLLM divides sounds in the same way (`_split_audio` of its speech-to-text server): each window is as
-long as it may be, less the time back to the quietest moment in its last part. Here, silence before
-and after a window is left out, too. Whisper makes up text for silence.
+vLLM divides sounds in the same way (`_split_audio` of its speech-to-text server): each window ends
+at the quietest moment in the last part of its greatest length. Here, silence before and after a
+window is left out, too, because Whisper makes up text for silence.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from typing import Any
 from octavo.errors import ModelError, UnsupportedError, reason_of
 from octavo.text.sentencepiece import SentencePiece, replace_regex
 
-FILES = ("spiece.model", "sentencepiece.bpe.model", "tokenizer.model", "source.spm")
+FILES = ("spiece.model", "sentencepiece.bpe.model", "tokenizer.model", "source.spm", "spm.model")
 """Files with a SentencePiece model."""
 _MOST_BYTES = 64 * 2**20
 _MOST_EXTRA_TOKENS = 2**14
@@ -246,6 +246,28 @@ def _nllb(model: SentencePiece, config: Mapping[str, Any]) -> _Layout:
     return _translator(languages, config, "eng_Latn", last=bool(config.get("legacy_behaviour")))
 
 
+def _deberta(model: SentencePiece, config: Mapping[str, Any]) -> _Layout:
+    for field_name in ("do_lower_case", "split_by_punct"):
+        if config.get(field_name):
+            raise UnsupportedError(
+                f"{field_name}=true in tokenizer_config.json is not supported for DeBERTa without "
+                "tokenizer.json. Convert it once with transformers: "
+                "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)."
+            )
+    named = {"bos_token": "[CLS]", "eos_token": "[SEP]", "unk_token": "[UNK]"}
+    named |= {"sep_token": "[SEP]", "pad_token": "[PAD]", "cls_token": "[CLS]"}
+    named |= {"mask_token": "[MASK]"}
+    in_file = any(piece.text == "[MASK]" for piece in model.pieces)
+    return _Layout(
+        back=[] if in_file else ["[MASK]"],
+        unk="[UNK]",
+        begin=["[CLS]"],
+        end=["[SEP]"],
+        special=[*named.values()],
+        config=named,
+    )
+
+
 def _plain(model: SentencePiece, config: Mapping[str, Any]) -> _Layout:
     """Return the layout of decoders, whose ids are those of the file."""
     special = [piece.text for piece in model.pieces if piece.control]
@@ -269,6 +291,7 @@ _LAYOUTS: dict[str, Callable[[SentencePiece, Mapping[str, Any]], _Layout]] = {
     "MBartTokenizer": _mbart,
     "MBart50Tokenizer": _mbart50,
     "NllbTokenizer": _nllb,
+    "DebertaV2Tokenizer": _deberta,
     "LlamaTokenizer": _plain,
     "CodeLlamaTokenizer": _plain,
     "GemmaTokenizer": _plain,
@@ -280,6 +303,7 @@ _OF_MODEL_TYPE = {
     "pegasus": "PegasusTokenizer",
     "xlm-roberta": "XLMRobertaTokenizer",
     "mbart": "MBartTokenizer",
+    "deberta-v2": "DebertaV2Tokenizer",
     "llama": "LlamaTokenizer",
     "mistral": "LlamaTokenizer",
     "mixtral": "LlamaTokenizer",

@@ -187,21 +187,26 @@ class Tokenizer:
             config |= {k: v for k, v in _read_json(checkpoint, name).items() if v is not None}
         divider, where = None, f"{checkpoint.path / 'tokenizer.json'}"
         if text is None:
-            from octavo.text.sentencepiece_families import build_tokenizer  # few folders need it
+            from octavo.text.sentencepiece_families import Built, build_tokenizer  # few need it
 
             built = build_tokenizer(checkpoint.path, config)
-            if built is None:
-                raise ModelError(_missing_message(checkpoint))
-            text, config = built.text, built.config | config
             where = f"The SentencePiece model of {checkpoint.path}"
+            if built is None:
+                from octavo.text.wordpiece import build_wordpiece  # as few
+
+                found = build_wordpiece(checkpoint, config)
+                if found is None:
+                    raise ModelError(_missing_message(checkpoint))
+                built, where = Built(*found), f"{checkpoint.path / 'vocab.txt'}"
+            text, config = built.text, built.config | config
             if built.divider is not None and built.ids is not None:
                 dividing = _parsed(built.divider, where)
                 divider = dividing, built.ids(dividing.get_vocab(with_added_tokens=True))
         backend = _parsed(text, where)
         del text
-        found = cls(backend, config, _read_chat_templates(checkpoint, config), divider)
+        tokenizer = cls(backend, config, _read_chat_templates(checkpoint, config), divider)
         trim_memory()  # the library has freed about three times as much as the tokenizer takes
-        return found
+        return tokenizer
 
     def pieces(self, skipped: frozenset[int]) -> Mapping[int, str | bytes]:
         """Return the text or the bytes that each token adds to a text.

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +20,7 @@ from octavo.kernels.native import NativeOps
 from octavo.layers.step import StepContext, StepRotary
 from octavo.messages import EncoderSlice, MultiModalFeatureSpec
 from octavo.models.blocks.encoder_input import EncoderItem, LongArray, array_of
-from octavo.models.encoder import EncoderModel, EncoderSpec, HiddenStates
+from octavo.models.encoder import EncoderModel, EncoderSpec, Piece
 from octavo.system.distributed import group_failure
 from octavo.system.dtypes import DTYPE_NBYTES
 from octavo.system.tensor import Tensor, dense, from_numpy, full
@@ -67,8 +67,8 @@ def runner_nbytes(
     ]
     arrays += [it for it in (item.positions, item.rotary) if it is not None]
     given = 2 * sum(array.nbytes for array in arrays)
-    states = 2 * item.num_tokens * spec.hidden_size * DTYPE_NBYTES[model.dtype]
-    kept = given + states + sum(result.nbytes for result in results[1:])
+    states = 4 * item.num_tokens * spec.hidden_size * DTYPE_NBYTES[model.dtype]
+    kept = given + states + rows
     return arena.peak, blocks * nbytes + rows + given + kept
 
 
@@ -125,19 +125,14 @@ def make_context(
         tables = [item.rotary for item in items if item.rotary is not None]
         table = _join(tables)
         parts = 1 if table.ndim == 2 else table.shape[1]
-        of_parts = np.arange(total * parts).reshape(total, parts).T.ravel()
-        rotary = StepRotary(
-            ops.to_device(of_parts), ops.to_device(table.reshape(-1, table.shape[-1]))
-        )
-    kinds = [
-        _metadata(np.concatenate([item.segments[kind] for item in items]), ops)
-        for kind in range(len(first.segments))
-    ]
-    segments = spec.segments or (0,) * len(spec.layers)
+        of_parts = ops.to_device(_rotary_rows(total, parts, 0, total))
+        rotary = StepRotary(of_parts, ops.to_device(table.reshape(-1, table.shape[-1])))
+    kinds = range(len(first.segments))
+    segments = [np.concatenate([item.segments[kind] for item in items]) for kind in kinds]
     return StepContext(
         positions=positions,
         caches=[cache] * len(spec.layers),
-        metadata=[kinds[kind] for kind in segments],
+        metadata=_metadata_of_layers(spec, segments, ops, 0, total),
         backend=backend,
         arrays=arrays,
         rotary=rotary,
@@ -149,24 +144,59 @@ def _join(arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:
     return np.ascontiguousarray(arrays[0] if len(arrays) == 1 else np.concatenate(arrays))
 
 
-def _metadata(sizes: LongArray, ops: Ops) -> AttentionMetadata:
+def _rotary_rows(num_tokens: int, parts: int, begin: int, end: int) -> LongArray:
+    """Return rows of a table [num_tokens, parts] for some tokens, those of each part in turn."""
+    rows = np.arange(num_tokens * parts).reshape(num_tokens, parts)
+    return rows[begin:end].T.ravel()
+
+
+def _metadata_of_layers(
+    spec: EncoderSpec, segments: Sequence[LongArray], ops: Ops, begin: int, end: int
+) -> list[AttentionMetadata]:
+    """Return the metadata of each layer for the tokens from `begin` up to `end`.
+
+    Args:
+        spec: the encoder.
+        segments: sizes of the segments of all tokens, for each kind of attention.
+        ops: moves arrays to the device.
+        begin: first token.
+        end: token after the last one.
+    """
+    kinds = [_metadata(sizes, ops, begin, end) for sizes in segments]
+    return [kinds[kind] for kind in spec.segments or (0,) * len(spec.layers)]
+
+
+def _metadata(sizes: LongArray, ops: Ops, begin: int, end: int) -> AttentionMetadata:
     """Return the places of segments of tokens: each is a request in blocks of its own."""
     blocks = -(-sizes // BLOCK_SIZE)
     first_blocks = np.cumsum(blocks) - blocks
     starts = np.concatenate([[0], np.cumsum(sizes)])
-    table = first_blocks[:, None] + np.arange(blocks.max())
     slots = np.arange(starts[-1]) + np.repeat(first_blocks * BLOCK_SIZE - starts[:-1], sizes)
-    longest = int(sizes.max())
+    first = int(np.searchsorted(starts, begin, "right")) - 1
+    last = int(np.searchsorted(starts, end, "left"))
+    some = slice(first, last)
+    table = first_blocks[some, None] + np.arange(blocks[some].max())
+    queries = np.clip(starts[first : last + 1], begin, end) - begin
     return AttentionMetadata(
-        num_reqs=len(sizes),
-        num_tokens=int(starts[-1]),
-        max_query_len=longest,
-        max_seq_len=longest,
-        query_start_loc=ops.to_device(starts.astype(np.int32)),
-        seq_lens=ops.to_device(sizes.astype(np.int32)),
+        num_reqs=last - first,
+        num_tokens=end - begin,
+        max_query_len=int(np.diff(queries).max()),
+        max_seq_len=int(sizes[some].max()),
+        query_start_loc=ops.to_device(queries.astype(np.int32)),
+        seq_lens=ops.to_device(sizes[some].astype(np.int32)),
         block_table=ops.to_device(table.astype(np.int32)),
-        slot_mapping=ops.to_device(slots.astype(np.int64)),
+        slot_mapping=ops.to_device(slots[begin:end].astype(np.int64)),
     )
+
+
+_Stream: TypeAlias = "tuple[Tensor, Tensor | None]"
+"""Hidden states x and residual of a run, as for `Layer`."""
+
+
+def _tokens(stream: _Stream, begin: int, end: int) -> _Stream:
+    """Return some tokens of a stream."""
+    x, residual = stream
+    return x[begin:end], None if residual is None else residual[begin:end]
 
 
 @dataclass(slots=True)
@@ -176,8 +206,17 @@ class _PartialRun:
     identifier: str
     item: EncoderItem
     step: StepContext
-    states: HiddenStates
-    """In memory of their own."""
+    pieces: list[Piece]
+    rows: Tensor
+    """[rows, out_size]: the result."""
+    given: _Stream
+    """Input of the layer that is computed; its memory and that of `result` are the run's own."""
+    result: _Stream | None = None
+    """Result of the layer, of which the first tokens are there; the others may hold anything."""
+    num_done: int = 0
+    """Number of computed pieces."""
+    num_stored: int = 0
+    """Number of the first tokens whose keys and values of the layer are in the scratch memory."""
 
 
 class EncoderRunner:
@@ -233,24 +272,13 @@ class EncoderRunner:
             if not part.begin:
                 run = None  # its memory is free before the next one begins
                 run = self._begin(part.item)
-            elif run is None or (run.identifier, run.states.num_layers) != (
+            elif run is None or (run.identifier, run.num_done) != (
                 part.item.identifier,
                 part.begin,
             ):
                 return None
-            with self._memory():
-                run.states = self._model.advance(run.states, run.step, part.end)
-                if is_end := part.end == len(self.spec.layers):
-                    results = self._model.finish(run.states, run.step)
-            if is_end:
-                return self._rows([run.item], results)[0]
-            states = run.states
-            run.states = HiddenStates(
-                self._copy(states.x),
-                None if states.residual is None else self._copy(states.residual),
-                [self._copy(rows) for rows in states.taps],
-                states.num_layers,
-            )
+            for piece in run.pieces[max(part.begin, 1) : part.end]:
+                self._compute(run, piece)
         except Exception as error:
             if self.spec.is_divided:  # the other ranks may wait for this one
                 raise group_failure(error) from error
@@ -258,24 +286,84 @@ class EncoderRunner:
                 raise
             logger.debug("a part of an encoder's run failed", exc_info=True)
             return None
+        run.num_done = part.end
+        if part.end == len(run.pieces):
+            return run.rows
         self._partial = run
         return None
 
     def _begin(self, feature: MultiModalFeatureSpec) -> _PartialRun:
-        """Return the run of an item before its first layer."""
+        """Return the run of an item after its first piece."""
         arrays = {name: array_of(tensor) for name, tensor in feature.data.items()}
         item = self.spec.inputs.read(arrays)
         ops, dtype = self._ops, self._model.dtype
         step = make_context(self.spec, [item], self._cache, ops, self._backend, dtype)
         with self._memory():
-            states = self._model.begin(step)
-        return _PartialRun(feature.identifier, item, step, states)
+            x = self._model.begin(step)
+        given = self._put(None, (x, None), 0, item.num_tokens)
+        rows = ops.empty(item.num_rows, self.spec.out_size, like=x)
+        pieces = self.spec.pieces(item.num_tokens, item.num_rows)
+        return _PartialRun(feature.identifier, item, step, pieces, rows, given)
 
-    def _copy(self, tensor: Tensor) -> Tensor:
-        """Return a copy in memory of its own."""
-        copy = self._ops.empty(*tensor.shape, like=tensor)
-        self._ops.copy_(copy, tensor)
-        return copy
+    def _compute(self, run: _PartialRun, piece: Piece) -> None:
+        """Compute a piece of a run that is not the first one."""
+        model, layer, begin, end = self._model, piece.layer, piece.begin, piece.end
+        if piece.kind == "store":
+            self._store(run, layer, end)
+        elif piece.kind == "layer":
+            step, num_tokens = run.step, run.item.num_tokens
+            if end - begin < num_tokens:
+                self._store(run, layer, num_tokens)
+                step = self._part_of(run, begin, end)
+            with self._memory():
+                part = model.layer(layer, *_tokens(run.given, begin, end), step)
+            run.result = self._put(run.result, part, begin, num_tokens)
+            if end == num_tokens:
+                run.given, run.result, run.num_stored = run.result, run.given, 0
+        else:
+            rows = (begin, end) if end - begin < run.item.num_rows else None
+            with self._memory():
+                if piece.kind == "tap":
+                    found = model.tap(layer, *run.given, run.step, rows)
+                else:
+                    found = model.end(*run.given, run.step, rows)
+            first = self.spec.first_column(piece)
+            self._ops.copy_(run.rows[begin:end, first : first + found.shape[1]], found)
+
+    def _store(self, run: _PartialRun, layer: int, end: int) -> None:
+        """Store the keys and values of a layer before token `end` that are not stored yet."""
+        begin = run.num_stored
+        if begin < end:
+            step = self._part_of(run, begin, end)
+            with self._memory():
+                self._model.store(layer, *_tokens(run.given, begin, end), step)
+            run.num_stored = end
+
+    def _part_of(self, run: _PartialRun, begin: int, end: int) -> StepContext:
+        """Return the context of some tokens of a run; its arrays are those of all tokens."""
+        rotary = run.step.rotary
+        if rotary is not None:
+            tokens = run.item.num_tokens
+            rows = _rotary_rows(tokens, rotary.rows.shape[0] // tokens, begin, end)
+            rotary = StepRotary(self._ops.to_device(rows), rotary.table)
+        return replace(
+            run.step,
+            positions=run.step.positions[begin:end],
+            metadata=_metadata_of_layers(self.spec, run.item.segments, self._ops, begin, end),
+            rotary=rotary,
+        )
+
+    def _put(self, stream: _Stream | None, part: _Stream, begin: int, num_tokens: int) -> _Stream:
+        """Write tokens from `begin` into a stream, which gets memory of its own; return it."""
+
+        def write(old: Tensor | None, new: Tensor) -> Tensor:
+            if old is None:
+                old = self._ops.empty(num_tokens, new.shape[1], like=new)
+            self._ops.copy_(old[begin : begin + new.shape[0]], new)
+            return old
+
+        (old_x, old_residual), (x, residual) = stream or (None, None), part
+        return write(old_x, x), None if residual is None else write(old_residual, residual)
 
     def run_largest(self) -> list[Tensor]:
         """Run the longest item, of zeros, for a measurement of memory; return its rows."""
@@ -332,6 +420,8 @@ class EncoderRunner:
         """Return the rows of items that fit together."""
         ops, dtype = self._ops, self._model.dtype
         step = make_context(self.spec, items, self._cache, ops, self._backend, dtype)
+        if self._partial is not None:
+            self._partial.num_stored = 0  # its keys and values are overwritten
         with self._memory():
             try:
                 parts = self._model.forward(step)

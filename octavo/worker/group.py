@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from octavo.layers.shared import BufferRows, SharedBuffers
 from octavo.layers.step import Handed
-from octavo.plan.group_layout import HANDED_SLOTS, SLOT_HEAD_NBYTES, GroupLayout
+from octavo.plan.group_layout import ERRORS_NBYTES, HANDED_SLOTS, SLOT_HEAD_NBYTES, GroupLayout
 from octavo.plan.setup import WorkerSetup
 from octavo.system.distributed import COUNTER_NBYTES, GroupMemory
 from octavo.system.tensor import HostTensor, empty, from_numpy
 from octavo.worker.graphs import StepResult, StepRunner
 from octavo.worker.input_batch import StepBuffers, StepInputs
 from octavo.worker.token_broadcast import TokenBroadcast
+
+# Most characters of the message of an error that a stage sends to the next one.
+_MESSAGE_LENGTH = 500
 
 
 def make_buffers(setup: WorkerSetup) -> SharedBuffers | None:
@@ -59,6 +65,9 @@ class Group:
         rank, layout = setup.rank, setup.group_layout
         self.memory = GroupMemory(setup.group, layout.nbytes, rank)
         self.broadcast = TokenBroadcast(self.memory, layout)
+        self.errors: dict[str, str] = {}
+        """Errors of the requests of the step that begins; the run adds those of earlier stages, and
+        the next stage gets all."""
         self._rank, self._layout = rank, layout
         if buffers is not None:
             buffers.attach(self.memory, layout.buffers_of(rank.stage))
@@ -87,7 +96,7 @@ class Group:
             return steps
         before = None if rank.is_first else _Channel(memory, layout, rank.stage - 1, rank.index)
         behind = None if rank.is_last else _Channel(memory, layout, rank.stage, rank.index)
-        return _StageSteps(steps, before, received, behind)
+        return _StageSteps(self, steps, before, received, behind)
 
 
 class _Channel:
@@ -105,24 +114,42 @@ class _Channel:
         ]
         self._step = 0
 
-    def send(self, handed: Handed, rows: int) -> None:
-        """Send the first rows of a step; wait while the receiver is too many steps late."""
+    def send(self, handed: Handed, rows: int, errors: Mapping[str, str]) -> None:
+        """Send the first rows of a step, and the errors of its requests, as far as there is room.
+
+        Wait while the receiver is too many steps late.
+        """
         self._step += 1
         self._taken.wait(self._step - HANDED_SLOTS)
         size = 0
         for tensor, place in self._places(handed, rows):
             _copy(place, tensor)
             size += place.nbytes
-        self._slots[self._step % HANDED_SLOTS][:8].view("int64").numpy()[0] = size
+        slot, packed = self._slot, _pack(errors)
+        begin = SLOT_HEAD_NBYTES + size
+        slot[begin : begin + len(packed)] = np.frombuffer(packed, np.uint8)
+        slot[:16].view(np.int64)[:] = size + len(packed), len(packed)
         self._sent.post(self._step)
 
-    def receive(self, into: Handed, rows: int) -> None:
-        """Receive the first rows of the next step; wait for them."""
+    def receive(self, into: Handed, rows: int) -> dict[str, str]:
+        """Receive the first rows of the next step, and return the errors; wait for them."""
         self._step += 1
         self._sent.wait(self._step)
         for tensor, place in self._places(into, rows):
             _copy(tensor, place)
+        slot = self._slot
+        size, packed = slot[:16].view(np.int64).tolist()
+        end = SLOT_HEAD_NBYTES + size
+        errors = {}
+        if packed:
+            errors = msgspec.msgpack.decode(slot[end - packed : end].tobytes(), type=dict[str, str])
         self._taken.post(self._step)
+        return errors
+
+    @property
+    def _slot(self) -> NDArray[np.uint8]:
+        slot: NDArray[np.uint8] = self._slots[self._step % HANDED_SLOTS].numpy()
+        return slot
 
     def _places(self, handed: Handed, rows: int) -> list[tuple[HostTensor, HostTensor]]:
         """Return pairs of the tensors' rows and their places in the memory in this step."""
@@ -142,16 +169,26 @@ def _copy(out: HostTensor, x: HostTensor) -> None:
     out.view("uint8").numpy()[...] = x.view("uint8").numpy()
 
 
+def _pack(errors: Mapping[str, str]) -> bytes:
+    """Return the first errors that fit into `ERRORS_NBYTES`, as msgpack; b"": there are none."""
+    shown = {req_id: message[:_MESSAGE_LENGTH] for req_id, message in errors.items()}
+    while len(packed := msgspec.msgpack.encode(shown)) > ERRORS_NBYTES:
+        shown.popitem()
+    return packed if shown else b""
+
+
 class _StageSteps:
     """`StepRunner` of one of several stages."""
 
     def __init__(
         self,
+        group: Group,
         steps: StepRunner,
         before: _Channel | None,
         received: Handed | None,
         behind: _Channel | None,
     ) -> None:
+        self._group = group
         self._steps, self._before, self._received, self._behind = steps, before, received, behind
         self.put_tokens = steps.put_tokens
 
@@ -164,9 +201,9 @@ class _StageSteps:
         rows = inputs.size.tokens
         if self._before is not None:
             assert self._received is not None
-            self._before.receive(self._received, rows)
+            self._group.errors |= self._before.receive(self._received, rows)
         result = self._steps.run(inputs, params)
         if self._behind is not None:
             assert result.handed is not None
-            self._behind.send(result.handed, rows)
+            self._behind.send(result.handed, rows, self._group.errors)
         return result

@@ -535,7 +535,12 @@ class ModelRunner:
         self._step = _ComputedStep(inputs, result, metadata, prompt_logprobs, pooled, drafts)
 
     def _run(self, inputs: StepInputs, params: NDArray[np.void] | None) -> StepResult:
-        """Run a step, together with the engines that divide the experts, if any."""
+        """Run a step, together with the engines that divide the experts, if any.
+
+        Of several stages, it notes the errors of earlier ones.
+        """
+        if self.group is not None:
+            self.group.errors = self._failed
         if self.expert_group is None:
             return self.state.steps.run(inputs, params)
 

@@ -259,6 +259,8 @@ def test_products_with_distances(distance: int, dtype: torch.dtype) -> None:
         assert_near(one.run(backend), one.truth())
     case = dataclasses.replace(case, heads=6, kv_heads=1, soft_cap=3.0, alibi=True, window=50)
     assert_near(case.run(backend), case.truth())
+    case = dataclasses.replace(case, causal=True, window=12, multiplied=("queries",))
+    assert_near(case.run(backend), case.truth())
 
 
 @isas

@@ -16,7 +16,7 @@ PAGES = [DOCS / "architecture.md", *sorted((DOCS / "design").glob("*.md"))]
 
 def folders() -> dict[str, str]:
     """Return the rows of the table of folders: name -> description."""
-    return dict(re.findall(r"^\| `([\w/]+)/` \| (.*) \|$", ARCHITECTURE, re.M))
+    return dict(re.findall(r"^\| \[?`([\w/]+)/`(?:\]\(.*?\))? \| (.*) \|$", ARCHITECTURE, re.M))
 
 
 def test_the_table_has_every_folder_of_the_package():

@@ -1,4 +1,4 @@
-"""Transcripts of Moonshine and Voxtral, and sounds in chats of a server."""
+"""Transcripts of Moonshine, Voxtral and Qwen3-ASR, and sounds in chats of a server."""
 
 import argparse
 import base64
@@ -75,6 +75,40 @@ def test_transcripts(llm):
     assert (found.language, found.duration) == ("", pytest.approx(1.2))
     (named,) = llm.transcribe([FILE], language="German", temperature=0.3)
     assert (named.language, named.text) == ("de", asked(llm, SOUND, "de"))
+
+
+def test_transcripts_of_qwen3_asr(tmp_path):
+    """As the engine answers to vLLM's prompt; the language and the text have a tag between them."""
+    save_model("qwen3_asr", tmp_path)
+    tokenizer = tmp_path / "tokenizer.json"
+    tokenizer.write_text(tokenizer.read_text().replace("[TRANSCRIBE]", "<asr_text>"))
+    user = "<|im_start|>user\n<|audio_start|><|audio_pad|><|audio_end|><|im_end|>\n"
+    user += "<|im_start|>assistant\n"
+    settings = {"num_gpu_blocks_override": 400, "block_size": 16, "max_model_len": 400}
+    with LLM(str(tmp_path), dtype="float32", **settings) as llm:
+        (plain,) = llm.transcribe(SOUND, temperature=0.3)
+        (named,) = llm.transcribe([FILE], language="German", prompt="Names", temperature=0.3)
+        texts = [
+            user,
+            f"<|im_start|>system\nNames<|im_end|>\n{user}language German<asr_text>",
+        ]
+        params = SamplingParams(temperature=0.3, seed=0, max_tokens=200)
+        given = [{"prompt": text, "multi_modal_data": {"audio": SOUND}} for text in texts]
+        params = [
+            SamplingParams(temperature=0.3, seed=0, max_tokens=400 - len(output.prompt_token_ids))
+            for output in llm.generate(given, params, use_tqdm=False)
+        ]
+        outputs = llm.generate(given, params, use_tqdm=False)
+        for output, found in zip(outputs, (plain, named), strict=True):
+            ids = list(output.outputs[0].token_ids)
+            assert found.segments[0].tokens == ids
+            tag = ID["[TRANSCRIBE]"]
+            rest = ids[len(ids) - ids[::-1].index(tag) :] if tag in ids else ids
+            assert found.text == llm.get_tokenizer().decode(rest, skip_special_tokens=True).strip()
+        assert named.language == "de"
+        assert llm.transcribe([LONG, SOUND], temperature=0.3)[1] == plain
+        with pytest.raises(RequestError, match=r"contains <\|im_end\|>, a special token"):
+            llm.transcribe(SOUND, prompt="a<|im_end|>")
 
 
 def test_a_sound_has_the_same_transcript_among_others(llm):

@@ -46,6 +46,12 @@ def png(width, height, *more, data=b""):
     return b"\x89PNG\r\n\x1a\n" + head + b"".join(more) + chunk(b"IDAT", zlib.compress(data))
 
 
+def with_chunks(chunks):
+    """Return a PNG with chunks before its pixels."""
+    at = PNG.index(b"IDAT") - 4
+    return PNG[:at] + chunks + PNG[at:]
+
+
 def patched(data, at, form, *values):
     """Return a file with other numbers at a place."""
     data = bytearray(data)
@@ -105,8 +111,10 @@ def odd_pictures():
     # A megabyte of text that unpacks to a gigabyte.
     bomb = zlib.compressobj(9)
     text = b"".join(bomb.compress(bytes(2**24)) for _ in range(16)) + bomb.flush()
-    at = PNG.index(b"IDAT") - 4
-    yield PNG[:at] + chunk(b"tEXt", b"a\0b") + PNG[at:] + chunk(b"zTXt", b"a\0\0" + text), PIXELS
+    yield with_chunks(chunk(b"tEXt", b"a\0b")) + chunk(b"zTXt", b"a\0\0" + text), PIXELS
+    yield with_chunks(chunk(b"tEXt", b"a\0b") * 10_000), PIXELS
+    frame = b"!\xf9\4\0\1\0\0\0," + struct.pack("<4HB", 0, 0, 1, 1, 0) + b"\2\2D\1\0"
+    yield GIF[:-1] + frame * 100_000 + b";", np.asarray(Image.open(io.BytesIO(GIF)).convert("RGB"))
 
 
 GIF = save(PICTURE.quantize(16), "GIF")
@@ -117,6 +125,8 @@ REFUSED = [
     (png(0, 5), "damaged|pixels"),
     # The text that unpacks to more than Pillow allows precedes the pixels.
     (png(8, 8, chunk(b"zTXt", b"a\0\0" + zlib.compress(bytes(2**27))), data=bytes(200)), "damaged"),
+    (with_chunks(chunk(b"iCCP", b"a\0\0" + zlib.compress(bytes(2**27)))), "damaged"),
+    (with_chunks(chunk(b"zTXt", b"a\0\0" + zlib.compress(bytes(900_000))) * 99), "damaged"),
     (patched(WEBP, WEBP.index(b"VP8L") + 9, "<I", 0x0FFFFFFF), "16384 x 16384 pixels|damaged"),
     (tiff(t256=60_000, t257=60_000), "60000 x 60000 pixels"),
     (tiff(t257=5_000_000), "65536 in a row"),
@@ -144,6 +154,9 @@ URLS = [
     ("javascript:alert(1)", "not supported"),
     ("http://[::1", "malformed"),
     ("http://" + "a" * 9000, "characters"),
+    ("http://localhost\t/", "control character"),
+    ("http://evil.example\\@localhost/", "backslash"),
+    (base64.b64encode(PNG).decode(), "send base64 as data:"),
     ("data:image/png,abc", "malformed"),
     ("data:image/png;base64,####", "base64 is malformed"),
     ("data:" + ";a" * 10_000 + ";base64,AAAA", "malformed"),
@@ -382,6 +395,9 @@ SOUNDS = [
     (spoiled(np.nan), "not finite"),
     (spoiled(np.inf), "not finite"),
     (spoiled(-np.inf), "not finite"),
+    (b"ID3\4\0\0\x7f\x7f\x7f\x7f" + encode(chirp(1.0), "mp3"), "damaged"),
+    (b"RIFF\0\0\0\0WAVE" + bytes(8) * 10**6, "damaged"),
+    (encode(chirp(5.0), "webm")[:20_000], "cut off"),
     (wav(TONE[:999], rate=1, code=3), "1 samples a second"),
     (b"%PDF-1.7\n" + SPOKEN, "no sound of a supported format"),
     (b"PK\x03\x04" + SPOKEN, "no sound of a supported format"),

@@ -14,13 +14,15 @@ from safetensors.torch import save_file
 
 from octavo import LoRARequest
 from octavo.errors import AdapterError, ConfigError, RequestError, UnsupportedError
-from octavo.scheduler.encoders import EncoderInputs, EncoderPace
+from octavo.scheduler.encoders import EncoderInputs
+from octavo.scheduler.pace import ItemPace
 from octavo.worker.encoder_runner import EncoderRunner
 from tests.e2e.test_peft import make_adapter
 from tests.pictures import (
     CASES,
     MORE_CASES,
     VOCAB,
+    assert_greedy,
     hf_logprobs,
     make_llm,
     params,
@@ -127,15 +129,11 @@ def one(make_saved):
 def test_parity(make_saved, name):
     name, folder, model, alone = make_saved(name)
     with make_llm(folder) as llm:
-        for one, (ids, tokens, logprobs) in zip(prompts(name), alone, strict=True):
+        for one, answer in zip(prompts(name), alone, strict=True):
             images = one.get("multi_modal_data", {}).get("image", [])
+            ids, tokens, _ = answer
             expected = hf_logprobs(model, name, llm, [*ids, *tokens], images, len(tokens))
-            expected = expected[len(ids) - 1 : -1]
-            expected = expected[:, :256]  # no tokens of pictures
-            assert expected.argmax(-1).tolist() == list(tokens)
-            found = [row[token].logprob for row, token in zip(logprobs, tokens, strict=True)]
-            best = expected.max(-1).values
-            torch.testing.assert_close(torch.tensor(found), best, atol=2e-4, rtol=1e-4)
+            assert_greedy(answer, expected)
 
 
 def test_batches_and_caches(saved):
@@ -195,13 +193,11 @@ def test_adapters(some, tmp_path):
     settings = {"enable_lora": True, "max_lora_rank": 8}
     with make_llm(folder, **settings) as llm:
         expected = answers(llm, given, 8, lora)
-        for one, (ids, tokens, logprobs) in zip(given, expected, strict=True):
+        for one, answer in zip(given, expected, strict=True):
             images = one.get("multi_modal_data", {}).get("image", [])
+            ids, tokens, _ = answer
             best = hf_logprobs(adapted, name, llm, [*ids, *tokens], images, len(tokens))
-            best = best[len(ids) - 1 : -1]
-            best = best[:, :256].max(-1).values
-            found = [row[token].logprob for row, token in zip(logprobs, tokens, strict=True)]
-            torch.testing.assert_close(torch.tensor(found), best, atol=2e-4, rtol=1e-4)
+            assert_greedy(answer, best)
         with pytest.raises(AdapterError, match="LoRA of encoders of pictures and sound is not"):
             answers(llm, given, 8, LoRARequest("all", 2, str(tmp_path / "all")))
         assert answers(llm, given) == alone
@@ -482,7 +478,7 @@ def test_an_encoder_that_fails(some, monkeypatch):
 def test_runs_of_encoders_in_slices(some, monkeypatch, ranks):
     """Beside a text they take several steps, in which the text gets tokens."""
     name, folder, _, alone = some
-    monkeypatch.setattr(EncoderPace, "num_layers", lambda self, item: 1)
+    monkeypatch.setattr(ItemPace, "num_pieces", lambda self, modality, piece: 1)
     found, lengths, add_slice = {}, [], EncoderInputs._add_slice
 
     def note(self, run, end, output):
@@ -510,6 +506,37 @@ def test_runs_of_encoders_in_slices(some, monkeypatch, ranks):
     # Each part is in a step of its own, with a token of the text.
     assert len({end for end, _ in lengths}) > 1
     assert lengths[-1][1] - lengths[0][1] >= len(lengths) - 2
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_parts_of_layers(last, monkeypatch, ranks):
+    """The layers of a large picture are cut, too, and so is its prompt."""
+    name, folder, *_ = last
+    monkeypatch.setattr(ItemPace, "num_pieces", lambda self, modality, piece: 1)
+    large = prompt(name, picture(96, 96, 7), text="{} ef")
+    settings = {"tensor_parallel_size": ranks, "num_threads": 1}
+    settings |= {"mm_processor_kwargs": {"min_pixels": 64, "max_pixels": 96**2}}
+    found, slices, add_slice = {}, [], EncoderInputs._add_slice
+
+    def note(self, run, end, output):
+        slices.append((run.num_pieces, end))
+        add_slice(self, run, end, output)
+
+    monkeypatch.setattr(EncoderInputs, "_add_slice", note)
+    with make_llm(folder, **settings) as llm:
+        (alone,) = answers(llm, large)
+        llm.reset_prefix_cache()
+        engine = llm.llm_engine
+        engine.add_request("text", "some text", params(120))
+        while "text" not in found:
+            found |= {output.request_id: output for output in engine.step()}
+        engine.add_request("large", large, params(40))
+        while engine.has_unfinished_requests():
+            found |= {output.request_id: output for output in engine.step()}
+    (answer,) = found["large"].outputs
+    assert (answer.token_ids, answer.logprobs) == alone[1:]
+    # 576 patches: the input, three layers of three parts and their keys, two taps, the output
+    assert slices == [(16, end) for end in range(1, 17)]
 
 
 def test_prompts_that_see_all_of_themselves_are_not_moved(make_saved):

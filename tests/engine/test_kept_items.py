@@ -110,3 +110,11 @@ def test_a_missing_item_is_an_error():
     message = pair.record.pack(request_of("a"))
     with pytest.raises(EngineDeadError, match="without an item"):
         KeptItems().complete(message)
+
+
+def test_both_records_are_cleared():
+    pair = Pair(10_000)
+    pair.send(request_of("a", "b"))
+    pair.record.clear()
+    pair.kept.clear()
+    assert pair.send(request_of("a")) == 1

@@ -121,24 +121,37 @@ def test_what_a_stage_hands_on_crosses_and_no_more_than_that(hosts):
 
     def run():
         for (x, residual), n in zip(steps, rows, strict=True):
-            first.channel.send((from_numpy(x), from_numpy(residual)), n)
+            first.channel.send((from_numpy(x), from_numpy(residual)), n, {})
 
     thread = threading.Thread(target=run)
     thread.start()
     into = [zeros(8, HIDDEN, dtype="float32") for _ in range(2)]
     for step, n in zip(steps, rows, strict=True):
-        second.channel.receive(into, n)
+        assert second.channel.receive(into, n) == {}
         for got, expected in zip(into, step, strict=True):
             assert (got.numpy()[:n] == expected[:n]).all()
     thread.join(10)
     assert [size - 64 for size in sent] == [2 * 4 * HIDDEN * n for n in rows]
 
 
+def test_errors_cross_as_far_as_there_is_room(hosts):
+    first, second = hosts
+    x, into = from_numpy(np.ones((8, HIDDEN), np.float32)), zeros(8, HIDDEN, dtype="float32")
+    many = {str(i): f"{i} " + 1000 * "é" for i in range(9)}
+    for errors, rows in (({"a": "bad", "b": "worse"}, 8), (many, 8), ({}, 3)):
+        first.channel.send((x, None), rows, errors)
+        found = second.channel.receive((into, None), rows)
+        assert found == {name: errors[name][:500] for name in found}
+        assert [*found] == [*errors][: len(found)]
+        assert len(found) == min(len(errors), 4)
+        assert (into.numpy() == 1).all()
+
+
 def test_who_sends_waits_for_who_takes(hosts):
     first, second = hosts
     x = np.zeros((8, HIDDEN), np.float32)
     thread = threading.Thread(
-        target=lambda: [first.channel.send((from_numpy(x + i), None), 8) for i in (1, 2, 3)]
+        target=lambda: [first.channel.send((from_numpy(x + i), None), 8, {}) for i in (1, 2, 3)]
     )
     thread.start()
     thread.join(0.3)

@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from octavo.fleet.live_requests import LiveRequests
-from octavo.messages import EngineCoreOutput, FinishReason
+from octavo.messages import EngineCoreOutput, EngineCoreRequest, FinishReason
+from tests.fakes import picture
 from tests.frontend.test_output_processor import Bench
 from tests.params import pack_logprobs
 
@@ -98,3 +99,24 @@ def test_what_has_ended_has_no_owner():
     assert live.live.take(end) == "x"
     assert live.live.take(end) is None
     assert len(live.live) == 0
+
+
+def test_equal_items_of_live_requests_are_in_memory_once():
+    live, given = LiveRequests(), []
+    for name, pictures in (("1", "ab"), ("2", "ba"), ("3", "a"), ("4", "aa")):
+        bench = Bench()
+        bench.add(name, prompt="abc")
+        (request,) = bench.outputs.unfinished()
+        items = [picture(one, place, 1) for place, one in enumerate(pictures)]
+        request = msgspec.structs.replace(request, answers=None, mm_features=items)
+        data = msgspec.msgpack.encode(request)
+        live.add(msgspec.msgpack.decode(data, type=EngineCoreRequest), data, "owner")
+        given.append(request)
+    assert live.unfinished() == given
+    found = [item.data for request in live.unfinished() for item in request.mm_features]
+    assert len({id(data["pixels"]) for data in found}) == len(live._items) == 2
+    live.remove(["1", "2"])
+    assert live.unfinished() == given[2:]
+    assert [*live._items] == ["a"]
+    live.remove(["3", "4"])
+    assert not live._items

@@ -251,3 +251,34 @@ def test_callers_with_an_event_loop(chat_media):
         return read(chat_media, url(56, 84))
 
     assert asyncio.run(main())["multi_modal_data"]["image"][0].num_embeds == 6
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_a_client_that_leaves_keeps_the_place_of_a_begun_file(chat_media, monkeypatch, begun):
+    """Its helper process cannot give the file up, so nobody else could be served there."""
+
+    async def main():
+        reading = Future()
+        if begun:
+            reading.set_running_or_notify_cancel()
+        given = asyncio.Event()
+
+        def start(*_):
+            given.set()
+            return reading
+
+        monkeypatch.setattr(chat_media._files["image"], "read", start)
+        free = chat_media._slots._free
+        task = asyncio.create_task(chat_media.read_prompt(["a"], items_of([url(30, 33)])))
+        await given.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert reading.cancelled() != begun
+        assert chat_media._slots._free == free - begun
+        if begun:
+            reading.set_exception(RequestError("nobody hears this"))
+            await asyncio.gather(*chat_media._keeping)
+        assert chat_media._slots._free == free
+
+    asyncio.run(main())

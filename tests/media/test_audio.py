@@ -1,8 +1,11 @@
 """Sounds of every format, and files that attack their reader."""
 
+import contextlib
 import itertools
 import random
+import re
 import struct
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -111,7 +114,7 @@ def test_files_that_are_refused(read, data, message):
     assert len(str(caught.value)) < 300
 
 
-@pytest.mark.parametrize("kind", ["flac", "m4a"])
+@pytest.mark.parametrize("kind", ["flac", "m4a", "webm"])
 def test_files_that_are_cut(read, kind):
     data = encode(chirp(5.0), kind)
     with pytest.raises(RequestError, match="cut off"):
@@ -211,3 +214,27 @@ def test_a_part_of_a_lost_process(parts):
     process._all[0].stop()
     with pytest.raises(OctavoError):
         list(found)
+
+
+def test_the_process_holds_a_file_once():
+    """A second copy would exceed the bound; the parent's own copy is the caller's."""
+    nbytes = 100 * 2**20
+    with contextlib.closing(AudioParts()) as parts:
+        list(parts.open(wav(INT16), 10_000)[1])
+        status = Path(f"/proc/{parts._all[0]._all[0].pid}/status")
+
+        def peak():
+            return 1024 * int(re.search(r"VmHWM:\s*(\d+) kB", status.read_text())[1])
+
+        before = peak()
+        _, found = parts.open(wav(np.zeros(nbytes // 2, "<i2")), 10_000)
+        next(found)
+        assert nbytes < peak() - before < 1.5 * nbytes
+        found.close()
+
+
+def test_files_that_are_too_large(parts, monkeypatch):
+    monkeypatch.setattr("octavo.media.audio.MAX_BYTES_IN_PARTS", 1000)
+    with pytest.raises(RequestError, match="bytes, more than the limit of 1000") as caught:
+        parts.open(wav(INT16), 10_000)
+    assert caught.value.param == "file"

@@ -101,7 +101,14 @@ def test_user_names_and_missing_hosts(url):
 
 @pytest.mark.parametrize("url", ["ftp://files.example/a", "gopher://x/", "javascript:1", "a.png"])
 def test_other_schemes(url):
-    refused("is not supported; use data:", url)
+    refused(r"is not supported; use https:, .* or send base64 as data:", url)
+
+
+@pytest.mark.parametrize("odd", ["\n", "\r\n", "\t", "\0", "\\", "\x7f"])
+def test_characters_that_parsers_of_urls_read_differently(odd):
+    asked = refused("control character or a backslash", f"http://files.example{odd}:{{}}/a.png")
+    asked += refused("white space at an end", " data:;base64,AAAA")
+    assert asked == []
 
 
 def test_malformed_urls():

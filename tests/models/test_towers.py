@@ -1,6 +1,7 @@
 """Rows of every tower, equal to those of transformers in float32."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from octavo.errors import RequestError
 from octavo.kernels.native import NativeOps
 from octavo.kernels.torch_tensors import as_torch
 from octavo.messages import EncoderSlice, MultiModalFeatureSpec, PlaceholderRange, TensorData
+from octavo.models import encoder as encoders
 from octavo.models.decoder import DecoderModel
 from octavo.models.encoder import EncoderSpec
 from octavo.models.loader import load_model
@@ -375,7 +377,11 @@ def feature(arrays: Arrays) -> MultiModalFeatureSpec:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_rows_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
+def test_rows_equal_those_of_transformers(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(encoders, "LAYER_TOKENS", 5)
+    monkeypatch.setattr(encoders, "STORE_TOKENS", 12)
     case = CASES[name]
     hf_model = make_hf(case.architecture, factor=0.6, **case.config)
     hf_model.save_pretrained(tmp_path)
@@ -391,23 +397,24 @@ def test_rows_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
         torch.testing.assert_close(as_torch(rows), expected, atol=atol, rtol=0)
         (alone,) = runner.run([feature(arrays)])
         assert torch.equal(as_torch(alone), as_torch(rows))
-        for cuts in (range(1, len(encoder.spec.layers)), range(2, len(encoder.spec.layers), 2)):
-            found = run_in_slices(runner, feature(arrays), [0, *cuts], feature(pictures[0]))
-            assert torch.equal(as_torch(found), as_torch(rows))
         item = encoder.spec.inputs.read(arrays)
+        count = encoder.spec.num_pieces(item.num_tokens, item.num_rows)
+        for cuts in (range(1, count), range(2, count, 3)):
+            found = run_in_slices(runner, feature(arrays), [0, *cuts, count], feature(pictures[0]))
+            assert torch.equal(as_torch(found), as_torch(rows))
         assert encoder.spec.inputs.sizes(arrays) == (item.num_tokens, len(rows))
         check_refusals(encoder.spec, arrays, item.num_tokens, len(rows))
 
 
-def run_in_slices(runner, item, begins, other):
-    """Return the rows of an item whose run is cut before the layers `begins`; between the slices
+def run_in_slices(runner, item, cuts, other):
+    """Return the rows of an item whose run is cut before the pieces `cuts`; between some slices
     the encoder computes another item."""
-    ends = [*begins[1:], len(runner.spec.layers)]
-    for begin, end in zip(begins, ends, strict=True):
+    for begin, end in itertools.pairwise(cuts):
         given = replace(item, data={}) if begin else item
         rows = runner.advance(EncoderSlice(given, begin, end))
-        assert (rows is None) == (end < ends[-1])
-        runner.run([other])
+        assert (rows is None) == (end < cuts[-1])
+        if begin % 3:
+            runner.run([other])
     return rows
 
 

@@ -30,6 +30,7 @@ SETTINGS = {
 COUNT, HEIGHT, WIDTH = 40, 56, 84
 PIXELS = smooth_frames(COUNT, HEIGHT, WIDTH)
 H264 = video_file(PIXELS, bf="2", g="9")
+WEBM = video_file(frames(COUNT, 16, 16), "webm", "libvpx-vp9")
 
 
 @pytest.fixture(scope="module")
@@ -180,6 +181,7 @@ def faststart(file, path):
         (sound_file, "has no pictures"),
         (lambda: H264[: len(H264) // 3], "damaged or cut off"),
         (lambda: H264[:300], "damaged or cut off"),
+        (lambda: WEBM[: len(WEBM) // 2], r"cut off: its head announces \d+ frames"),
         (lambda: H264[:60] + bytes(len(H264) - 60), "damaged|no pictures"),
         (changing_sizes, "change their size from 32 x 32 to 64 x 64"),
         (lambda: b"\x1a\x45\xdf\xa3" + bytes(500), "damaged|no pictures"),

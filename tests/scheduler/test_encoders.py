@@ -3,9 +3,8 @@ from unittest.mock import ANY
 import pytest
 
 from octavo.errors import RequestError
-from octavo.messages import EncoderSlice, ScheduledRequest, SchedulerOutput
 from octavo.request import RequestStatus
-from octavo.scheduler.encoders import EncoderPace, uncomputed
+from octavo.scheduler.encoders import uncomputed
 from tests.fakes import FakeEngine, pages, picture, scheduled_tokens
 
 
@@ -295,16 +294,16 @@ def test_a_request_that_is_too_late_forgets_nothing():
     engine.run()
 
 
-def make_cut(layers=4, **options):
-    """Return an engine whose encoder has some layers; a text gets its tokens in each step."""
-    engine = make_engine(encoder_layers={"image": layers}, num_blocks=60, **options)
+def make_cut(pieces=4, **options):
+    """Return an engine whose runs of encoders have some pieces; each step has a text."""
+    engine = make_engine(encoder_pieces={"image": pieces}, num_blocks=60, **options)
     engine.add("text", range(5), max_tokens=90)
     engine.schedule()
     return engine
 
 
 def slices(steps):
-    """Return the layers of the slices of steps."""
+    """Return the pieces of the slices of steps."""
     parts = [step.encoder_slice for step in steps]
     return [None if part is None else (part.begin, part.end) for part in parts]
 
@@ -333,7 +332,7 @@ def test_a_prompt_that_begins_with_a_picture_starts_with_the_last_slice():
 
 
 def test_without_texts_a_run_is_one_step():
-    engine = make_engine(encoder_layers={"image": 4})
+    engine = make_engine(encoder_pieces={"image": 4})
     engine.add("1", range(20), features=[picture("a", 0, 8)], max_tokens=9)
     engine.add("2", range(20), features=[picture("b", 0, 8)], max_tokens=9)
     steps = [engine.schedule() for _ in range(3)]
@@ -356,7 +355,7 @@ def test_the_rest_of_a_run_is_one_slice_once_the_texts_have_ended():
 
 
 def test_the_run_in_progress_ends_first():
-    engine = make_cut(layers=2, rows=500)
+    engine = make_cut(pieces=2, rows=500)
     for name in "abc":
         engine.add(name, range(20), features=[picture(name, 0, 8)], max_tokens=1)
     steps = [engine.schedule() for _ in range(6)]
@@ -413,53 +412,77 @@ def test_a_run_begins_again_after_a_failed_step():
     assert step.scheduled_encoder_inputs == {"p": [0]}
 
 
-def test_the_pace_follows_the_times_of_steps():
-    """The encoder takes a quarter of the time of the other steps, and at least one layer."""
-    pace, item = EncoderPace(), picture("p", 0, 8, tokens=10)
-    one = [ScheduledRequest("text", 1)]
-
-    def begin_step():
-        pace.begin_step(has_texts=True)
-        return pace.num_layers(item)
-
-    def end_step(seconds, part=None, **fields):
-        output = SchedulerOutput(one, 1, encoder_slice=part, **fields)
-        pace.step_ended(output, seconds)
-
-    assert begin_step() == 1  # nothing is known yet
-    end_step(4.0)
-    end_step(6.0, EncoderSlice(item, 0, 2))  # a second for a layer
-    end_step(90.0, scheduled_encoder_inputs={"p": [0]})  # it has a chunk of the prompt
-    assert begin_step() == 1
-    pace.spend(item, 1)
-    assert begin_step() == 1
-    pace.spend(item, 3)
-    assert [begin_step() for _ in range(3)] == [0, 1, 1]
-    pace.spend(item, 9)
-    pace.begin_step(has_texts=False)
-    assert begin_step() == 1
-    small = picture("s", 0, 8, tokens=2)
-    assert pace.num_layers(small) == 5
+def make_slow(**options):
+    """Return an engine with a text; a step takes 0.01 s, and work for items 0.001 s a token."""
+    engine = make_engine(
+        encoder_pieces={"image": 4},
+        budget=256,
+        rows=500,
+        num_blocks=120,
+        max_model_len=512,
+        caching=False,
+        **options,
+    )
+    engine.add("text", range(5), max_tokens=500)
+    engine.step()
+    pace = engine.scheduler._encoders.pace
+    pace._step, pace._costs = 0.01, {"prompt": 0.001, "image": 0.001}
+    return engine
 
 
-@pytest.mark.parametrize("fate", ["ends", "fails"])
-def test_layers_of_unknown_time_are_paid_for_once_it_is_known(fate):
-    pace, item = EncoderPace(), picture("p", 0, 8, tokens=10)
-    one = [ScheduledRequest("text", 1)]
-    pace.step_ended(SchedulerOutput(one, 1), 4.0)
-    for _ in range(2):  # both steps are in flight
-        pace.begin_step(has_texts=True)
-        assert pace.num_layers(item) == 1
-        pace.spend(item, 1)
-    if fate == "fails":
-        pace.forget_debts()
-    pace.step_ended(SchedulerOutput(one, 1, encoder_slice=EncoderSlice(item, 0, 1)), 6.0)
-    # A step gives a second, and the two layers have taken two seconds each.
+def run_steps(engine, names):
+    """Run steps until requests have a token; return their chunks and the pieces of each step."""
     found = []
-    for _ in range(4):
-        pace.begin_step(has_texts=True)
-        found.append(pace.num_layers(item))
-    assert found == ([0, 0, 1, 1] if fate == "ends" else [1] * 4)
+    while not all(any(out.new_token_ids for out in engine.outputs[name]) for name in names):
+        step = engine.schedule()
+        assert scheduled_tokens(step)["text"] == 1
+        chunks = {name: n for name, n in scheduled_tokens(step).items() if name in names and n > 1}
+        found.append((chunks, *slices([step])))
+        engine.now += 0.01 + engine.scheduler._in_flight[-1].item_work.seconds
+        engine.update()
+    return found
+
+
+def test_beside_a_text_a_prompt_with_a_picture_is_computed_in_short_chunks():
+    """Its chunks and the pieces of its run take 0.002 s of each step."""
+    engine = make_slow()
+    engine.add("p", range(84), features=[picture("p", 0, 70, tokens=40)], max_tokens=2)
+    found = run_steps(engine, ["p"])
+    assert [one for one in found if one != ({}, None)] == [
+        ({}, (0, 1)),
+        ({}, (1, 2)),
+        ({}, (2, 3)),
+        ({"p": 32}, (3, 4)),
+        ({"p": 32}, None),
+        ({"p": 20}, None),
+    ]
+    spent = 0.0
+    for i, (chunks, part) in enumerate(found):
+        own = 0.001 * chunks.get("p", 0) + 0.01 * (part is not None)
+        assert not own or spent < 0.002 * (i + 1) + 1e-9
+        spent += own
+    engine.run()
+
+
+def test_a_run_and_prompts_of_others_take_turns():
+    engine = make_slow(max_num_seqs=3)
+    cache = engine.scheduler._encoders.cache
+    engine.add("a", range(150), features=[picture("a", 0, 150, tokens=4)], max_tokens=1)
+    while "a" not in cache:
+        engine.step()
+    engine.add("b", range(10), features=[picture("b", 0, 10, tokens=100)], max_tokens=1)
+    work = [one for one in run_steps(engine, ["a", "b"]) if one != ({}, None)]
+    kinds = ["chunk" if chunks else "piece" for chunks, _ in work]
+    assert kinds[:6] in (["chunk", "piece"] * 3, ["piece", "chunk"] * 3)
+    engine.run()
+
+
+def test_a_range_has_all_its_tokens_at_once_beside_texts():
+    engine = make_slow(max_num_seqs=3)
+    engine.add("p", range(90), features=[whole("p", 10, 60, tokens=4)], max_tokens=1)
+    chunks = [one[0]["p"] for one in run_steps(engine, ["p"]) if one[0]]
+    assert chunks == [10, 60, 20]
+    engine.run()
 
 
 @pytest.mark.parametrize("tenants", [(None, None), ("x", "y")])

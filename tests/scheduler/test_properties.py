@@ -207,7 +207,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         may_stand_still = (
             self.engine.in_flight
             or self.scheduler.config.scheduling_policy == "priority"
-            or self.scheduler._encoders._run is not None  # it may wait for the next slices
+            or self.scheduler._encoders._run is not None  # it may wait for the next slices,
+            or not self.scheduler._encoders.pace.may_begin  # or for the pace of its prompt
         )
         # Prompts of several tenants take turns: this step may be another one's.
         takes_turns = self.scheduler._tenants.several_compete and not self.scheduler._in_order
@@ -428,8 +429,8 @@ class EncoderMachine(SchedulerMachine):
     def start(self, data, rows):
         layers = data.draw(st.sampled_from([0, 1, 4, 9]))
         cut = {"image": layers} if layers else None
-        super().start(data.draw(engines(encoder_cache_size=rows, encoder_layers=cut)))
-        self.engine.layer_seconds = data.draw(st.sampled_from([0, 0.001, 0.02]))
+        super().start(data.draw(engines(encoder_cache_size=rows, encoder_pieces=cut)))
+        self.engine.piece_seconds = data.draw(st.sampled_from([0, 0.001, 0.02]))
 
     @rule(
         prompt=prompts,

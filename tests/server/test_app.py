@@ -10,7 +10,7 @@ import octavo
 from octavo.config import EngineConfig, ServerConfig
 from octavo.errors import EngineDeadError
 from octavo.outputs import RequestMetrics
-from octavo.server import answers
+from octavo.server import generation_answers
 from octavo.server.generation import metrics_json
 from octavo.server.openapi import OPERATIONS
 from octavo.server.state import ServerState
@@ -960,7 +960,7 @@ def test_metrics_of_each_request():
     async def scenario(served):
         for ask in (served.complete, served.chat):
             metrics = (await ask(max_tokens=3)).json()["metrics"]
-            TypeAdapter(answers.PerRequestMetrics).validate_python(metrics)
+            TypeAdapter(generation_answers.PerRequestMetrics).validate_python(metrics)
             assert metrics["generation_time_ms"] == pytest.approx(2 * metrics["mean_itl_ms"])
             assert "metrics" not in (await ask(max_tokens=3, n=2, temperature=1)).json()
             *others, last = await events(await ask(stream=True, max_tokens=3, **usage))

@@ -10,7 +10,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from octavo import LLM
-from octavo.server import answers
+from octavo.server import audio_answers
 from octavo.server.audio_schema import read_fields
 from octavo.server.upload import MAX_SOUND_BYTES
 from tests.e2e.harness import serve
@@ -100,19 +100,19 @@ def test_a_translation(post, expected):
 
 
 def test_answers_are_as_described(post):
-    TypeAdapter(answers.Transcription).validate_python(post().json())
+    TypeAdapter(audio_answers.Transcription).validate_python(post().json())
     verbose = post(response_format="verbose_json").json()
-    TypeAdapter(answers.VerboseTranscription).validate_python(verbose)
+    TypeAdapter(audio_answers.VerboseTranscription).validate_python(verbose)
     verbose = post(
         response_format="verbose_json", **{"timestamp_granularities[]": "segment,word"}
     ).json()
-    found = TypeAdapter(answers.VerboseTranscription).validate_python(verbose)
+    found = TypeAdapter(audio_answers.VerboseTranscription).validate_python(verbose)
     assert {"words", "segments"} <= found.keys()
     response = post(stream="true")
     assert response.headers["content-type"].startswith("text/event-stream")
     *events, last = response.text.strip().split("\n\n")
     assert last == "data: [DONE]"
-    event = TypeAdapter(answers.TranscriptionDelta | answers.TranscriptionDone)
+    event = TypeAdapter(audio_answers.TranscriptionDelta | audio_answers.TranscriptionDone)
     for text in events:
         event.validate_python(json.loads(text.removeprefix("data: ")))
     for form, begin in (("vtt", "WEBVTT"), ("srt", "1\n00:00:")):

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 from pydantic import TypeAdapter
 
-from octavo.server import answers
+from octavo.server import pooling_answers
 from tests.server.fake_engine import fake_pool
 from tests.server.pooled import CLASSES, good, ids_of, refused, serve
 
-ANSWER = TypeAdapter(answers.ClassifyAnswer)
+ANSWER = TypeAdapter(pooling_answers.ClassifyAnswer)
 
 
 @pytest.mark.parametrize("path", ["/classify", "/v1/classify"])

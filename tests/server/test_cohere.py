@@ -7,7 +7,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from octavo.models.blocks.pooler import SentencesSpec
-from octavo.server import answers
+from octavo.server import pooling_answers
 from octavo.server.cohere import find_prompt
 from octavo.server.pooling_schema import MAX_TEXTS
 from tests.server.pooled import CLASSES, EMBED, good, ids_of, refused, serve, vector
@@ -20,7 +20,7 @@ PROMPTS = SentencesSpec((("Query", "q: "), ("passage", "p: "), ("Clustering", "c
 def test_vectors_of_every_type():
     async def scenario(served):
         answer = await good(served, "/v2/embed", texts=TEXTS, model="fake", embedding_types=KINDS)
-        TypeAdapter(answers.CohereVectorsByType).validate_python(answer)
+        TypeAdapter(pooling_answers.CohereVectorsByType).validate_python(answer)
         assert list(answer["embeddings"]) == KINDS
         assert answer["texts"] == TEXTS
         tokens = sum(len(ids_of(text)) for text in TEXTS)
@@ -56,11 +56,11 @@ def test_a_vector_of_zeros():
 def test_the_older_route():
     async def scenario(served):
         answer = await good(served, "/v1/embed", texts=TEXTS)
-        TypeAdapter(answers.CohereVectors).validate_python(answer)
+        TypeAdapter(pooling_answers.CohereVectors).validate_python(answer)
         expected = [vector(text) for text in TEXTS]
         np.testing.assert_array_equal(np.float32(answer["embeddings"]), expected)
         answer = await good(served, "/v1/embed", texts=TEXTS, embedding_types=["float"])
-        TypeAdapter(answers.CohereVectorsByType).validate_python(answer)
+        TypeAdapter(pooling_answers.CohereVectorsByType).validate_python(answer)
         np.testing.assert_array_equal(np.float32(answer["embeddings"]["float"]), expected)
         assert answer["meta"]["api_version"] == {"version": "1"}
 

@@ -11,7 +11,7 @@ from pydantic import TypeAdapter
 
 from octavo.frontend.request_memory import RequestMemory
 from octavo.models.blocks.pooler import SentencesSpec
-from octavo.server import answers, pooling
+from octavo.server import pooling, pooling_answers
 from octavo.server.pooling_schema import MAX_TEXTS
 from tests.server.fake_engine import TEMPLATE, Call
 from tests.server.pooled import (
@@ -28,7 +28,7 @@ from tests.server.pooled import (
 from tests.server.test_batches import begin, line, until
 
 URL = "/v1/embeddings"
-ANSWER = TypeAdapter(answers.EmbeddingsAnswer)
+ANSWER = TypeAdapter(pooling_answers.EmbeddingsAnswer)
 
 
 PICTURE = {"type": "image_url", "image_url": {"url": "data:;base64,AAAA"}}
@@ -355,7 +355,7 @@ def test_lines_of_a_batch(tmp_path):
 
 def test_pooling_of_any_task():
     async def scenario(served):
-        kinds = TypeAdapter(answers.PoolingAnswer)
+        kinds = TypeAdapter(pooling_answers.PoolingAnswer)
         for task, expected in [
             (None, "embed"),
             ("embed", "embed"),

@@ -8,7 +8,7 @@ import pytest
 from openai.types import FileDeleted, FileObject
 from pydantic import TypeAdapter
 
-from octavo.server import answers, file_store, upload
+from octavo.server import file_answers, file_store, upload
 from octavo.server.file_store import FileStore, StorageError
 from tests.server.fake_engine import Call, with_server
 
@@ -41,7 +41,7 @@ async def answer_to(call):
 
 def strictly(kind, found):
     """Check an answer against OpenAI's type and ours."""
-    own = getattr(answers, kind.__name__)
+    own = getattr(file_answers, kind.__name__)
     TypeAdapter(own).validate_python(found.model_dump(include=set(found.model_fields_set)))
     kind.model_validate(found.model_dump(), strict=True)
     assert not found.model_extra, found.model_extra

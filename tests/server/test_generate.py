@@ -6,7 +6,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from octavo.config import EngineConfig
-from octavo.server.answers import TokensAnswer, TokensChunk
+from octavo.server.generation_answers import TokensAnswer, TokensChunk
 from tests.server.fake_engine import ANSWER, FakeAsyncLLM, events, with_server
 
 PROMPT = [1, 5, 6]

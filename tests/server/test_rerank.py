@@ -10,15 +10,15 @@ from pydantic import TypeAdapter
 
 from octavo.frontend.pooling import normalize
 from octavo.models.blocks.pooler import SentencesSpec
-from octavo.server import answers
+from octavo.server import pooling_answers
 from octavo.server.pooling_schema import MAX_TEXTS
 from tests.server.fake_engine import Call, fake_pool
 from tests.server.pooled import CLASSES, EMBED, LATE, RANKER, TOKENS, cosine, good, refused, serve
 
 DOCUMENTS = ["a cat", {"text": "Paris", "title": "x"}, "dogs", "a cat"]
 TEXTS = ["a cat", "Paris", "dogs", "a cat"]
-RANKS = TypeAdapter(answers.RerankAnswer)
-SCORES = TypeAdapter(answers.ScoreAnswer)
+RANKS = TypeAdapter(pooling_answers.RerankAnswer)
+SCORES = TypeAdapter(pooling_answers.ScoreAnswer)
 
 
 def ranked(scores):
@@ -200,7 +200,7 @@ def test_the_form_of_text_embeddings_inference():
     async def scenario(served):
         order = ranked([cosine("q", text) for text in TEXTS])
         found = await good(served, "/rerank", query="q", texts=TEXTS)
-        TypeAdapter(list[answers.TEIRank]).validate_python(found)
+        TypeAdapter(list[pooling_answers.TEIRank]).validate_python(found)
         assert [rank["index"] for rank in found] == order
         assert set(found[0]) == {"index", "score"}
         found = await good(served, "/rerank", query="q", texts=TEXTS, return_text=True)

@@ -8,7 +8,7 @@ from pydantic import TypeAdapter
 
 from octavo.models.blocks.linear import LinearSpec
 from octavo.models.blocks.pooler import DenseSpec, SentencesSpec
-from octavo.server import answers
+from octavo.server import pooling_answers
 from tests.server.fake_engine import fake_pool
 from tests.server.pooled import (
     CLASSES,
@@ -31,7 +31,7 @@ async def failed(served, path, **body):
     response = await served.post(path, **body)
     assert response.status_code == 400, response.text
     error = response.json()
-    TypeAdapter(answers.TEIError).validate_python(error)
+    TypeAdapter(pooling_answers.TEIError).validate_python(error)
     assert error["error_type"] == "Validation"
     return error["error"]
 
@@ -103,7 +103,7 @@ def test_sparse_vectors_of_the_vocabulary():
 
     async def scenario(served):
         found = await good(served, "/embed_sparse", inputs=["one", "three"])
-        TypeAdapter(list[list[answers.TEISparseEntry]]).validate_python(found)
+        TypeAdapter(list[list[pooling_answers.TEISparseEntry]]).validate_python(found)
         for text, entries in zip(("one", "three"), found, strict=True):
             x = fake_pool(ids_of(text), WEIGHTS)
             expected = {i: float(w) for i, w in enumerate(x.astype(np.float32)) if w > 0}
@@ -143,7 +143,7 @@ def test_sparse_vectors_of_tokens():
 def test_predictions():
     async def scenario(served):
         found = await good(served, "/predict", inputs="one")
-        TypeAdapter(list[answers.TEIPrediction]).validate_python(found)
+        TypeAdapter(list[pooling_answers.TEIPrediction]).validate_python(found)
         scores = [row["score"] for row in found]
         assert scores == sorted(scores, reverse=True)
         assert {row["label"] for row in found} == set(CLASSES.labels)
@@ -195,7 +195,7 @@ def test_similarity():
 def test_info(pooler, kind, about):
     async def scenario(served):
         found = (await served.http.get("/info")).json()
-        TypeAdapter(answers.TEIInfo).validate_python(found)
+        TypeAdapter(pooling_answers.TEIInfo).validate_python(found)
         assert found["model_type"] == {kind: about}
         assert found["max_input_length"] == served.engine.max_model_len
 

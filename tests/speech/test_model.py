@@ -67,9 +67,12 @@ def test_heads_of_alignment(tmp_path):
                 engine.checkpoint, engine.spec, engine.tokenizer, 48
             ).alignment_heads
 
-    assert heads() == ((1, 0), (1, 1), (1, 2), (1, 3))  # the upper half of the layers
+    upper = ((1, 0), (1, 1), (1, 2), (1, 3))  # the upper half of the layers
+    assert heads() == upper
     assert heads(alignment_heads=[[0, 3], [1, 2]]) == ((0, 3), (1, 2))
-    for wrong in ([[2, 0]], [[0, 4]], [0], "x"):
+    # Distilled models have the list of their teacher, with more layers.
+    assert heads(alignment_heads=[[0, 3], [2, 0]]) == heads(alignment_heads=[[0, 4]]) == upper
+    for wrong in ([[-1, 0]], [[0, 1, 2]], [["0", 1]], [0], "x"):
         with pytest.raises(ModelError, match="alignment_heads="):
             heads(alignment_heads=wrong)
 

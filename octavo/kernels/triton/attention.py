@@ -242,6 +242,41 @@ def _ranges(ranges, tokens, positions, length, rows):
 
 
 @triton.jit
+def _seen(
+    ranges,
+    tokens,
+    positions,
+    first,
+    length,
+    rows,
+    QUERIES: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    LOCAL_CHUNK: tl.constexpr,
+    RANGES: tl.constexpr,
+):
+    """Return what the rows of a tile see, whose first query has the position `first`.
+
+    Returns:
+        The begin and the end of all that they see, and the begins and the ends of each row's own
+        range (with RANGES; else they are unused).
+    """
+    end = _end(first + QUERIES, length, CAUSAL, WINDOW)
+    begin = 0
+    if WINDOW:
+        begin = tl.maximum(0, first - WINDOW + 1)
+    if LOCAL_CHUNK:
+        begin = first // LOCAL_CHUNK * LOCAL_CHUNK
+    begins = positions
+    ends = positions
+    if RANGES:
+        begins, ends = _ranges(ranges, tokens, positions, length, rows)
+        begin = tl.minimum(begin, tl.min(tl.where(rows, begins, length), axis=0))
+        end = tl.maximum(end, tl.max(ends, axis=0))
+    return begin, end, begins, ends
+
+
+@triton.jit
 def _queries(at, rows, SIZE: tl.constexpr, UPCAST: tl.constexpr, BLOCK: tl.constexpr):
     """Load the first numbers of queries at the addresses [M, 1]."""
     d = tl.arange(0, BLOCK)
@@ -352,18 +387,19 @@ def _prefill(
             q_rest = _queries(q_at + HEAD_SIZE, rows, REST, UPCAST, BLOCK_REST)
         positions = context + queries
         first = context + first_query
-        end = _end(first + QUERIES, length, CAUSAL, WINDOW)
-        begin = 0
-        if WINDOW:
-            begin = tl.maximum(0, first - WINDOW + 1)
-        if LOCAL_CHUNK:
-            begin = first // LOCAL_CHUNK * LOCAL_CHUNK
-        begins = positions
-        ends = positions
-        if RANGES:
-            begins, ends = _ranges(ranges, tokens, positions, length, rows)
-            begin = tl.minimum(begin, tl.min(tl.where(rows, begins, length), axis=0))
-            end = tl.maximum(end, tl.max(ends, axis=0))
+        begin, end, begins, ends = _seen(
+            ranges,
+            tokens,
+            positions,
+            first,
+            length,
+            rows,
+            QUERIES,
+            CAUSAL,
+            WINDOW,
+            LOCAL_CHUNK,
+            RANGES,
+        )
         slopes = rows
         if ALIBI:
             slopes = tl.load(alibi_slopes + heads, mask=rows, other=0.0)
@@ -587,18 +623,19 @@ def _attention(
         if REST:
             q_rest = _queries(q_at + HEAD_SIZE, rows, REST, UPCAST, BLOCK_REST)
         positions = context + queries
-        end = _end(context + first_query + QUERIES, length, CAUSAL, WINDOW)
-        begin = 0
-        if WINDOW:
-            begin = tl.maximum(0, context + first_query - WINDOW + 1)
-        if LOCAL_CHUNK:
-            begin = (context + first_query) // LOCAL_CHUNK * LOCAL_CHUNK
-        begins = positions
-        ends = positions
-        if RANGES:
-            begins, ends = _ranges(ranges, tokens, positions, length, rows)
-            begin = tl.minimum(begin, tl.min(tl.where(rows, begins, length), axis=0))
-            end = tl.maximum(end, tl.max(ends, axis=0))
+        begin, end, begins, ends = _seen(
+            ranges,
+            tokens,
+            positions,
+            context + first_query,
+            length,
+            rows,
+            QUERIES,
+            CAUSAL,
+            WINDOW,
+            LOCAL_CHUNK,
+            RANGES,
+        )
         first_split = begin // SPLIT
         end_split = tl.cdiv(end, SPLIT)
         programs = tl.num_programs(2)

@@ -21,7 +21,7 @@ from octavo.models.blocks.base import BlockSpec, LargestStep, Table
 from octavo.models.blocks.disentangled import DisentangledSpec
 from octavo.models.blocks.factors import Factors
 from octavo.models.blocks.linear import LinearSpec
-from octavo.models.blocks.norm import HeadNormsSpec, RMSNormSpec
+from octavo.models.blocks.norm import HeadFactorsSpec, HeadNormsSpec, RMSNormSpec
 from octavo.models.cache import AttentionCache, EncoderCache
 from octavo.models.weights import Names, Weight
 from octavo.system.distributed import Rank
@@ -163,7 +163,7 @@ class AttentionSpec(BlockSpec):
     """Factor of the values (MiMo V2)."""
     soft_cap: float | None = None
     """Soft cap of the attention scores (Gemma 2)."""
-    q_norm: RMSNormSpec | HeadNormsSpec | None = None
+    q_norm: RMSNormSpec | HeadNormsSpec | HeadFactorsSpec | None = None
     """Norm of the queries. Its size decides the scope: each head (Qwen3, Gemma 3), or all heads
     together (OLMo 2)."""
     k_norm: RMSNormSpec | HeadNormsSpec | None = None
@@ -198,6 +198,8 @@ class AttentionSpec(BlockSpec):
     causal: bool = True
     """True if a token sees the tokens up to itself; False: all tokens of its text (encoders), or
     with a `sliding_window` those at a smaller distance."""
+    in_encoder: bool = False
+    """True for causal attention in an encoder, where no later step reads the keys and values."""
     unseen: int | None = None
     """Token of masks at the end of a text, which no token sees (ColBERT); only if attention is not
     causal. None: all tokens are seen."""
@@ -206,10 +208,20 @@ class AttentionSpec(BlockSpec):
     token never sees a later one. Only if attention is causal."""
     bias: RelativeBias | None = None
     disentangled: DisentangledSpec | None = None
-    """Products with vectors of distances (DeBERTa)."""
+    """Products with vectors of distances (DeBERTa); if attention is causal, of queries only."""
     source: int | None = None
     """Index of an earlier layer whose keys and values this one reads (Gemma 4). `qkv_proj` then has
     queries only. None: the layer stores its own keys and values."""
+
+    @property
+    def is_by_rows(self) -> bool:
+        """True if some tokens of a text can be computed alone once all keys and values are stored.
+
+        Attention is then not causal, and does not depend on the place of a token in its text.
+        """
+        places = (self.sliding_window, self.unseen, self.bias, self.disentangled, self.source)
+        has_alibi = isinstance(self.positions, Alibi)
+        return not (self.causal or has_alibi) and all(it is None for it in places)
 
     def split(self, rank: Rank) -> AttentionSpec:
         """Return the attention of a rank's query heads, and of their heads of keys and values.
@@ -325,7 +337,7 @@ class AttentionSpec(BlockSpec):
 
     def caches(self) -> tuple[AttentionCache]:
         """Return the cache of the keys and values of each token."""
-        if not self.causal:
+        if not self.causal or self.in_encoder:
             heads = self.num_kv_heads, self.head_size
             return (EncoderCache(*heads, first_kv_head=self.first_kv_head),)
         return (

@@ -13,7 +13,7 @@ from octavo.models.blocks.linear import LinearSpec
 from octavo.models.blocks.norm import LayerNormSpec
 from octavo.models.weights import Names, Weight
 from octavo.quantization.dequantized import as_numbers
-from octavo.quantization.projected import ProjectedTable
+from octavo.quantization.projected import ProjectedTable, Sinusoids
 
 if TYPE_CHECKING:
     from octavo.layers.disentangled import Disentangled
@@ -68,8 +68,9 @@ class DisentangledSpec:
     they are computed once, while loading, and only the products remain for a step.
     """
 
-    table: str
-    """Module of the table in the checkpoint, without the prefix of a layer."""
+    table: str | Sinusoids
+    """Module of the table in the checkpoint, without the prefix of a layer; or a table that is
+    computed (Gemma 4's sounds)."""
     norm: LayerNormSpec | None
     """Norm of the table's rows."""
     distances: Distances
@@ -97,7 +98,9 @@ class DisentangledSpec:
         plain, rows = as_numbers(proj.forms), self.distances.rows
         weight, *bias = replace(proj, forms=(plain,)).weights(names)
         sources = [*weight.sources, *(source for each in bias for source in each.sources)]
-        sources.append(Source(f"{self.table}.weight", (rows, proj.inputs)))
+        computed = self.table if isinstance(self.table, Sinusoids) else None
+        if computed is None:
+            sources.append(Source(f"{self.table}.weight", (rows, proj.inputs)))
         if self.norm is not None:
             sources += [source for each in self.norm.weights(Names()) for source in each.sources]
         eps = None if self.norm is None else self.norm.eps
@@ -107,7 +110,7 @@ class DisentangledSpec:
             shape=(proj.outputs // self.head_size * rows, self.head_size),
             sources=tuple(sources),
             whole=None if proj.parts is None else whole,
-            form=ProjectedTable(plain, self.head_size, bool(bias), eps),
+            form=ProjectedTable(plain, self.head_size, bool(bias), eps, computed),
         )
 
     def build(self, parts: Parts) -> Disentangled:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from octavo.checkpoints.base import Source
 from octavo.models.blocks.base import BlockSpec
-from octavo.models.blocks.norm import LayerScaleSpec, NormSpec, build_norm
+from octavo.models.blocks.norm import LayerScaleSpec, NormSpec, ScaledNormSpec, build_norm
 from octavo.models.cache import CacheSpec
 from octavo.models.weights import Names, Weight
 from octavo.system.distributed import Rank
@@ -30,7 +30,7 @@ class Sublayer:
     norm: NormSpec | None = None
     """Norm of the block's input. In a parallel layer, a block without a norm reads the same normed
     input as the first block."""
-    out_norm: NormSpec | LayerScaleSpec | None = None
+    out_norm: NormSpec | LayerScaleSpec | ScaledNormSpec | None = None
     """Norm, or factors, of the block's output in a sequential layer (Gemma 2, OLMo 2)."""
     reads_input: bool = False
     """True if the block reads the layer's input, in a post layer (DeBERTa V2); False: the result of
@@ -42,7 +42,7 @@ class Sublayer:
         return "" if self.name in ("mixer", "feed_forward") else self.name
 
     @property
-    def norms(self) -> dict[str, NormSpec | LayerScaleSpec | None]:
+    def norms(self) -> dict[str, NormSpec | LayerScaleSpec | ScaledNormSpec | None]:
         """Norms by the names of their weights."""
         # The mixer's norm is named after its input: the layer's input.
         name = "input_norm" if self.name == "mixer" else f"{self.name}_norm"
@@ -72,6 +72,8 @@ class LayerSpec:
     scalar: str | None = None
     """Tensor of the checkpoint with one number, a factor on the residual stream after a sequential
     layer (Gemma 4)."""
+    final_norm: NormSpec | None = None
+    """Norm of the residual stream after a sequential layer (Gemma 4's sounds)."""
 
     @classmethod
     def of(
@@ -98,7 +100,8 @@ class LayerSpec:
     @property
     def hands_residual(self) -> bool:
         """True if the residual stream after the layer has two parts; see `Layer`."""
-        return self.arrangement != "post" and self.scalar is None
+        whole = self.scalar is None and self.final_norm is None
+        return self.arrangement != "post" and whole
 
     @property
     def blocks(self) -> list[BlockSpec]:
@@ -129,6 +132,8 @@ class LayerSpec:
         if self.scalar is not None:
             source = Source(f"{names.checkpoint}{self.scalar}", (1,), dummy=1.0)
             yield Weight(f"{names.own}scalar", "vector", (1,), (source,))
+        if self.final_norm is not None:
+            yield from self.final_norm.weights(names.of("final_norm"))
 
     def split(self, rank: Rank) -> LayerSpec:
         """Return the part of the layer that a rank computes; norms are whole.
@@ -153,7 +158,9 @@ class LayerSpec:
         if self.arrangement == "parallel":
             return ParallelLayer(parts.ops, live)
         scalar = None if self.scalar is None else parts.tensor("scalar")
-        return SequentialLayer(parts.ops, live, self.residual_multiplier, scalar)
+        norm = self.final_norm
+        final = None if norm is None else build_norm(norm, parts.of("final_norm"))
+        return SequentialLayer(parts.ops, live, self.residual_multiplier, scalar, final)
 
     def build_sublayers(
         self, parts: Parts, caches: tuple[int, ...], *, joins: bool = False

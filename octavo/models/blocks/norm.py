@@ -12,11 +12,13 @@ from octavo.models.weights import Names, Weight
 if TYPE_CHECKING:
     from octavo.layers.norm import (
         GroupNorm,
+        HeadFactors,
         HeadNorms,
         LayerNorm,
         LayerScale,
         Norm,
         RMSNorm,
+        ScaledNorm,
         Standard,
     )
     from octavo.models.blocks.base import Parts
@@ -188,6 +190,54 @@ class HeadNormsSpec:
 
 
 @dataclass(frozen=True)
+class HeadFactorsSpec:
+    """Factors softplus(w) of the numbers of each head, in place of a norm (Gemma 4's sounds)."""
+
+    tensor: str
+    """Tensor of the checkpoint with w."""
+    size: int
+    """Number of elements of a head."""
+
+    def weights(self, names: Names) -> Iterator[Weight]:
+        """Yield the factors."""
+        source = Source(f"{names.checkpoint}{self.tensor}", (self.size,), "softplus")
+        yield Weight(f"{names.own}weight", "vector", (self.size,), (source,))
+
+    def build(self, parts: Parts) -> HeadFactors:
+        """Return the live block."""
+        from octavo.layers.norm import HeadFactors
+
+        return HeadFactors(parts.ops, parts.tensor("weight"))
+
+
+@dataclass(frozen=True)
+class ScaledNormSpec:
+    """Norm whose results have a factor (the half steps of Macaron layers, arXiv:1906.02762)."""
+
+    norm: RMSNormSpec
+    factor: float
+
+    @property
+    def size(self) -> int:
+        """Size of a row."""
+        return self.norm.size
+
+    def weights(self, names: Names) -> Iterator[Weight]:
+        """Yield the weight of the norm."""
+        yield from self.norm.weights(names)
+
+    def tables(self) -> tuple[Ones, ...]:
+        """Return the table of the norm."""
+        return self.norm.tables()
+
+    def build(self, parts: Parts) -> ScaledNorm:
+        """Return the live block."""
+        from octavo.layers.norm import ScaledNorm
+
+        return ScaledNorm(parts.ops, self.norm.build(parts), self.factor)
+
+
+@dataclass(frozen=True)
 class LayerScaleSpec:
     """Factors of a block's output, in place of a norm (CaiT, arXiv:2103.17239; InternVL)."""
 
@@ -246,7 +296,7 @@ NormSpec = RMSNormSpec | LayerNormSpec
 
 
 def build_norm(
-    norm: NormSpec | LayerScaleSpec | StandardSpec | None,
+    norm: NormSpec | LayerScaleSpec | ScaledNormSpec | StandardSpec | None,
     parts: Parts,
     *,
     size: int | None = None,
@@ -262,10 +312,10 @@ def build_norm(
         rows: name of the buffer in which the ranks combine the rows; see `SharedBuffers`.
         joins: see `RowsNorm`.
     """
-    from octavo.layers.norm import LayerScale, NoNorm, RowsNorm, Standard
+    from octavo.layers.norm import LayerScale, NoNorm, RowsNorm, ScaledNorm, Standard
 
     live = None if norm is None else norm.build(parts)
     if size is not None and parts.splits_rows:
-        assert not isinstance(live, LayerScale | Standard), "encoders are not split"
+        assert not isinstance(live, LayerScale | ScaledNorm | Standard), "encoders are not split"
         return RowsNorm(live, parts.ops, parts.columns(rows, size, (0, size)), joins)
     return live or NoNorm(parts.ops)

@@ -22,8 +22,8 @@ ProjectorActivation = Literal["gelu", "gelu_tanh", "relu", "silu"]
 class ProjectorSpec:
     """Projection of tokens, or of groups of tokens, to rows.
 
-    The steps are: norm of tokens, choice and grouping of tokens, norm of groups, linear layers,
-    mixture of rows.
+    The steps are: linear layer and norm of tokens, choice and grouping of tokens, norm of groups,
+    linear layers, mixture of rows.
     """
 
     layers: tuple[tuple[LinearSpec, ProjectorActivation | None], ...]
@@ -44,6 +44,13 @@ class ProjectorSpec:
     """Tensor of a learned vector, if rows are mixed: `mixed_tokens`, int32 [rows, K], are the
     results whose sum is a row, `mix_shares`, float32 of the same shape, their factors, and
     `newlines`, float32 [rows, 1], that of the vector. `newline_places`, int32 [rows, 1], is 0."""
+    token_linear: LinearSpec | None = None
+    """Linear layer of each token, before its norm (Gemma 4's sounds)."""
+
+    @property
+    def is_by_rows(self) -> bool:
+        """True if a row depends only on the tokens of its group."""
+        return self.averages == 1 and self.newline is None
 
     @property
     def size(self) -> int:
@@ -52,6 +59,8 @@ class ProjectorSpec:
 
     def weights(self, names: Names) -> Iterator[Weight]:
         """Yield the weights in the order of the steps."""
+        if self.token_linear is not None:
+            yield from self.token_linear.weights(names.of("token_linear"))
         if self.token_norm is not None:
             yield from self.token_norm.weights(names.of("token_norm"))
         if self.norm is not None:
@@ -72,6 +81,9 @@ class ProjectorSpec:
                 (linear.build(parts.of(f"{i}")), activation)
                 for i, (linear, activation) in enumerate(self.layers)
             ],
+            None
+            if self.token_linear is None
+            else self.token_linear.build(parts.of("token_linear")),
             build_norm(self.token_norm, parts.of("token_norm")),
             build_norm(self.norm, parts.of("norm")),
             gathers=self.gathers,

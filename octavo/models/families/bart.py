@@ -70,7 +70,7 @@ class BartLike:
             layer_names="model.decoder.layers.{}.",
             bare_prefix="model.",
             ignored=(
-                r"(model\.)?(en|de)coder\.embed_tokens\.weight",
+                r"(model\.)?(en|de)coder\.(embed_tokens\.weight|version)",
                 *([] if learned else [r"(model\.)?(en|de)coder\.embed_positions\.weights?"]),
                 r"(model\.)?classification_head\..*",
                 *([] if shared else [r"model\.shared\.weight"]),

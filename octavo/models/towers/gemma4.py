@@ -198,5 +198,6 @@ def read_gemma4(config: ConfigJson) -> EncoderSpec:
         output,
         max_num_tokens=MOST_ROWS * group**2,
         prefixes=_PREFIXES,
+        modalities=("video",),
         sight=Sight("item", MOST_ROWS, layers="sliding") if sees else None,
     )

@@ -60,8 +60,7 @@ def with_pictures(spec: ModelSpec, config: ConfigJson) -> ModelSpec:
     if not config.has("vision_config") or name not in (*_PLAIN, *_SECTIONS) or spec.sees_all:
         return spec
     try:
-        left_out = "sound" if name == "Gemma4" and config.has("audio_config") else ""
-        joined = replace(with_encoders(spec, config), left_out=left_out)
+        joined = replace(with_encoders(spec, config), left_out="")
     except ModelError as error:
         raise ModelError(
             f"{error} The model can answer texts with language_model_only=True."

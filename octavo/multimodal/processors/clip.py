@@ -69,6 +69,10 @@ class ClipProcessor(ImageProcessor):
         strategies = {"default": "default", "full": "full"}
         strategy = config.choice("vision_feature_select_strategy", strategies, "default")
         settings = super().read_settings(files)
+        # Only LLaVA's class pads to squares; CLIP's ignores the field.
+        name = files.preprocessor.get("image_processor_type", "feature_extractor_type")
+        if "do_pad" in settings and not str(name).startswith("Llava"):
+            settings["do_pad"] = False
         if isinstance(settings["size"], int) and settings["do_center_crop"]:
             settings["size"] = {"shortest_edge": settings["size"]}
         return {

@@ -1,6 +1,7 @@
 """Processors of sounds: samples to log-mel features, and their places in prompts.
 
-Sources: `Qwen2AudioProcessor`, `Qwen3ASRFeatureExtractor` and `VoxtralProcessor` of transformers.
+Sources: `Gemma4Processor`, `Qwen2AudioProcessor`, `Qwen3ASRFeatureExtractor` and `VoxtralProcessor`
+of transformers.
 """
 
 from __future__ import annotations
@@ -15,8 +16,12 @@ import numpy as np
 from octavo.checkpoints.base import Checkpoint
 from octavo.checkpoints.config_json import ConfigJson
 from octavo.errors import ModelError, RequestError
+from octavo.media.audio import MAX_SECONDS as LONGEST_FILE
 from octavo.media.log_mel import Floats, LogMel
+from octavo.media.usm_mel import UsmMel
+from octavo.models.blocks import subsample
 from octavo.models.blocks.spectrogram import CHUNK, num_tokens
+from octavo.models.towers.gemma4_audio import MAX_TOKENS
 from octavo.models.towers.whisper import MAX_SECONDS
 from octavo.multimodal.items import Item, Part, make_part
 from octavo.multimodal.processors.base import Place, Processor
@@ -36,15 +41,30 @@ class SoundProcessor(Processor, ABC):
 
     token: str
     """Special token that stands for a sound, and for a row of it."""
-
-    def __init__(self, settings: ConfigJson) -> None:
-        super().__init__(settings)
-        self.features = LogMel.from_config(settings.fields, _FILE)
+    max_rows = 2**31
+    """Most rows of a sound: those of the model's context."""
 
     @property
+    @abstractmethod
     def sampling_rate(self) -> int:
         """Samples a second that it reads."""
-        return self.features.sampling_rate
+
+    @property
+    def max_seconds(self) -> int:
+        """Longest sound that the model reads; longer ones are neither decoded nor processed."""
+        return LONGEST_FILE
+
+    def check_length(self, seconds: float) -> None:
+        """Reject a sound that is too long for the model.
+
+        Raises:
+            RequestError: it is.
+        """
+        if seconds > self.max_seconds:
+            raise RequestError(
+                f"it has {seconds:.1f} s, and at most {self.max_seconds} s are supported with this "
+                "model and its context. Send parts of it."
+            )
 
     def process(self, samples: Floats) -> Item:
         """Return a sound as the encoder reads it.
@@ -55,29 +75,43 @@ class SoundProcessor(Processor, ABC):
         Raises:
             RequestError: the sound is too short or too long for the model.
         """
+        self.check_length(len(samples) / self.sampling_rate)
         return Item("audio", self.parts(samples))
 
     @abstractmethod
     def parts(self, samples: Floats) -> tuple[Part, ...]:
         """Return the parts of a sound; see `process`."""
 
+
+class LogMelProcessor(SoundProcessor):
+    """Processor of sounds with the features of Whisper."""
+
+    def __init__(self, settings: ConfigJson) -> None:
+        super().__init__(settings)
+        self.features = LogMel.from_config(settings.fields, _FILE)
+
+    @property
+    def sampling_rate(self) -> int:
+        """Samples a second that it reads."""
+        return self.features.sampling_rate
+
     def _frames(self, samples: Floats, num_windows: int = 1) -> Floats:
         """Return the features of windows, float32 [frames, mel bands]."""
         return self.features.compute(samples, num_windows).T
 
 
-class Qwen2AudioProcessor(SoundProcessor):
+class Qwen2AudioProcessor(LogMelProcessor):
     """Sounds of at most one window, which the encoder reads without silence after them."""
 
     token = "<|AUDIO|>"
 
+    @property
+    def max_seconds(self) -> int:
+        """A window."""
+        return self.features.chunk_length
+
     def parts(self, samples: Floats) -> tuple[Part, ...]:
         """Return one part; a token of the encoder has two frames, and a row two tokens."""
-        if len(samples) > self.features.num_samples:
-            raise RequestError(
-                f"it has {len(samples) / self.sampling_rate:.1f} s, and the model reads at most "
-                f"{self.features.chunk_length} s. Send parts of it."
-            )
         num_frames = -(-len(samples) // self.features.hop_length)
         num_tokens = -(-num_frames // 2)
         if num_tokens < 2:
@@ -90,12 +124,18 @@ class Qwen2AudioProcessor(SoundProcessor):
         return (_part(frames, num_tokens, num_tokens // 2),)
 
 
-class VoxtralProcessor(SoundProcessor):
+class VoxtralProcessor(LogMelProcessor):
     """Sounds of any length, in windows that are filled with silence."""
 
     token = "[AUDIO]"
     _GROUP = 4
     """Tokens of the encoder that become one row."""
+
+    @property
+    def max_seconds(self) -> int:
+        """The windows whose rows fit into the context; one may be shorter."""
+        rows = self.features.num_frames // 2 // self._GROUP
+        return min(LONGEST_FILE, self.features.chunk_length * max(1, self.max_rows // rows))
 
     def parts(self, samples: Floats) -> tuple[Part, ...]:
         """Return a part for each window."""
@@ -106,7 +146,7 @@ class VoxtralProcessor(SoundProcessor):
         return tuple(_part(window, tokens, tokens // self._GROUP) for window in frames)
 
 
-class Qwen3ASRProcessor(SoundProcessor):
+class Qwen3ASRProcessor(LogMelProcessor):
     """Sounds of at most two minutes, in chunks of 1 s."""
 
     token = "<|audio_pad|>"
@@ -122,18 +162,50 @@ class Qwen3ASRProcessor(SoundProcessor):
         if self.features.hop_length * CHUNK != self.sampling_rate:
             raise settings.error("hop_length", "a second must have 100 frames")
 
+    @property
+    def max_seconds(self) -> int:
+        """As the encoder's window."""
+        return MAX_SECONDS
+
     def parts(self, samples: Floats) -> tuple[Part, ...]:
         """Return one part; a short sound is filled with silence."""
-        seconds = len(samples) / self.sampling_rate
-        if seconds > MAX_SECONDS:
-            raise RequestError(
-                f"it has {seconds:.1f} s, and at most {MAX_SECONDS} s are supported with this "
-                "model. Send parts of it."
-            )
         samples = np.pad(samples, (0, max(0, self._MIN_SAMPLES - len(samples))))
         frames = self.features.compute_exactly(samples).T
         count = num_tokens(len(frames))
         return (_part(frames, count, count),)
+
+
+class Gemma4SoundProcessor(SoundProcessor):
+    """Sounds of at most 30 s, between two tokens of their own."""
+
+    token = "<|audio|>"
+
+    def __init__(self, settings: ConfigJson) -> None:
+        super().__init__(settings)
+        self.features = UsmMel.from_config(settings)
+
+    @property
+    def sampling_rate(self) -> int:
+        """Samples a second that it reads."""
+        return self.features.sampling_rate
+
+    def parts(self, samples: Floats) -> tuple[Part, ...]:
+        """Return one part."""
+        features = self.features
+        count = subsample.num_tokens(features.num_frames(len(samples)))
+        if not count:
+            least = features.frame_length // 2 + 1
+            raise RequestError(
+                f"it has {len(samples)} samples, and the model reads at least {least}."
+            )
+        most = 4 * MAX_TOKENS * features.hop_length
+        if len(samples) > most:
+            raise RequestError(
+                f"it has {len(samples) / features.sampling_rate:.1f} s, and the model reads at "
+                f"most {most / features.sampling_rate:g} s. Send parts of it."
+            )
+        data = {"input_features": features.compute(samples)}
+        return (make_part(Place(("<|audio>", count, "<audio|>"), count), data),)
 
 
 def _part(frames: Floats, num_tokens: int, num_rows: int) -> Part:
@@ -142,6 +214,7 @@ def _part(frames: Floats, num_tokens: int, num_rows: int) -> Part:
 
 
 PROCESSORS: Mapping[str, type[SoundProcessor]] = {
+    "gemma4": Gemma4SoundProcessor,
     "qwen2_audio": Qwen2AudioProcessor,
     "qwen3_asr": Qwen3ASRProcessor,
     "voxtral": VoxtralProcessor,
@@ -165,11 +238,13 @@ def _read_settings(checkpoint: Checkpoint, token: str) -> ConfigJson:
     text = checkpoint.read_text(_FILE)
     found: Any = None
     try:
-        if text is None:  # transformers 5 writes one file for all
-            whole = json.loads(checkpoint.read_text("processor_config.json") or "{}")
-            found = whole.get("feature_extractor") if isinstance(whole, dict) else None
-        else:
+        if text is not None:
             found = json.loads(text)
+        if found is None or (isinstance(found, dict) and "feature_extractor_type" not in found):
+            # transformers 5 writes one file for all; the other may be that of pictures.
+            whole = json.loads(checkpoint.read_text("processor_config.json") or "{}")
+            section = whole.get("feature_extractor") if isinstance(whole, dict) else None
+            found = section or found
     except ValueError as error:
         raise ModelError(f"{checkpoint.path / _FILE} is not valid JSON: {error}.") from None
     if not isinstance(found, dict):

@@ -1,8 +1,9 @@
 """Processors of videos: frames become parts of an item, which an encoder reads one by one.
 
 Sources: `Qwen2VLVideoProcessor`, `Qwen3VLVideoProcessor`, `SmolVLMVideoProcessor`,
-`LlavaOnevisionVideoProcessor`, `InternVLVideoProcessor` and the processors of these models in
-transformers. Frames are scaled by Pillow, as pictures are, where transformers uses torchvision.
+`LlavaOnevisionVideoProcessor`, `InternVLVideoProcessor`, `Gemma4VideoProcessor` and the processors
+of these models in transformers. Frames are scaled by Pillow, as pictures are, where transformers
+uses torchvision.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from octavo.checkpoints.config_json import ConfigJson
 from octavo.errors import RequestError
 from octavo.multimodal.pixels import Image, resize
 from octavo.multimodal.processors.base import ImageProcessor, ModelFiles, Place, Processor, integers
+from octavo.multimodal.processors.gemma4 import Gemma4Processor
 from octavo.multimodal.processors.idefics3 import Idefics3Processor
 from octavo.multimodal.processors.internvl import InternVLProcessor
 from octavo.multimodal.processors.llava_next import OneVisionProcessor
@@ -352,6 +354,35 @@ class OneVisionVideoProcessor(VideoProcessor):
             }
 
 
+class Gemma4VideoProcessor(VideoProcessor):
+    """Videos of Gemma 4: frames are pictures with few rows, each after its time."""
+
+    images = Gemma4Processor
+    request_settings = ("num_frames", "fps", *Gemma4Processor.request_settings)
+
+    @classmethod
+    def read_settings(cls, files: ModelFiles) -> dict[str, Any]:
+        """Return the settings; `max_soft_tokens` is that of videos, not that of pictures."""
+        most = {"max_soft_tokens": files.video.integer("max_soft_tokens", default=70)}
+        count = {"num_frames": files.video.integer("num_frames", default=32, most=MAX_FRAMES)}
+        tokens = {"placeholder": "<|video|>", "embed_token": "<|video|>"}
+        return {**super().read_settings(files), **most, **count, **tokens}
+
+    def places(self, frames: Frames) -> list[Place]:
+        """Implement `VideoProcessor`."""
+        place = self.image.place(frames.height, frames.width)
+        first, rows, last = place.pieces
+        found = []
+        for i, time in enumerate(frames.times):
+            begin = f"{' ' * (i > 0)}{int(time // 60):02d}:{int(time % 60):02d} {first}"
+            found.append(replace(place, pieces=(begin, rows, last)))
+        return found
+
+    def process(self, frames: Frames, images: Iterable[Image]) -> Iterator[dict[str, NDArray[Any]]]:
+        """Yield the inputs of each frame; see `Gemma4Processor`."""
+        return (self.image.process(image) for image in images)
+
+
 _UNITS: tuple[str, ...] = (
     "zero",
     "one",
@@ -383,6 +414,7 @@ def in_words(number: int) -> str:
 
 
 VIDEO_PROCESSORS: Mapping[str, type[VideoProcessor]] = {
+    "gemma4": Gemma4VideoProcessor,
     "internvl": InternVideoProcessor,
     "llava_onevision": OneVisionVideoProcessor,
     "qwen2_vl": QwenVideoProcessor,

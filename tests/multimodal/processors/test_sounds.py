@@ -6,11 +6,15 @@ import numpy as np
 import pytest
 import torch
 from transformers import WhisperFeatureExtractor
+from transformers.models.gemma4.feature_extraction_gemma4 import Gemma4AudioFeatureExtractor
+from transformers.models.gemma4.processing_gemma4 import Gemma4Processor
 from transformers.models.qwen3_asr.feature_extraction_qwen3_asr import Qwen3ASRFeatureExtractor
 from transformers.models.qwen3_asr.modeling_qwen3_asr import _get_feat_extract_output_lengths
 
 from octavo.checkpoints.registry import open_checkpoint
 from octavo.errors import ModelError, RequestError
+from octavo.media.log_mel import LogMel
+from octavo.media.usm_mel import UsmMel
 from octavo.multimodal.processors.sounds import read_sound_processor
 from tests.sounds import sound
 
@@ -60,6 +64,49 @@ def test_qwen3_asr(tmp_path, seconds):
     torch.testing.assert_close(torch.tensor(found), frames, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("samples", [161, 320, 321, 801, 12_345, 480_000])
+def test_gemma4(tmp_path, samples):
+    """The frames that transformers fills and masks are left out."""
+    given = sound(30)[:samples]
+    options = {"feature_size": 96, "max_frequency": 7600.0, "mel_floor": 0.01}
+    theirs = Gemma4AudioFeatureExtractor(**options)
+    whole = {"feature_extractor": json.loads(theirs.to_json_string())}
+    name, pictures = "preprocessor_config.json", {"image_processor_type": "Gemma4ImageProcessor"}
+    (tmp_path / name).write_text(json.dumps(pictures))
+    processor = make(tmp_path, "gemma4", "processor_config.json", whole)
+    (part,) = processor.process(given).parts
+    expected = theirs([given], return_tensors="np")
+    mask = expected["input_features_mask"][0]
+    writer = object.__new__(Gemma4Processor)
+    vars(writer).update(boa_token="<|audio>", audio_token="a", eoa_token="<audio|>")
+    text = writer.replace_audio_token(expected, 0)
+    first, count, last = part.place.pieces
+    assert f"{first}{'a' * count}{last}" == text
+    assert part.place.num_encoder_tokens == count
+    frames = expected["input_features"][0][mask]
+    np.testing.assert_allclose(features_of(part), frames, atol=1e-4, rtol=1e-5)
+
+
+def test_settings_of_gemma4(tmp_path):
+    """Folders that say nothing about sounds have transformers' settings; others are checked."""
+    pictures = {"image_processor_type": "Gemma4ImageProcessor", "max_soft_tokens": 280}
+    processor = make(tmp_path, "gemma4", settings=pictures)
+    assert processor.features == UsmMel()
+    for settings in (
+        {"dither": 0.1},
+        {"preemphasis": 0.97},
+        {"per_bin_mean": [0.0] * 128},
+        {"max_frequency": 9000.0},
+        {"feature_extractor_type": "WhisperFeatureExtractor"},
+    ):
+        with pytest.raises(ModelError, match=next(iter(settings))):
+            make(tmp_path, "gemma4", settings=settings)
+    with pytest.raises(RequestError, match="160 samples, and the model reads at least 161"):
+        processor.process(sound(1)[:160])
+    with pytest.raises(RequestError, match=r"30\.1 s, and the model reads at most 30 s"):
+        processor.process(sound(30.1))
+
+
 @pytest.mark.parametrize("seconds", [0.001, 3, 30, 30.001, 71])
 def test_voxtral(tmp_path, seconds):
     samples = sound(seconds)
@@ -76,15 +123,20 @@ def test_voxtral(tmp_path, seconds):
         )
 
 
-def test_lengths(tmp_path):
+def test_lengths(tmp_path, monkeypatch):
     processor = make(tmp_path, "qwen2_audio")
     with pytest.raises(RequestError, match="320 samples, and the model reads at least 321"):
         processor.process(np.zeros(320, np.float32))
-    with pytest.raises(RequestError, match=r"30\.0 s, and the model reads at most 30 s"):
+    with pytest.raises(RequestError, match=r"30\.0 s, and at most 30 s are supported"):
         processor.process(np.zeros(480_001, np.float32))
     other = make(tmp_path, "qwen3_asr", settings={"feature_size": 128})
     with pytest.raises(RequestError, match=r"120\.1 s, and at most 120 s"):
         other.process(np.zeros(1_921_600, np.float32))
+    voxtral = make(tmp_path, "voxtral")
+    voxtral.max_rows = 1000  # two windows have 750 rows
+    monkeypatch.setattr(LogMel, "compute", None)  # no features are made of a sound that is too long
+    with pytest.raises(RequestError, match=r"60\.1 s, and at most 60 s are supported with this mo"):
+        voxtral.process(np.zeros(961_600, np.float32))
     with pytest.raises(ModelError, match="n_window=30"):
         make(tmp_path, "qwen3_asr", settings={"n_window": 30})
     with pytest.raises(RequestError, match="nonsense is not allowed"):

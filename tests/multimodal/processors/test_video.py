@@ -17,6 +17,8 @@ from tests.videos import frames
 OTHERS = {
     "smolvlm": {"size": {"longest_edge": 256}, "max_image_size": {"longest_edge": 84}}
     | {"image_seq_len": 4, "tile_patches": 36, "do_image_splitting": False},
+    "gemma4": {"max_soft_tokens": 70, "pooling_kernel_size": 3, "patch_size": 16}
+    | {"do_normalize": False},
     "internvl": {"size": {"height": 84, "width": 84}, "min_patches": 1, "max_patches": 12}
     | {"image_seq_length": 9, "tile_patches": 37},
     "llava_onevision": {"size": {"height": 84, "width": 84}, "patch_size": 14, "limit": 9}

@@ -1,0 +1,115 @@
+"""Pace of the work for items, such as pictures, beside texts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from octavo.messages import Modality, SchedulerOutput
+from octavo.scheduler.costs import MANY, learn
+
+_SHARE = 0.15
+"""Time of items beside texts, as a share of the time of the steps without them."""
+_MIN_TOKENS = 32
+"""Tokens of a prompt with items that are computed at once at least."""
+_MOST_OWED = 5.0
+"""Seconds that items owe at most, so that a step which took long does not stop them for long."""
+
+WorkKind = Literal["prompt"] | Modality
+"""Work for items: tokens of the prompts that hold them, or tokens of an encoder's runs."""
+
+
+@dataclass(slots=True)
+class ItemWork:
+    """Work for items in a step beside texts."""
+
+    tokens: dict[WorkKind, float] = field(default_factory=dict)
+    """Work by its kind. A piece of a run is the run's tokens, divided by the number of pieces."""
+    num_prompt_tokens: int = 0
+    """Tokens of the step that belong to prompts with items."""
+    seconds: float = 0.0
+    """Time that the step is expected to take for it, already paid."""
+
+
+class ItemPace:
+    """Chooser of the work for items in a step beside texts.
+
+    Items take `_SHARE` of a step's time: as much work as fits into it, or the smallest piece, and
+    then none in the next steps until their shares have paid for it. Times are measured. Work is
+    paid for when it is scheduled if the time of such work is known, and the difference from the
+    measured time when its step ends.
+    """
+
+    def __init__(self) -> None:
+        self._step: float | None = None
+        """Seconds of a step without items."""
+        self._costs: dict[WorkKind, float] = {}
+        """Seconds of a token of each kind of work."""
+        self._credit = 0.0
+        """Seconds that items may still take; negative if they have taken more."""
+        self._work = ItemWork()
+        """Work of the step that is being scheduled."""
+
+    @property
+    def may_begin(self) -> bool:
+        """True if the step has time for another piece of work."""
+        return self._credit >= 0
+
+    def begin_step(self, *, has_texts: bool) -> None:
+        """Begin a step; without texts nothing is owed any more."""
+        self._work = ItemWork()
+        if has_texts:
+            self._credit = min(self._credit, 0.0) + _SHARE * (self._step or 0.0)
+        else:
+            self.forget_debts()
+
+    def end_step(self) -> ItemWork:
+        """Return the work of the step, for `step_ended`."""
+        return self._work
+
+    def num_pieces(self, modality: Modality, piece: float) -> int:
+        """Return the most pieces of a run, of `piece` tokens each, that the step has time for."""
+        if not self.may_begin:
+            return 0
+        seconds = self._costs.get(modality, 0.0) * piece
+        return max(1, int(self._credit / seconds)) if seconds else 1
+
+    def num_tokens(self) -> int:
+        """Return the most tokens of a prompt with items that fit into a step that has time."""
+        seconds = self._costs.get("prompt", 0.0)
+        return max(_MIN_TOKENS, int(self._credit / seconds)) if seconds else _MIN_TOKENS
+
+    def spend(self, kind: WorkKind, tokens: float) -> None:
+        """Note that the step has work."""
+        seconds = self._costs.get(kind, 0.0) * tokens
+        self._credit -= seconds
+        work = self._work
+        work.seconds += seconds
+        work.tokens[kind] = work.tokens.get(kind, 0.0) + tokens
+        if kind == "prompt":
+            work.num_prompt_tokens += int(tokens)
+
+    def step_ended(self, output: SchedulerOutput, work: ItemWork, seconds: float) -> None:
+        """Learn from the time of a step, if it has no other long chunks of prompts.
+
+        Args:
+            output: the step.
+            work: its work for items.
+            seconds: its time.
+        """
+        of_others = output.total_num_scheduled_tokens - work.num_prompt_tokens
+        if of_others >= MANY * len(output.scheduled_reqs):
+            return
+        if not work.tokens:
+            if not output.scheduled_encoder_inputs:
+                self._step = learn(self._step, seconds)
+        elif self._step is not None:
+            own = max(seconds - self._step, 0.0)
+            self._credit = max(self._credit + work.seconds - own, -_MOST_OWED)
+            if len(work.tokens) == 1:
+                ((kind, tokens),) = work.tokens.items()
+                self._costs[kind] = learn(self._costs.get(kind), own / tokens)
+
+    def forget_debts(self) -> None:
+        """Forget what the work so far has taken."""
+        self._credit = 0.0

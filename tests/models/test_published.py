@@ -1,0 +1,168 @@
+"""Models as they are published: older names of weights and fields, and fields that are left out."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoConfig
+
+from octavo import SamplingParams
+from octavo.checkpoints.registry import open_checkpoint
+from octavo.kernels.native import NativeOps
+from octavo.models.loader import LoadedWeights
+from octavo.models.registry import read_spec
+from tests.models.harness import make_hf
+from tests.models.published_configs import CONFIGS
+from tests.models.test_encoder_decoders import MODELS, SOUNDS, make_llm, make_model
+from tests.models.test_speech_models import MOONSHINE
+from tests.models.test_towers import CASES, TEXT
+
+UNTIED = ("InternVL", "MT5")
+"""Models whose published LM head is their own; transformers decides it by the weights."""
+
+
+def spec(folder, config):
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    return read_spec(open_checkpoint(folder))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_configs(name, tmp_path):
+    """The model is the one that transformers' config class describes, which has all fields."""
+    found = spec(tmp_path / "published", CONFIGS[name])
+    complete = AutoConfig.from_pretrained(tmp_path / "published").to_dict()
+    if name in UNTIED:
+        complete["tie_word_embeddings"] = False
+    # transformers moves these fields to generation_config.json.
+    for field in ("forced_bos_token_id", "bad_words_ids"):
+        if field in CONFIGS[name]:
+            complete[field] = CONFIGS[name][field]
+    assert found == spec(tmp_path / "complete", complete)
+
+
+AUDIO = {"d_model": 40, "encoder_layers": 2, "encoder_attention_heads": 4, "encoder_ffn_dim": 160}
+AUDIO |= {"num_mel_bins": 6, "max_source_positions": 24}
+VOXTRAL = {"hidden_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4}
+VOXTRAL |= {"intermediate_size": 160, "num_mel_bins": 6, "max_source_positions": 24}
+SMALL = {name: (case.architecture, case.config) for name, case in CASES.items()} | SOUNDS
+SMALL["moonshine"] = ("MoonshineForConditionalGeneration", MOONSHINE)
+SMALL["qwen2audio"] = (
+    "Qwen2AudioForConditionalGeneration",
+    {"audio_config": AUDIO, "text_config": TEXT | {"model_type": "qwen2"}},
+)
+SMALL["voxtral"] = (
+    "VoxtralForConditionalGeneration",
+    {"audio_config": VOXTRAL, "text_config": TEXT | {"model_type": "llama", "head_dim": 8}},
+)
+OLD = [  # names before transformers 4.52
+    (r"^model\.language_model\.", "language_model.model."),
+    (r"^lm_head\.", "language_model.lm_head."),
+    (r"^model\.(?=vision_tower|multi_modal_projector|image_newline|audio_tower)", ""),
+]
+INNER = (r"(?<=vision_tower\.)", "vision_model.")  # towers before transformers 5
+QWEN = [(r"^model\.visual\.", "visual."), (r"^model\.language_model\.", "model.")]
+FORMS = {
+    **dict.fromkeys(("llava", "llavanext", "llavaonevision", "gemma3"), (OLD, [*OLD, INNER])),
+    "paligemma": (OLD, [*OLD, INNER], [INNER]),
+    **dict.fromkeys(("mistral3", "llava-pixtral", "internvl", "voxtral", "qwen2audio"), (OLD,)),
+    **dict.fromkeys(("qwen2vl", "qwen2_5_vl"), (QWEN,)),
+    **dict.fromkeys(("qwen3vl", "qwen3vlmoe", "qwen3_5", "gemma4", "smolvlm", "idefics3"), ()),
+    **dict.fromkeys(("t5", "flan-t5", "mt5", "umt5", "bart", "mbart", "pegasus", "marian"), ()),
+    **dict.fromkeys(("m2m100", "t5gemma", "whisper", "moonshine"), ()),
+}
+"""Models -> changes of the names that transformers has for their modules."""
+PAIRS = [(name, form) for name, forms in FORMS.items() for form in range(len(forms) + 1)]
+
+
+def weights(folder):
+    """Return the weights as the engine computes with them."""
+    checkpoint = open_checkpoint(folder)
+    settings = {"dtype": "float32", "ops": NativeOps(), "cache": None}
+    loaded = LoadedWeights(read_spec(checkpoint), checkpoint, **settings).load()
+    return {name: np.array(getattr(w, "data", w).numpy()) for name, w in loaded.items()}
+
+
+def leftovers(name, state):
+    """Return tensors that older versions have stored, too, and that are not weights."""
+    patches = ".embeddings.patch_embedding.weight"
+    for tower in [key.removesuffix(patches) for key in state if key.endswith(patches)]:
+        yield f"{tower}.embeddings.position_ids", torch.arange(4)[None]
+        if name in ("llavaonevision", "paligemma", "gemma3"):
+            yield f"{tower}.head.probe", torch.zeros(1, 1, 24)
+            yield f"{tower}.head.mlp.fc1.weight", torch.zeros(40, 24)
+    for table in ("shared.weight", "model.shared.weight"):
+        if table in state and name != "t5gemma":
+            outer = table.removesuffix("shared.weight")
+            yield f"{outer}encoder.embed_tokens.weight", state[table]
+            yield f"{outer}decoder.embed_tokens.weight", state[table]
+            if "lm_head.weight" not in state:
+                yield "lm_head.weight", state[table]
+    if name == "t5":
+        name = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
+        yield name, torch.zeros(32, 4)
+    if name in ("bart", "mbart", "m2m100"):
+        yield "model.encoder.version", torch.tensor([3.0])
+        yield "model.decoder.version", torch.tensor([3.0])
+    if name == "m2m100":
+        yield "model.encoder.embed_positions.weights", torch.zeros(66, 40)
+    if name == "whisper":
+        yield "proj_out.weight", state["model.decoder.embed_tokens.weight"]
+
+
+@pytest.mark.parametrize(("name", "form"), PAIRS)
+def test_names(name, form, tmp_path):
+    """The weights are the same under all names that they have had."""
+    if name in MODELS:
+        model = make_model(tmp_path, name)
+    else:
+        architecture, config = SMALL[name]
+        model = make_hf(architecture, **config)
+        model.save_pretrained(tmp_path)
+    expected = weights(tmp_path)
+    file = tmp_path / "model.safetensors"
+    state = {}
+    for key, tensor in model.state_dict().items():
+        for pattern, new in FORMS[name][form] if form < len(FORMS[name]) else ():
+            key = re.sub(pattern, new, key)
+        state[key] = tensor.clone()
+    state |= {key: tensor.clone() for key, tensor in leftovers(name, state)}
+    save_file(state, file, {"format": "pt"})
+    found = weights(tmp_path)
+    assert found.keys() == expected.keys()
+    for weight, numbers in found.items():
+        assert np.array_equal(numbers, expected[weight], equal_nan=True), weight
+
+
+@pytest.mark.parametrize(
+    ("fields", "start", "bad"),
+    [
+        ({"forced_bos_token_id": 5, "bad_words_ids": [[1]]}, (2, 5), ((1,),)),
+        ({"force_bos_token_to_be_generated": True, "suppress_tokens": [4]}, (2, 0), ((4,),)),
+        ({}, (2,), ()),
+    ],
+)
+def test_generation_settings_in_config(fields, start, bad, tmp_path):
+    """Older models have the settings of `generate` in config.json."""
+    config = {k: v for k, v in CONFIGS["MBart"].items() if k != "num_beams"}
+    found = spec(tmp_path / "model", config | fields)
+    assert (found.decoder_start_ids, found.bad_words_ids) == (start, bad)
+
+
+def test_unused_generation_settings(tmp_path, caplog):
+    """The log names the settings that are not applied, once."""
+    make_model(tmp_path, "bart")
+    file = tmp_path / "config.json"
+    config = json.loads(file.read_text())
+    unused = {"num_beams": 4, "length_penalty": 2.0, "early_stopping": True}
+    unused |= {"no_repeat_ngram_size": 3, "min_length": 6}
+    file.write_text(json.dumps(config | unused | {"forced_bos_token_id": 9, "max_length": 20}))
+    (tmp_path / "generation_config.json").unlink(missing_ok=True)
+    with caplog.at_level("INFO"), make_llm(tmp_path) as llm:
+        (answer,) = llm.generate([[7, 8]], SamplingParams(temperature=0, max_tokens=2))
+    assert answer.prompt_token_ids == [2, 9]
+    (line,) = [r.getMessage() for r in caplog.records if "not applied" in r.getMessage()]
+    assert all(f"{name}={value!r}" in line for name, value in unused.items())
