@@ -136,8 +136,9 @@ def _alignment_heads(checkpoint: Checkpoint, spec: ModelSpec) -> tuple[tuple[int
     """
     sizes = [cache.num_kv_heads for cache in spec.cross_caches]
     given = _generation(checkpoint).get("alignment_heads") or []
-    pairs = [pair for pair in given if isinstance(pair, list) and len(pair) == 2]
-    if len(pairs) != len(given) or any(type(n) is not int or n < 0 for p in pairs for n in p):
+    listed = given if isinstance(given, list) else [given]
+    pairs = [pair for pair in listed if isinstance(pair, list) and len(pair) == 2]
+    if len(pairs) != len(listed) or any(type(n) is not int or n < 0 for p in pairs for n in p):
         raise ModelError(
             f"generation_config.json: alignment_heads={str(given)[:100]} is not a list of pairs of "
             "a layer and a head."

@@ -72,7 +72,7 @@ def test_heads_of_alignment(tmp_path):
     assert heads(alignment_heads=[[0, 3], [1, 2]]) == ((0, 3), (1, 2))
     # Distilled models have the list of their teacher, with more layers.
     assert heads(alignment_heads=[[0, 3], [2, 0]]) == heads(alignment_heads=[[0, 4]]) == upper
-    for wrong in ([[-1, 0]], [[0, 1, 2]], [["0", 1]], [0], "x"):
+    for wrong in ([[-1, 0]], [[0, 1, 2]], [["0", 1]], [0], "x", 5, {"a": 1}):
         with pytest.raises(ModelError, match="alignment_heads="):
             heads(alignment_heads=wrong)
 
