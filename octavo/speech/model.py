@@ -14,6 +14,7 @@ from octavo.checkpoints.base import Checkpoint
 from octavo.errors import ModelError, RequestError
 from octavo.media.log_mel import LogMel
 from octavo.models.spec import ModelSpec
+from octavo.multimodal.processors.sounds import read_feature_settings
 from octavo.speech.tokens import WhisperTokens
 from octavo.text.tokenizer import Tokenizer
 
@@ -89,13 +90,13 @@ class SpeechModel:
         Raises:
             ModelError: a file is missing, or has a wrong value.
         """
-        name = "preprocessor_config.json"
-        text = checkpoint.read_text(name)
-        if text is None:
+        settings = read_feature_settings(checkpoint)
+        if settings is None:
             raise ModelError(
-                f"{checkpoint.path / name} is missing: it has the settings of the model's features."
+                f"{checkpoint.path / 'preprocessor_config.json'} is missing: it has the settings "
+                "of the model's features."
             )
-        features = LogMel.from_config(_parse(text, str(checkpoint.path / name)), name)
+        features = LogMel.from_config(settings.fields, settings.where)
         generation = _generation(checkpoint)
         is_multilingual = generation.get("is_multilingual")
         if is_multilingual is None:  # English only: the end is the last token of the text

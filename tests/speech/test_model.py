@@ -31,6 +31,17 @@ def test_files(tmp_path):
     assert model.tokens.languages
 
 
+def test_settings_in_one_file(tmp_path):
+    """transformers 5 writes the settings of features to processor_config.json."""
+    write_speech_model(tmp_path)
+    expected = read(tmp_path).features
+    file = tmp_path / "preprocessor_config.json"
+    whole = {"feature_extractor": json.loads(file.read_text())}
+    file.unlink()
+    (tmp_path / "processor_config.json").write_text(json.dumps(whole))
+    assert read(tmp_path).features == expected
+
+
 def test_english_only(tmp_path):
     write_speech_model(tmp_path, is_multilingual=False)
     assert not read(tmp_path).tokens.languages
