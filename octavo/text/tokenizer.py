@@ -775,8 +775,8 @@ def _further_special_tokens(config: Mapping[str, Any]) -> list[str]:
     found: list[str] = []
     for name in ("additional_special_tokens", "extra_special_tokens"):
         listed = config.get(name)
-        values = listed.values() if isinstance(listed, dict) else listed
-        if isinstance(listed, list | dict):
+        values = list(listed.values()) if isinstance(listed, dict) else listed
+        if isinstance(values, list):
             found += [text for value in values if (text := _token_text(value))]
     return found
 
