@@ -62,6 +62,8 @@ def settings(name: str) -> dict[str, Any]:
     options: dict[str, Any] = {"max_num_batched_tokens": 1024, "max_model_len": 500}
     if name.startswith("qwen"):
         options["mm_processor_kwargs"] = QWEN
+    if name.startswith("gemma4"):  # nor the number of rows
+        options["mm_processor_kwargs"] = {"max_soft_tokens": 70}
     if name == "gemma3":  # the files have no settings of crops
         options["mm_processor_kwargs"] = {"do_pan_and_scan": False}
     return options
