@@ -24,16 +24,23 @@ KINDS |= {"gemma4": "gemma4v", "gemma4_e": "gemma4v"}
 
 _CHARS = sorted(chr(c) for c in range(33, 127)) + [chr(c) for c in range(161, 173)]
 _CHARS += [chr(c) for c in range(174, 256)] + [chr(c) for c in range(256, 324)]
-VOCABULARY: dict[str, Any] = {
-    "tokenizer.ggml.model": "gpt2",
-    "tokenizer.ggml.pre": "gpt-2",
-    "tokenizer.ggml.tokens": [*_CHARS, *ID],
-    "tokenizer.ggml.merges": [],
-    "tokenizer.ggml.token_type": [1] * 256 + [3] * len(ID),
-    "tokenizer.ggml.bos_token_id": ID["<s>"],
-    "tokenizer.ggml.add_bos_token": False,
-    "tokenizer.chat_template": "{% for m in messages %}{{ m['content'] }}{% endfor %}",
-}
+
+
+def vocabulary_of(ids: Mapping[str, int]) -> dict[str, Any]:
+    """Return the metadata of a vocabulary of bytes and special tokens."""
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.tokens": [*_CHARS, *ids],
+        "tokenizer.ggml.merges": [],
+        "tokenizer.ggml.token_type": [1] * 256 + [3] * len(ids),
+        "tokenizer.ggml.bos_token_id": ids["<s>"],
+        "tokenizer.ggml.add_bos_token": False,
+        "tokenizer.chat_template": "{% for m in messages %}{{ m['content'] }}{% endfor %}",
+    }
+
+
+VOCABULARY = vocabulary_of(ID)
 """Metadata of the vocabulary of tests/pictures.py."""
 
 _LAYER = re.compile(r"(?:encoder\.layers?|blocks|transformer\.layers)\.(\d+)\.(.*)")

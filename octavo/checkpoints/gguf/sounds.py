@@ -120,13 +120,16 @@ SOUND_ENCODERS: dict[str, SoundEncoder] = {
         _GEMMA4_INNER,
         _GEMMA4_NAMES,
         "mm.a.input_projection.weight",
-        frozenset(f"{module}.linear" for module in _GEMMA4_LINEARS)
-        | {
-            "self_attn.relative_k_proj",
-            "audio_tower.subsample_conv_projection.input_proj_linear",
-            "audio_tower.output_proj",
-            "embed_audio.embedding_projection",
-        },
+        frozenset(
+            {
+                *_GEMMA4_LINEARS,
+                *(f"{module}.linear" for module in _GEMMA4_LINEARS),
+                "self_attn.relative_k_proj",
+                "audio_tower.subsample_conv_projection.input_proj_linear",
+                "audio_tower.output_proj",
+                "embed_audio.embedding_projection",
+            }
+        ),
         "self_attn.per_dim_scale",
     ),
 }

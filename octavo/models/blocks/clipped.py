@@ -38,7 +38,8 @@ class ClippedLinearSpec(LinearSpec):
             own = names.of(f"{i}")
             parts = self._parts_of(begin, rows)
             begin += rows
-            one = LinearSpec(((f"{module}.linear", rows),), self.inputs, parts=parts)
+            form = self.forms[i : i + 1]
+            one = LinearSpec(((f"{module}.linear", rows),), self.inputs, parts=parts, forms=form)
             yield from one.weights(own)
             sources = tuple(
                 Source(f"{names.checkpoint}{module}.{name}", (), "flat", dummy=bound)
