@@ -113,6 +113,11 @@ _PROJECTORS = {
     },
 }
 
+FIXED_SOUNDS: dict[str, Any] = {"attention_chunk_size": 12, "attention_context_left": 13}
+FIXED_SOUNDS |= {"attention_logit_cap": 50.0}
+FIXED_SOUNDS |= {"output_proj_dims": 32, "subsampling_conv_channels": [16, 8]}
+"""Fields of audio_config that the files do not name, and sizes that blocks divide."""
+
 _GEMMA4 = {
     "vision_tower.patch_embedder.input_proj": "v.patch_embd",
     "vision_tower.patch_embedder.position_embedding_table": "v.position_embd.weight",

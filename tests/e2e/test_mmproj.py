@@ -12,6 +12,7 @@ from octavo import LLM
 from octavo.errors import ModelError
 from tests import sounds
 from tests.mmproj_files import (
+    FIXED_SOUNDS,
     TEXTS,
     VOCABULARY,
     arrays_of,
@@ -95,9 +96,7 @@ def test_videos(make_saved) -> None:
 def saved_sounds(tmp_path_factory) -> tuple[Path, Path, Any]:
     """Return the folder, the text part's file, and the model of one that hears and sees."""
     folder, pair = tmp_path_factory.mktemp("sounds"), tmp_path_factory.mktemp("sounds-gguf")
-    # The files do not name these fields.
-    fixed = {"attention_chunk_size": 12, "attention_context_left": 13, "attention_logit_cap": 50.0}
-    model = sounds.save_model("gemma4", folder, **fixed)
+    model = sounds.save_model("gemma4 wide", folder, **FIXED_SOUNDS)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tests.mmproj_files.VOCABULARY", vocabulary_of(sounds.ID))
         text, _ = save_pair(model, "gemma4_e", pair)
@@ -175,7 +174,7 @@ def test_vocabulary_without_the_token_of_rows(
 
 
 @pytest.mark.parametrize("kind", ["f16", "q8_0"])
-@pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_vl", "mistral3", "gemma3"])
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_vl", "mistral3", "gemma3", "gemma4_e"])
 def test_types_of_towers(name: str, kind: str, make_saved, tmp_path: Path) -> None:
     """Rounded towers change the answers by no more than rounding does."""
     _, text, tower, model = make_saved(name)

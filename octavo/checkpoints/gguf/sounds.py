@@ -122,7 +122,6 @@ SOUND_ENCODERS: dict[str, SoundEncoder] = {
         "mm.a.input_projection.weight",
         frozenset(
             {
-                *_GEMMA4_LINEARS,
                 *(f"{module}.linear" for module in _GEMMA4_LINEARS),
                 "self_attn.relative_k_proj",
                 "audio_tower.subsample_conv_projection.input_proj_linear",
