@@ -62,15 +62,15 @@ class Dying(LogitsProcessor):
 
     def __init__(self, *args):
         super().__init__(*args)
-        advance = EncoderModel.advance
+        compute = EncoderModel.layer
 
-        def die(self, states, step, end):
-            if os.path.exists(os.environ["DYING"]):
+        def die(self, layer, *args):
+            if layer == len(self.spec.layers) - 1 and os.path.exists(os.environ["DYING"]):
                 os.unlink(os.environ["DYING"])
-                self._layers[-1] = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
-            return advance(self, states, step, end)
+                os.kill(os.getpid(), signal.SIGKILL)
+            return compute(self, layer, *args)
 
-        EncoderModel.advance = die
+        EncoderModel.layer = die
 
     def add_row(self, new):
         return False
