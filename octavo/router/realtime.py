@@ -344,7 +344,7 @@ class SocketProxy:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def must_end(self) -> OctavoError:
-        """Wait until the session must end, after the transcripts of its items; return the reason."""
+        """Wait until the session must end after the transcripts of its items; return why."""
         await self._state.drain_began.wait()
         return UnavailableError("The server is shutting down; the session ends.")
 
