@@ -35,8 +35,9 @@ OCTAVO_BEGIN
 // Numbers of positions and rows of type T that are processed together.
 template <class T>
 struct Extent {
-  // Key positions of a softmax step; divides every block size, or 128.
-  static constexpr int kTile = kOnTiles<T> ? kPositionsOnTiles : 64;
+  // Key positions of a softmax step; a multiple of every block size, or divides it. More of them
+  // load and store the sums less often; their logits need W = 16 to fit into the registers.
+  static constexpr int kTile = kOnTiles<T> ? kPositionsOnTiles : W == 16 ? 128 : 64;
   // Rows that share the tiles: full sets of 6 and of 4.
   static constexpr int kTileRows = kOnTiles<T> ? kRowsOnTiles : 36;
   // Rows that share a softmax step.
@@ -406,6 +407,7 @@ struct Attention {
   const int64_t group, acc_stride, kv_head_size, kv_block;
   const int64_t query_stride;  // for tile registers padded to whole steps
   const int64_t span;  // adjacent positions of a tile
+  const int block_shift;  // block sizes are powers of two
   const int64_t key_stride;  // distance of the keys of successive steps of dimensions, in steps
 
   explicit Attention(const AttentionArgs& args)
@@ -416,6 +418,7 @@ struct Attention {
         kv_block(a.kv_block_stride),
         query_stride(kOnTiles<T> ? ceil_div(a.head_size, 2 * W) * 2 * W : a.head_size),
         span(min<int64_t>(kTile, a.block_size)),
+        block_shift(__builtin_ctzll(a.block_size)),
         key_stride(a.latent ? kTile : kBytes ? span : a.block_size) {}
 
   // Pointers to the keys and values of a tile; of latents to the rows, as values.
@@ -537,15 +540,16 @@ struct Attention {
               int64_t end) const {
     const int32_t* blocks = a.block_table + request * a.block_table_stride;
     const int64_t lanes_of_keys = min<int64_t>(W, a.block_size);
+    const int64_t values = a.latent ? 0 : a.kv_heads * kv_head_size;
+    const T** keys = to.keys;
     for (int64_t i = 0; i < kTile; i += lanes_of_keys) {
       const int64_t position = min(max(tile + i, begin), end - 1);
-      const int64_t offset = (tile + i) % a.block_size;
+      const int64_t offset = (tile + i) & (a.block_size - 1);
       const T* block = static_cast<const T*>(a.kv_cache) +
-                       blocks[position / a.block_size] * kv_block + kv_head * kv_head_size;
-      to.keys[i / lanes_of_keys] = block + offset * Keys<T>::kDims;
-      const int64_t values = a.latent ? 0 : a.kv_heads * kv_head_size;
-      for (int64_t j = 0; j < lanes_of_keys; j++)
-        to.values[i + j] = block + values + (offset + j) * a.head_size;
+                       blocks[position >> block_shift] * kv_block + kv_head * kv_head_size;
+      *keys++ = block + offset * Keys<T>::kDims;
+      const T* value = block + values + offset * a.head_size;
+      for (int64_t j = 0; j < lanes_of_keys; j++, value += a.head_size) to.values[i + j] = value;
     }
   }
 
@@ -555,7 +559,7 @@ struct Attention {
     for (int64_t i = 0; i < kTile; i += span) {
       const int64_t position = min(max(tile + i, begin), end - 1);
       to.heads[i / span] = static_cast<const C*>(a.kv_cache) +
-                          blocks[position / a.block_size] * kv_block + kv_head * kv_head_size;
+                          blocks[position >> block_shift] * kv_block + kv_head * kv_head_size;
     }
   }
 
@@ -964,7 +968,8 @@ struct Attention {
   }
 };
 
-// List of tasks. Task i of request r: row tile i / kv_heads of KV head i % kv_heads.
+// List of tasks. Task i of request r: row tile i % n of KV head i / n, of n tiles, so that successive
+// tasks find the keys and values of their head in a cache of the processor.
 struct Tasks {
   const AttentionArgs& a;
   const int64_t group;
@@ -985,6 +990,7 @@ struct Tasks {
   int64_t rows_of(int64_t r) const {
     return (a.query_start_loc[r + 1] - a.query_start_loc[r]) * group;
   }
+  int64_t tiles_of(int64_t r) const { return (first[r + 1] - first[r]) / a.kv_heads; }
   int64_t request_of(int64_t task) const {
     int64_t low = 0, high = a.num_reqs;
     while (high - low > 1) (first[(low + high) / 2] <= task ? low : high) = (low + high) / 2;
@@ -1038,11 +1044,11 @@ INLINE void attention_typed(const AttentionArgs& a, T, C) {
   parallel_for(num_tasks, int64_t(tasks.cost), [&](int64_t i) {
     const int64_t at = num_tasks - 1 - i;  // the last tiles of a prompt take longest: start with them
     const int64_t r = tasks.request_of(at), task = at - tasks.first[r];
-    const int64_t first_row = task / a.kv_heads * kTileRows;
+    const int64_t first_row = task % tasks.tiles_of(r) * kTileRows;
     const int64_t next = at > 0 ? tasks.request_of(at - 1) : -1;
-    attention.run(r, task % a.kv_heads, first_row,
+    attention.run(r, task / tasks.tiles_of(r), first_row,
                   int(min<int64_t>(kTileRows, tasks.rows_of(r) - first_row)), next,
-                  at > 0 ? (at - 1 - tasks.first[next]) % a.kv_heads : -1);
+                  at > 0 ? (at - 1 - tasks.first[next]) / tasks.tiles_of(next) : -1);
   });
 }
 

@@ -1,8 +1,10 @@
 """Cache of the rows that encoders compute for pictures and sounds: the plan of its contents.
 
 The worker holds the rows (`octavo/worker/encoder_cache.py`). Requests with the same item share its
-rows. Rows that no request uses any more stay until other rows need the space; those that have been
-unused for the longest time are given up first.
+rows. Rows that no request uses any more stay until other rows need the space. GreedyDual-Size
+chooses those that are given up (Cao and Irani, "Cost-Aware WWW Proxy Caching Algorithms", 1997). It
+weighs the work of computing an item again against its space and its age. So items of the same
+encoder are given up in the order of their last use.
 """
 
 from __future__ import annotations
@@ -30,10 +32,15 @@ class EncoderCacheManager:
         """Number of rows that requests use."""
         self._sizes: dict[str, int] = {}
         """Number of rows of each item in the cache, by identifier."""
+        self._work: dict[str, float] = {}
+        """Encoder tokens for each row of these items: the work that a cached row saves."""
+        self._given_up_value = 0.0
+        """Largest value of an item that was given up."""
         self._num_users: dict[str, int] = {}
         """Number of users of each item that requests use."""
-        self._unused: dict[str, None] = {}
-        """Items that no request uses, those unused for the longest time first."""
+        self._unused: dict[str, float] = {}
+        """Values of the items that no request uses, those unused for the longest time first.
+        A value is the item's work, plus `_given_up_value` when its use ended."""
         self._num_unused_rows = 0
         self._held: dict[Request, dict[int, str]] = {}
         """Identifiers of the items that each request uses, by index in its `mm_features`."""
@@ -79,8 +86,11 @@ class EncoderCacheManager:
             return False
         self.num_used_rows += rows
         while self.num_used_rows + self._num_unused_rows > self.num_rows:
-            self._give_up(next(iter(self._unused)))
+            least = min(self._unused, key=self._unused.__getitem__)
+            self._given_up_value = self._unused[least]
+            self._give_up(least)
         self._sizes[identifier] = rows
+        self._work[identifier] = feature.num_encoder_tokens / rows
         return True
 
     def release_computed(self) -> None:
@@ -146,11 +156,12 @@ class EncoderCacheManager:
         self._num_users[identifier] -= 1
         if not self._num_users[identifier]:
             del self._num_users[identifier]
-            self._unused[identifier] = None
+            self._unused[identifier] = self._given_up_value + self._work[identifier]
             self.num_used_rows -= self._sizes[identifier]
             self._num_unused_rows += self._sizes[identifier]
 
     def _give_up(self, identifier: str) -> None:
         del self._unused[identifier]
+        del self._work[identifier]
         self._num_unused_rows -= self._sizes.pop(identifier)
         self._freed.append(identifier)

@@ -40,6 +40,23 @@ def test_the_items_unused_for_the_longest_time_are_given_up():
     assert cache.num_free_rows == 8
 
 
+def test_items_that_cost_little_are_given_up_before_those_that_cost_much():
+    cache = EncoderCacheManager(20)
+
+    def use(name, num_encoder_tokens):
+        request = make(name, picture(name, 0, 6, tokens=num_encoder_tokens))
+        cache.acquire(request, 0)
+        cache.free(request)
+
+    use("dear", 24)
+    for name in "abcdef":
+        use(name, 6)
+    assert cache.take_freed() == ["a", "b", "c", "d"]
+    for name in "ghijk":
+        use(name, 6)
+    assert "dear" not in cache  # others were used since
+
+
 def test_forgotten_items_are_freed_in_the_worker():
     cache = EncoderCacheManager(20)
     request = make("1", picture("a", 0, 8))

@@ -25,7 +25,6 @@ def spec_of(architecture, *kinds, encoder_decoder=False):
         (spec_of("Whisper", "audio", encoder_decoder=True), {}, ["audio"]),
         (spec_of("T5", "text", encoder_decoder=True), {}, ["text"]),
     ],
-    ids=str,
 )
 def test_input_modalities(spec, settings, expected):
     config = ModelConfig(model="m", limit_mm_per_prompt=settings)
