@@ -29,8 +29,8 @@ async def realtime(websocket: WebSocket) -> None:
     """Pass a session of a stream of sound on to the server of its model.
 
     The address names the model, or else the first event if it is `session.update`; otherwise the
-    session has the first model that hears. A session keeps its model, and ends if the model is to
-    make room for another one.
+    session has the first model that hears. A session keeps its model, and ends if the model is to be
+    unloaded.
     """
     context = websocket.scope["octavo"]
     request = as_request(websocket, context)
@@ -137,8 +137,8 @@ class _ModelSocket(SocketProxy):
             stopping.cancel()
             leaving.cancel()
         return UnavailableError(
-            f"The model {show(self.model.names[0])} makes room for another one; begin another "
-            "session, and send the sound without a transcript again."
+            f"The model {show(self.model.names[0])} is about to be unloaded; begin another session, "
+            "and send the sound without a transcript again."
         )
 
     def check_message(self, text: str) -> str | None:

@@ -134,7 +134,7 @@ def test_a_model_that_leaves_ends_its_sessions():
                 assert json.loads(await session.recv()) == COMPLETED
                 event, code, _ = await last_of(session)
                 assert (event["error"]["code"], code) == ("unavailable", 1001)
-                assert "'ear' makes room" in event["error"]["message"]
+                assert "'ear' is about to be unloaded" in event["error"]["message"]
             other = await waiting
             assert json.loads(await other.recv())["type"] == "session.created"
             assert state.find("ear").state == "unloaded"
