@@ -29,7 +29,7 @@ async def realtime(websocket: WebSocket) -> None:
     """Pass a session of a stream of sound on to the server of its model.
 
     The address names the model, or else the first event if it is `session.update`; otherwise the
-    session has the first model that hears. A session keeps its model, and ends if the model is to be
+    session has the first model that hears. A session keeps its model, and ends if that is to be
     unloaded.
     """
     context = websocket.scope["octavo"]
@@ -137,8 +137,8 @@ class _ModelSocket(SocketProxy):
             stopping.cancel()
             leaving.cancel()
         return UnavailableError(
-            f"The model {show(self.model.names[0])} is about to be unloaded; begin another session, "
-            "and send the sound without a transcript again."
+            f"The model {show(self.model.names[0])} is about to be unloaded; begin another "
+            "session, and send the sound without a transcript again."
         )
 
     def check_message(self, text: str) -> str | None:
