@@ -14,24 +14,33 @@ from tests.pictures import CASES, ID, MORE_CASES, VOCAB
 TEXTS = {"smolvlm": "llama", "idefics3": "llama", "llava": "llama", "qwen2_vl": "qwen2vl"}
 TEXTS |= {"qwen2_5_vl": "qwen2vl", "qwen3_vl": "qwen3vl", "qwen3_5": "qwen35"}
 TEXTS |= {"mistral3": "llama", "internvl": "qwen2", "gemma3": "gemma3"}
+TEXTS |= {"gemma4": "gemma4", "gemma4_e": "gemma4"}
 """Cases of tests/pictures.py, and `general.architecture` of their text parts."""
 
 KINDS = {"smolvlm": "idefics3", "idefics3": "idefics3", "llava": "mlp", "mistral3": "pixtral"}
 KINDS |= {"qwen2_vl": "qwen2vl_merger", "qwen2_5_vl": "qwen2.5vl_merger", "internvl": "internvl"}
 KINDS |= {"qwen3_vl": "qwen3vl_merger", "qwen3_5": "qwen3vl_merger", "gemma3": "gemma3"}
+KINDS |= {"gemma4": "gemma4v", "gemma4_e": "gemma4v"}
 
 _CHARS = sorted(chr(c) for c in range(33, 127)) + [chr(c) for c in range(161, 173)]
 _CHARS += [chr(c) for c in range(174, 256)] + [chr(c) for c in range(256, 324)]
-VOCABULARY: dict[str, Any] = {
-    "tokenizer.ggml.model": "gpt2",
-    "tokenizer.ggml.pre": "gpt-2",
-    "tokenizer.ggml.tokens": [*_CHARS, *ID],
-    "tokenizer.ggml.merges": [],
-    "tokenizer.ggml.token_type": [1] * 256 + [3] * len(ID),
-    "tokenizer.ggml.bos_token_id": ID["<s>"],
-    "tokenizer.ggml.add_bos_token": False,
-    "tokenizer.chat_template": "{% for m in messages %}{{ m['content'] }}{% endfor %}",
-}
+
+
+def vocabulary_of(ids: Mapping[str, int]) -> dict[str, Any]:
+    """Return the metadata of a vocabulary of bytes and special tokens."""
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.tokens": [*_CHARS, *ids],
+        "tokenizer.ggml.merges": [],
+        "tokenizer.ggml.token_type": [1] * 256 + [3] * len(ids),
+        "tokenizer.ggml.bos_token_id": ids["<s>"],
+        "tokenizer.ggml.add_bos_token": False,
+        "tokenizer.chat_template": "{% for m in messages %}{{ m['content'] }}{% endfor %}",
+    }
+
+
+VOCABULARY = vocabulary_of(ID)
 """Metadata of the vocabulary of tests/pictures.py."""
 
 _LAYER = re.compile(r"(?:encoder\.layers?|blocks|transformer\.layers)\.(\d+)\.(.*)")
@@ -104,6 +113,57 @@ _PROJECTORS = {
     },
 }
 
+FIXED_SOUNDS: dict[str, Any] = {"attention_chunk_size": 12, "attention_context_left": 13}
+FIXED_SOUNDS |= {"attention_logit_cap": 50.0}
+FIXED_SOUNDS |= {"output_proj_dims": 32, "subsampling_conv_channels": [16, 8]}
+"""Fields of audio_config that the files do not name, and sizes that blocks divide."""
+
+_GEMMA4 = {
+    "vision_tower.patch_embedder.input_proj": "v.patch_embd",
+    "vision_tower.patch_embedder.position_embedding_table": "v.position_embd.weight",
+    "vision_tower.std_bias": "v.std_bias",
+    "vision_tower.std_scale": "v.std_scale",
+    "embed_vision.embedding_projection": "mm.input_projection",
+    "embed_audio.embedding_projection": "mm.a.input_projection",
+    "audio_tower.output_proj": "a.pre_encode.out",
+    "audio_tower.subsample_conv_projection.input_proj_linear": "a.input_projection",
+}
+for _i in (0, 1):
+    _conv = f"audio_tower.subsample_conv_projection.layer{_i}"
+    _GEMMA4 |= {f"{_conv}.conv": f"a.conv1d.{_i}", f"{_conv}.norm": f"a.conv1d.{_i}.norm"}
+_GEMMA4_INNER = {
+    "input_layernorm": "ln1",
+    "post_attention_layernorm": "attn_post_norm",
+    "pre_feedforward_layernorm": "ln2",
+    "post_feedforward_layernorm": "ffn_post_norm",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_out",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "self_attn.post": "attn_out",
+    "self_attn.relative_k_proj": "attn_k_rel",
+    "norm_pre_attn": "attn_pre_norm",
+    "norm_post_attn": "attn_post_norm",
+    "norm_out": "ln2",
+    "lconv1d.linear_start": "conv_pw1",
+    "lconv1d.linear_end": "conv_pw2",
+    "lconv1d.depthwise_conv1d": "conv_dw",
+    "lconv1d.pre_layer_norm": "conv_norm",
+    "lconv1d.conv_norm": "norm_conv",
+}
+for _i, _suffix in ((1, ""), (2, "_1")):
+    _GEMMA4_INNER |= {
+        f"feed_forward{_i}.pre_layer_norm": f"ffn_norm{_suffix}",
+        f"feed_forward{_i}.post_layer_norm": f"ffn_post_norm{_suffix}",
+        f"feed_forward{_i}.ffw_layer_1": f"ffn_up{_suffix}",
+        f"feed_forward{_i}.ffw_layer_2": f"ffn_down{_suffix}",
+    }
+
 
 def save_pair(
     model: Any, name: str, folder: Path, kind: str = "f32", **changes: Any
@@ -170,11 +230,12 @@ def metadata_of(model: Any, name: str) -> dict[str, Any]:
 
     embed, kind = getattr(vision, "embed_dim", None), KINDS[name]
     is_qwen, halves = name.startswith("qwen"), kind in ("idefics3", "gemma3")
-    given = (CASES | MORE_CASES)[name].preprocessor
+    known = (CASES | MORE_CASES).get(name)
+    given = known.preprocessor if known else {}
     mean = [0.5] * 3 if halves else [0.48145466, 0.4578275, 0.40821073]
     std = [0.5] * 3 if halves else [0.26862954, 0.26130258, 0.27577711]
     fields = {
-        "image_size": 560 if is_qwen else side("image_size"),
+        "image_size": {"gemma4v": 224}.get(kind) or (560 if is_qwen else side("image_size")),
         "patch_size": side("patch_size"),
         "embedding_length": embed or vision.hidden_size,
         "feed_forward_length": vision.hidden_size if embed else vision.intermediate_size,
@@ -207,6 +268,11 @@ def metadata_of(model: Any, name: str) -> dict[str, Any]:
             metadata["clip.use_gelu"] = True
             side = vision.image_size // vision.patch_size
             fields["projector.scale_factor"] = side // int(config.mm_tokens_per_image**0.5)
+        case "gemma4v":
+            fields["projector.scale_factor"] = vision.pooling_kernel_size
+            fields |= {"image_mean": [0.0] * 3, "image_std": [1.0] * 3}
+            if config.audio_config is not None:
+                metadata |= _metadata_of_sounds(config)
         case "mlp":
             fields["block_count"] -= 1
         case "pixtral":
@@ -217,11 +283,59 @@ def metadata_of(model: Any, name: str) -> dict[str, Any]:
             metadata["clip.use_gelu"] = True
             fields["projector.scale_factor"] = int(1 / config.downsample_ratio)
             fields |= {"preproc_min_tiles": 1, "preproc_max_tiles": 4}
-    return metadata | {f"clip.vision.{key}": value for key, value in fields.items()}
+    metadata |= {f"clip.vision.{key}": value for key, value in fields.items()}
+    return {key: value for key, value in metadata.items() if value is not None}
+
+
+def _metadata_of_sounds(config: Any) -> dict[str, Any]:
+    audio = config.audio_config
+    return {
+        "clip.has_audio_encoder": True,
+        "clip.projector_type": None,
+        "clip.vision.projector_type": "gemma4v",
+        "clip.audio.projector_type": "gemma4a",
+        "clip.audio.projection_dim": config.text_config.hidden_size,
+        "clip.audio.embedding_length": audio.hidden_size,
+        "clip.audio.feed_forward_length": 4 * audio.hidden_size,
+        "clip.audio.block_count": audio.num_hidden_layers,
+        "clip.audio.attention.head_count": audio.num_attention_heads,
+        "clip.audio.attention.layer_norm_epsilon": 1e-5,  # wrong in old files
+        "clip.audio.num_mel_bins": audio.subsampling_conv_channels[0],
+    }
+
+
+def _arrays_of_gemma4(model: Any) -> dict[str, Any]:
+    """Return the tensors of the towers of pictures and of sounds."""
+    arrays: dict[str, Any] = {}
+    for own, tensor in model.state_dict().items():
+        x, short = tensor.float().numpy(), own.removeprefix("model.")
+        if short.startswith(("language_model.", "lm_head")):
+            continue
+        x = x.reshape(x.shape or 1)
+        module, _, kind = short.rpartition(".")
+        if layer := re.fullmatch(r"(vision|audio)_tower\.(?:encoder\.)?layers\.(\d+)\.(.*)", short):
+            module, _, kind = layer[3].rpartition(".")
+            prefix = f"{layer[1][0]}.blk.{layer[2]}."
+            if kind == "per_dim_scale":
+                arrays[f"{prefix}per_dim_scale.weight"] = np.log1p(np.exp(x))
+                continue
+            if module == "lconv1d.depthwise_conv1d":
+                x = x[:, 0]
+            arrays[f"{prefix}{_GEMMA4_INNER[module.removesuffix('.linear')]}.{kind}"] = x
+        elif short in _GEMMA4:
+            arrays[_GEMMA4[short]] = x
+        else:
+            if module.endswith("patch_embedder.input_proj"):
+                side = model.config.vision_config.patch_size
+                x = x.reshape(-1, side, side, 3).transpose(0, 3, 1, 2)
+            arrays[f"{_GEMMA4[module]}.{kind}"] = x
+    return arrays
 
 
 def arrays_of(model: Any, name: str) -> dict[str, Any]:
     """Return the tensors of the tower."""
+    if KINDS[name] == "gemma4v":
+        return _arrays_of_gemma4(model)
     arrays: dict[str, Any] = {}
     vision = model.config.vision_config
     for own, tensor in model.state_dict().items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -133,9 +133,17 @@ def _cases() -> dict[str, Case]:
 CASES = _cases()
 
 
-def save_model(name: str, folder: Path) -> Any:
-    """Save a model with its files; return transformers' model."""
+def save_model(name: str, folder: Path, **audio: Any) -> Any:
+    """Save a model with its files; return transformers' model.
+
+    Args:
+        name: its case.
+        folder: the folder.
+        audio: other fields of audio_config.
+    """
     case = CASES[name]
+    own = case.config["audio_config"] | audio
+    case = replace(case, config=case.config | {"audio_config": own})
     model = make_hf(case.architecture, **case.config)
     if "gemma4" in name:
         _randomize(model.model.audio_tower)
@@ -145,6 +153,7 @@ def save_model(name: str, folder: Path) -> Any:
     preprocessor |= {"chunk_length": SECONDS}
     if "gemma4" in name:
         preprocessor = {"image_processor_type": "Gemma4ImageProcessor", "patch_size": 2}
+        preprocessor |= {"pooling_kernel_size": 2}
         extractor = Gemma4AudioFeatureExtractor(feature_size=case.mel)
         whole = {"feature_extractor": json.loads(extractor.to_json_string())}
         (folder / "processor_config.json").write_text(json.dumps(whole))

@@ -17,12 +17,13 @@ import stat
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
 
 from octavo.errors import ConfigError, reason_of
+from octavo.kv_connector.copy_cache import Key
 from octavo.kv_connector.layout import KVLayout, KVPart
 
 _MAGIC = b"octavosh"
@@ -154,11 +155,12 @@ class SharedFolder:
             raise
         return SharedCopy(fd, header.part)
 
-    def forget(self, group_id: int, block_hash: bytes) -> None:
-        """Remove all files of a block."""
+    def forget(self, keys: Sequence[Key]) -> None:
+        """Remove all files of blocks."""
         for division in self._divisions():
             for rank in range(int(division.partition(".")[0])):
-                self.remove(division, rank, group_id, block_hash)
+                for key in keys:
+                    self.remove(division, rank, *key)
 
     def remove(self, division: str, rank: int, group_id: int, block_hash: bytes) -> None:
         """Remove a file with wrong contents, so that it is written again."""

@@ -10,7 +10,7 @@ import logging
 import queue
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
 
@@ -201,9 +201,9 @@ class SharedStorageScheduler(KVConnectorScheduler):
 
     def forget_items(self, request: Request) -> None:
         """Implement `KVConnectorScheduler`: remove the files; workers may be writing others."""
-        for key in item_keys(self.layout, request):
-            self._folder.forget(*key)
-            self._forgotten.append(key)
+        keys = list(item_keys(self.layout, request))
+        self._folder.forget(keys)
+        self._forgotten += keys
 
     def reset_cache(self) -> bool:
         """Implement `KVConnectorScheduler`; other engines use the folder, too."""
@@ -318,14 +318,15 @@ class SharedStorageWorker(KVConnectorWorker):
             self._writes[slot] = key, self._writers.submit(self._write, block, slot)
 
     def _forget(self, keys: Sequence[Key]) -> None:
-        """Remove the blocks that are being written, once their files are there."""
+        """Remove the files of blocks, also of those that are still being written."""
         wanted = set(keys)
-        for key, write in self._writes.values():
-            if key in wanted:
-                write.add_done_callback(partial(self._remove, key))
+        writes = [write for key, write in self._writes.values() if key in wanted]
+        self._writers.submit(self._remove, keys, writes)  # they began earlier, so they end
 
-    def _remove(self, key: Key, write: Future[None]) -> None:
-        self._folder.remove(self._folder.division, self.layout.rank, *key)
+    def _remove(self, keys: Sequence[Key], writes: Sequence[Future[None]]) -> None:
+        wait(writes)
+        for key in keys:
+            self._folder.remove(self._folder.division, self.layout.rank, *key)
 
     def _write(self, block: Block, slot: int) -> None:
         copy = self._memory.data[slot * self._size : (slot + 1) * self._size]

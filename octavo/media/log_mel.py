@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.errors import ModelError
+from octavo.media.audio import SAMPLE_RATE
 
 Floats = NDArray[np.float32]
 
@@ -36,7 +37,7 @@ class LogMel:
 
     feature_size: int = 80
     """Number of mel bands."""
-    sampling_rate: int = 16_000
+    sampling_rate: int = SAMPLE_RATE
     hop_length: int = 160
     """Samples from a frame to the next one."""
     chunk_length: int = 30
@@ -60,7 +61,8 @@ class LogMel:
             raise ModelError(
                 f"{where}: feature_extractor_type={kind!r} is not supported; use {_EXTRACTOR}."
             )
-        for name, only in (("padding_value", 0.0), ("dither", 0.0)):
+        fixed = {"padding_value": 0.0, "dither": 0.0, "sampling_rate": SAMPLE_RATE}
+        for name, only in fixed.items():
             if config.get(name, only) != only:
                 raise ModelError(
                     f"{where}: {name}={config[name]!r} is not supported; only {only} is."
@@ -68,7 +70,6 @@ class LogMel:
         values: dict[str, int] = {}
         for name, most in (
             ("feature_size", 256),
-            ("sampling_rate", 48_000),
             ("hop_length", 4096),
             ("chunk_length", 60),
             ("n_fft", 4096),
@@ -82,7 +83,7 @@ class LogMel:
                     )
                 values[name] = value
         made = cls(**values)
-        if made.n_fft % 2 or made.n_fft < made.hop_length or made.sampling_rate < 2:
+        if made.n_fft % 2 or made.n_fft < made.hop_length:
             raise ModelError(
                 f"{where}: n_fft={made.n_fft} must be even, and at least "
                 f"hop_length={made.hop_length}."

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.checkpoints.config_json import ConfigJson
+from octavo.media.audio import SAMPLE_RATE
 
 Floats = NDArray[np.float32]
 
@@ -26,7 +27,7 @@ class UsmMel:
 
     feature_size: int = 128
     """Number of mel bands."""
-    sampling_rate: int = 16_000
+    sampling_rate: int = SAMPLE_RATE
     frame_length: int = 320
     """Samples of a frame."""
     hop_length: int = 160
@@ -45,6 +46,7 @@ class UsmMel:
         """
         config.refuse("feature_extractor_type", _EXTRACTOR, f"only {_EXTRACTOR} is supported")
         for name, only in (
+            ("sampling_rate", SAMPLE_RATE),
             ("padding_value", 0.0),
             ("preemphasis", 0.0),
             ("dither", 0.0),
@@ -54,21 +56,21 @@ class UsmMel:
             ("per_bin_stddev", None),
         ):
             config.refuse(name, only, f"only {only} is supported")
-        rate = config.integer("sampling_rate", default=16_000, least=1000, most=384_000)
+        for name, only in (("frame_length_ms", 20.0), ("hop_length_ms", 10.0)):
+            config.refuse(name, only, f"set {name.removesuffix('_ms')}, in samples, instead")
         low = config.number("min_frequency", default=0.0)
         high = config.number("max_frequency", default=8000.0)
-        if not 0 <= low < high <= rate / 2:
+        if not 0 <= low < high <= SAMPLE_RATE / 2:
             raise config.error(
-                "max_frequency", f"it must be above min_frequency, and at most {rate / 2:g}"
+                "max_frequency", f"it must be above min_frequency, and at most {SAMPLE_RATE // 2}"
             )
         return cls(
             config.integer("feature_size", default=128, most=1024),
-            rate,
-            config.integer("frame_length", default=round(rate * 0.02), least=2, most=rate),
-            config.integer("hop_length", default=round(rate * 0.01), most=rate),
-            low,
-            high,
-            config.positive("mel_floor", 1e-3),
+            frame_length=config.integer("frame_length", default=320, least=2, most=SAMPLE_RATE),
+            hop_length=config.integer("hop_length", default=160, most=SAMPLE_RATE),
+            min_frequency=low,
+            max_frequency=high,
+            mel_floor=config.positive("mel_floor", 1e-3),
         )
 
     def num_frames(self, num_samples: int) -> int:
@@ -77,7 +79,7 @@ class UsmMel:
         Half a frame of silence precedes a sound. A frame counts if the sound also has the sample
         after it.
         """
-        rest = num_samples - 1 - self.frame_length // 2
+        rest = num_samples - 1 - (self.frame_length - self.frame_length // 2)
         return max(0, rest // self.hop_length + 1)
 
     def compute(self, samples: Floats) -> Floats:

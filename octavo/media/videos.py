@@ -36,8 +36,10 @@ _DECODERS = {
 _PICTURES = (b"\x89PNG", b"\xff\xd8\xff", b"BM", b"II*\0", b"MM\0*")
 # Formats in which one may begin to decode at any key frame.
 _SEEKABLE = ("mov", "matroska")
-# A file may lack this part of the frames that its head announces.
+# A file may lack this part of the frames, or of the bytes, that its head announces.
 _LACKING = 0.02
+# Bytes in which the segment of a Matroska file begins.
+_HEAD = 2**16
 _DEFAULT_FPS, _MAX_FPS = 24.0, 1000.0
 _QUARTER = 90
 
@@ -90,6 +92,8 @@ def read_index(data: memoryview) -> VideoIndex:
         UnsupportedError: its codec is another one.
     """
     name = demuxer_of(data)
+    if name == "matroska":
+        _check_segment(data)
     try:
         with _open(data, name) as container:
             return _read_index(container, name)
@@ -158,6 +162,32 @@ def _damaged(name: str, error: av.error.FFmpegError) -> RequestError:
     )
 
 
+def _check_segment(data: memoryview) -> None:
+    """Refuse a Matroska file that ends before its segment does (RFC 8794, RFC 9559).
+
+    The length in seconds would not do: the last frame may be shown for any time. Programs that
+    cannot seek announce no size.
+    """
+    at, segment = 0, 0x18538067
+    while at + 18 <= min(len(data), _HEAD):
+        length = 9 - data[at].bit_length()  # of the element's name
+        kind = int.from_bytes(data[at : at + length])
+        at += length
+        length = 9 - data[at].bit_length()  # of its size, whose first bit of 1 is no part of it
+        size, unknown = int.from_bytes(data[at : at + length]), (1 << 7 * length) - 1
+        size &= unknown
+        at += length
+        if kind == segment:
+            there = len(data) - at
+            if size != unknown and size - there > _LACKING * size:
+                raise RequestError(
+                    f"the file is cut off: its head announces {size} bytes, and {there} are "
+                    "there; send the whole file."
+                )
+            return
+        at += size
+
+
 def _read_index(container: av.container.InputContainer, name: str) -> VideoIndex:
     if not container.streams.video:
         raise RequestError("the file has no pictures; send a video.")
@@ -195,10 +225,6 @@ def _read_index(container: av.container.InputContainer, name: str) -> VideoIndex
     if name == "mov" and stream.duration:  # an edit list may leave frames out
         shown = max(1, end - (stream.start_time or 0))
         announced = min(announced, round(count * stream.duration / shown))
-    elif name == "matroska" and len(container.streams) == 1 and container.duration and end:
-        # Only the head of the file has its length.
-        seconds = float(end * (stream.time_base or 0))
-        announced = round(count * container.duration / av.time_base / max(seconds, 1e-3))
     if announced - count > max(1, _LACKING * announced):
         raise RequestError(
             f"the file is cut off: its head announces {announced} frames, and {count} are "

@@ -14,6 +14,9 @@ _MISTRAL |= {"max_position_embeddings": 131072}
 _MIXTRAL = _LLAMA | {"rms_norm_eps": 1e-5, "num_key_value_heads": 8}
 _MIXTRAL |= {"max_position_embeddings": 131072, "num_experts_per_tok": 2}
 _MIXTRAL["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e6}
+_VOXTRAL = _LLAMA | {"rms_norm_eps": 1e-5, "num_hidden_layers": 30, "num_key_value_heads": 8}
+_VOXTRAL |= {"intermediate_size": 8192, "head_dim": 128, "max_position_embeddings": 131072}
+_VOXTRAL["rope_theta"] = 1e8
 _QWEN = _LLAMA | {"num_key_value_heads": 32, "max_position_embeddings": 32768}
 _QWEN |= {"sliding_window": 4096}
 _GEMMA = _LLAMA | {"hidden_act": "gelu_pytorch_tanh", "head_dim": 256, "num_key_value_heads": 4}
@@ -201,7 +204,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     | {"max_position_embeddings": 65536, "tie_word_embeddings": True},
     "SmolVLMForConditionalGeneration": {"model_type": "smolvlm"},
     "VipLlavaForConditionalGeneration": {"model_type": "vipllava"},
-    "VoxtralForConditionalGeneration": {"model_type": "voxtral"},
+    "VoxtralForConditionalGeneration": {"model_type": "voxtral"} | _VOXTRAL,
     "MuseGlimmerForConditionalGeneration": {"model_type": "muse_glimmer"} | _MUSE,
     "Qwen3_5ForCausalLM": {"model_type": "qwen3_5_text"} | _QWEN3_5,
     "Qwen3_5ForConditionalGeneration": {"model_type": "qwen3_5"} | _QWEN3_5,

@@ -285,7 +285,7 @@ def _replace(
     """
     if isinstance(value, LinearSpec):
         of_module = choose_exact if value.exact else choose
-        forms = tuple(of_module(f"{prefix}{module}") for module, _ in value.modules)
+        forms = tuple(of_module(f"{prefix}{module}") for module in value.weight_modules)
         return replace(value, forms=() if set(forms) == {PLAIN} else forms)
     if isinstance(value, tuple):
         items = [_replace(item, prefix, choose, choose_exact) for item in value]

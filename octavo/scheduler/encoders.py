@@ -53,8 +53,9 @@ class EncoderInputs:
     While texts (requests without items) get their tokens, the run for an item is cut into slices
     of some pieces, which are computed in several steps; see `ItemPace`. There is one such run at a
     time. Its request waits until the step with the last slice, which has the item's rows. If the
-    request then has no use for them, the next item takes the place of the run, so that no request
-    waits for another for ever. Without texts the rest of the run is one slice.
+    request cannot use them then, the last piece waits, and the next item that has room may take the
+    place of the run, so that no request waits for another for ever. Without texts the rest of the
+    run is one slice.
 
     Prompts have the same pace up to their last item: beside texts they are computed in short
     chunks. A run and the prompts of other requests take turns, so that neither waits for ever.
@@ -147,8 +148,11 @@ class EncoderInputs:
         count = min(num_new, self.pace.num_tokens())
         count = self._fit(request, start, self.fit_ranges(request, start, count, num_new))
         run = self._run
-        is_turn = not self._is_turn_of_run or run is None or run.request is request
-        return count if is_turn and self.pace.may_begin else 0
+        if run is not None and run.request is request:
+            is_next = run.is_late or self.pace.may_begin
+        else:
+            is_next = self.pace.may_begin and (run is None or not self._is_turn_of_run)
+        return count if is_next else 0
 
     def _fit(self, request: Request, start: int, num_new: int, *, whole: bool = False) -> int:
         """Implement `fit` without the pace of prompts."""
@@ -172,7 +176,7 @@ class EncoderInputs:
                 left = self._budget if whole else budget
                 has_time = tokens <= max(budget, 0) or left == self._max_num_tokens
                 if not (known or whole) and self._is_cut(feature):
-                    has_time &= self._may_end(request, feature)
+                    has_time &= self._may_end(request, feature, has_room=has_room)
                 if not has_room or not has_time:
                     self._is_full |= not has_room
                     if not has_time and not self._is_cut(feature) and self._late is None:
@@ -254,22 +258,24 @@ class EncoderInputs:
         """Return True if the run for an item is cut in this step."""
         return self._has_texts and item.modality in self._num_pieces
 
-    def _may_end(self, request: Request, item: MultiModalFeatureSpec) -> bool:
+    def _may_end(self, request: Request, item: MultiModalFeatureSpec, *, has_room: bool) -> bool:
         """Return True if the run for an item can end in this step; begin it if there is no other.
 
         Args:
             request: the request that needs the item.
             item: its item.
+            has_room: True if the item's rows have room; it may then take the place of a late run.
         """
         run = self._run
-        if run is None or run.request.status.finished or run.is_late:
+        if run is None or run.request.status.finished or (run.is_late and has_room):
             if run is None or run.item.identifier != item.identifier:
                 count = self._num_pieces[item.modality](item.num_encoder_tokens, item.num_rows)
                 run = self._run = _Run(request, item, count)
         elif run.item.identifier != item.identifier:
             return False
         run.request = request
-        return run.num_left <= self.pace.num_pieces(item.modality, run.piece)
+        # A late run may go into debt: else the next item would take its place.
+        return run.is_late or run.num_left <= self.pace.num_pieces(item.modality, run.piece)
 
     def _advance(self, run: _Run, output: SchedulerOutput) -> None:
         """Add a slice, which does not end the run, to a step."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -13,7 +14,11 @@ _SHARE = 0.15
 _MIN_TOKENS = 32
 """Tokens of a prompt with items that are computed at once at least."""
 _MOST_OWED = 5.0
-"""Seconds that items owe at most, so that a step which took long does not stop them for long."""
+"""Seconds that items owe at most, so that a piece which took long does not stop them for long."""
+_MOST_TIMES = 3.0
+"""Most times of the expected time that is counted: a step may take long for another reason."""
+_MOST_IN_ROW = 16
+"""Most steps with items in a row: the time of a step without them must be known."""
 
 WorkKind = Literal["prompt"] | Modality
 """Work for items: tokens of the prompts that hold them, or tokens of an encoder's runs."""
@@ -37,7 +42,9 @@ class ItemPace:
     Items take `_SHARE` of a step's time: as much work as fits into it, or the smallest piece, and
     then none in the next steps until their shares have paid for it. Times are measured. Work is
     paid for when it is scheduled if the time of such work is known, and the difference from the
-    measured time when its step ends.
+    measured time when its step ends. A measured time counts up to a multiple of the expected one,
+    so that an outlier changes little. After `_MOST_IN_ROW` steps with items there is one without
+    them, so that the time of such a step is measured also if all work fits.
     """
 
     def __init__(self) -> None:
@@ -49,15 +56,20 @@ class ItemPace:
         """Seconds that items may still take; negative if they have taken more."""
         self._work = ItemWork()
         """Work of the step that is being scheduled."""
+        self._num_in_row = 0
+        """Number of the last steps in a row that have items."""
+        self._is_measured = False
+        """True if the step has no items, so that its time becomes known."""
 
     @property
     def may_begin(self) -> bool:
         """True if the step has time for another piece of work."""
-        return self._credit >= 0
+        return self._credit >= 0 and not self._is_measured
 
     def begin_step(self, *, has_texts: bool) -> None:
         """Begin a step; without texts nothing is owed any more."""
         self._work = ItemWork()
+        self._is_measured = has_texts and self._num_in_row == _MOST_IN_ROW
         if has_texts:
             self._credit = min(self._credit, 0.0) + _SHARE * (self._step or 0.0)
         else:
@@ -65,6 +77,8 @@ class ItemPace:
 
     def end_step(self) -> ItemWork:
         """Return the work of the step, for `step_ended`."""
+        has_items = bool(self._work.tokens) and not self._is_measured
+        self._num_in_row = self._num_in_row + 1 if has_items else 0
         return self._work
 
     def num_pieces(self, modality: Modality, piece: float) -> int:
@@ -100,15 +114,35 @@ class ItemPace:
         of_others = output.total_num_scheduled_tokens - work.num_prompt_tokens
         if of_others >= MANY * len(output.scheduled_reqs):
             return
+        step = self._step
         if not work.tokens:
             if not output.scheduled_encoder_inputs:
-                self._step = learn(self._step, seconds)
-        elif self._step is not None:
-            own = max(seconds - self._step, 0.0)
+                most = _MOST_TIMES * step if step else math.inf
+                self._step = learn(step, min(seconds, most))
+        elif step:
+            if seconds < step:  # without items it takes even less
+                self._step = learn(step, seconds)
+            own = self._learn(work, max(seconds - step, 0.0), step)
             self._credit = max(self._credit + work.seconds - own, -_MOST_OWED)
-            if len(work.tokens) == 1:
-                ((kind, tokens),) = work.tokens.items()
-                self._costs[kind] = learn(self._costs.get(kind), own / tokens)
+
+    def _learn(self, work: ItemWork, seconds: float, step: float) -> float:
+        """Learn from the time of work; return the time that counts.
+
+        The kinds of work have taken the parts of it that were expected, and new ones the rest.
+        """
+        costs, tokens = self._costs, work.tokens
+        expected = {kind: costs[kind] * n for kind, n in tokens.items() if kind in costs}
+        total, new = sum(expected.values()), tokens.keys() - expected.keys()
+        if new:
+            if seconds > total:
+                for kind in new:
+                    costs[kind] = (seconds - total) / len(new) / tokens[kind]
+            return seconds
+        seconds = min(seconds, _MOST_TIMES * max(total, step))
+        for kind, of_kind in expected.items():
+            part = of_kind / total if total else 1 / len(expected)
+            costs[kind] = learn(costs[kind], part * seconds / tokens[kind])
+        return seconds
 
     def forget_debts(self) -> None:
         """Forget what the work so far has taken."""

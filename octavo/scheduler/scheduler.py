@@ -693,7 +693,7 @@ class Scheduler:
                     request.num_forced = 0
                 num_drafts = min(wanted, left - 1, step.budget - 1, step.draft_budget)
             if start < request.mm_end:
-                num_new = self._fit_ranges(request, start, num_new, step.budget)
+                num_new = self._fit_ranges(step, request, start, num_new, step.budget)
                 if not num_new and priority == BACKGROUND:
                     self._save_budget(step)
                 num_new = encoders.fit(request, start, num_new)
@@ -743,7 +743,7 @@ class Scheduler:
             total = request.num_tokens + request.num_output_placeholders
             num_new = min(self._cap(total - start), step.budget)
             if start < request.mm_end:
-                num_new = self._fit_ranges(request, start, num_new, step.budget)
+                num_new = self._fit_ranges(step, request, start, num_new, step.budget)
                 if not num_new and request.options.background:
                     self._save_budget(step)
                 num_new = self._encoders.fit(request, start, num_new)
@@ -797,7 +797,7 @@ class Scheduler:
             num_new = min(num_new, step.budget - num_encoded)
             if request.mm_end:
                 room = step.budget - num_encoded
-                num_new = self._fit_ranges(request, start, num_new, room)
+                num_new = self._fit_ranges(step, request, start, num_new, room)
                 if not num_new:
                     return self._wait_for_budget(step, request)
             if request.mm_end and not (
@@ -867,10 +867,15 @@ class Scheduler:
         self._add_to_step(step, request, scheduled, start, request.num_tokens)
         return True
 
-    def _fit_ranges(self, request: Request, start: int, num_new: int, room: int) -> int:
-        """Call `EncoderInputs.fit_ranges`; note if no token fits."""
+    def _fit_ranges(
+        self, step: ScheduledStep, request: Request, start: int, num_new: int, room: int
+    ) -> int:
+        """Call `EncoderInputs.fit_ranges`; note if no token fits.
+
+        A request in the background that has not saved enough tokens stops no drafts.
+        """
         found = self._encoders.fit_ranges(request, start, num_new, room)
-        self._range_waits |= not found
+        self._range_waits |= not (found or step.num_left_out)
         return found
 
     def _leave_budget(self, step: ScheduledStep) -> bool:

@@ -14,6 +14,7 @@ from octavo.checkpoints.base import Checkpoint
 from octavo.errors import ModelError, RequestError
 from octavo.media.log_mel import LogMel
 from octavo.models.spec import ModelSpec
+from octavo.multimodal.processors.sounds import read_feature_settings
 from octavo.speech.tokens import WhisperTokens
 from octavo.text.tokenizer import Tokenizer
 
@@ -89,13 +90,13 @@ class SpeechModel:
         Raises:
             ModelError: a file is missing, or has a wrong value.
         """
-        name = "preprocessor_config.json"
-        text = checkpoint.read_text(name)
-        if text is None:
+        settings = read_feature_settings(checkpoint)
+        if settings is None:
             raise ModelError(
-                f"{checkpoint.path / name} is missing: it has the settings of the model's features."
+                f"{checkpoint.path / 'preprocessor_config.json'} is missing: it has the settings "
+                "of the model's features."
             )
-        features = LogMel.from_config(_parse(text, str(checkpoint.path / name)), name)
+        features = LogMel.from_config(settings.fields, settings.where)
         generation = _generation(checkpoint)
         is_multilingual = generation.get("is_multilingual")
         if is_multilingual is None:  # English only: the end is the last token of the text
@@ -136,8 +137,9 @@ def _alignment_heads(checkpoint: Checkpoint, spec: ModelSpec) -> tuple[tuple[int
     """
     sizes = [cache.num_kv_heads for cache in spec.cross_caches]
     given = _generation(checkpoint).get("alignment_heads") or []
-    pairs = [pair for pair in given if isinstance(pair, list) and len(pair) == 2]
-    if len(pairs) != len(given) or any(type(n) is not int or n < 0 for p in pairs for n in p):
+    listed = given if isinstance(given, list) else [given]
+    pairs = [pair for pair in listed if isinstance(pair, list) and len(pair) == 2]
+    if len(pairs) != len(listed) or any(type(n) is not int or n < 0 for p in pairs for n in p):
         raise ModelError(
             f"generation_config.json: alignment_heads={str(given)[:100]} is not a list of pairs of "
             "a layer and a head."

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,7 +15,11 @@ from octavo.errors import ModelError, RequestError, UnsupportedError
 from octavo.media.audio import SAMPLE_RATE
 from octavo.models.blocks.wave import MIN_SAMPLES
 from octavo.models.spec import ModelSpec
-from octavo.multimodal.processors.sounds import LogMelProcessor, read_sound_processor
+from octavo.multimodal.processors.sounds import (
+    LogMelProcessor,
+    read_feature_settings,
+    read_sound_processor,
+)
 from octavo.sampling_params import RequestOutputKind, SamplingParams
 from octavo.speech.interface import (
     WINDOWS_AT_ONCE,
@@ -209,12 +212,7 @@ class Moonshine(TextModel):
         Raises:
             ModelError: a file has an unsupported value.
         """
-        name = "preprocessor_config.json"
-        try:
-            found = json.loads(checkpoint.read_text(name) or "{}")
-        except ValueError as error:
-            raise ModelError(f"{checkpoint.path / name} is not valid JSON: {error}.") from None
-        settings = ConfigJson(found if isinstance(found, dict) else {}, name)
+        settings = read_feature_settings(checkpoint) or ConfigJson({}, "preprocessor_config.json")
         settings.refuse("do_normalize", False, "samples are read as they are")
         settings.refuse("sampling_rate", SAMPLE_RATE, "only this rate is supported")
         return cls(max_model_len)

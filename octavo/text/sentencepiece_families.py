@@ -78,6 +78,8 @@ class _Layout:
     end: list[str] = field(default_factory=list)
     between: list[str] = field(default_factory=list)
     """Special tokens before the second text of a pair."""
+    second_type: int = 0
+    """Type of the tokens of the second text of a pair."""
     special: list[str] = field(default_factory=list)
     always_prefix: bool = True
     config: dict[str, Any] = field(default_factory=dict)
@@ -263,6 +265,7 @@ def _deberta(model: SentencePiece, config: Mapping[str, Any]) -> _Layout:
         unk="[UNK]",
         begin=["[CLS]"],
         end=["[SEP]"],
+        second_type=1,
         special=[*named.values()],
         config=named,
     )
@@ -412,7 +415,7 @@ def _tokenizer_json(model: SentencePiece, tokens: list[tuple[str, float]], layou
             "post_processor": {
                 "type": "TemplateProcessing",
                 "single": first,
-                "pair": [*first, *around("B", layout.between, 0)],
+                "pair": [*first, *around("B", layout.between, layout.second_type)],
                 "special_tokens": {t: {"id": t, "ids": [ids[t]], "tokens": [t]} for t in used},
             }
             if used

@@ -199,6 +199,8 @@ class Tokenizer:
                     raise ModelError(_missing_message(checkpoint))
                 built, where = Built(*found), f"{checkpoint.path / 'vocab.txt'}"
             text, config = built.text, built.config | config
+            if "added_tokens_decoder" not in config:  # as transformers 4 and before write them
+                config["added_tokens_decoder"] = _read_added_tokens(checkpoint, config)
             if built.divider is not None and built.ids is not None:
                 dividing = _parsed(built.divider, where)
                 divider = dividing, built.ids(dividing.get_vocab(with_added_tokens=True))
@@ -638,23 +640,30 @@ class Tokenizer:
         return None if text is None else self._backend.token_to_id(text)
 
     def _add_missing_tokens(self, config: dict[str, Any]) -> None:
-        """Add tokens that are only in tokenizer_config.json, as transformers does."""
+        """Add the tokens that the folder's other files list, as transformers does."""
         backend = self._backend
         listed = config.get("added_tokens_decoder") or {}
+        known = self.get_added_vocab()
         for key, entry in sorted(listed.items(), key=lambda item: int(item[0])):
             text = _token_text(entry)
-            if text and backend.token_to_id(text) is None:
+            if text and text not in known:
                 flags = {
                     name: bool(entry[name])
                     for name in ("single_word", "lstrip", "rstrip", "normalized", "special")
                     if isinstance(entry, dict) and name in entry
                 }
+                is_new = backend.token_to_id(text) is None
                 backend.add_tokens([tokenizers.AddedToken(text, **flags)])
-                if backend.token_to_id(text) != int(key):
+                if is_new and backend.token_to_id(text) != int(key):
                     raise ModelError(
-                        f"tokenizer_config.json gives the token {text!r} the id {key}, which does "
-                        "not follow on from tokenizer.json; the two files do not belong together."
+                        f"tokenizer_config.json or added_tokens.json gives the token {text!r} the "
+                        f"id {key}, which does not follow on from the vocabulary; the files do not "
+                        "belong together."
                     )
+        known = self.get_added_vocab()
+        for text in _further_special_tokens(config):
+            if text not in known:
+                backend.add_special_tokens([text])
         for text in self.special_tokens.values():
             if backend.token_to_id(text) is None:
                 backend.add_special_tokens([text])
@@ -761,6 +770,17 @@ def _token_text(value: Any) -> str | None:
     return value if isinstance(value, str) and value else None
 
 
+def _further_special_tokens(config: Mapping[str, Any]) -> list[str]:
+    """Return the special tokens of a folder's files that have no name of their own."""
+    found: list[str] = []
+    for name in ("additional_special_tokens", "extra_special_tokens"):
+        listed = config.get(name)
+        values = list(listed.values()) if isinstance(listed, dict) else listed
+        if isinstance(values, list):
+            found += [text for value in values if (text := _token_text(value))]
+    return found
+
+
 def _read_json(checkpoint: Checkpoint, name: str) -> dict[str, Any]:
     text, file = checkpoint.read_text(name), checkpoint.path / name
     if text is None:
@@ -772,6 +792,22 @@ def _read_json(checkpoint: Checkpoint, name: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ModelError(f"{file} does not hold a JSON object.")
     return value
+
+
+def _read_added_tokens(checkpoint: Checkpoint, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the tokens of added_tokens.json in the form of `added_tokens_decoder`."""
+    named = {_token_text(config.get(name)) for name in _NAMED_TOKENS}
+    special = {*named, *_further_special_tokens(config)}
+    found: dict[str, Any] = {}
+    for text, number in _read_json(checkpoint, "added_tokens.json").items():
+        if type(number) is not int or number < 0:
+            raise ModelError(
+                f"{checkpoint.path / 'added_tokens.json'} has the wrong id {number!r} for "
+                f"{text[:80]!r}."
+            )
+        flags = {"normalized": text not in special, "special": text in special}
+        found[str(number)] = {"content": text} | flags
+    return found
 
 
 def _not_unicode() -> RequestError:

@@ -10,8 +10,19 @@ import pytest
 
 from octavo import LLM
 from octavo.errors import ModelError
-from tests.mmproj_files import TEXTS, VOCABULARY, arrays_of, metadata_of, save_pair, save_tower
+from tests import sounds
+from tests.mmproj_files import (
+    FIXED_SOUNDS,
+    TEXTS,
+    VOCABULARY,
+    arrays_of,
+    metadata_of,
+    save_pair,
+    save_tower,
+    vocabulary_of,
+)
 from tests.pictures import CASES, MORE_CASES, make_llm, params, picture, save_model
+from tests.videos import frames
 
 LARGE = picture(150, 170, 3)
 """Picture with several windows of 112 pixels."""
@@ -62,9 +73,76 @@ def settings(name: str) -> dict[str, Any]:
     options: dict[str, Any] = {"max_num_batched_tokens": 1024, "max_model_len": 500}
     if name.startswith("qwen"):
         options["mm_processor_kwargs"] = QWEN
+    if name.startswith("gemma4"):  # nor the number of rows
+        options["mm_processor_kwargs"] = {"max_soft_tokens": 70}
     if name == "gemma3":  # the files have no settings of crops
         options["mm_processor_kwargs"] = {"do_pan_and_scan": False}
     return options
+
+
+def test_videos(make_saved) -> None:
+    folder, text, _, _ = make_saved("gemma4_e")
+    videos = [frames(3, 24, 40), frames(2, 30, 30, 1)]
+    prompt = {"prompt": "a <|video|> b <|video|>", "multi_modal_data": {"video": videos}}
+    found = []
+    for file in (folder, text):
+        with make_llm(file, max_model_len=500, max_num_batched_tokens=1024) as llm:
+            found.append(llm.generate(prompt, params(12), use_tqdm=False)[0])
+    assert found[0].prompt_token_ids == found[1].prompt_token_ids
+    assert found[0].outputs[0].token_ids == found[1].outputs[0].token_ids
+
+
+@pytest.fixture(scope="module")
+def saved_sounds(tmp_path_factory) -> tuple[Path, Path, Any]:
+    """Return the folder, the text part's file, and the model of one that hears and sees."""
+    folder, pair = tmp_path_factory.mktemp("sounds"), tmp_path_factory.mktemp("sounds-gguf")
+    model = sounds.save_model("gemma4 wide", folder, **FIXED_SOUNDS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tests.mmproj_files.VOCABULARY", vocabulary_of(sounds.ID))
+        text, _ = save_pair(model, "gemma4_e", pair)
+    return folder, text, model
+
+
+def hear(file: Path, **options: Any) -> list[Any]:
+    """Return tokens and log-probabilities of prompts with sounds, with a picture, and without."""
+    heard = [sounds.sound(1.3), sounds.sound(0.52, 1)]
+    data = {"audio": heard, "image": [picture(30, 22, 1)]}
+    prompts = [
+        {"prompt": "a <|audio|> b <|audio|> <|image|> c", "multi_modal_data": data},
+        {"prompt": "a text"},
+    ]
+    limits = {"max_num_batched_tokens": 1200, "max_model_len": 500}
+    with make_llm(file, **limits | options) as llm:
+        found = llm.generate(prompts, sounds.params(12), use_tqdm=False)
+    return [
+        (
+            list(one.prompt_token_ids or []),
+            list(one.outputs[0].token_ids),
+            [next(iter(own.values())).logprob for own in one.outputs[0].logprobs or []],
+        )
+        for one in found
+    ]
+
+
+def test_sounds(saved_sounds) -> None:
+    folder, text, _ = saved_sounds
+    expected, found = hear(folder), hear(text)
+    for (ids, tokens, logprobs), (own_ids, own_tokens, own) in zip(expected, found, strict=True):
+        assert (ids, tokens) == (own_ids, own_tokens)
+        assert own == pytest.approx(logprobs, abs=2e-5)
+    assert hear(text, limit_mm_per_prompt={"video": 0}, max_num_seqs=1) == found
+
+
+@pytest.mark.parametrize("kind", ["f16", "q8_0"])
+def test_types_of_encoders_of_sounds(kind: str, saved_sounds, tmp_path: Path) -> None:
+    _, text, model = saved_sounds
+    rounded = tmp_path / "tower.gguf"
+    save_tower(rounded, metadata_of(model, "gemma4_e"), arrays_of(model, "gemma4_e"), kind)
+    (_, _, exact), plain = hear(text)
+    (_, _, own), own_plain = hear(text, mmproj=str(rounded))
+    assert exact[0] != own[0]
+    assert own[0] == pytest.approx(exact[0], abs=0.2 if kind == "q8_0" else 0.02)
+    assert own_plain == plain
 
 
 @pytest.mark.parametrize("name", TEXTS)
@@ -96,7 +174,7 @@ def test_vocabulary_without_the_token_of_rows(
 
 
 @pytest.mark.parametrize("kind", ["f16", "q8_0"])
-@pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_vl", "mistral3", "gemma3"])
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_vl", "mistral3", "gemma3", "gemma4_e"])
 def test_types_of_towers(name: str, kind: str, make_saved, tmp_path: Path) -> None:
     """Rounded towers change the answers by no more than rounding does."""
     _, text, tower, model = make_saved(name)

@@ -1,5 +1,6 @@
 """Copies of blocks with items whose encoder failed: in memory, in a file, and in a folder."""
 
+import queue
 import threading
 
 import msgspec
@@ -84,3 +85,17 @@ def test_a_file_that_is_being_written_is_removed(worker, monkeypatch):
     told.set()
     worker.shutdown()
     assert [folder.find(0, digest(i)) for i in (1, 2)] == [None, folder.division]
+
+
+def test_a_file_whose_place_in_memory_has_another_block_is_removed(worker):
+    """Its write ended after the scheduler had removed the files."""
+    worker._free = queue.SimpleQueue()
+    worker._free.put(0)
+    for i in (1, 2):
+        worker.start_load_kv(SharedStorageMetadata(saves=[Block(0, i, digest(i))]))
+        for layer in range(2):
+            worker.save_kv_layer(layer)
+        worker.wait_for_save()
+    worker.start_load_kv(SharedStorageMetadata(forgotten=[(0, digest(1))]))
+    worker.shutdown()
+    assert [worker._folder.find(0, digest(i)) for i in (1, 2)] == [None, worker._folder.division]

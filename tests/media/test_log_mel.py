@@ -67,6 +67,7 @@ def test_real_sound():
         ({"n_fft": 401}, "n_fft=401 must be even"),
         ({"n_fft": 100}, "n_fft=100 must be even, and at least hop_length=160"),
         ({"dither": 0.1}, "dither=0.1 is not supported"),
+        ({"sampling_rate": 8000}, "sampling_rate=8000 is not supported"),
         ({"chunk_length": 10**9}, "chunk_length=1000000000 is wrong"),
     ],
 )

@@ -44,6 +44,24 @@ def test_configs(name, tmp_path):
     assert found == spec(tmp_path / "complete", complete)
 
 
+@pytest.mark.parametrize(
+    ("name", "section", "fields"),
+    [
+        ("Idefics3", "vision_config", ["num_attention_heads"]),
+        ("SmolVLM", "vision_config", ["num_attention_heads"]),
+        ("Voxtral", "text_config", ["head_dim", "num_key_value_heads", "rms_norm_eps"]),
+        ("Voxtral", "text_config", ["rope_theta", "max_position_embeddings", "num_hidden_layers"]),
+    ],
+)
+def test_fields_that_weights_do_not_show(name, section, fields, tmp_path):
+    """A field that is left out has the default of transformers."""
+    config = CONFIGS[name]
+    part = {key: value for key, value in config[section].items() if key not in fields}
+    found = spec(tmp_path / "published", config | {section: part})
+    complete = AutoConfig.from_pretrained(tmp_path / "published").to_dict()
+    assert found == spec(tmp_path / "complete", complete)
+
+
 AUDIO = {"d_model": 40, "encoder_layers": 2, "encoder_attention_heads": 4, "encoder_ffn_dim": 160}
 AUDIO |= {"num_mel_bins": 6, "max_source_positions": 24}
 VOXTRAL = {"hidden_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4}

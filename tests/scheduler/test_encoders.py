@@ -380,6 +380,22 @@ def test_a_run_without_use_makes_place_for_the_next_one():
     engine.run()
 
 
+@pytest.mark.parametrize(("seats", "rows"), [(2, 500), (4, 455)], ids=["seat", "rows"])
+def test_a_run_that_waits_for_room_is_not_computed_again(seats, rows):
+    """A running prompt, whose picture is known, takes the time of the steps meanwhile."""
+    engine = make_slow(max_num_seqs=seats)
+    cache = engine.scheduler._encoders.cache
+    cache.num_rows = rows
+    engine.add("long", range(450), features=[picture("l", 0, 450, tokens=4)], max_tokens=1)
+    while "l" not in cache:
+        engine.step()
+    for name in "ab":
+        engine.add(name, range(10), features=[picture(name, 0, 10, tokens=40)], max_tokens=1)
+    parts = [part for _, part in run_steps(engine, ["long", "a", "b"]) if part is not None]
+    assert parts == [(0, 1), (1, 2), (2, 3), (3, 4)] * 2
+    engine.run()
+
+
 def test_a_run_ends_with_its_request():
     engine = make_cut()
     engine.add("p", range(20), features=[picture("p", 0, 8)])

@@ -65,10 +65,25 @@ def test_the_times_of_other_steps_teach_nothing():
     pace.step_ended(long, ItemWork({"image": 10}), 90.0)
     encodes = SchedulerOutput(ONE.scheduled_reqs, 1, scheduled_encoder_inputs={"p": [0]})
     pace.step_ended(encodes, ItemWork(), 90.0)
-    # Two kinds of work are paid for, but it is not known which of them took how long.
-    pace.step_ended(ONE, ItemWork({"image": 10, "prompt": 5}, 5, seconds=1.0), 8.0)
     assert pace._costs == {"image": 0.1}
+
+
+def test_works_of_several_kinds_take_the_expected_parts_of_the_time():
+    pace = make_pace()
+    # What is left of 3 seconds is the time of the new kind.
+    pace.step_ended(ONE, ItemWork({"image": 10, "prompt": 5}, 5, seconds=1.0), 8.0)
+    assert pace._costs == pytest.approx({"image": 0.1, "prompt": 0.4})
     assert [begin_step(pace) for _ in range(3)] == [0, 1, 1]
+    pace.step_ended(ONE, ItemWork({"image": 10, "prompt": 5}, 5, seconds=3.0), 5.0 + 6.0)
+    assert pace._costs == pytest.approx({"image": 0.12, "prompt": 0.48})
+
+
+def test_a_step_without_time_teaches_nothing():
+    pace = ItemPace()
+    pace.step_ended(ONE, ItemWork(), 0.0)
+    pace.step_ended(ONE, ItemWork({"image": 10}), 5.0)
+    pace.step_ended(ONE, ItemWork(), 5.0)
+    assert (pace._step, pace._costs) == (pytest.approx(1.0), {})
 
 
 @pytest.mark.parametrize("fate", ["ends", "fails"])
@@ -89,9 +104,63 @@ def test_pieces_of_unknown_time_are_paid_for_once_it_is_known(fate):
     assert found == ([0, 0, 0, 1, 1, 1] if fate == "ends" else [1] * 6)
 
 
-def test_a_step_that_took_long_stops_items_for_a_bounded_time():
-    pace = make_pace()
+def test_a_piece_that_took_long_stops_items_for_a_bounded_time():
+    pace = ItemPace()
+    pace.step_ended(ONE, ItemWork(), 5.0)
     begin_step(pace)
     pace.spend("image", 10)
     pace.step_ended(ONE, pace.end_step(), 10_000.0)
-    assert [begin_step(pace) for _ in range(5)] == [0, 0, 0, 0, 1]
+    assert [begin_step(pace) for _ in range(6)] == [0, 0, 0, 0, 1, 1]
+
+
+class Machine:
+    """Steps beside a text, of which each has as many pieces of 10 tokens as it may.
+
+    Args:
+        piece: seconds of a piece.
+    """
+
+    def __init__(self, piece):
+        self.pace, self.piece = ItemPace(), piece
+        self.pace.step_ended(ONE, ItemWork(), 1.0)
+
+    def run(self, count, step=1.0, extra=0.0):
+        """Run steps of `step` seconds without their pieces; return the numbers of pieces.
+
+        The first step with pieces takes `extra` seconds more.
+        """
+        found = []
+        for _ in range(count):
+            found.append(begin_step(self.pace))
+            seconds = step + found[-1] * self.piece
+            if found[-1]:
+                self.pace.spend("image", found[-1] * 10)
+                seconds, extra = seconds + extra, 0.0
+            self.pace.step_ended(ONE, self.pace.end_step(), seconds)
+        return found
+
+
+def test_an_outlier_changes_little():
+    machine = Machine(piece=2.0)
+    assert sum(machine.run(100)) == 10
+    machine.pace.step_ended(ONE, ItemWork(), 1000.0)
+    assert 9 <= sum(machine.run(100)) <= 15
+    machine = Machine(piece=2.0)
+    machine.run(100)
+    assert 6 <= sum(machine.run(100, extra=1000.0)) <= 10
+
+
+@pytest.mark.parametrize("piece", [0.05, 0.01])
+def test_steps_that_become_shorter_are_measured_beside_small_pieces(piece):
+    """Otherwise the pieces of a step take what the step no longer does."""
+    machine = Machine(piece)
+    machine.run(100)
+    machine.run(400, step=0.1)
+    assert sum(machine.run(100, step=0.1)) * piece < 0.25 * 100 * 0.1
+
+
+def test_a_first_time_that_was_too_long_is_corrected():
+    machine = Machine(piece=0.5)
+    machine.pace._step = 100.0
+    machine.run(40)
+    assert 30 <= sum(machine.run(100)) <= 50

@@ -23,3 +23,21 @@ def test_drafts_make_room_for_tokens_that_see_each_other():
     step = engine.schedule()
     assert sum(scheduled_tokens(step).values()) > 4
     engine.run()
+
+
+def test_a_line_that_saves_tokens_stops_no_drafts():
+    engine = FakeEngine(
+        encoder_cache_size=64, max_num_batched_tokens=200, max_num_seqs=4, num_drafts=3
+    )
+    engine.scheduler.drafting.lengths.choose = lambda num_reqs: 3
+    engine.add("a", range(3), max_tokens=60)
+    engine.step()
+    engine.step()
+    item = picture("p", 0, 60, ranges=((0, 60),))
+    line = engine.add("line", range(60), features=[item], background=True, max_tokens=1)
+    counts = []
+    while not line.status.finished:
+        engine.step()
+        counts.append(scheduled_tokens(engine.steps[-1])["a"])
+    assert len(counts) > 3
+    assert min(counts) > 1

@@ -31,6 +31,17 @@ def test_files(tmp_path):
     assert model.tokens.languages
 
 
+def test_settings_in_one_file(tmp_path):
+    """transformers 5 writes the settings of features to processor_config.json."""
+    write_speech_model(tmp_path)
+    expected = read(tmp_path).features
+    file = tmp_path / "preprocessor_config.json"
+    whole = {"feature_extractor": json.loads(file.read_text())}
+    file.unlink()
+    (tmp_path / "processor_config.json").write_text(json.dumps(whole))
+    assert read(tmp_path).features == expected
+
+
 def test_english_only(tmp_path):
     write_speech_model(tmp_path, is_multilingual=False)
     assert not read(tmp_path).tokens.languages
@@ -72,7 +83,7 @@ def test_heads_of_alignment(tmp_path):
     assert heads(alignment_heads=[[0, 3], [1, 2]]) == ((0, 3), (1, 2))
     # Distilled models have the list of their teacher, with more layers.
     assert heads(alignment_heads=[[0, 3], [2, 0]]) == heads(alignment_heads=[[0, 4]]) == upper
-    for wrong in ([[-1, 0]], [[0, 1, 2]], [["0", 1]], [0], "x"):
+    for wrong in ([[-1, 0]], [[0, 1, 2]], [["0", 1]], [0], "x", 5, {"a": 1}):
         with pytest.raises(ModelError, match="alignment_heads="):
             heads(alignment_heads=wrong)
 

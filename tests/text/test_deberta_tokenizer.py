@@ -34,6 +34,10 @@ def test_texts_and_pairs(data, tmp_path):
     mask = len(model)
     assert tokenizer.encode("a [MASK] b").count(mask) == 1
     assert tokenizer.token_to_id("[MASK]") == mask
+    first, second = model.encode("a b"), model.encode("Hello")
+    ids, begin = tokenizer.encode_text("a b", "Hello", True, max_tokens=None)
+    assert ids == [1, *first, 2, *second, 2]
+    assert begin == len(first) + 2
 
 
 @pytest.mark.parametrize("field", ["do_lower_case", "split_by_punct"])

@@ -209,3 +209,25 @@ def test_errors_name_the_fix(tmp_path, models):
     (tmp_path / "vocab.json").write_text('{"</s>": 0, "<unk>": 0}')
     with pytest.raises(ModelError, match=r"vocab\.json"):
         Tokenizer.from_folder(tmp_path)
+
+
+def test_added_tokens(models, tmp_path):
+    """Tokens of added_tokens.json are found in texts; ids that leave a gap are refused."""
+    size = len(pieces_of(models["llama"]))
+    config = {"tokenizer_class": "LlamaTokenizer", "additional_special_tokens": ["<|end|>"]}
+    for first in (size, size + 1):
+        added = {"<|start|>": first, "<|end|>": first + 1}
+        write(tmp_path, "tokenizer.model", models["llama"], config, added_tokens=added)
+        if first > size:
+            with pytest.raises(
+                ModelError, match=r"added_tokens\.json gives the token '<.start.>' the id"
+            ):
+                Tokenizer.from_folder(tmp_path)
+            continue
+        tokenizer = Tokenizer.from_folder(tmp_path)
+        found = tokenizer.encode("<|start|>a<|end|>")
+        assert (found[1], found[-1]) == (size, size + 1)
+        assert tokenizer.decode(found, skip_special_tokens=True).strip() == "<|start|> a"
+    (tmp_path / "added_tokens.json").write_text('{"<|start|>": "5"}')
+    with pytest.raises(ModelError, match=r"added_tokens\.json has the wrong id '5'"):
+        Tokenizer.from_folder(tmp_path)

@@ -11,6 +11,7 @@ from octavo.text.tokenizer import Tokenizer
 WORDS = "[PAD] [UNK] [CLS] [SEP] [MASK] the a Hello hello world naive naïve un ##seen ##s , ! 日 本"
 VOCAB = WORDS.split()
 TEXTS = ["Hello WORLD, hello!", "unseens naïve", "日本 [MASK] the", "", "zzz \x00 a\n", "un " * 40]
+TEXTS += ["unzzz [NEW]the the", "e\u0301 İ ﬁ \u200b\ufeff\u3000 \U0001f600", "[new] [mask] [SEP]"]
 
 
 def write(folder, config, model_type="bert", vocab=VOCAB, end="\n"):
@@ -27,6 +28,8 @@ def write(folder, config, model_type="bert", vocab=VOCAB, end="\n"):
         {"do_lower_case": False, "tokenizer_class": "BertTokenizer"},
         {"do_lower_case": True, "strip_accents": False, "tokenize_chinese_chars": False},
         {"mask_token": "[MASK]", "tokenizer_class": "DistilBertTokenizer"},
+        {"additional_special_tokens": ["zzz", "[NEW]"]},
+        {"added_tokens_decoder": {"5": {"content": "the", "special": False, "single_word": True}}},
     ],
 )
 def test_same_as_transformers(config, tmp_path):

@@ -785,6 +785,11 @@ class Description:
             "global_head_dim": config.get("head_dim"),
             "head_dim": head_dim,
             "vocab_size_per_layer_input": config["vocab_size"],
+            # The metadata does not say so: tokens of a picture see each other in all published
+            # models but E2B and E4B, which have inputs of layers.
+            "use_bidirectional_attention": (
+                None if config.get("hidden_size_per_layer_input") else "vision"
+            ),
             "rope_parameters": {
                 "full_attention": positions,
                 "sliding_attention": {"rope_theta": theta},

@@ -109,6 +109,8 @@ class GGUFPair:
         """Return a text that is made from the metadata; see `Checkpoint`."""
         if name == "preprocessor_config.json" and not self._left_out:
             return self._vision.preprocessor
+        if name == "processor_config.json" and not self._left_out:
+            return self._vision.feature_extractor
         return self._text.read_text(name)
 
     def file_names(self, pattern: str) -> list[str]:

@@ -70,6 +70,10 @@ class Projector:
     neighbors."""
     shifted: str = ""
     """Tensor to whose weights the converter has added 1."""
+    by_channels: str = ""
+    """Matrix whose columns, the numbers of a patch, the converter has ordered by channels."""
+    sounds: tuple[str, ...] = ()
+    """Values of clip.audio.projector_type that the file may have beside the tower."""
     floats: tuple[str, ...] = ()
     """Matrices of `names` that are never blocks."""
     ignored: tuple[str, ...] = ()
@@ -206,6 +210,32 @@ def _gemma3(file: Described, vision: dict[str, Any]) -> tuple[dict[str, Any], di
     return {"vision_config": vision, "mm_tokens_per_image": rows}, pictures
 
 
+def _gemma4(file: Described, vision: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    def size(name: str, axis: int = 0) -> int:
+        shape = file.shapes.get(name, ())
+        return shape[axis] if len(shape) > axis else 0
+
+    heads = vision["num_attention_heads"]
+    head = size("v.blk.0.attn_q_norm.weight") or vision["hidden_size"] // heads
+    group = file.number("projector.scale_factor", 3)
+    vision |= {
+        "rms_norm_eps": vision["layer_norm_eps"],
+        "hidden_activation": "gelu_pytorch_tanh",
+        "head_dim": head,
+        "num_key_value_heads": size("v.blk.0.attn_k.weight") // head if head else heads,
+        "pooling_kernel_size": group,
+        "position_embedding_size": size("v.position_embd.weight", 1),
+        "use_clipped_linears": "v.blk.0.attn_q.input_min" in file.shapes,
+        "standardize": "v.std_bias" in file.shapes,
+    }
+    pictures = {
+        "do_normalize": True,
+        "patch_size": vision["patch_size"],
+        "pooling_kernel_size": group,
+    }
+    return {"vision_config": vision}, pictures
+
+
 _QWEN_NAMES = {"visual.patch_embed.proj": "v.patch_embd", "visual.merger.ln_q": "v.post_ln"}
 _QWEN_NAMES |= {"visual.merger.mlp.0": "mm.0", "visual.merger.mlp.2": "mm.2"}
 _QWEN3_NAMES = {"visual.patch_embed.proj": "v.patch_embd", "visual.pos_embed": "v.position_embd"}
@@ -240,6 +270,27 @@ _GEMMA3_NAMES = {
     "multi_modal_projector.mm_input_projection_weight": "mm.input_projection.weight",
     "multi_modal_projector.mm_soft_emb_norm": "mm.soft_emb_norm",
 }
+_GEMMA4_LINEARS = {f"self_attn.{part}_proj": f"attn_{part}" for part in "qkv"}
+_GEMMA4_LINEARS |= {"self_attn.o_proj": "attn_out"}
+_GEMMA4_LINEARS |= {f"mlp.{module}": name for module, name in _GATED.items()}
+"""Modules that may have bounds, and whose weight is that of a submodule `linear`."""
+_GEMMA4_INNER = {
+    **_GEMMA4_LINEARS,
+    **{f"{module}.linear": name for module, name in _GEMMA4_LINEARS.items()},
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "input_layernorm": "ln1",
+    "post_attention_layernorm": "attn_post_norm",
+    "pre_feedforward_layernorm": "ln2",
+    "post_feedforward_layernorm": "ffn_post_norm",
+}
+_GEMMA4_NAMES = {
+    "vision_tower.patch_embedder.input_proj": "v.patch_embd",
+    "vision_tower.patch_embedder.position_embedding_table": "v.position_embd.weight",
+    "vision_tower.std_bias": "v.std_bias",
+    "vision_tower.std_scale": "v.std_scale",
+    "embed_vision.embedding_projection": "mm.input_projection",
+}
 _INTERNVL_NAMES = {
     "vision_tower.embeddings.patch_embeddings.projection": "v.patch_embd",
     "vision_tower.embeddings.position_embeddings": "v.position_embd.weight",
@@ -263,6 +314,19 @@ PROJECTORS: dict[str, Projector] = {
         transposed=True,
         shifted="multi_modal_projector.mm_soft_emb_norm.weight",
         floats=("mm.input_projection.weight",),
+    ),
+    "gemma4v": Projector(
+        "Gemma4",
+        "gemma4",
+        ("gemma4",),
+        _gemma4,
+        "vision_tower.encoder.layers.",
+        _GEMMA4_INNER,
+        _GEMMA4_NAMES,
+        "mm.input_projection.weight",
+        ("projector.scale_factor",),
+        by_channels="vision_tower.patch_embedder.input_proj.weight",
+        sounds=("gemma4a",),
     ),
     "qwen2vl_merger": Projector(
         "Qwen2VL",

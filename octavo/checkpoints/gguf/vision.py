@@ -1,4 +1,4 @@
-"""mmproj file of llama.cpp: the tower of a model of pictures, whose text part is another file."""
+"""mmproj file of llama.cpp: the towers of a model whose text part is another file."""
 
 from __future__ import annotations
 
@@ -19,12 +19,14 @@ from octavo.checkpoints.gguf.file import block_type, release, stored_form
 from octavo.checkpoints.gguf.header import STORED_BLOCKS, GGUFHeader, GGUFTensor, Texts
 from octavo.checkpoints.gguf.projectors import PROJECTORS, Projector
 from octavo.checkpoints.gguf.repack import REPACKED, repack
+from octavo.checkpoints.gguf.sounds import COMMON_KEYS, SOUND_ENCODERS, SoundEncoder
 from octavo.checkpoints.model_files import printable
 from octavo.errors import ModelError
 from octavo.system.tensor import HostTensor, from_numpy
 
 _PREFIXES: tuple[str, ...] = ("visual.", "vision_tower.", "model.vision_model.")
 _PREFIXES += ("multi_modal_projector.", "model.connector.")
+_PREFIXES += ("embed_vision.", "audio_tower.", "embed_audio.")
 _KEYS = {"has_vision_encoder", "has_audio_encoder", "has_text_encoder", "has_llava_projector"}
 _KEYS |= {"projector_type", "use_gelu", "use_silu"}
 _KEYS |= {
@@ -99,6 +101,25 @@ class VisionFile:
     def _projector(self) -> Projector:
         return PROJECTORS[self.kind]
 
+    @cached_property
+    def _sound_encoder(self) -> SoundEncoder | None:
+        """The encoder of sounds; None: the file has none.
+
+        Raises:
+            ModelError: it is of a kind that is not supported with this tower.
+        """
+        keys = self.keys
+        if not keys.flag("clip.has_audio_encoder", False):
+            return None
+        if not self._projector.sounds:
+            raise keys.error(
+                "clip.has_audio_encoder",
+                f"clip.projector_type={self.kind} is supported for towers of pictures only",
+            )
+        return SOUND_ENCODERS[
+            keys.choice("clip.audio.projector_type", {k: k for k in self._projector.sounds})
+        ]
+
     def misfit(self, text: ConfigJson, text_kind: str) -> str:
         """Return the reason why a text model cannot have this tower; empty: it can.
 
@@ -120,12 +141,15 @@ class VisionFile:
                 f"clip.projector_type={self.kind} needs a text model of general.architecture="
                 f"{' or '.join(known.texts)}, and this one has {printable(text_kind)}"
             )
-        hidden, shape = text.integer("hidden_size"), self.shapes.get(known.last, ())
-        if (shape[-1:] if known.transposed else shape[:1]) != (hidden,):
-            return (
-                f"{known.last} has the shape {list(shape)}, and the text model has embeddings of "
-                f"{hidden} numbers"
-            )
+        hidden = text.integer("hidden_size")
+        sounds = [encoder.last] if (encoder := self._sound_encoder) else []
+        for name in (known.last, *sounds):
+            shape = self.shapes.get(name, ())
+            if (shape[-1:] if known.transposed else shape[:1]) != (hidden,):
+                return (
+                    f"{name} has the shape {list(shape)}, and the text model has embeddings of "
+                    f"{hidden} numbers"
+                )
         return ""
 
     def number(self, key: str, default: int | None = None) -> int:
@@ -154,6 +178,8 @@ class VisionFile:
         )
         vision = self._sizes | {"out_hidden_size": hidden}
         own, _ = projector.read(self, vision)
+        if sounds := self._sound_encoder:
+            own["audio_config"], _ = sounds.read(self)
         return {"gguf_tower": tower, "model_type": model_type} | own
 
     @property
@@ -173,6 +199,12 @@ class VisionFile:
         return json.dumps(pictures)
 
     @cached_property
+    def feature_extractor(self) -> str | None:
+        """Settings of sounds, in the form of processor_config.json; None: the file has none."""
+        sounds = self._sound_encoder
+        return json.dumps({"feature_extractor": sounds.read(self)[1]}) if sounds else None
+
+    @cached_property
     def _sizes(self) -> dict[str, Any]:
         """Fields of vision_config that all towers have.
 
@@ -181,6 +213,8 @@ class VisionFile:
         """
         keys, own = self.keys, {f"vision.{name}" for name in self._projector.own_keys}
         known = {f"clip.{name}" for name in _KEYS | own}
+        if self._sound_encoder:
+            known |= {f"clip.audio.{name}" for name in COMMON_KEYS}
         unknown = [k for k in keys.names() if k.startswith("clip.") and k not in known]
         if unknown:
             raise ModelError(
@@ -188,8 +222,6 @@ class VisionFile:
                 f"{shorten_names(unknown)} is not supported; use the model's Hugging Face folder, "
                 "or start with --no-mmproj."
             )
-        if keys.flag("clip.has_audio_encoder", False):
-            raise keys.error("clip.has_audio_encoder", "only towers of pictures are supported")
         inner = self.shapes.get(f"v.blk.0.{self._up}.weight", (0,))
         return {
             "hidden_size": self.number("embedding_length"),
@@ -216,7 +248,9 @@ class VisionFile:
 
         They are queries, keys and values, or the first and the second frame of patches.
         """
-        projector = self._projector
+        projector, sounds = self._projector, self._sound_encoder
+        if sounds is not None and name.startswith(("audio_tower.", "embed_audio.")):
+            return [_stored_name(sounds, name)]
         if match := _MERGER.fullmatch(name):
             taps = self._taps
             index = int(match[1])
@@ -269,6 +303,15 @@ class VisionFile:
             for module, stored in projector.names.items()
             if stored.startswith("mm.") and stored not in projector.floats
         ]
+        if sounds := self._sound_encoder:
+            audio_layers = self.keys.integer("clip.audio.block_count", most=MOST_LAYERS)
+            modules += [m for m in sounds.names if m in sounds.linears]
+            modules += [
+                f"{sounds.layers}{i}.{m}"
+                for i in range(audio_layers)
+                for m in sounds.inner
+                if m in sounds.linears
+            ]
         return modules + [
             f"visual.deepstack_merger_list.{i}.linear_fc{n}"
             for i in range(len(self._taps))
@@ -301,7 +344,8 @@ class VisionFile:
         for source in sources:
             _check(source, parts[source.name])
         heads = self._sizes["num_attention_heads"]
-        return VisionTensors(self._header, parts, self._projector, heads)
+        softplus = f".{self._sound_encoder.softplus}" if self._sound_encoder else ""
+        return VisionTensors(self._header, parts, self._projector, heads, softplus)
 
     def _is_ignored(self, name: str, num_layers: int) -> bool:
         """Return True for a tensor that nothing reads, such as those of layers after the last."""
@@ -309,6 +353,17 @@ class VisionFile:
         if layer is not None and self.kind == "mlp" and int(layer[1]) >= num_layers:
             return True
         return any(re.fullmatch(pattern, name) for pattern in self._projector.ignored)
+
+
+def _stored_name(sounds: SoundEncoder, name: str) -> str:
+    """Return the tensor of the file that is one of an encoder of sounds."""
+    module, _, kind = name.rpartition(".")
+    if module in sounds.names:
+        return f"{sounds.names[module]}.{kind}"
+    layer, _, inner = name.removeprefix(sounds.layers).partition(".")
+    module, _, kind = inner.rpartition(".")
+    stored = sounds.inner.get(inner) or f"{sounds.inner.get(module, module)}.{kind}"
+    return f"a.blk.{layer}.{stored}"
 
 
 def _check(source: Source, parts: list[GGUFTensor]) -> None:
@@ -347,6 +402,7 @@ class VisionTensors:
         parts: tensors of the file by names in Hugging Face's form.
         projector: the kind of file.
         num_heads: number of heads of the tower.
+        softplus: end of the names of tensors whose softplus the file has; empty: there are none.
     """
 
     def __init__(
@@ -355,9 +411,10 @@ class VisionTensors:
         parts: Mapping[str, list[GGUFTensor]],
         projector: Projector,
         num_heads: int,
+        softplus: str,
     ) -> None:
         self._header, self._parts = header, parts
-        self._projector, self._num_heads = projector, num_heads
+        self._projector, self._num_heads, self._softplus = projector, num_heads, softplus
 
     def read(self, source: Source) -> HostTensor:
         """Return a view of the mapped file, or a changed copy."""
@@ -369,6 +426,13 @@ class VisionTensors:
             module = source.name.split(".")[-2]
             if self._projector.permuted and module in ("q_proj", "k_proj"):
                 data = self._neighbors_apart(data, part)
+            if source.name == self._projector.by_channels:
+                data = _channels_last(data, part)
+            if self._softplus and source.name.endswith(self._softplus):
+                floats = from_numpy(data).view(dtype).numpy().astype(np.float64)
+                with np.errstate(divide="ignore", invalid="ignore"):
+                    inverse = floats + np.log(-np.expm1(-floats))
+                return from_numpy(inverse.astype(np.float32).reshape(shape))
             if source.name == self._projector.shifted:
                 floats = from_numpy(data).view(dtype).numpy().astype(np.float32)
                 return from_numpy((floats - 1).reshape(shape))
@@ -399,6 +463,15 @@ class VisionTensors:
     def done(self, tensor: HostTensor) -> None:
         """Let the system drop the tensor's pages of the mapped file."""
         release(self._header.data, tensor)
+
+
+def _channels_last(data: NDArray[np.uint8], part: GGUFTensor) -> NDArray[np.uint8]:
+    """Return the bytes of weights [rows, channels, height, width] with the channels last."""
+    if len(part.shape) != 4:
+        raise ModelError(f"{part.file}: {part.name} must have 4 dimensions, not {len(part.shape)}.")
+    rows, channels, height, width = part.shape
+    pixels = data.reshape(rows, channels, height * width, -1)
+    return np.ascontiguousarray(pixels.swapaxes(1, 2)).reshape(-1)
 
 
 def _plain(value: Any) -> Any:

@@ -30,6 +30,11 @@ class ClippedLinearSpec(LinearSpec):
     The weight of a module is that of its submodule `linear`, and the bounds are scalars of it.
     """
 
+    @property
+    def weight_modules(self) -> tuple[str, ...]:
+        """Submodules with the weights."""
+        return tuple(f"{module}.linear" for module, _ in self.modules)
+
     def weights(self, names: Names) -> Iterator[Weight]:
         """Yield the weight and the bounds of each module."""
         assert self.columns is None, "the bounds are those of a whole sum"
@@ -38,7 +43,8 @@ class ClippedLinearSpec(LinearSpec):
             own = names.of(f"{i}")
             parts = self._parts_of(begin, rows)
             begin += rows
-            one = LinearSpec(((f"{module}.linear", rows),), self.inputs, parts=parts)
+            form = self.forms[i : i + 1]
+            one = LinearSpec(((f"{module}.linear", rows),), self.inputs, parts=parts, forms=form)
             yield from one.weights(own)
             sources = tuple(
                 Source(f"{names.checkpoint}{module}.{name}", (), "flat", dummy=bound)

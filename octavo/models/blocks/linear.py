@@ -73,6 +73,11 @@ class LinearSpec:
     of one form are one weight."""
 
     @property
+    def weight_modules(self) -> tuple[str, ...]:
+        """Modules of the checkpoint that have the weights."""
+        return tuple(module for module, _ in self.modules)
+
+    @property
     def outputs(self) -> int:
         """Number of outputs that are computed."""
         if self.parts is None:

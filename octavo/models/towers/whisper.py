@@ -190,7 +190,8 @@ def with_sounds(spec: ModelSpec, config: ConfigJson) -> ModelSpec:
     Raises:
         ModelError: a field of the encoder has an unsupported value.
     """
-    read = _TOWERS.get(spec.architecture)
+    of_file = config.get("gguf_tower")  # the text part has an architecture of its own
+    read = _TOWERS.get(f"{of_file}ForConditionalGeneration" if of_file else spec.architecture)
     if read is None or not config.has("audio_config"):
         return spec
     try:

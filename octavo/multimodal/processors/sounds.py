@@ -26,7 +26,7 @@ from octavo.models.towers.whisper import MAX_SECONDS
 from octavo.multimodal.items import Item, Part, make_part
 from octavo.multimodal.processors.base import Place, Processor
 
-_FILE = "preprocessor_config.json"
+_FILE, _WHOLE = "preprocessor_config.json", "processor_config.json"
 
 
 class SoundProcessor(Processor, ABC):
@@ -88,7 +88,7 @@ class LogMelProcessor(SoundProcessor):
 
     def __init__(self, settings: ConfigJson) -> None:
         super().__init__(settings)
-        self.features = LogMel.from_config(settings.fields, _FILE)
+        self.features = LogMel.from_config(settings.fields, settings.where)
 
     @property
     def sampling_rate(self) -> int:
@@ -189,6 +189,11 @@ class Gemma4SoundProcessor(SoundProcessor):
         """Samples a second that it reads."""
         return self.features.sampling_rate
 
+    @property
+    def max_seconds(self) -> int:
+        """Seconds of a sound with the most tokens."""
+        return 4 * MAX_TOKENS * self.features.hop_length // self.sampling_rate
+
     def parts(self, samples: Floats) -> tuple[Part, ...]:
         """Return one part."""
         features = self.features
@@ -197,12 +202,6 @@ class Gemma4SoundProcessor(SoundProcessor):
             least = features.frame_length // 2 + 1
             raise RequestError(
                 f"it has {len(samples)} samples, and the model reads at least {least}."
-            )
-        most = 4 * MAX_TOKENS * features.hop_length
-        if len(samples) > most:
-            raise RequestError(
-                f"it has {len(samples) / features.sampling_rate:.1f} s, and the model reads at "
-                f"most {most / features.sampling_rate:g} s. Send parts of it."
             )
         data = {"input_features": features.compute(samples)}
         return (make_part(Place(("<|audio>", count, "<audio|>"), count), data),)
@@ -234,22 +233,37 @@ def read_sound_processor(checkpoint: Checkpoint) -> SoundProcessor | None:
     return make(_read_settings(checkpoint, make.token))
 
 
+def read_feature_settings(checkpoint: Checkpoint) -> ConfigJson | None:
+    """Return the settings of a model's sounds; None: the model has none.
+
+    Raises:
+        ModelError: a file is not a JSON object.
+    """
+    found = _read_object(checkpoint, _FILE)
+    if found is None or "feature_extractor_type" not in found:
+        # transformers 5 writes one file for all; the other may be that of pictures.
+        whole = _read_object(checkpoint, _WHOLE) or {}
+        if isinstance(section := whole.get("feature_extractor"), dict):
+            return ConfigJson(section, _WHOLE)
+    return None if found is None else ConfigJson(found, _FILE)
+
+
 def _read_settings(checkpoint: Checkpoint, token: str) -> ConfigJson:
-    text = checkpoint.read_text(_FILE)
-    found: Any = None
-    try:
-        if text is not None:
-            found = json.loads(text)
-        if found is None or (isinstance(found, dict) and "feature_extractor_type" not in found):
-            # transformers 5 writes one file for all; the other may be that of pictures.
-            whole = json.loads(checkpoint.read_text("processor_config.json") or "{}")
-            section = whole.get("feature_extractor") if isinstance(whole, dict) else None
-            found = section or found
-    except ValueError as error:
-        raise ModelError(f"{checkpoint.path / _FILE} is not valid JSON: {error}.") from None
-    if not isinstance(found, dict):
+    found = read_feature_settings(checkpoint)
+    if found is None:
         raise ModelError(
-            f"{checkpoint.path / _FILE} is missing, or is not a JSON object: it has the settings "
-            "of the model's sounds; download it, or start with --language-model-only."
+            f"{checkpoint.path / _FILE} is missing: it has the settings of the model's sounds; "
+            "download it, or start with --language-model-only."
         )
-    return ConfigJson({**found, "placeholder": token, "embed_token": token}, _FILE)
+    return ConfigJson({**found.fields, "placeholder": token, "embed_token": token}, found.where)
+
+
+def _read_object(checkpoint: Checkpoint, name: str) -> dict[str, Any] | None:
+    text = checkpoint.read_text(name)
+    try:
+        found = None if text is None else json.loads(text)
+    except ValueError as error:
+        raise ModelError(f"{checkpoint.path / name} is not valid JSON: {error}.") from None
+    if found is not None and not isinstance(found, dict):
+        raise ModelError(f"{checkpoint.path / name} is not a JSON object; download it again.")
+    return found

@@ -15,8 +15,11 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from tests import sounds
 from tests.checkpoints.gguf.test_file import MODELS, PROMPT, SIZES
+from tests.mmproj_files import FIXED_SOUNDS
 from tests.models.harness import Runner, load, make_hf
+from tests.pictures import make_llm, picture, save_model
 
 FOLDER = os.environ.get("OCTAVO_LLAMA_CPP")
 pytestmark = pytest.mark.skipif(FOLDER is None, reason="OCTAVO_LLAMA_CPP names no folder")
@@ -89,11 +92,17 @@ def convert(model: Any, folder: Path, kind: str) -> Path:
     model.save_pretrained(folder / "hf")
     name_as_published(folder / "hf")
     save_tokenizer(folder / "hf")
-    out, source = folder / f"{kind}.gguf", str(FOLDER)
-    command = [sys.executable, "-c", PROGRAM, str(folder / "hf")]
-    command += ["--outtype", kind, "--outfile", str(out)]
+    more = []
     if type(model).__name__.startswith(("Qwen", "MiMo")):
-        command.append("--no-mtp")  # the model predicts one token at once
+        more.append("--no-mtp")  # the model predicts one token at once
+    return run_converter(folder / "hf", folder / f"{kind}.gguf", kind, *more)
+
+
+def run_converter(model: Path, out: Path, kind: str, *more: str) -> Path:
+    """Return the file of a folder."""
+    source = str(FOLDER)
+    command = [sys.executable, "-c", PROGRAM, str(model)]
+    command += ["--outtype", kind, "--outfile", str(out), *more]
     environment = os.environ | {"PYTHONPATH": f"{source}:{source}/gguf-py"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -126,3 +135,63 @@ def test_logits(kind: str, tmp_path: Path) -> None:
     torch.testing.assert_close(found[0], expected, rtol=0, atol=1e-4)
     # The bits change the choice of experts for few tokens.
     assert torch.nn.functional.cosine_similarity(found[1], expected).mean() > 0.999
+
+
+def save_with_towers(name: str, folder: Path) -> None:
+    """Save a model with towers as the converter needs it.
+
+    The files do not name the side of squares, which is Gemma 4's, nor an empty list of merges.
+    """
+    if name == "sounds":
+        sounds.save_model("gemma4 wide", folder, **FIXED_SOUNDS)
+    else:
+        save_model(name, folder)
+    preprocessor = json.loads((folder / "preprocessor_config.json").read_text())
+    preprocessor |= {"image_mean": [0.0] * 3, "image_std": [1.0] * 3, "pooling_kernel_size": 3}
+    (folder / "preprocessor_config.json").write_text(json.dumps(preprocessor))
+    config = json.loads((folder / "config.json").read_text())
+    config["vision_config"]["pooling_kernel_size"] = 3
+    if name == "sounds":
+        channels = config["audio_config"]["subsampling_conv_channels"]
+        config["audio_config"]["input_feat_size"] = channels[0]
+    (folder / "config.json").write_text(json.dumps(config))
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    vocab = tokenizer["model"]["vocab"]
+    vocab["Āā"] = vocab.pop("</s>")
+    tokenizer["model"]["merges"] = [["Ā", "ā"]]
+    tokenizer["added_tokens"] = [t for t in tokenizer["added_tokens"] if t["content"] != "</s>"]
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("gemma4", "f32"), ("gemma4_e", "f32"), ("sounds", "f32"), ("sounds", "q8_0")],
+)
+def test_towers_of_gemma4(name: str, kind: str, tmp_path: Path) -> None:
+    """Pictures, and sounds of the model that hears."""
+    folder = tmp_path / "hf"
+    folder.mkdir()
+    save_with_towers(name, folder)
+    data: dict[str, Any] = {"image": [picture(30, 22, 1)]}
+    if name == "sounds":
+        data["audio"] = [sounds.sound(1.3)]
+    text = run_converter(folder, tmp_path / "text.gguf", "f32")
+    tower = run_converter(folder, tmp_path / "mmproj-text.gguf", kind, "--mmproj")
+    assert tower.exists()
+    prompt = {"prompt": "a <|image|> b" + " <|audio|> c" * ("audio" in data)}
+    options: dict[str, Any] = {"max_num_batched_tokens": 3000, "max_model_len": 500}
+    options["mm_processor_kwargs"] = {"max_soft_tokens": 280}
+    found = []
+    for path in (folder, text):
+        with make_llm(path, **options) as llm:
+            given = prompt | {"multi_modal_data": data}
+            (answer,) = llm.generate(given, sounds.params(12), use_tqdm=False)
+            (output,) = answer.outputs
+            logprobs = [next(iter(own.values())).logprob for own in output.logprobs or []]
+            found.append((answer.prompt_token_ids, output.token_ids, logprobs))
+    assert found[0][0] == found[1][0]
+    bound = {"f32": 2e-5, "q8_0": 0.2}[kind]
+    assert found[1][2][0] == pytest.approx(found[0][2][0], abs=bound)
+    if kind == "f32":
+        assert found[0][1] == found[1][1]
+        assert found[1][2] == pytest.approx(found[0][2], abs=bound)

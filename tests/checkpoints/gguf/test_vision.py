@@ -15,7 +15,8 @@ from octavo.kernels.native import NativeOps
 from octavo.models.loader import load_model
 from octavo.models.registry import read_spec
 from octavo.multimodal.processors.registry import make_processor, read_processor
-from tests.mmproj_files import arrays_of, metadata_of, save_pair, save_tower
+from tests import sounds
+from tests.mmproj_files import FIXED_SOUNDS, arrays_of, metadata_of, save_pair, save_tower
 from tests.models.harness import make_hf
 from tests.pictures import CASES, MORE_CASES
 
@@ -31,6 +32,18 @@ def make_files(tmp_path_factory):
         return text, metadata_of(model, name), arrays_of(model, name)
 
     return make
+
+
+@pytest.fixture(scope="module")
+def hearing(tmp_path_factory):
+    """Return a text part's file, and the metadata and the tensors of a tower that hears, too."""
+    config = sounds.CASES["gemma4"].config
+    fixed = {k: v for k, v in FIXED_SOUNDS.items() if k.startswith("attention")}
+    config = config | {"audio_config": config["audio_config"] | fixed}
+    model = make_hf("Gemma4ForConditionalGeneration", **config)
+    text, tower = save_pair(model, "gemma4_e", tmp_path_factory.mktemp("hearing"))
+    load(text, tower)
+    return text, metadata_of(model, "gemma4_e"), arrays_of(model, "gemma4_e")
 
 
 def load(text: Path, tower: Path) -> None:
@@ -53,7 +66,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("smolvlm", {"clip.projector_type": 5}, "is not an mmproj file"),
     ("smolvlm", {"clip.projector_type": "mlp"}, "projector_type=mlp|mm.2.weight has the shape"),
     ("smolvlm", {"clip.projector_type": "qwen3vl_merger"}, "needs a text model of .*qwen3vl"),
-    ("smolvlm", {"clip.has_audio_encoder": True}, "has_audio_encoder=True.*only towers of pic"),
+    ("smolvlm", {"clip.has_audio_encoder": True}, "type=idefics3 is supported .* pictures only"),
     ("smolvlm", {"clip.vision.new_key": 3}, "keys clip.vision.new_key is not supported"),
     ("smolvlm", {f"{V}block_count": None}, "block_count is missing"),
     ("smolvlm", {f"{V}block_count": HUGE}, "block_count=2147483647.*<= 4096"),
@@ -84,13 +97,31 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("gemma3", {f"{V}projector.scale_factor": 3}, "scale_factor=3.*it must divide 8"),
     ("gemma3", {f"{V}projector.scale_factor": 16}, "scale_factor=16.*it must divide 8"),
     ("gemma3", {"clip.projector_type": "idefics3"}, "needs a text model of .*llama"),
+    ("gemma4_e", {"clip.projector_type": "gemma4uv"}, "projector_type=gemma4uv is not supported"),
+    ("gemma4_e", {"clip.has_audio_encoder": True}, "audio.projector_type is missing"),
+    (
+        "gemma4_e",
+        {"clip.has_audio_encoder": True, "clip.audio.projector_type": "gemma4ua"},
+        "projector_type='gemma4ua'.*supported: gemma4a",
+    ),
+    (
+        "gemma4_e",
+        {"clip.has_audio_encoder": True, "clip.audio.projector_type": "gemma4a"},
+        r"mm.a.input_projection.weight has the shape \[\]",
+    ),
+    ("gemma4_e", {"clip.audio.block_count": 2}, "keys clip.audio.block_count is not supported"),
+    ("gemma4_e", {f"{V}projector.scale_factor": 1}, "pooling_kernel_size=1"),
+    ("gemma4_e", {f"{V}projector.scale_factor": HUGE}, "scale_factor=2147483647"),
+    ("gemma4_e", {f"{V}attention.head_count": 5}, "must divide num_attention_heads"),
+    ("gemma4_e", {f"{V}patch_size": 3}, "v.patch_embd.weight has shape"),
     ("internvl", {f"{V}preproc_max_tiles": 0}, "preproc_max_tiles=0"),
     ("internvl", {f"{V}preproc_min_tiles": 9}, "max_patches=4"),
 ]
 
 
 @pytest.mark.parametrize(
-    "name", ["smolvlm", "llava", "qwen2_5_vl", "qwen3_vl", "mistral3", "gemma3", "internvl"]
+    "name",
+    ["smolvlm", "llava", "qwen2_5_vl", "qwen3_vl", "mistral3", "gemma3", "gemma4_e", "internvl"],
 )
 def test_metadata(name: str, make_files, tmp_path: Path) -> None:
     text, metadata, arrays = make_files(name)
@@ -120,6 +151,16 @@ def test_metadata(name: str, make_files, tmp_path: Path) -> None:
         ("gemma3", "mm.input_projection.weight", (24, 31), "embeddings of 32 numbers"),
         ("gemma3", "mm.input_projection.weight", (23, 32), r"has shape \[23, 32\]"),
         ("gemma3", "mm.soft_emb_norm.weight", None, "lacks 1 tensors .*mm.soft_emb_norm"),
+        ("gemma4_e", "v.blk.0.attn_q_norm.weight", (6,), "multiple of 4"),
+        ("gemma4_e", "v.blk.0.attn_q_norm.weight", None, "lacks|multiple of 4"),
+        ("gemma4_e", "v.blk.0.attn_k.weight", (4, 24), "num_key_value_heads=0"),
+        ("gemma4_e", "v.blk.1.attn_q.input_min", None, "lacks 1 tensors .*attn_q.input_min"),
+        ("gemma4_e", "v.blk.1.attn_q.input_min", (2,), r"input_min has shape \[2\]"),
+        ("gemma4_e", "v.patch_embd.weight", (24, 12), "must have 4 dimensions, not 2"),
+        ("gemma4_e", "v.position_embd.weight", None, "position_embedding_size=0"),
+        ("gemma4_e", "v.position_embd.weight", (3, 64, 24), r"has shape \[3, 64, 24\]"),
+        ("gemma4_e", "v.std_bias", (24,), "lacks 1 tensors .*v.std_scale"),
+        ("gemma4_e", "mm.input_projection.weight", (31, 24), "embeddings of 32 numbers"),
         ("qwen2_vl", "v.blk.2.attn_k.bias", (15,), r"attn_k.bias has shape \[15\]"),
         ("qwen2_vl", "v.patch_embd.weight.1", (16, 3, 4, 5), "v.patch_embd.weight.1 has shape"),
         ("qwen2_vl", "v.patch_embd.weight.1", None, "v.patch_embd.weight has shape"),
@@ -169,3 +210,44 @@ def test_choice_among_files() -> None:
     assert choose_mmproj(["mmproj-m-bf16.gguf", "mmproj-m-f32.gguf"]) == "mmproj-m-bf16.gguf"
     with pytest.raises(ModelError, match=r"several mmproj files: mmproj-a.gguf, mmproj-b.gguf"):
         choose_mmproj(["mmproj-a.gguf", "mmproj-b.gguf"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "tensors", "message"),
+    [
+        ({"clip.audio.num_mel_bins": 128}, {}, "num_mel_bins=128.*it must be 8, the channels"),
+        ({"clip.audio.num_mel_bins": None}, {}, "num_mel_bins is missing"),
+        ({"clip.audio.block_count": HUGE}, {}, "block_count=2147483647"),
+        ({"clip.audio.block_count": 3}, {}, "lacks .* tensors .*a.blk.2"),
+        ({"clip.audio.block_count": 1}, {}, "holds .* tensors .*a.blk.1"),
+        ({"clip.audio.attention.head_count": 5}, {}, "multiple of the number of heads"),
+        ({"clip.audio.chunk_size": 8}, {}, "keys clip.audio.chunk_size is not supported"),
+        ({"clip.has_audio_encoder": 3}, {}, "has_audio_encoder=3"),
+        ({"clip.has_audio_encoder": False}, {}, "keys clip.audio.* is not supported"),
+        ({}, {"mm.a.input_projection.weight": (31, 20)}, "embeddings of 32 numbers"),
+        ({}, {"a.blk.0.conv_dw.weight": (24,)}, "conv_kernel_size=24|conv_dw.weight has shape"),
+        ({}, {"a.conv1d.1.weight": (6, 7, 3, 3)}, r"conv1d.1.weight has shape \[6, 7, 3, 3\]"),
+        ({}, {"a.blk.1.per_dim_scale.weight": (7,)}, r"per_dim_scale.weight has shape \[7\]"),
+        ({}, {"a.pre_encode.out.weight": None}, "output_proj_dims=0"),
+        ({}, {"a.blk.0.attn_k_rel.weight": None}, "lacks 1 tensors .*attn_k_rel"),
+    ],
+)
+def test_sounds(
+    changes: dict[str, Any],
+    tensors: dict[str, tuple[int, ...] | None],
+    message: str,
+    hearing: tuple[Path, dict[str, Any], dict[str, Any]],
+    tmp_path: Path,
+) -> None:
+    text, metadata, arrays = hearing
+    metadata = {k: v for k, v in (metadata | changes).items() if v is not None}
+    own = dict(arrays)
+    for name, shape in tensors.items():
+        own.pop(name)
+        if shape is not None:
+            own[name] = np.zeros(shape, np.float32)
+    tower = tmp_path / "tower.gguf"
+    save_tower(tower, metadata, own)
+    with pytest.raises(ModelError, match=message) as caught:
+        load(text, tower)
+    assert str(tower) in str(caught.value)

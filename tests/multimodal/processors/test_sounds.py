@@ -64,6 +64,15 @@ def test_qwen3_asr(tmp_path, seconds):
     torch.testing.assert_close(torch.tensor(found), frames, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize(("size", "samples"), [(320, 161), (7, 804), (7, 964)])
+def test_number_of_frames(size, samples):
+    """A frame counts if the sound has the sample after it, with an odd number of samples, too."""
+    theirs = Gemma4AudioFeatureExtractor(frame_length_ms=size / 16)
+    for given in (np.zeros(samples - 1, np.float32), np.zeros(samples, np.float32)):
+        expected = int(theirs([given])["input_features_mask"][0].sum())
+        assert UsmMel(frame_length=size).num_frames(len(given)) == expected
+
+
 @pytest.mark.parametrize("samples", [161, 320, 321, 801, 12_345, 480_000])
 def test_gemma4(tmp_path, samples):
     """The frames that transformers fills and masks are left out."""
@@ -95,6 +104,8 @@ def test_settings_of_gemma4(tmp_path):
     for settings in (
         {"dither": 0.1},
         {"preemphasis": 0.97},
+        {"sampling_rate": 24_000},
+        {"frame_length_ms": 40.0},
         {"per_bin_mean": [0.0] * 128},
         {"max_frequency": 9000.0},
         {"feature_extractor_type": "WhisperFeatureExtractor"},
@@ -103,7 +114,8 @@ def test_settings_of_gemma4(tmp_path):
             make(tmp_path, "gemma4", settings=settings)
     with pytest.raises(RequestError, match="160 samples, and the model reads at least 161"):
         processor.process(sound(1)[:160])
-    with pytest.raises(RequestError, match=r"30\.1 s, and the model reads at most 30 s"):
+    assert processor.max_seconds == 30  # files are not decoded beyond it
+    with pytest.raises(RequestError, match=r"30\.1 s, and at most 30 s are supported"):
         processor.process(sound(30.1))
 
 
