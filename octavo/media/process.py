@@ -61,9 +61,9 @@ _NICENESS = 5
 # Bytes of an answer besides its arrays.
 _MOST_VALUE_NBYTES = 2**22
 _MOST_FILES = 32
-# A job that waits for a busy machine may take longer than one that computes: seconds, and multiple
-# of the limit of the processor time.
-_PATIENCE, _WAIT_FACTOR = 10.0, 4.0
+# A job that waits for a busy machine, which has more urgent work, may take longer than one that
+# computes: seconds, and multiple of the limit of the processor time.
+_PATIENCE, _WAIT_FACTOR = 10.0, 12.0
 
 
 @dataclass(frozen=True)

@@ -181,7 +181,8 @@ async def realtime(websocket: WebSocket) -> None:
     check_origin(request)
     state = router_of(request)
     proxy = SocketProxy(websocket, state, head_of(request)[1])
-    with state.admit(), state.sessions.hold(proxy.sender):
+    num_servers = max(1, len(state.answering.upstreams))
+    with state.admit(), state.sessions.hold(proxy.sender, num_servers):
         await proxy.serve(state.answering, websocket.query_params.get("model"))
 
 

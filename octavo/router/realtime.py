@@ -10,13 +10,19 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from contextlib import (
+    AbstractAsyncContextManager,
+    AsyncExitStack,
+    asynccontextmanager,
+    nullcontext,
+)
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl, urlencode
 
 import msgspec
 from starlette.responses import Response
-from starlette.websockets import WebSocket, WebSocketDisconnect
+from starlette.types import Message
+from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 
 from octavo.errors import OctavoError
 from octavo.router.pool import Pool, Upstream
@@ -30,6 +36,7 @@ from octavo.server.sockets import (
     REFUSED,
     TRY_AGAIN_LATER,
     error_text,
+    event_text,
 )
 
 if TYPE_CHECKING:
@@ -68,7 +75,7 @@ class SessionRefusedError(OctavoError):
         """The event of the error, for a client whose session has begun."""
         with contextlib.suppress(msgspec.MsgspecError, ValueError, KeyError, TypeError):
             found = msgspec.json.decode(self.answer.body)["error"]
-            return msgspec.json.encode({"type": "error", "error": {**found}}).decode()
+            return event_text("error", {"error": {**found, "event_id": None}})
         return error_text(self)
 
 
@@ -104,6 +111,8 @@ class SocketProxy:
         """Number of items without a transcript."""
         self._none_pending = asyncio.Event()
         self._none_pending.set()
+        self._next: asyncio.Task[Message] | None = None
+        """The client's next message, if it is being waited for."""
 
     @property
     def sender(self) -> str | int | None:
@@ -133,15 +142,16 @@ class SocketProxy:
         """
         begun = first is not None
         try:
-            async with turn or nullcontext(), self._connected(pool, model) as (server, connection):
-                if first is not None:
-                    async with server.guard():
-                        await connection.recv()  # its session.created
-                        await connection.send(first)
-                else:
+            async with AsyncExitStack() as stack:
+                async with self._while_client_waits():
+                    await stack.enter_async_context(turn or nullcontext())
+                    server, connection = await stack.enter_async_context(
+                        self._connected(pool, model)
+                    )
+                if not begun:
                     await self._websocket.accept(self.subprotocol)
                     begun = True
-                await self._relay(server, connection)
+                await self._relay(server, connection, first)
         except WebSocketDisconnect:
             return
         except SessionRefusedError as error:
@@ -153,6 +163,9 @@ class SocketProxy:
             if not begun:
                 raise
             await self.end(error_text(error), code_for(error_status(error)))
+        finally:
+            if self._next is not None:
+                self._next.cancel()
 
     async def end(self, event: str, code: int, reason: str = "") -> None:
         """Send the client a last event, and close its connection."""
@@ -160,6 +173,39 @@ class SocketProxy:
             if event:
                 await self._websocket.send_text(event)
             await self._websocket.close(code, reason)
+
+    @asynccontextmanager
+    async def _while_client_waits(self) -> AsyncIterator[None]:
+        """Return a context of work that ends if the client goes.
+
+        Raises:
+            WebSocketDisconnect: the client has gone.
+        """
+        if self._websocket.client_state is WebSocketState.CONNECTING:
+            await self._websocket.receive()
+        following = self._next = asyncio.create_task(self._websocket.receive())
+        waiting = True
+        try:
+            async with asyncio.timeout(None) as timeout:
+
+                def note(task: asyncio.Task[Message]) -> None:
+                    if waiting and task.result()["type"] == "websocket.disconnect":
+                        timeout.reschedule(asyncio.get_running_loop().time())
+
+                following.add_done_callback(note)
+                try:
+                    yield
+                finally:
+                    waiting = False
+        except TimeoutError:
+            if not timeout.expired():
+                raise
+            raise WebSocketDisconnect from None
+
+    async def _receive(self) -> Message:
+        """Return the next message of the client, or the event of its end."""
+        following, self._next = self._next, None
+        return await (following or self._websocket.receive())
 
     # Server
 
@@ -210,7 +256,7 @@ class SocketProxy:
                     try:
                         yield server, connection
                     finally:
-                        await connection.close(GOING_AWAY)
+                        await _close(connection)
                     return
             tried[server] = epoch
 
@@ -259,11 +305,13 @@ class SocketProxy:
 
     # Messages
 
-    async def _relay(self, server: Upstream, connection: ClientConnection) -> None:
-        """Pass messages on in both directions until one side ends, or this process stops."""
-        sending = asyncio.create_task(self._to_server(server, connection))
-        receiving = asyncio.create_task(self._to_client(server, connection))
-        stopping = asyncio.create_task(self._state.drain_began.wait())
+    async def _relay(
+        self, server: Upstream, connection: ClientConnection, first: str | None
+    ) -> None:
+        """Pass messages on in both directions until one side ends, or the session must end."""
+        sending = asyncio.create_task(self._to_server(server, connection, first))
+        receiving = asyncio.create_task(self._to_client(server, connection, first is not None))
+        stopping = asyncio.create_task(self.must_end())
         tasks = sending, receiving, stopping
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -273,8 +321,7 @@ class SocketProxy:
                 await asyncio.wait({idle, receiving}, return_when=asyncio.FIRST_COMPLETED)
                 idle.cancel()
                 if not receiving.done():
-                    error = UnavailableError("The server is shutting down; the session ends.")
-                    await self.end(error_text(error), GOING_AWAY)
+                    await self.end(error_text(stopping.result()), GOING_AWAY)
                     return
             if sending.done() and not sending.cancelled() and not receiving.done():
                 if sending.exception() is None:
@@ -296,10 +343,20 @@ class SocketProxy:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _to_server(self, server: Upstream, connection: ClientConnection) -> None:
+    async def must_end(self) -> OctavoError:
+        """Wait until the session must end after the transcripts of its items; return why."""
+        await self._state.drain_began.wait()
+        return UnavailableError("The server is shutting down; the session ends.")
+
+    async def _to_server(
+        self, server: Upstream, connection: ClientConnection, first: str | None
+    ) -> None:
         """Pass on what the client sends; return when it ends the session."""
+        if first is not None:
+            async with server.guard():
+                await connection.send(first)
         while True:
-            message = await self._websocket.receive()
+            message = await self._receive()
             if message["type"] == "websocket.disconnect":
                 return
             text = message.get("text")
@@ -315,9 +372,14 @@ class SocketProxy:
         return None
 
     async def _to_client(
-        self, server: Upstream, connection: ClientConnection
+        self, server: Upstream, connection: ClientConnection, begun: bool
     ) -> tuple[int | None, str]:
         """Pass on what the server sends.
+
+        Args:
+            server: the server.
+            connection: the connection to it.
+            begun: True if the client has a `session.created` already.
 
         Returns:
             The code and the reason with which it ends the session; the code None: it was lost.
@@ -336,6 +398,9 @@ class SocketProxy:
                 return frame.code, frame.reason
             except TimeoutError:
                 return None, ""
+            if begun:
+                begun = False
+                continue
             if isinstance(message, bytes):
                 await self._websocket.send_bytes(message)
                 continue
@@ -348,6 +413,14 @@ class SocketProxy:
             else:
                 self._none_pending.set()
             await self._websocket.send_text(message)
+
+
+async def _close(connection: ClientConnection) -> None:
+    """End a connection, even if its server does not read what was sent."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_CLOSE_SECONDS):
+            await connection.close(GOING_AWAY)
+    connection.transport.abort()
 
 
 def code_for(status: int) -> int:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.websockets import WebSocketDisconnect
 
 from octavo.errors import RequestError
 from octavo.frontend.traces import read_trace_headers
@@ -194,13 +195,12 @@ class RequestMiddleware:
             if self.state.draining:
                 raise UnavailableError("The server is shutting down; try another one.")
             await self.app(scope, receive, note)
-        except ClientDisconnectError:
+        except (ClientDisconnectError, WebSocketDisconnect):
             pass
         except Exception as error:
             log_unexpected(error)
             if accepted:
                 raise
-            await receive()  # websocket.connect
             await error_response(error)(scope, receive, note)
         finally:
             self.state.num_active -= 1

@@ -13,7 +13,7 @@ from octavo.errors import QueueFullError, RequestError
 from octavo.frontend.request_memory import RequestMemory, leaves_room
 
 MAX_SESSIONS = 128
-"""Most sessions of a server."""
+"""Most sessions of a server, and of a router for each of its servers."""
 # The sound of all sessions takes at most this part of the memory for requests.
 _MEMORY_SHARE = 4
 
@@ -25,17 +25,22 @@ class SessionPlaces:
         self._held: Counter[Hashable] = Counter()
 
     @contextmanager
-    def hold(self, sender: Hashable) -> Iterator[None]:
+    def hold(self, sender: Hashable, num_servers: int = 1) -> Iterator[None]:
         """Hold a place.
+
+        Args:
+            sender: the sender.
+            num_servers: number of servers that have places.
 
         Raises:
             QueueFullError: the sender has too many, or no place is free.
         """
         held, total = self._held[sender], self._held.total()
-        if not leaves_room(held, 1, MAX_SESSIONS - total):
+        most = MAX_SESSIONS * num_servers
+        if not leaves_room(held, 1, most - total):
             raise QueueFullError(
                 f"This client has {held} of {total} sessions at /v1/realtime, and the server has "
-                f"places for {MAX_SESSIONS}, of which some stay free for others; close sessions, "
+                f"places for {most}, of which some stay free for others; close sessions, "
                 "or try again later.",
                 5,
             )

@@ -70,8 +70,8 @@ class Model:
         """Number of requests that the model answers."""
         self.num_loads = 0
         """Number of times that it was loaded."""
-        self.closed = False
-        """True if a loaded model accepts no further requests, since it is to leave."""
+        self.leaving = asyncio.Event()
+        """Event that is set while `closed`."""
         self.expires: float | None = None
         """Time of the set's clock at which the idle model leaves; None: it stays."""
         self._waiting: list[asyncio.Future[None]] = []
@@ -90,6 +90,18 @@ class Model:
     def num_waiting(self) -> int:
         """Number of requests that wait for the model."""
         return len(self._waiting)
+
+    @property
+    def closed(self) -> bool:
+        """True if a loaded model accepts no further requests, since it is to leave."""
+        return self.leaving.is_set()
+
+    @closed.setter
+    def closed(self, value: bool) -> None:
+        if value:
+            self.leaving.set()
+        else:
+            self.leaving.clear()
 
     @property
     def is_wanted(self) -> bool:

@@ -29,7 +29,8 @@ async def realtime(websocket: WebSocket) -> None:
     """Pass a session of a stream of sound on to the server of its model.
 
     The address names the model, or else the first event if it is `session.update`; otherwise the
-    session has the first model that hears. A session keeps its model.
+    session has the first model that hears. A session keeps its model, and ends if that is to be
+    unloaded.
     """
     context = websocket.scope["octavo"]
     request = as_request(websocket, context)
@@ -123,6 +124,22 @@ class _ModelSocket(SocketProxy):
     kind = "realtime.transcription_session"
     model: OneModel
     """The model of the session."""
+
+    async def must_end(self) -> OctavoError:
+        """Implement `SocketProxy`: the model's turn may end, too."""
+        stopping = asyncio.create_task(super().must_end())
+        leaving = asyncio.create_task(self.model.leaving.wait())
+        try:
+            await asyncio.wait({stopping, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            if stopping.done():
+                return stopping.result()
+        finally:
+            stopping.cancel()
+            leaving.cancel()
+        return UnavailableError(
+            f"The model {show(self.model.names[0])} is about to be unloaded; begin another "
+            "session, and send the sound without a transcript again."
+        )
 
     def check_message(self, text: str) -> str | None:
         """Implement `SocketProxy`: reject another model of this server."""

@@ -11,6 +11,7 @@ from octavo.config import ServerConfig
 from octavo.router.app import build_app
 from octavo.router.config import RouterConfig
 from octavo.router.pool import Upstream
+from octavo.router.realtime import SocketProxy
 from octavo.router.state import RouterState
 from octavo.server import realtime_shares
 from octavo.server.serve import serve_app
@@ -37,7 +38,7 @@ class FakeEar:
     """
 
     def __init__(self, status=None):
-        self.status, self.sessions, self.ready = status, [], True
+        self.status, self.sessions, self.ready, self.greets = status, [], True, True
 
     async def __aenter__(self):
         self.made = await server.serve(
@@ -68,7 +69,8 @@ class FakeEar:
         return connection.respond(200 if self.ready else 503, "")
 
     async def _serve(self, connection):
-        await connection.send(text(OPEN))
+        if self.greets:
+            await connection.send(text(OPEN))
         while True:
             try:
                 message = await connection.recv()
@@ -292,11 +294,47 @@ def test_a_client_that_does_not_read_holds_little_memory(monkeypatch):
     run(main)
 
 
-def test_places_of_keys(monkeypatch):
-    monkeypatch.setattr(realtime_shares, "MAX_SESSIONS", 9)
+def test_a_server_that_does_not_read_loses_its_sessions(monkeypatch):
+    monkeypatch.setattr("octavo.router.realtime._CLOSE_SECONDS", 0.2)
+    connect, made = SocketProxy._connect, []
+
+    async def note(self, upstream):
+        made.append(await connect(self, upstream))
+        return made[-1]
+
+    monkeypatch.setattr(SocketProxy, "_connect", note)
+
+    async def flood(session):
+        while True:
+            await session.send("x" * 2**16)
 
     async def main():
-        async with FakeEar() as ear, Routed(ear) as router, contextlib.AsyncExitStack() as stack:
+        async with FakeEar() as ear, Routed(ear) as router, router.connect() as session:
+            await session.recv()
+            (connection,), (upstream,) = ear.made.connections, router.state.answering.upstreams
+            connection.transport.pause_reading()
+            sending = asyncio.create_task(flood(session))
+            await until(lambda: made[0].paused)
+            upstream.give_up()  # as probes without an answer do
+            event, code, _ = await last_of(session)
+            assert (event["error"]["code"], code) == ("unavailable", 1011)
+            await until(lambda: router.held == [(0, 0)])
+            await asyncio.gather(sending, return_exceptions=True)
+            connection.transport.abort()
+
+    run(main)
+
+
+def test_places_of_keys(monkeypatch):
+    """A router has places for the sessions of all its servers."""
+    monkeypatch.setattr(realtime_shares, "MAX_SESSIONS", 3)
+
+    async def main():
+        async with (
+            FakeEar() as ear,
+            Routed(ear, ear, ear) as router,
+            contextlib.AsyncExitStack() as stack,
+        ):
             for _ in range(8):
                 await stack.enter_async_context(router.connect())
             with pytest.raises(exceptions.InvalidStatus) as caught:

@@ -5,7 +5,10 @@ import logging
 import time
 
 import pytest
+from starlette.websockets import WebSocketDisconnect
 
+from octavo.config import ServerConfig
+from octavo.server.http_state import HttpState
 from octavo.server.middleware import RequestMiddleware
 from octavo.system.logs import REQUEST_ID
 from tests.server.fake_engine import Call, with_server
@@ -42,6 +45,20 @@ def test_the_line_of_a_request_says_all_of_it(caplog):
         }
 
     with_server(scenario)
+
+
+def test_a_client_that_has_gone_before_its_session_is_no_error(caplog):
+    async def app(scope, receive, send):
+        raise WebSocketDisconnect
+
+    async def main():
+        state = HttpState(ServerConfig())
+        scope = {"type": "websocket", "headers": [], "path": "/v1/realtime"}
+        await RequestMiddleware(app, state)(scope, None, None)
+        assert state.num_active == 0
+        assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+    asyncio.run(main())
 
 
 def test_lines_of_what_generates_nothing(caplog):

@@ -10,7 +10,7 @@ import pytest
 from octavo.router.pool import Upstream
 from octavo.server.serve import serve_app
 from octavo.several_models.app import build_app
-from tests.router.test_realtime import FakeEar, exceptions, last_of, until
+from tests.router.test_realtime import COMPLETED, FakeEar, exceptions, last_of, text, until
 from tests.several_models.test_app import Served
 
 client = pytest.importorskip("websockets.asyncio.client", reason="websockets is not installed")
@@ -111,26 +111,70 @@ def test_models_that_are_refused():
                     await session.send(update(model))
                     event, code, _ = await last_of(session)
                     assert (event["type"], code) == ("error", 1008)
+                    assert event["event_id"].startswith("event_")
+                    assert event["error"]["event_id"] is None
 
     asyncio.run(main())
 
 
-def test_a_session_holds_its_model():
-    """Another model is loaded when the session has ended, not before."""
+def test_a_model_that_leaves_ends_its_sessions():
+    """Their items get their transcripts first; then the other model is loaded."""
 
     async def main():
         async with models(max_loaded_models=1) as (state, address, ears):
             async with client.connect(f"{address}?model=ear") as session:
-                await session.recv()
+                await session.send("!commit")
+                for _ in range(2):
+                    await session.recv()
                 waiting = asyncio.create_task(client.connect(f"{address}?model=ear2").__aenter__())
                 await until(lambda: state.find("ear2").num_waiting == 1)
-                await session.send("still here")
-                assert await session.recv() == "still here"
-                assert not ears["ear2"].sessions
+                assert state.find("ear").num_users == 1
+                (connection,) = ears["ear"].made.connections
+                await connection.send(text(COMPLETED))
+                assert json.loads(await session.recv()) == COMPLETED
+                event, code, _ = await last_of(session)
+                assert (event["error"]["code"], code) == ("unavailable", 1001)
+                assert "'ear' is about to be unloaded" in event["error"]["message"]
             other = await waiting
             assert json.loads(await other.recv())["type"] == "session.created"
             assert state.find("ear").state == "unloaded"
             await other.close()
+
+    asyncio.run(main())
+
+
+def test_a_client_that_goes_wants_its_model_no_longer():
+    async def main():
+        async with models(max_loaded_models=1) as (state, address, _):
+            ear2, release = state.find("ear2"), asyncio.Event()
+            ear2.backend.load = release.wait
+            begun = client.connect(address, close_timeout=0.1)
+            for connecting in (client.connect(f"{address}?model=ear2"), begun):
+                task = asyncio.create_task(connecting.__aenter__())
+                if connecting is begun:
+                    session = await task
+                    await session.send(update("ear2"))
+                await until(lambda: ear2.num_waiting == 1)
+                assert state.sessions._held.total() == 1
+                if connecting is begun:
+                    session.transport.abort()
+                else:
+                    task.cancel()
+                await until(lambda: not ear2.num_waiting and not state.sessions._held)
+            release.set()
+
+    asyncio.run(main())
+
+
+def test_a_server_that_is_lost_at_the_first_message():
+    async def main():
+        async with models() as (_, address, ears):
+            ears["ear"].greets = False
+            async with client.connect(address) as session:
+                await session.recv()
+                await session.send("!die")
+                event, code, _ = await last_of(session)
+                assert (event["error"]["code"], code) == ("unavailable", 1011)
 
     asyncio.run(main())
 
