@@ -425,6 +425,7 @@ struct Attention {
   struct Tile {
     const T* keys[kTile / 4];
     const T* values[kTile];
+    int extent;  // positions whose places are known: half a tile is enough for a short text
   };
   // Variant for bytes: this head of the blocks that contain the spans.
   struct Blocks {
@@ -542,7 +543,9 @@ struct Attention {
     const int64_t lanes_of_keys = min<int64_t>(W, a.block_size);
     const int64_t values = a.latent ? 0 : a.kv_heads * kv_head_size;
     const T** keys = to.keys;
-    for (int64_t i = 0; i < kTile; i += lanes_of_keys) {
+    static_assert(kOnTiles<T> || kTile / 2 % (kScoreVectors * W) == 0);
+    to.extent = !kOnTiles<T> && end - tile <= kTile / 2 ? kTile / 2 : kTile;
+    for (int64_t i = 0; i < to.extent; i += lanes_of_keys) {
       const int64_t position = min(max(tile + i, begin), end - 1);
       const int64_t offset = (tile + i) & (a.block_size - 1);
       const T* block = static_cast<const T*>(a.kv_cache) +
@@ -615,7 +618,7 @@ struct Attention {
     static_assert(kSegment % kTile == 0);
     memset(t.acc, 0, padded(t.count) * acc_stride * sizeof(float));
     const int64_t begin = max(t.begin, segment), end = min(t.end, segment + kSegment);
-    Place here, next;
+    Place here{}, next{};
     for (int64_t tile = begin / kTile * kTile; tile < end; tile += kTile) {
       locate(here, t.request, t.kv_head, tile, max(begin, tile), min(end, tile + kTile));
       // Few rows finish a tile before the next one has arrived from memory: prefetch that meanwhile.
@@ -679,7 +682,7 @@ struct Attention {
     const T* const* ahead = next ? next->values : nullptr;
     for (int i = 0; i < t.count; i += Values<T>::kRows, ahead = nullptr)
       add_values<Values<T>::kRows>(t, min(Values<T>::kRows, t.count - i), i, here.values, ahead);
-    if (next) fetch_values(*next, max(kFetchedEarly, t.rows[0].last), kTile);
+    if (next) fetch_values(*next, max(kFetchedEarly, t.rows[0].last), next->extent);
   }
 
   void walk_on_tiles(Task& t, const Tile& here, const Tile* next, int64_t tile, int begin,
@@ -782,7 +785,7 @@ struct Attention {
   }
 
   void fetch_values(const Tile& next, int from, int to) const {
-    for (int key = from; key < to; key++)
+    for (int key = from; key < min(to, next.extent); key++)
       for (int64_t d = 0; d < a.head_size; d += 64 / sizeof(T))
         __builtin_prefetch(next.values[key] + d);
   }
