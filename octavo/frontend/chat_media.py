@@ -181,7 +181,7 @@ class ChatMedia:
         async def wait() -> None:
             async with places:
                 await asyncio.wait({finished})
-            finished.exception()  # nobody waits for it
+            finished.exception()  # no caller waits for it
 
         finished = asyncio.wrap_future(reading)
         task = asyncio.create_task(wait())

@@ -58,19 +58,21 @@ class UsmMel:
             config.refuse(name, only, f"only {only} is supported")
         for name, only in (("frame_length_ms", 20.0), ("hop_length_ms", 10.0)):
             config.refuse(name, only, f"set {name.removesuffix('_ms')}, in samples, instead")
-        low = config.number("min_frequency", default=0.0)
-        high = config.number("max_frequency", default=8000.0)
+        low = config.number("min_frequency", default=cls.min_frequency)
+        high = config.number("max_frequency", default=cls.max_frequency)
         if not 0 <= low < high <= SAMPLE_RATE / 2:
             raise config.error(
                 "max_frequency", f"it must be above min_frequency, and at most {SAMPLE_RATE // 2}"
             )
         return cls(
-            config.integer("feature_size", default=128, most=1024),
-            frame_length=config.integer("frame_length", default=320, least=2, most=SAMPLE_RATE),
-            hop_length=config.integer("hop_length", default=160, most=SAMPLE_RATE),
+            config.integer("feature_size", default=cls.feature_size, most=1024),
+            frame_length=config.integer(
+                "frame_length", default=cls.frame_length, least=2, most=SAMPLE_RATE
+            ),
+            hop_length=config.integer("hop_length", default=cls.hop_length, most=SAMPLE_RATE),
             min_frequency=low,
             max_frequency=high,
-            mel_floor=config.positive("mel_floor", 1e-3),
+            mel_floor=config.positive("mel_floor", cls.mel_floor),
         )
 
     def num_frames(self, num_samples: int) -> int:

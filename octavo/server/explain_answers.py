@@ -30,8 +30,8 @@ class PromptDifference(Answer):
     """Place where the prompt differs from the most alike recent prompt of the same key."""
 
     volatile: str | None
-    """What usually changes there: a date or time, an id, an agent's billing header; null: nothing
-    known."""
+    """Kind of text that changes there in many prompts: a date or time, an id, an agent's billing
+    header; null: none of these."""
     text: NotRequired[str | None]
     """Text around the first token that differs, with --explain-prompts."""
     earlier_text: NotRequired[str | None]

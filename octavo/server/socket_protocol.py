@@ -11,7 +11,7 @@ from octavo.server.protocol import SEND_TIMEOUT
 
 
 class SocketProtocol(WebSocketsSansIOProtocol):
-    """Connection of a client, which is asked for a sign of life every 20 s.
+    """Connection that ends if its client does not read, or does not answer pings.
 
     Args:
         args: arguments of uvicorn.

@@ -1,4 +1,4 @@
-"""What all processes that serve WebSockets share: limits, events, and the form of a request."""
+"""Limits, events and forms of requests that all processes with WebSockets share."""
 
 from __future__ import annotations
 

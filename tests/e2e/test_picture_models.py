@@ -4,6 +4,7 @@ over two ranks with few blocks, after a prefill elsewhere, and after a death in 
 import pytest
 
 from tests.e2e.test_pictures import answers, connected, prompts
+from tests.handover import hand_over
 from tests.pictures import make_llm, params, save_model
 from tests.revival import DyingEncoder
 
@@ -42,15 +43,7 @@ def test_layouts(name, tmp_path, monkeypatch):
     if name == "gemma4_e":  # connectors do not move its blocks
         return
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    asked = params(1, extra_args={"kv_transfer_params": {"do_remote_decode": True}})
     config = {"kv_transfer_config": connected("P2PConnector")}
     with make_llm(folder, **config) as one, make_llm(folder, **config) as two:
-        handed = one.generate(given, asked, use_tqdm=False)
-        go_on = [
-            params(8, extra_args={"kv_transfer_params": output.kv_transfer_params})
-            for output in handed
-        ]
-        outputs = two.generate(given, go_on, use_tqdm=False)
-    assert alone == [
-        (o.prompt_token_ids, o.outputs[0].token_ids, o.outputs[0].logprobs) for o in outputs
-    ]
+        found = hand_over(one, two, given, params, 8)
+    assert found == alone

@@ -18,6 +18,7 @@ from octavo.scheduler.encoders import EncoderInputs
 from octavo.scheduler.pace import ItemPace
 from octavo.worker.encoder_runner import EncoderRunner
 from tests.e2e.test_peft import make_adapter
+from tests.handover import hand_over
 from tests.pictures import (
     CASES,
     MORE_CASES,
@@ -308,19 +309,9 @@ def test_offloading(paged, tmp_path):
 def test_prefill_elsewhere(last, layout):
     """An engine goes on with blocks from another one, and runs no encoder for them."""
     name, folder, _, alone = last
-    asked = params(1, extra_args={"kv_transfer_params": {"do_remote_decode": True}})
     config = {"kv_transfer_config": connected("P2PConnector")}
     with make_llm(folder, **config) as one, make_llm(folder, **layout, **config) as two:
-        handed = one.generate(prompts(name), asked, use_tqdm=False)
-        go_on = [
-            params(40, extra_args={"kv_transfer_params": output.kv_transfer_params})
-            for output in handed
-        ]
-        outputs = two.generate(prompts(name), go_on, use_tqdm=False)
-        found = [
-            (o.prompt_token_ids, o.outputs[0].token_ids, o.outputs[0].logprobs) for o in outputs
-        ]
-        assert found == alone
+        assert hand_over(one, two, prompts(name), params, 40) == alone
         stats = two.stats()
         assert stats.external_prefix_cache_hits > 0
         assert stats.mm_cache_queries < one.stats().mm_cache_queries

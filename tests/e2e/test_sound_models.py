@@ -4,6 +4,7 @@ import pytest
 
 from tests.e2e.test_pictures import connected
 from tests.e2e.test_sounds import answers, prompts
+from tests.handover import hand_over
 from tests.pictures import make_llm
 from tests.revival import DyingEncoder
 from tests.sounds import params, save_model
@@ -24,16 +25,8 @@ def test_layouts(name, tmp_path, monkeypatch):
         with dying.once(llm):
             assert answers(llm, given, 8) == alone
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    asked = params(1, extra_args={"kv_transfer_params": {"do_remote_decode": True}})
     config = {"kv_transfer_config": connected("P2PConnector")}
     with make_llm(folder, **config) as one, make_llm(folder, **config) as two:
-        handed = one.generate(given, asked, use_tqdm=False)
-        go_on = [
-            params(8, extra_args={"kv_transfer_params": output.kv_transfer_params})
-            for output in handed
-        ]
-        outputs = two.generate(given, go_on, use_tqdm=False)
+        found = hand_over(one, two, given, params, 8)
         assert two.stats().mm_cache_queries < one.stats().mm_cache_queries
-    assert alone == [
-        (o.prompt_token_ids, o.outputs[0].token_ids, o.outputs[0].logprobs) for o in outputs
-    ]
+    assert found == alone

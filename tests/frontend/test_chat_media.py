@@ -255,7 +255,7 @@ def test_callers_with_an_event_loop(chat_media):
 
 @pytest.mark.parametrize("begun", [True, False])
 def test_a_client_that_leaves_keeps_the_place_of_a_begun_file(chat_media, monkeypatch, begun):
-    """Its helper process cannot give the file up, so nobody else could be served there."""
+    """Its helper process cannot give the file up, so it has no place for other files."""
 
     async def main():
         reading = Future()

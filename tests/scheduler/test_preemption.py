@@ -1,4 +1,4 @@
-"""Whose turn it is: seats, priorities, and requests that give way to others."""
+"""Turns of requests: seats, priorities, and requests that give way to others."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Texts whose vectors are asked for, in steps of their own and beside answers."""
+"""Requests for vectors of texts, in steps of their own and beside answers."""
 
 import pytest
 

@@ -122,7 +122,7 @@ def test_silence_is_sound(hearing, clock):
 
 
 def test_the_memory_of_sound(hearing):
-    """What does not fit is refused; the session goes on, and gives back all at its end."""
+    """A session refuses messages beyond its limits, goes on, and gives back all at its end."""
     turns = {"audio": {"input": {"turn_detection": None}}}
 
     async def main():

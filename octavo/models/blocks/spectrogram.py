@@ -29,6 +29,21 @@ def halved(size: int) -> int:
     return (size + 1) // 2
 
 
+def count_frames(data: Arrays, bands: int) -> int:
+    """Return the number of frames of an item.
+
+    Raises:
+        RequestError: the frames do not have `bands` numbers each.
+    """
+    frames = data["input_features"]
+    if frames.ndim != 2 or frames.shape[1] != bands or not len(frames):
+        raise RequestError(
+            f"'input_features' has the shape {frames.shape}; the encoder reads frames of "
+            f"{bands} numbers."
+        )
+    return len(frames)
+
+
 def num_tokens(num_frames: int) -> int:
     """Return the number of tokens of a sound."""
     whole, rest = divmod(num_frames, CHUNK)
@@ -71,13 +86,7 @@ class SpectrogramInputSpec:
 
     def sizes(self, data: Arrays) -> tuple[int, int]:
         """Implement `InputSpec`."""
-        frames = data["input_features"]
-        if frames.ndim != 2 or frames.shape[1] != self.bands or not len(frames):
-            raise RequestError(
-                f"'input_features' has the shape {frames.shape}; the encoder reads frames of "
-                f"{self.bands} numbers."
-            )
-        count = num_tokens(len(frames))
+        count = num_tokens(count_frames(data, self.bands))
         return count, count
 
     def read(self, data: Arrays) -> EncoderItem:

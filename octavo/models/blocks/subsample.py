@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.errors import RequestError
 from octavo.models.blocks.encoder_input import Arrays, EncoderItem
 from octavo.models.blocks.linear import LinearSpec
 from octavo.models.blocks.norm import LayerNormSpec
-from octavo.models.blocks.spectrogram import halved
+from octavo.models.blocks.spectrogram import count_frames, halved
 from octavo.models.weights import Names, Weight
 
 if TYPE_CHECKING:
@@ -48,13 +47,7 @@ class SubsampleInputSpec:
 
     def sizes(self, data: Arrays) -> tuple[int, int]:
         """Implement `InputSpec`."""
-        frames = data["input_features"]
-        if frames.ndim != 2 or frames.shape[1] != self.bands or not len(frames):
-            raise RequestError(
-                f"'input_features' has the shape {frames.shape}; the encoder reads frames of "
-                f"{self.bands} numbers."
-            )
-        count = num_tokens(len(frames))
+        count = num_tokens(count_frames(data, self.bands))
         return count, count
 
     def read(self, data: Arrays) -> EncoderItem:

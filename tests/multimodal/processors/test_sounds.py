@@ -101,6 +101,8 @@ def test_settings_of_gemma4(tmp_path):
     pictures = {"image_processor_type": "Gemma4ImageProcessor", "max_soft_tokens": 280}
     processor = make(tmp_path, "gemma4", settings=pictures)
     assert processor.features == UsmMel()
+    theirs = json.loads(Gemma4AudioFeatureExtractor().to_json_string())
+    assert {name: theirs[name] for name in vars(UsmMel())} == vars(UsmMel())
     for settings in (
         {"dither": 0.1},
         {"preemphasis": 0.97},
