@@ -67,7 +67,8 @@ class SpeechModel:
         """
         if not hears(spec):
             raise RequestError(
-                f"This model ({spec.architecture}) does not transcribe sounds.",
+                f"This model ({spec.architecture}) does not transcribe sounds. Choose a model of "
+                "speech, such as openai/whisper-base, or octavo/spoken-words for spoken digits.",
                 "model",
                 "unsupported_task",
             )
