@@ -106,7 +106,7 @@ def parse_line(line: bytes) -> BatchLine:
     try:
         return msgspec.json.decode(line, type=BatchLine)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise _fault(error, _custom_id(line)) from None
+        raise _fault(error, line) from None
 
 
 async def answer_line(
@@ -202,12 +202,17 @@ async def _never() -> Message:
     return await forever
 
 
-def _fault(error: Exception, custom_id: str | None) -> LineError:
+def _fault(error: Exception, line: bytes) -> LineError:
     """Return the error of a line that is no `BatchLine`."""
+    custom_id = _custom_id(line)
     example = '{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {...}}'
     if not isinstance(error, msgspec.ValidationError):
-        place = re.search(r"\((byte \d+)\)|position (\d+)", str(error))
-        where = f" (at {place[1] or f'byte {place[2]}'})" if place else ""
+        place = re.search(r"\((byte \d+)\)", str(error))
+        where = f" (at {place[1]})" if place else ""
+        try:
+            line.decode()
+        except UnicodeDecodeError as wrong:
+            where = f" (not UTF-8 at byte {wrong.start})"
         said = f"is not valid JSON{where}; write each request on one line, as {example}."
         return LineError(said, "invalid_json_line", None, custom_id)
     if missing := re.search(r"missing required field `(\w+)`", str(error)):

@@ -132,11 +132,14 @@ def parse_json(data: bytes) -> dict[str, Any]:
         deep = is_deeper(value, MAX_JSON_DEPTH)
     except RecursionError:
         deep = True
-    except UnicodeDecodeError:
-        raise RequestError("The body is not valid UTF-8.", None, "invalid_json") from None
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         reason = str(error).split(" - at `")[0].removeprefix("JSON is malformed: ")
-        raise RequestError(f"The body is not valid JSON: {reason}.", None, "invalid_json") from None
+        said = f"The body is not valid JSON: {reason}."
+        try:
+            data.decode()
+        except UnicodeDecodeError as wrong:
+            said = f"The body is not valid UTF-8 (byte {wrong.start})."
+        raise RequestError(said, None, "invalid_json") from None
     if deep:
         raise RequestError(
             f"The JSON is nested more than {MAX_JSON_DEPTH} levels deep.", None, "invalid_json"

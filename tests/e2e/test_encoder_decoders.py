@@ -175,7 +175,19 @@ def test_layouts(alone, settings):
             assert llm.stats().num_draft_tokens > 0
         if "num_gpu_blocks_override" in settings:
             assert llm.stats().num_preemptions > 0
+            (longer,) = begin_with(prompts[:1], [3, *range(5, 27)])  # fills a block of the decoder
+            once = bits(llm, [longer])
+            assert llm.reset_prefix_cache()
+            assert bits(llm, [longer]) == once
             assert llm.stats().external_prefix_cache_hits > 0
+
+
+def begin_with(prompts, tokens):
+    """Return prompts of the encoder, each with the same tokens for the decoder."""
+    return [
+        (p if isinstance(p, dict) else {"encoder_prompt": p}) | {"decoder_prompt": tokens}
+        for p in prompts
+    ]
 
 
 def watch_encoder(llm):
@@ -196,10 +208,7 @@ def watch_encoder(llm):
 def test_prefill_elsewhere(alone, begin):
     """An engine goes on after another one, and runs no encoder."""
     folder, prompts, _ = alone
-    prompts = [
-        (p if isinstance(p, dict) else {"encoder_prompt": p}) | {"decoder_prompt": begin}
-        for p in prompts
-    ]
+    prompts = begin_with(prompts, begin)
     with make_llm(folder) as llm:
         expected = bits(llm, prompts, tokens=6)
     config = {"kv_transfer_config": OFFLOAD | {"kv_connector": "P2PConnector"}}

@@ -75,7 +75,7 @@ def test_the_bounds_in_numbers():
         (b"{", "The body is not valid JSON: Input data was truncated."),
         (b'{"a":NaN}', "The body is not valid JSON: invalid character (byte 5)."),
         (b"{} x", "The body is not valid JSON: trailing characters (byte 4)."),
-        (b'{"a":"\xff"}', "The body is not valid UTF-8."),
+        (b'{"a":"\xff"}', "The body is not valid UTF-8 (byte 6)."),
         (b"[" * 65 + b"]" * 65, "The JSON is nested more than 64 levels deep."),
         (b"[" * 64 + b"]" * 64, "The body must be a JSON object, not a list."),
         (b'{"a":' * 65 + b"1" + b"}" * 65, "The JSON is nested more than 64 levels deep."),

@@ -58,7 +58,11 @@ def test_answers_come_in_the_order_of_the_lines(answer):
     [
         ("not json", None, "line 2 of the input is not valid JSON (at byte 4); write each request"),
         ('{"custom_id": ', None, "line 2 of the input is not valid JSON; write each request on"),
-        (b'{"custom_id": "b\xff"}', None, "line 2 of the input is not valid JSON (at byte 1"),
+        (
+            b'{"custom_id": "b\xff"}',
+            None,
+            "line 2 of the input is not valid JSON (not UTF-8 at byte 16)",
+        ),
         ("[]", None, "line 2 of the input is not a JSON object; write {"),
         ("[" * 5000, None, "line 2 of the input is not"),
         (
