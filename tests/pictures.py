@@ -86,6 +86,33 @@ def _join_sizes(pictures: Sequence[Arrays]) -> Arrays:
     return {"pixel_values": torch.from_numpy(pixels), "image_sizes": torch.from_numpy(sizes)}
 
 
+def hd_arrays(pictures: Sequence[Arrays], vision: dict[str, Any]) -> Arrays:
+    """Return pictures with as many tiles as the one with most of them, and masks of patches.
+
+    `seen_patches` is no argument of the model.
+    """
+    most = max(len(picture["image_pixel_values"]) for picture in pictures)
+    size = vision["image_size"]
+    side = size // vision["patch_size"]
+    pixels, masks = [], []
+    for picture in pictures:
+        tiles = torch.from_numpy(picture["image_pixel_values"])
+        rows, columns = (int(n) // size for n in picture["image_sizes"])
+        mask = torch.zeros(rows * side, columns * side)
+        mask[: picture["seen_patches"][0], : picture["seen_patches"][1]] = 1
+        mask = mask.view(rows, side, columns, side).transpose(1, 2).reshape(-1, side, side)
+        mask = torch.cat([torch.ones(1, side, side), mask])
+        rest = most - len(tiles)
+        pixels.append(torch.cat([tiles, tiles.new_zeros(rest, *tiles.shape[1:])]))
+        masks.append(torch.cat([mask, torch.ones(rest, side, side)]))
+    return {
+        "image_pixel_values": torch.stack(pixels),
+        "image_attention_mask": torch.stack(masks),
+        "image_sizes": torch.from_numpy(np.stack([p["image_sizes"] for p in pictures])),
+        "seen_patches": torch.from_numpy(np.stack([p["seen_patches"] for p in pictures])),
+    }
+
+
 def _join_patches(pictures: Sequence[Arrays]) -> Arrays:
     patches = np.concatenate([picture["pixel_values"] for picture in pictures])
     grids = np.stack([picture["image_grid_thw"] for picture in pictures])
@@ -130,6 +157,10 @@ QWEN_IDS |= {"vision_end_token_id": ID["<|vision_end|>"]}
 QWEN_PICTURES = {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 4}
 QWEN_PICTURES |= {"min_pixels": 64, "max_pixels": 2048, "merge_size": 2}
 SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
+PHI4_SOUNDS = {"hidden_size": 16, "intermediate_size": 24, "num_blocks": 2}
+PHI4_SOUNDS |= {"num_attention_heads": 2, "input_size": 16, "nemo_conv_channels": 6}
+PHI4_SOUNDS |= {"ext_pw_out_channel": 16, "depthwise_separable_out_channel": 16}
+PHI4_SOUNDS |= {"bias_max_distance": 20, "audio_token_id": 97}
 GEMMA = {"head_dim": 8, "sliding_window": 9, "num_hidden_layers": 3, "query_pre_attn_scalar": 8}
 GEMMA |= {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 GEMMA_TOWER = SIGLIP | {"image_size": 32}

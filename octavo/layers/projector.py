@@ -24,6 +24,8 @@ class Projector:
     gathers: bool
     group: int
     averages: bool
+    separators: Tensor | None
+    """Learned vectors [N, size of a token]; None: there are none."""
     newline: Tensor | None
     """Learned vector [1, size]; None: rows are not mixed."""
 
@@ -47,6 +49,9 @@ class Projector:
         x = self.token_norm(x)
         if self.averages:
             x = self.ops.sum_experts(x, step.arrays["averaged_tokens"], step.arrays["shares"])
+        if self.separators is not None:
+            places, shares = step.arrays["separator_places"], step.arrays["separator_shares"]
+            x = self.ops.add(x, self.ops.sum_experts(self.separators, places, shares))
         x = self.norm(x.view(x.shape[0] // self.group, -1))
         for linear, activation in self.layers:
             x = linear(x) if activation is None else linear.act(x, activation)

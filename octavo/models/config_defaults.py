@@ -254,6 +254,10 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "Phi3ForCausalLM": {"model_type": "phi3"}
     | _LLAMA
     | {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
+    "Phi4MultimodalForCausalLM": {"model_type": "phi4_multimodal"}
+    | _LLAMA
+    | {"vocab_size": 200064, "hidden_size": 3072, "intermediate_size": 8192}
+    | {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "max_position_embeddings": 131072},
     "Olmo2ForCausalLM": {"model_type": "olmo2"} | _LLAMA | {"rms_norm_eps": 1e-5},
     "Olmo3ForCausalLM": {"model_type": "olmo3"}
     | _LLAMA

@@ -239,7 +239,10 @@ INDEX: dict[str, tuple[str, ...]] = {
     "olmoe": ("OlmoeForCausalLM",),
     "opt": ("OPTForCausalLM",),
     "phi": ("PhiForCausalLM",),
-    "phi3": ("Phi3ForCausalLM",),
+    "phi3": (
+        "Phi3ForCausalLM",
+        "Phi4MultimodalForCausalLM",
+    ),
     "phimoe": (
         "PhiMoEForCausalLM",
         "PhimoeForCausalLM",

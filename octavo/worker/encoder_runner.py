@@ -129,10 +129,12 @@ def make_context(
         rotary = StepRotary(of_parts, ops.to_device(table.reshape(-1, table.shape[-1])))
     kinds = range(len(first.segments))
     segments = [np.concatenate([item.segments[kind] for item in items]) for kind in kinds]
+    limits = [item.seen for item in items if item.seen is not None]
+    seen = _join(limits) if limits else None
     return StepContext(
         positions=positions,
         caches=[cache] * len(spec.layers),
-        metadata=_metadata_of_layers(spec, segments, ops, 0, total),
+        metadata=_metadata_of_layers(spec, segments, seen, ops, 0, total),
         backend=backend,
         arrays=arrays,
         rotary=rotary,
@@ -151,22 +153,30 @@ def _rotary_rows(num_tokens: int, parts: int, begin: int, end: int) -> LongArray
 
 
 def _metadata_of_layers(
-    spec: EncoderSpec, segments: Sequence[LongArray], ops: Ops, begin: int, end: int
+    spec: EncoderSpec,
+    segments: Sequence[LongArray],
+    seen: LongArray | None,
+    ops: Ops,
+    begin: int,
+    end: int,
 ) -> list[AttentionMetadata]:
     """Return the metadata of each layer for the tokens from `begin` up to `end`.
 
     Args:
         spec: the encoder.
         segments: sizes of the segments of all tokens, for each kind of attention.
+        seen: see `EncoderItem`.
         ops: moves arrays to the device.
         begin: first token.
         end: token after the last one.
     """
-    kinds = [_metadata(sizes, ops, begin, end) for sizes in segments]
+    kinds = [_metadata(sizes, seen, ops, begin, end) for sizes in segments]
     return [kinds[kind] for kind in spec.segments or (0,) * len(spec.layers)]
 
 
-def _metadata(sizes: LongArray, ops: Ops, begin: int, end: int) -> AttentionMetadata:
+def _metadata(
+    sizes: LongArray, seen: LongArray | None, ops: Ops, begin: int, end: int
+) -> AttentionMetadata:
     """Return the places of segments of tokens: each is a request in blocks of its own."""
     blocks = -(-sizes // BLOCK_SIZE)
     first_blocks = np.cumsum(blocks) - blocks
@@ -177,13 +187,14 @@ def _metadata(sizes: LongArray, ops: Ops, begin: int, end: int) -> AttentionMeta
     some = slice(first, last)
     table = first_blocks[some, None] + np.arange(blocks[some].max())
     queries = np.clip(starts[first : last + 1], begin, end) - begin
+    lens = (sizes if seen is None else seen)[some]
     return AttentionMetadata(
         num_reqs=last - first,
         num_tokens=end - begin,
         max_query_len=int(np.diff(queries).max()),
-        max_seq_len=int(sizes[some].max()),
+        max_seq_len=int(lens.max()),
         query_start_loc=ops.to_device(queries.astype(np.int32)),
-        seq_lens=ops.to_device(sizes[some].astype(np.int32)),
+        seq_lens=ops.to_device(lens.astype(np.int32)),
         block_table=ops.to_device(table.astype(np.int32)),
         slot_mapping=ops.to_device(slots[begin:end].astype(np.int64)),
     )
@@ -349,7 +360,9 @@ class EncoderRunner:
         return replace(
             run.step,
             positions=run.step.positions[begin:end],
-            metadata=_metadata_of_layers(self.spec, run.item.segments, self._ops, begin, end),
+            metadata=_metadata_of_layers(
+                self.spec, run.item.segments, run.item.seen, self._ops, begin, end
+            ),
             rotary=rotary,
         )
 

@@ -29,6 +29,7 @@ from octavo.models.spec import ModelSpec
 from octavo.models.towers.registry import with_encoders
 from octavo.worker.encoder_runner import EncoderRunner
 from tests.models.harness import make_hf, spec_of
+from tests.pictures import PHI4_SOUNDS, hd_arrays
 
 TEXT: dict[str, Any] = {"vocab_size": 99, "hidden_size": 32, "intermediate_size": 48}
 TEXT |= {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -185,6 +186,32 @@ def square_features(model: Any, picture: Arrays) -> Tensor:
     return torch.cat(list(model.model.get_image_features(pixels, places).pooler_output))
 
 
+def barred_tiles(*sizes: tuple[int, int, int, int]) -> Maker:
+    """Return a maker of pictures with rows and columns of tiles, and of patches before bars."""
+
+    def make(random: np.random.Generator, vision: dict[str, Any]) -> list[Arrays]:
+        side, result = vision["image_size"], []
+        for rows, columns, *seen in sizes:
+            shape = 1 + rows * columns, vision.get("num_channels", 3), side, side
+            size = np.array([rows * side, columns * side])
+            arrays = {"image_sizes": size, "seen_patches": np.array(seen)}
+            result.append({"image_pixel_values": normal(random, *shape), **arrays})
+        return result
+
+    return make
+
+
+def barred_features(model: Any, picture: Arrays) -> Tensor:
+    embed = model.model.embed_tokens_extend.image_embed
+    given = hd_arrays([picture], model.config.vision_config.to_dict())
+    half = (given["seen_patches"][0] + 1) // 2
+    base = embed.num_img_tokens
+    count = int(half[0] * (half[1] + 1)) + 1 + base + int(base**0.5)
+    ids = torch.full((1, count), model.config.vision_config.image_token_id)
+    del given["seen_patches"]
+    return embed(ids, torch.zeros(1, count, model.config.hidden_size), **given)[0]
+
+
 CASES: dict[str, Case] = {}
 
 
@@ -197,10 +224,11 @@ def add(
     **config: Any,
 ) -> None:
     """Add variants of a model: their vision_configs and other fields."""
+    ending = "" if architecture.endswith("CausalLM") else "ForConditionalGeneration"
     for name, (vision, fields) in variants.items():
         CASES[f"{architecture.lower()}{name}"] = Case(
-            f"{architecture}ForConditionalGeneration",
-            {"vision_config": vision, "text_config": text} | config | fields,
+            f"{architecture}{ending}",
+            {"vision_config": vision} | ({"text_config": text} if text else {}) | config | fields,
             pictures,
             features,
         )
@@ -351,6 +379,25 @@ add(
     size_features,
     {"-pixtral": (SMALL | pixtral, {"vision_feature_select_strategy": "full"})},
     TEXT | {"model_type": "mistral"},
+)
+
+
+phi4 = {"image_token_id": 98}
+PHI4 = {
+    "": (SMALL | phi4 | {"crop_size": 24}, {}),
+    "-wide": (WIDE | phi4 | {"image_size": 16, "crop_size": 16, "feature_layer": -1}, {}),
+    "-odd": (ODD | phi4 | {"num_channels": 3, "image_size": 20, "crop_size": 20}, {}),
+}
+PHI4["-odd"][0]["feature_layer"] = 1
+add(
+    "Phi4MultimodalForCausalLM",
+    # Without bars, with bars of odd and even widths, and with a tile that is all bar.
+    barred_tiles((1, 1, 4, 4), (2, 3, 5, 11), (1, 2, 1, 7), (3, 1, 4, 3)),
+    barred_features,
+    PHI4,
+    {},
+    audio_config=PHI4_SOUNDS,
+    **TEXT,
 )
 
 

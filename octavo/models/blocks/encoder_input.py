@@ -52,6 +52,8 @@ class EncoderItem:
         positions: int64 [T], position of each token; None: its index.
         rotary: float32 [T, rotary_dim], cosines and sines of each token, for `StepRope`; if parts
             of a head turn separately, [T, parts, rotary_dim].
+        seen: int64 [segments]: tokens of each segment see only so many tokens, its first ones (if
+            all layers use the first kind of segments); None: they see all tokens of the segment.
         size: number of rows of the item's arrays, for blocks that compute one item at a time.
     """
 
@@ -62,6 +64,7 @@ class EncoderItem:
     indices: Arrays = field(default_factory=dict)
     positions: LongArray | None = None
     rotary: NDArray[np.float32] | None = None
+    seen: LongArray | None = None
     size: int = 0
 
     @property

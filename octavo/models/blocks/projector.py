@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -22,8 +23,8 @@ ProjectorActivation = Literal["gelu", "gelu_tanh", "relu", "silu"]
 class ProjectorSpec:
     """Projection of tokens, or of groups of tokens, to rows.
 
-    The steps are: linear layer and norm of tokens, choice and grouping of tokens, norm of groups,
-    linear layers, mixture of rows.
+    The steps are: linear layer and norm of tokens, choice and grouping of tokens, separators, norm
+    of groups, linear layers, mixture of rows.
     """
 
     layers: tuple[tuple[LinearSpec, ProjectorActivation | None], ...]
@@ -39,7 +40,10 @@ class ProjectorSpec:
     averages: int = 1
     """Number of tokens of which a row is the mean. If it is not 1, `averaged_tokens`, int32 [rows,
     averages], are indices of tokens, and `shares`, float32 of the same shape, their factors."""
-
+    separators: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    """Tensors of learned vectors, and their stored shapes, that are added to means of tokens before
+    the norm of groups: `separator_places`, int32 [rows, 1], is the index of the vector of each row,
+    and `separator_shares`, float32 [rows, 1], its factor."""
     newline: str | None = None
     """Tensor of a learned vector, if rows are mixed: `mixed_tokens`, int32 [rows, K], are the
     results whose sum is a row, `mix_shares`, float32 of the same shape, their factors, and
@@ -63,6 +67,10 @@ class ProjectorSpec:
             yield from self.token_linear.weights(names.of("token_linear"))
         if self.token_norm is not None:
             yield from self.token_norm.weights(names.of("token_norm"))
+        if self.separators:
+            sources = tuple(Source(name, shape, "flat") for name, shape in self.separators)
+            numbers = sum(math.prod(shape) for _, shape in self.separators)
+            yield Weight(f"{names.own}separators", "vector", (numbers,), sources)
         if self.norm is not None:
             yield from self.norm.weights(names.of("norm"))
         for i, (linear, _) in enumerate(self.layers):
@@ -89,5 +97,10 @@ class ProjectorSpec:
             gathers=self.gathers,
             group=self.group,
             averages=self.averages > 1,
+            separators=(
+                parts.tensor("separators").view(len(self.separators), -1)
+                if self.separators
+                else None
+            ),
             newline=None if self.newline is None else parts.tensor("newline").view(1, -1),
         )

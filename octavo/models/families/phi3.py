@@ -1,6 +1,8 @@
-"""Phi-3 and Phi-4: fused projections, longrope."""
+"""Phi-3, Phi-4 and the text part of Phi-4 multimodal: fused projections, longrope."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from octavo.checkpoints.config_json import ConfigJson
 from octavo.models.families.base import read_num_layers
@@ -26,4 +28,11 @@ def read(config: ConfigJson) -> ModelSpec:
     return variant.read(config)
 
 
-ARCHITECTURES = {"Phi3ForCausalLM": read}
+def read_multimodal(config: ConfigJson) -> ModelSpec:
+    """Read the text part of Phi-4 multimodal."""
+    spec = read(config)
+    ignored = *spec.ignored, r"model\.embed_tokens_extend\..*"
+    return replace(spec, ignored=ignored, left_out="pictures and sound")
+
+
+ARCHITECTURES = {"Phi3ForCausalLM": read, "Phi4MultimodalForCausalLM": read_multimodal}

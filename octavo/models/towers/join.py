@@ -27,6 +27,7 @@ _PLAIN: tuple[str, ...] = (
     "LlavaOnevision",
     "Mistral3",
     "PaliGemma",
+    "Phi4MultimodalForCausalLM",
     "SmolVLM",
 )
 """Models whose text part reads rows as it reads embeddings."""

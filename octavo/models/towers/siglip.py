@@ -1,4 +1,4 @@
-"""CLIP and SigLIP towers: LLaVA, PaliGemma, Gemma 3, Idefics 3, SmolVLM.
+"""CLIP and SigLIP towers: LLaVA, PaliGemma, Gemma 3, Idefics 3, SmolVLM, Phi-4 multimodal.
 
 Radford et al., arXiv:2103.00020; Zhai et al., arXiv:2303.15343.
 """
@@ -15,6 +15,7 @@ from octavo.models.blocks.norm import LayerNormSpec, RMSNormSpec
 from octavo.models.blocks.projector import ProjectorActivation, ProjectorSpec
 from octavo.models.encoder import EncoderSpec, Sight
 from octavo.models.towers.anyres import AnyresLayout, Size
+from octavo.models.towers.hd import MAX_TILES, HDLayout
 from octavo.models.towers.pixels import TileLayout
 from octavo.models.towers.vit import (
     ViTLayer,
@@ -42,6 +43,8 @@ _LLAVA = _CLIP | {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_la
 _LLAVA |= {"num_attention_heads": 16, "image_size": 336, "patch_size": 14}
 _PALIGEMMA = _SIGLIP | {"hidden_size": 1152, "intermediate_size": 4096, "num_hidden_layers": 27}
 _PALIGEMMA |= {"num_attention_heads": 16, "patch_size": 14}
+_PHI4: dict[str, Any] = _PALIGEMMA | {"intermediate_size": 4304, "image_size": 448}
+_PHI4 |= {"feature_layer": -2}
 _NEXT = {"image_grid_pinpoints": [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]}
 _SIDES = range(384, 2305, 384)
 _ONEVISION: dict[str, Any] = {"image_grid_pinpoints": [[y, x] for y in _SIDES for x in _SIDES]}
@@ -56,7 +59,7 @@ class _Tower:
 
     vision: ConfigJson
     num_layers: int
-    layout: TileLayout | AnyresLayout
+    layout: TileLayout | AnyresLayout | HDLayout
     output: ProjectorSpec
     max_tiles: int
     """Most tiles of a picture."""
@@ -280,4 +283,41 @@ def read_gemma3(config: ConfigJson) -> EncoderSpec:
         output=ProjectorSpec(((linear, None),), norm=norm, averages=group**2),
         max_tiles=5,
         sight=Sight("item", rows),
+    ).read()
+
+
+_PHI4_PREFIX = "model.embed_tokens_extend.image_embed."
+
+
+def read_hd_layout(config: ConfigJson) -> HDLayout:
+    """Return the division of pictures of Phi-4 multimodal."""
+    vision = read_vision(config, _PHI4)
+    size, patch = read_size(vision, "image_size"), read_size(vision, "patch_size")
+    if size % (2 * patch):
+        raise vision.error("image_size", "it must have an even number of patches on each axis")
+    vision.refuse("crop_size", size, "it must be image_size")
+    return HDLayout(vision.integer("num_channels"), size, patch)
+
+
+def read_phi4(config: ConfigJson) -> EncoderSpec:
+    """Read the tower of Phi-4 multimodal, with its projection of two layers."""
+    vision = read_vision(config, _PHI4)
+    inputs, size = vision.integer("hidden_size"), config.integer("hidden_size")
+    up, down = (
+        LinearSpec(((f"{_PHI4_PREFIX}img_projection_{name}", size),), width, bias=True)
+        for name, width in (("up", inputs), ("down", size))
+    )
+    separators = (
+        (f"{_PHI4_PREFIX}sub_img_feature_extensor", (1, 1, 1, inputs)),
+        (f"{_PHI4_PREFIX}global_img_feature_extensor", (1, 1, inputs)),
+    )
+    chosen = config.replaced("vision_feature_layer", vision.get("feature_layer"))
+    return _Tower(
+        vision=vision,
+        num_layers=read_num_layers(chosen, vision, -2),
+        layout=read_hd_layout(config),
+        output=ProjectorSpec(((up, "gelu"), (down, None)), averages=4, separators=separators),
+        max_tiles=1 + MAX_TILES,
+        prefix=f"{_PHI4_PREFIX}img_processor.",
+        normed=False,
     ).read()
