@@ -113,6 +113,12 @@ def hd_arrays(pictures: Sequence[Arrays], vision: dict[str, Any]) -> Arrays:
     }
 
 
+def _join_barred(pictures: Sequence[Arrays]) -> Arrays:
+    joined = hd_arrays(pictures, SIGLIP)
+    del joined["seen_patches"]
+    return joined
+
+
 def _join_patches(pictures: Sequence[Arrays]) -> Arrays:
     patches = np.concatenate([picture["pixel_values"] for picture in pictures])
     grids = np.stack([picture["image_grid_thw"] for picture in pictures])
@@ -427,6 +433,20 @@ MORE_CASES = {
         "<IMG_CONTEXT>",
     ),
 }
+MORE_CASES["phi4"] = Case(
+    "Phi4MultimodalForCausalLM",
+    {
+        "vision_config": SIGLIP | {"crop_size": 16, "image_token_id": ID["<image>"]},
+        "audio_config": PHI4_SOUNDS | {"audio_token_id": ID["</s>"]},
+        **_text(partial_rotary_factor=0.75, original_max_position_embeddings=512),
+    },
+    {
+        "image_processor_type": "Phi4MultimodalImageProcessor",
+        "size": {"height": 16, "width": 16},
+        "dynamic_hd": 6,
+    },
+    _join_barred,
+)
 _QWEN3_5 = MORE_CASES["qwen3_5"]
 _EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 _EXPERTS |= {"shared_expert_intermediate_size": 24}
@@ -452,7 +472,8 @@ def save_model(name: str, folder: Path) -> Any:
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(list(SPECIAL))
     backend.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>"}))
+    tokens = {"bos_token": "<s>", "image_token": "<image>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokens))
     return model
 
 

@@ -9,7 +9,7 @@ from tests.pictures import make_llm, params, save_model
 from tests.revival import DyingEncoder
 
 OTHERS = ["llava", "llava_next", "qwen2_vl", "qwen3_vl_moe", "qwen3_5", "gemma4_e"]
-OTHERS += ["idefics3", "mistral3", "internvl"]
+OTHERS += ["idefics3", "mistral3", "internvl", "phi4"]
 
 
 @pytest.mark.parametrize("name", OTHERS)

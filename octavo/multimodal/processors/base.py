@@ -64,6 +64,8 @@ class ModelFiles:
     video: ConfigJson
     """video_preprocessor_config.json, or the part `video_processor` of processor_config.json; empty
     without both."""
+    tokenizer: ConfigJson
+    """tokenizer_config.json; empty without this file."""
 
 
 class Processor:
@@ -191,6 +193,24 @@ def read_square(settings: ConfigJson, name: str) -> int:
     if height != width:
         raise settings.error(name, "it must be a square")
     return height
+
+
+def read_token(tokenizer: ConfigJson, modality: str, default: str, token_id: int) -> str:
+    """Return the token that stands for an item of a modality.
+
+    Args:
+        tokenizer: tokenizer_config.json.
+        modality: image or audio, as in the names of fields.
+        default: the token if the file does not say it.
+        token_id: its id in config.json.
+    """
+    name = f"{modality}_token"
+    more, known = tokenizer.get("extra_special_tokens"), tokenizer.get("added_tokens_decoder")
+    found = tokenizer.get(name) or (more.get(name) if isinstance(more, dict) else None)
+    if found is None and isinstance(known, dict):
+        found = known.get(str(token_id))
+    found = found.get("content") if isinstance(found, dict) else found
+    return found if isinstance(found, str) else default
 
 
 def integers(*values: int) -> NDArray[np.int64]:

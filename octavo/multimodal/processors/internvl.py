@@ -5,6 +5,7 @@ Source: `GotOcr2ImageProcessorPil` and `InternVLProcessor` of transformers.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -48,11 +49,7 @@ class InternVLProcessor(ImageProcessor):
             self._min_tiles = self._max_tiles = 1
         self._tile_rows = settings.integer("image_seq_length", most=2**16)
         self._tile_patches = settings.integer("tile_patches", most=2**20)
-        # (columns, rows), those of few tiles first.
-        sides = range(1, self._max_tiles + 1)
-        grids = [(x, y) for x in sides for y in sides]
-        grids = [(x, y) for x, y in grids if self._min_tiles <= x * y <= self._max_tiles]
-        self._grids = sorted(grids, key=lambda grid: grid[0] * grid[1])
+        self._grids = grids_of_tiles(self._min_tiles, self._max_tiles)
 
     @classmethod
     def read_settings(cls, files: ModelFiles) -> dict[str, Any]:
@@ -100,22 +97,39 @@ class InternVLProcessor(ImageProcessor):
         return {"pixel_values": np.stack([self.levels.of(tile) for tile in tiles])}
 
     def _grid(self, height: int, width: int) -> tuple[int, int]:
-        """Return the columns and rows of tiles: those nearest to the picture's ratio of sides.
+        """Return the columns and rows of tiles."""
+        return nearest_grid(height, width, self._grids, self._side)
 
-        Of equal ones the larger is taken if the picture has more than half of its pixels.
-        """
-        ratio, area = width / height, width * height
-        best, best_difference = (1, 1), float("inf")
-        for columns, rows in self._grids:
-            difference = abs(ratio - columns / rows)
-            if difference < best_difference:
-                best, best_difference = (columns, rows), difference
-            elif (
-                difference == best_difference
-                and area > 0.5 * self._side * self._side * columns * rows
-            ):
-                best = (columns, rows)
-        return best
+
+def nearest_grid(
+    height: int, width: int, grids: Sequence[tuple[int, int]], side: int
+) -> tuple[int, int]:
+    """Return the columns and rows of tiles that are nearest to a picture's ratio of sides.
+
+    Of equal ones the later is taken if the picture has more than half of its pixels.
+
+    Args:
+        height: height of the picture in pixels.
+        width: its width.
+        grids: pairs of columns and rows, those of few tiles first.
+        side: pixels of a side of a tile.
+    """
+    ratio, area = width / height, width * height
+    best, best_difference = (1, 1), float("inf")
+    for columns, rows in grids:
+        difference = abs(ratio - columns / rows)
+        if difference < best_difference:
+            best, best_difference = (columns, rows), difference
+        elif difference == best_difference and area > 0.5 * side * side * columns * rows:
+            best = (columns, rows)
+    return best
+
+
+def grids_of_tiles(least: int, most: int) -> list[tuple[int, int]]:
+    """Return the pairs of columns and rows of `least` to `most` tiles, those of few tiles first."""
+    sides = range(1, most + 1)
+    grids = [(x, y) for x in sides for y in sides if least <= x * y <= most]
+    return sorted(grids, key=lambda grid: grid[0] * grid[1])
 
 
 class InternVLChatProcessor(InternVLProcessor):

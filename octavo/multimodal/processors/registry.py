@@ -23,6 +23,7 @@ from octavo.multimodal.processors.gemma4 import Gemma4Processor
 from octavo.multimodal.processors.idefics3 import Idefics3Processor
 from octavo.multimodal.processors.internvl import InternVLChatProcessor, InternVLProcessor
 from octavo.multimodal.processors.llava_next import LlavaNextProcessor, OneVisionProcessor
+from octavo.multimodal.processors.phi4 import Phi4Processor
 from octavo.multimodal.processors.pixtral import PixtralProcessor
 from octavo.multimodal.processors.qwen2_vl import Qwen2VLProcessor
 from octavo.multimodal.processors.video import VIDEO_PROCESSORS, VideoProcessor
@@ -38,6 +39,7 @@ PROCESSORS: Mapping[str, type[ImageProcessor]] = {
     "llava_next": LlavaNextProcessor,
     "llava_onevision": OneVisionProcessor,
     "paligemma": PaliGemmaProcessor,
+    "phi4_multimodal": Phi4Processor,
     "pixtral": PixtralProcessor,
     "qwen2_vl": Qwen2VLProcessor,
 }
@@ -53,6 +55,7 @@ _OF_MODELS = {
     "llava_onevision": "llava_onevision",
     "mistral3": "pixtral",
     "paligemma": "paligemma",
+    "phi4_multimodal": "phi4_multimodal",
     "qwen2_vl": "qwen2_vl",
     "qwen2_5_vl": "qwen2_vl",
     "qwen3_vl": "qwen2_vl",
@@ -73,6 +76,7 @@ _CLASSES = {
     "llava_next": ("LlavaNext", "CLIP"),  # CLIP's class makes no tiles, which the model needs
     "llava_onevision": ("LlavaOnevision",),
     "paligemma": ("Siglip", "PaliGemma"),
+    "phi4_multimodal": ("Phi4Multimodal", "Phi4MM"),
     "pixtral": ("Pixtral", "Mistral3"),
     "qwen2_vl": ("Qwen2VL", "Qwen2_5_VL", "Qwen3VL"),
 }
@@ -208,7 +212,8 @@ def _read_files(checkpoint: Checkpoint) -> ModelFiles:
     video = _read(checkpoint, "video_preprocessor_config.json")
     if not video.fields:
         video = processor.section("video_processor")
-    return ModelFiles(checkpoint.config, preprocessor, processor, video)
+    tokenizer = _read(checkpoint, "tokenizer_config.json")
+    return ModelFiles(checkpoint.config, preprocessor, processor, video, tokenizer)
 
 
 def make_processor(kind: str, settings: Mapping[str, Any]) -> ImageProcessor:
