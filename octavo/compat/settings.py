@@ -200,7 +200,6 @@ FOREIGN: dict[str, Foreign] = {
         _group("use octavo bench tune to find settings for a goal", performance_mode="balanced"),
         _group(
             "adapters change no encoders of pictures or sounds; leave it out",
-            default_mm_loras={},
             enable_tower_connector_lora=False,
         ),
         _group("adapters have the model's type; leave it out, or set dtype", lora_dtype="auto"),

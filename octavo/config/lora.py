@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -83,6 +83,14 @@ class LoRAConfig(Section, frozen=True):
             ' {"name": "a", "path": "/adapters/a"}.'
         ),
     ] = []
+    default_mm_loras: Annotated[
+        dict[Literal["image", "audio", "video"], Annotated[str, Meta(min_length=1)]],
+        Meta(
+            description="Adapters of prompts with media that name no adapter, by kind of media:"
+            ' {"audio": "/adapters/speech"}. A prompt with several kinds whose adapters differ has'
+            " none."
+        ),
+    ] = {}
     lora_merge: Annotated[
         Annotated[str, Meta(min_length=1)] | None,
         Meta(
@@ -160,6 +168,7 @@ class LoRAConfig(Section, frozen=True):
                 f"lora_modules: {same!r} is the name of the model; give the adapter another name."
             )
         for name in (
+            "default_mm_loras",
             "lora_modules",
             "lora_modules_to_save",
             "lora_target_modules",

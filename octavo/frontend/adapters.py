@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property, partial
 from pathlib import Path
@@ -16,7 +17,7 @@ from octavo.checkpoints.tasks import TASKS
 from octavo.config import EngineConfig
 from octavo.errors import AdapterError, RequestError, UnsupportedError
 from octavo.lora_request import LoRARequest
-from octavo.messages import AdapterRef
+from octavo.messages import AdapterRef, Modality
 from octavo.models.adaptable_model import EMBED, AdaptableModel
 from octavo.models.adapters import open_adapter
 from octavo.models.blocks.base import is_adaptable
@@ -31,6 +32,13 @@ LoRARequests: TypeAlias = (
 )
 """Adapter for all prompts, or for each of them."""
 
+logger = logging.getLogger(__name__)
+
+_IN_FOLDERS: Mapping[str, Mapping[Modality, str]] = {
+    "Phi4MultimodalForCausalLM": {"image": "vision-lora", "audio": "speech-lora"},
+}
+"""Architectures -> folders in that of the model with the adapters of its media, by modality. A
+prompt with several kinds of media has the first adapter."""
 _MOST_KNOWN = 10_000
 """Most adapters whose content is remembered; older ones are read again."""
 _THREADS = 16
@@ -106,6 +114,57 @@ class AdapterFiles:
         found = asyncio.wrap_future(self._find(request, root))
         found.add_done_callback(asyncio.Future.exception)  # all callers may have given up
         return _named(await asyncio.shield(found), request)
+
+    @cached_property
+    def defaults(self) -> Mapping[str, LoRARequest]:
+        """Adapters of prompts with media that name no adapter, by modality.
+
+        They are those of `default_mm_loras`, or else those in the model's folder.
+        """
+        lora = self._config.lora
+        if lora.default_mm_loras:
+            # The numbers are vLLM's.
+            pairs = enumerate(sorted(lora.default_mm_loras.items()), 1)
+            return {name: LoRARequest(name, i, path) for i, (name, path) in pairs}
+        own = _IN_FOLDERS.get(self._spec.architecture, {})
+        reads = [name for name in own if any(it.reads(name) for it in self._spec.encoders)]
+        paths = {name: self._folder / own[name] for name in reads}
+        if not lora.enable_lora and reads:
+            logger.warning(
+                "%s reads media with the adapters in its folders %s; they are off: start with "
+                "--enable-lora and a --max-lora-rank of at least their rank",
+                self._spec.architecture,
+                ", ".join(own[name] for name in reads),
+            )
+            return {}
+        for path in paths.values():
+            if not path.exists():
+                logger.warning("%s is missing: media are read without this adapter", path)
+        known = [(name, path) for name, path in paths.items() if path.exists()]
+        return {name: LoRARequest(name, i, str(path)) for i, (name, path) in enumerate(known, 1)}
+
+    def of_media(self, prompt: object) -> LoRARequest | None:
+        """Return the adapter of the media in a prompt that names none; None: it has none.
+
+        With adapters in the model's folder, that of pictures precedes. With `default_mm_loras`,
+        media with different adapters have none, as in vLLM.
+        """
+        data = prompt.get("multi_modal_data") if isinstance(prompt, Mapping) else None
+        if not isinstance(data, Mapping) or not self.defaults:
+            return None
+        found = {
+            request.lora_path: request
+            for name, request in self.defaults.items()
+            if (items := data.get(name)) is not None and not (isinstance(items, list) and not items)
+        }
+        if len(found) > 1 and self._config.lora.default_mm_loras:
+            logger.warning(
+                "a prompt has media with different adapters (default_mm_loras): %s; it has none "
+                "of them",
+                ", ".join(request.lora_name for request in found.values()),
+            )
+            return None
+        return next(iter(found.values()), None)
 
     def add(self, request: LoRARequest) -> bool:
         """Check an adapter before a request uses it.

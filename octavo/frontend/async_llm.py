@@ -528,6 +528,15 @@ class AsyncLLM(AsyncPooling):
         """Raise `UnsupportedError`; see `LLMEngine.pin_lora`."""
         raise no_pins(lora_id)
 
+    async def check_default_adapters(self) -> None:
+        """Check the adapters of prompts with media that name no adapter.
+
+        Raises:
+            AdapterError: the files of one cannot be used with this model.
+        """
+        for default in self._adapters.defaults.values():
+            await self._adapters.resolve_async(default)
+
     async def resolve_adapter(
         self, lora_request: LoRARequest | None, root: Path | None = None
     ) -> AdapterRef | None:
@@ -851,6 +860,9 @@ class AsyncLLM(AsyncPooling):
     ) -> tuple[EngineCoreRequest, str | None]:
         """Return the core request of a prompt, and the prompt's text; see `generate`."""
         self._begin()
+        if options.adapter is None and (default := self._adapters.of_media(prompt)) is not None:
+            adapter = await self._adapters.resolve_async(default)
+            options = msgspec.structs.replace(options, adapter=adapter)
         request, text = await offload(
             processing_time(prompt, params),
             self._input_processor.process,

@@ -96,6 +96,10 @@ class LLMEngine:
             path, config.load.load_format, settings.seed, mmproj=config.load.mmproj
         )
         self.spec = read_spec(self.checkpoint, settings)
+        self.adapters = AdapterFiles(config, self.spec)
+        """Adapters of requests."""
+        for default in self.adapters.defaults.values():
+            self.adapters.resolve(default)
         self.tokenizer: Tokenizer | None = None
         if not settings.skip_tokenizer_init:
             self.tokenizer = Tokenizer.from_folder(tokenizer_path)
@@ -141,8 +145,6 @@ class LLMEngine:
         )
         self.chat_media = open_chat_media(media, settings, self.tokenizer, max_model_len)
         """Reader of the media in chats; None: the model reads none."""
-        self.adapters = AdapterFiles(config, self.spec)
-        """Adapters of requests."""
         self._request_ids = itertools.count()
         self.inboxes: dict[str, list[RequestOutput | OctavoError]] = {}
         """Outputs and errors of each live request of `start` that the caller has not removed."""
@@ -483,6 +485,8 @@ class LLMEngine:
         if request_id is None:
             ids = map(str, self._request_ids)
             request_id = next(i for i in ids if i not in self._added)
+        if adapter is None:
+            adapter = self.adapters.resolve(self.adapters.of_media(prompt))
         return self.input_processor.process(
             request_id,
             prompt,

@@ -68,7 +68,7 @@ class ServedAdapters:
         return self._table.find(name) if self._config.enable_lora else None
 
     async def open(self, engine: AsyncLLM) -> None:
-        """Check the adapters of the settings that no front end has checked.
+        """Check the adapters of the settings, those of `make_table` if no front end has.
 
         Raises:
             AdapterError: an adapter cannot be used.
@@ -76,6 +76,7 @@ class ServedAdapters:
         """
         self._engine = engine
         self._resolvers = make_resolvers(self._config)
+        await engine.check_default_adapters()
         for adapter in self._table:
             if adapter.ref is None:
                 self._table.exchange(adapter, await self._checked(adapter))

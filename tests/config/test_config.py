@@ -183,6 +183,7 @@ BAD = {
     "lora_modules_to_save": [5, [5], ["norm"], "lm_head"],
     "lora_target_modules": [5, [5], [None], "q_proj"],
     "lora_root": [5, ["a"]],
+    "default_mm_loras": [5, "a", ["a"], {"text": "a"}, {"image": ""}, {"image": 5}],
     "lora_merge": [5, "", ["a"]],
     "lora_hub_repos": [5, [5], ["a"], ["a/b/c"], ["*/a"], ["a/b*"]],
     "lora_resolvers": [5, [5], None],
