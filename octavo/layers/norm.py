@@ -117,7 +117,7 @@ class ScaledNorm:
     """Norm whose results have a factor."""
 
     ops: Ops
-    norm: RMSNorm
+    norm: RMSNorm | NoNorm
     factor: float
 
     def __call__(self, x: Tensor) -> Tensor:

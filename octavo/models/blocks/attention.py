@@ -103,6 +103,16 @@ class RelativeBias:
 
 
 @dataclass(frozen=True)
+class DistanceBias(RelativeBias):
+    """Learned bias with a bucket for each distance from -`longest` to `longest` - 1 (Phi-4)."""
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """Bucket of each distance from -`longest` to `longest`; the last two share one."""
+        return (*range(2 * self.longest), 2 * self.longest - 1)
+
+
+@dataclass(frozen=True)
 class QueryScale:
     """Factor of the queries that grows with the position (Llama 4, Ministral 3).
 

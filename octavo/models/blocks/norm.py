@@ -214,27 +214,25 @@ class HeadFactorsSpec:
 class ScaledNormSpec:
     """Norm whose results have a factor (the half steps of Macaron layers, arXiv:1906.02762)."""
 
-    norm: RMSNormSpec
+    norm: RMSNormSpec | None
+    """None: there is only the factor."""
     factor: float
-
-    @property
-    def size(self) -> int:
-        """Size of a row."""
-        return self.norm.size
 
     def weights(self, names: Names) -> Iterator[Weight]:
         """Yield the weight of the norm."""
-        yield from self.norm.weights(names)
+        if self.norm is not None:
+            yield from self.norm.weights(names)
 
     def tables(self) -> tuple[Ones, ...]:
         """Return the table of the norm."""
-        return self.norm.tables()
+        return () if self.norm is None else self.norm.tables()
 
     def build(self, parts: Parts) -> ScaledNorm:
         """Return the live block."""
-        from octavo.layers.norm import ScaledNorm
+        from octavo.layers.norm import NoNorm, ScaledNorm
 
-        return ScaledNorm(parts.ops, self.norm.build(parts), self.factor)
+        norm = NoNorm(parts.ops) if self.norm is None else self.norm.build(parts)
+        return ScaledNorm(parts.ops, norm, self.factor)
 
 
 @dataclass(frozen=True)

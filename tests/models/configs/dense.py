@@ -119,7 +119,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         SIZES
         | {"num_attention_heads": 3, "num_key_value_heads": 1, "tie_word_embeddings": True}
         | {
-            "vision_config": {"hidden_size": 24, "intermediate_size": 8, "num_hidden_layers": 1}
+            "vision_config": {"hidden_size": 24, "intermediate_size": 8, "num_hidden_layers": 2}
             | {"num_attention_heads": 3, "image_size": 8, "crop_size": 8, "patch_size": 4},
             "audio_config": {"hidden_size": 8, "intermediate_size": 8, "num_blocks": 1}
             | {"num_attention_heads": 2, "input_size": 8, "nemo_conv_channels": 2}
