@@ -14,6 +14,9 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import WhisperFeatureExtractor
 from transformers.models.gemma4.feature_extraction_gemma4 import Gemma4AudioFeatureExtractor
+from transformers.models.phi4_multimodal.feature_extraction_phi4_multimodal import (
+    Phi4MultimodalFeatureExtractor,
+)
 from transformers.models.qwen3_asr.feature_extraction_qwen3_asr import Qwen3ASRFeatureExtractor
 
 from octavo import SamplingParams
@@ -91,6 +94,17 @@ def _gemma4(mel: int, size: int, heads: int, layers: int, **text: Any) -> dict[s
     return {"audio_config": audio, "vision_config": tower, "text_config": text, **ids}
 
 
+def _phi4(mel: int, size: int, heads: int, layers: int, **text: Any) -> dict[str, Any]:
+    audio = {"hidden_size": size, "intermediate_size": 24, "num_blocks": layers}
+    audio |= {"num_attention_heads": heads, "input_size": mel, "nemo_conv_channels": 6}
+    audio |= {"ext_pw_out_channel": size, "depthwise_separable_out_channel": size}
+    audio |= {"bias_max_distance": 20 * layers, "audio_token_id": ID["<|audio|>"]}
+    tower = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2}
+    tower |= {"num_attention_heads": 4, "image_size": 8, "crop_size": 8, "patch_size": 2}
+    tower |= {"image_token_id": ID["<|image|>"]}
+    return {"audio_config": audio, "vision_config": tower, **_text(**text)}
+
+
 @dataclass(frozen=True)
 class Case:
     """A model with its placeholder."""
@@ -103,14 +117,15 @@ class Case:
     def mel(self) -> int:
         """Number of mel bands."""
         audio = self.config["audio_config"]
-        return int(audio.get("num_mel_bins") or audio["subsampling_conv_channels"][0])
+        name = "input_size" if "input_size" in audio else "num_mel_bins"
+        return int(audio.get(name) or audio["subsampling_conv_channels"][0])
 
 
 def _cases() -> dict[str, Case]:
     qwen, bos = "Qwen2AudioForConditionalGeneration", "<|audio_bos|><|AUDIO|><|audio_eos|>"
     voxtral, begin = "VoxtralForConditionalGeneration", "[BEGIN_AUDIO][AUDIO]"
     asr, start = "Qwen3ASRForConditionalGeneration", "<|audio_start|><|audio_pad|><|audio_end|>"
-    gemma = "Gemma4ForConditionalGeneration"
+    gemma, phi4 = "Gemma4ForConditionalGeneration", "Phi4MultimodalForCausalLM"
     wide = {"hidden_size": 64, "num_key_value_heads": 1, "num_hidden_layers": 1}
     deep = {"hidden_size": 48, "num_attention_heads": 3, "num_key_value_heads": 3}
     sharing = {"num_hidden_layers": 2, "num_kv_shared_layers": 0}
@@ -118,6 +133,9 @@ def _cases() -> dict[str, Case]:
         "gemma4": Case(gemma, _gemma4(8, 24, 3, 2), "<|audio|>"),
         "gemma4 wide": Case(gemma, _gemma4(16, 32, 2, 1, **wide | sharing), "<|audio|>"),
         "gemma4 deep": Case(gemma, _gemma4(128, 16, 4, 3, **deep), "<|audio|>"),
+        "phi4": Case(phi4, _phi4(16, 24, 3, 2), "<|audio|>"),
+        "phi4 wide": Case(phi4, _phi4(80, 32, 2, 1, **wide), "<|audio|>"),
+        "phi4 deep": Case(phi4, _phi4(13, 16, 4, 3, **deep), "<|audio|>"),
         "qwen2_audio": Case(qwen, _qwen(8, 24, 3, 2), bos),
         "qwen2_audio wide": Case(qwen, _qwen(16, 32, 2, 1, **wide), bos),
         "qwen2_audio deep": Case(qwen, _qwen(128, 16, 4, 3, **deep), bos),
@@ -157,6 +175,10 @@ def save_model(name: str, folder: Path, **audio: Any) -> Any:
         extractor = Gemma4AudioFeatureExtractor(feature_size=case.mel)
         whole = {"feature_extractor": json.loads(extractor.to_json_string())}
         (folder / "processor_config.json").write_text(json.dumps(whole))
+    if "phi4" in name:
+        preprocessor |= {"image_processor_type": "Phi4MultimodalImageProcessor"}
+        preprocessor |= {"feature_extractor_type": "Phi4MultimodalFeatureExtractor"}
+        preprocessor |= {"size": {"height": 8, "width": 8}}
     (folder / "preprocessor_config.json").write_text(json.dumps(preprocessor))
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {char: i for i, char in enumerate(alphabet)} | ID
@@ -165,7 +187,8 @@ def save_model(name: str, folder: Path, **audio: Any) -> Any:
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(list(SPECIAL))
     backend.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>"}))
+    tokens = {"bos_token": "<s>", "image_token": "<|image|>", "audio_token": "<|audio|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokens))
     return model
 
 
@@ -218,6 +241,8 @@ def hf_logprobs(
                 for one in found
             ]
             arrays[key] = torch.cat(padded)
+    elif sounds and "phi4" in name:
+        return _phi4_logprobs(model, case, ids, sounds)
     elif sounds and "gemma4" in name:
         extractor = Gemma4AudioFeatureExtractor(feature_size=case.mel)
         arrays |= extractor(list(sounds), return_tensors="pt")
@@ -234,6 +259,26 @@ def hf_logprobs(
     with torch.inference_mode():
         logits = model(input_ids=tokens, attention_mask=torch.ones_like(tokens), **arrays).logits[0]
     return logits.float().log_softmax(-1)
+
+
+def _phi4_logprobs(
+    model: Any, case: Case, ids: Sequence[int], sounds: Sequence[np.ndarray]
+) -> torch.Tensor:
+    """Return the same for Phi-4, with each sound alone: others in a batch change a sound's rows,
+    since tokens see the filling of shorter ones."""
+    extractor = Phi4MultimodalFeatureExtractor(feature_size=case.mel)
+    embed, tokens = model.model.embed_tokens_extend.audio_embed, torch.tensor([list(ids)])
+    rows = []
+    with torch.inference_mode():
+        for one in sounds:
+            found = extractor(one, sampling_rate=RATE, return_tensors="pt")
+            count = int(found["audio_embed_sizes"][0])
+            own = torch.full((1, count), ID["<|audio|>"])
+            zeros = torch.zeros(1, count, model.config.hidden_size)
+            rows.append(embed(own, zeros, found["audio_input_features"], [count])[0])
+        embeds = model.model.embed_tokens(tokens)
+        embeds[tokens == ID["<|audio|>"]] = torch.cat(rows)
+        return model(inputs_embeds=embeds).logits[0].float().log_softmax(-1)
 
 
 def params(tokens: int = 8, **fields: Any) -> SamplingParams:

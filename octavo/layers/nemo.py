@@ -47,9 +47,8 @@ class NemoInput:
     """Live `NemoInputSpec`.
 
     `StepContext.arrays` has `frames` [rows, bands], `frame_mask` [rows, 1], `first_mask` and
-    `second_mask` [results, 1], chunk by chunk, and `filling`, the zeros of tokens. A mask is 1 for
-    what lies in the sound. `StepContext.item_sizes` are the numbers of tokens of the items, without
-    the filling.
+    `second_mask` [results, 1], all chunk by chunk, and `token_mask` [T, 1]. A mask is 1 for what
+    lies in the sound, else 0. `StepContext.item_sizes` are the numbers of tokens of the items.
     """
 
     ops: Ops
@@ -65,23 +64,19 @@ class NemoInput:
     """Rows of a chunk in `frames`."""
     num_tokens: int
     """Tokens of a chunk."""
+    hidden_size: int
 
     def __call__(self, step: StepContext) -> Tensor:
         """Return the first hidden states [T, hidden_size]."""
-        from octavo.models.blocks.nemo import with_filling
-
-        ops, filling = self.ops, step.arrays["filling"]
-        out = ops.empty(step.arrays["no_slots"].shape[0], filling.shape[1], like=filling)
-        begin = filled = chunk = 0
+        ops, mask = self.ops, step.arrays["token_mask"]
+        out = ops.empty(mask.shape[0], self.hidden_size, like=mask)
+        begin = chunk = 0
         for size in step.item_sizes:
             for done in range(0, size, self.num_tokens):
                 end = begin + min(size - done, self.num_tokens)
                 x = self._convolve(step, chunk).view(self.num_tokens, -1)
-                ops.copy_(out[begin:end], self.project(x[: end - begin]))
+                ops.multiply(self.project(x[: end - begin]), mask[begin:end], out=out[begin:end])
                 begin, chunk = end, chunk + 1
-            if rest := with_filling(size) - size:
-                ops.copy_(out[begin : begin + rest], filling[filled : filled + rest])
-                begin, filled = begin + rest, filled + rest
         return out
 
     def _convolve(self, step: StepContext, chunk: int) -> Tensor:

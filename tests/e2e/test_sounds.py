@@ -64,7 +64,7 @@ def make_saved(tmp_path_factory):
     return make
 
 
-@pytest.fixture(params=["gemma4", "qwen2_audio", "qwen3_asr", "voxtral"])
+@pytest.fixture(params=["gemma4", "phi4", "qwen2_audio", "qwen3_asr", "voxtral"])
 def saved(make_saved, request):
     """Return a case of means, one of chunks, and one of windows and groups."""
     return make_saved(request.param)

@@ -93,7 +93,8 @@ class NemoInputSpec:
 
     def _item(self, frames: NDArray[np.float32]) -> EncoderItem:
         count = num_tokens(len(frames))
-        total, chunks = with_filling(count), -(-count // _CHUNK)
+        total = with_filling(count)
+        chunks = -(-total // _CHUNK)
         # Token t sees the results 2 t - 1 to 2 t + 1 of the second convolution, and so on. The last
         # row of each chunk stays zero: it stands for what lies beyond the first and the last band.
         starts = np.arange(chunks)[:, None] * _CHUNK
@@ -117,14 +118,14 @@ class NemoInputSpec:
                 "frame_mask": is_frame.reshape(-1, 1).astype(np.float32),
                 "first_mask": masks[0],
                 "second_mask": masks[1],
-                "filling": np.zeros((total - count, self.hidden_size), np.float32),
+                "token_mask": (np.arange(total) < count).astype(np.float32)[:, None],
             },
             arrays={
                 "no_source": np.full(len(segments), -1, np.int32),
                 "no_slots": np.full(total, -1, np.int32),
             },
             indices={"output_tokens": np.arange(count)},
-            size=count,
+            size=total,
         )
 
     def taps(self) -> list[NDArray[np.int64]]:
@@ -184,4 +185,5 @@ class NemoInputSpec:
             ops.to_device(by_tap),
             _FRAMES + 1,
             _CHUNK,
+            self.hidden_size,
         )

@@ -1,7 +1,7 @@
 """Processors of sounds: samples to log-mel features, and their places in prompts.
 
-Sources: `Gemma4Processor`, `Qwen2AudioProcessor`, `Qwen3ASRFeatureExtractor` and `VoxtralProcessor`
-of transformers.
+Sources: `Gemma4Processor`, `Phi4MultimodalProcessor`, `Qwen2AudioProcessor`,
+`Qwen3ASRFeatureExtractor` and `VoxtralProcessor` of transformers.
 """
 
 from __future__ import annotations
@@ -17,16 +17,19 @@ from octavo.checkpoints.base import Checkpoint
 from octavo.checkpoints.config_json import ConfigJson
 from octavo.errors import ModelError, RequestError
 from octavo.media.audio import MAX_SECONDS as LONGEST_FILE
+from octavo.media.kaldi_mel import KaldiMel
 from octavo.media.log_mel import Floats, LogMel
 from octavo.media.usm_mel import UsmMel
-from octavo.models.blocks import subsample
+from octavo.models.blocks import nemo, subsample
 from octavo.models.blocks.spectrogram import CHUNK, num_tokens
 from octavo.models.towers.gemma4_audio import MAX_TOKENS
+from octavo.models.towers.phi4_audio import MAX_SECONDS as PHI4_SECONDS
 from octavo.models.towers.whisper import MAX_SECONDS
 from octavo.multimodal.items import Item, Part, make_part
-from octavo.multimodal.processors.base import Place, Processor
+from octavo.multimodal.processors.base import Place, Processor, read_token
 
 _FILE, _WHOLE = "preprocessor_config.json", "processor_config.json"
+_TOKENIZER = "tokenizer_config.json"
 
 
 class SoundProcessor(Processor, ABC):
@@ -41,6 +44,8 @@ class SoundProcessor(Processor, ABC):
 
     token: str
     """Special token that stands for a sound, and for a row of it."""
+    token_id: int | None = None
+    """Its id in published tokenizers, if these may give it another name; None: they do not."""
     max_rows = 2**31
     """Most rows of a sound: those of the model's context."""
 
@@ -207,6 +212,39 @@ class Gemma4SoundProcessor(SoundProcessor):
         return (make_part(Place(("<|audio>", count, "<audio|>"), count), data),)
 
 
+class Phi4SoundProcessor(SoundProcessor):
+    """Sounds of Phi-4 multimodal; a row stands for 80 ms."""
+
+    token = "<|endoftext11|>"
+    token_id = 200011
+
+    def __init__(self, settings: ConfigJson) -> None:
+        super().__init__(settings)
+        self.features = KaldiMel.from_config(settings)
+
+    @property
+    def sampling_rate(self) -> int:
+        """Samples a second that it reads."""
+        return self.features.sampling_rate
+
+    @property
+    def max_seconds(self) -> int:
+        """Seconds whose rows fit into the context, and that the encoder reads."""
+        of_row = nemo.REDUCTION * self.features.hop_length
+        return min(PHI4_SECONDS, max(1, self.max_rows * of_row // self.sampling_rate))
+
+    def parts(self, samples: Floats) -> tuple[Part, ...]:
+        """Return one part."""
+        features = self.features
+        count = nemo.num_tokens(features.num_frames(len(samples)))
+        if not count:
+            raise RequestError(
+                f"it has {len(samples)} samples, and the model reads at least "
+                f"{features.win_length}."
+            )
+        return (_part(features.compute(samples), nemo.with_filling(count), count),)
+
+
 def _part(frames: Floats, num_tokens: int, num_rows: int) -> Part:
     data = {"input_features": np.ascontiguousarray(frames)}
     return make_part(Place((num_rows,), num_tokens), data)
@@ -214,6 +252,7 @@ def _part(frames: Floats, num_tokens: int, num_rows: int) -> Part:
 
 PROCESSORS: Mapping[str, type[SoundProcessor]] = {
     "gemma4": Gemma4SoundProcessor,
+    "phi4_multimodal": Phi4SoundProcessor,
     "qwen2_audio": Qwen2AudioProcessor,
     "qwen3_asr": Qwen3ASRProcessor,
     "voxtral": VoxtralProcessor,
@@ -230,7 +269,17 @@ def read_sound_processor(checkpoint: Checkpoint) -> SoundProcessor | None:
     make = PROCESSORS.get(str(checkpoint.config.get("model_type")))
     if make is None:
         return None
-    return make(_read_settings(checkpoint, make.token))
+    return make(_read_settings(checkpoint, _read_token(checkpoint, make)))
+
+
+def _read_token(checkpoint: Checkpoint, kind: type[SoundProcessor]) -> str:
+    """Return the token that stands for a sound; the tokenizer of Phi-4 may have another name."""
+    if kind.token_id is None:
+        return kind.token
+    tokenizer = ConfigJson(_read_object(checkpoint, _TOKENIZER) or {}, _TOKENIZER)
+    audio = checkpoint.config.section("audio_config")
+    token_id = audio.integer("audio_token_id", default=kind.token_id, least=0)
+    return read_token(tokenizer, "audio", kind.token, token_id)
 
 
 def read_feature_settings(checkpoint: Checkpoint) -> ConfigJson | None:
@@ -243,8 +292,9 @@ def read_feature_settings(checkpoint: Checkpoint) -> ConfigJson | None:
     if found is None or "feature_extractor_type" not in found:
         # transformers 5 writes one file for all; the other may be that of pictures.
         whole = _read_object(checkpoint, _WHOLE) or {}
-        if isinstance(section := whole.get("feature_extractor"), dict):
-            return ConfigJson(section, _WHOLE)
+        for name in ("feature_extractor", "audio_processor"):  # the second is that of Phi-4
+            if isinstance(section := whole.get(name), dict):
+                return ConfigJson(section, _WHOLE)
     return None if found is None else ConfigJson(found, _FILE)
 
 

@@ -8,6 +8,9 @@ import torch
 from transformers import WhisperFeatureExtractor
 from transformers.models.gemma4.feature_extraction_gemma4 import Gemma4AudioFeatureExtractor
 from transformers.models.gemma4.processing_gemma4 import Gemma4Processor
+from transformers.models.phi4_multimodal.feature_extraction_phi4_multimodal import (
+    Phi4MultimodalFeatureExtractor,
+)
 from transformers.models.qwen3_asr.feature_extraction_qwen3_asr import Qwen3ASRFeatureExtractor
 from transformers.models.qwen3_asr.modeling_qwen3_asr import _get_feat_extract_output_lengths
 
@@ -167,3 +170,34 @@ def test_files(tmp_path):
             read_sound_processor(open_checkpoint(tmp_path))
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     assert read_sound_processor(open_checkpoint(tmp_path)) is None
+
+
+@pytest.mark.parametrize("samples", [400, 559, 560, 1680, 12_345, 480_000, 640_400])
+def test_phi4(tmp_path, samples):
+    given = sound(40.1)[:samples]
+    options = {"feature_size": 24, "mel_max_frequency": 7000.0, "preemphasis": 0.9}
+    settings = {"image_processor_type": "Phi4MultimodalImageProcessor"}
+    settings |= {"feature_extractor_type": "Phi4MultimodalFeatureExtractor"}
+    processor = make(tmp_path, "phi4_multimodal", settings=settings | options)
+    (part,) = processor.process(given).parts
+    theirs = Phi4MultimodalFeatureExtractor(**options)
+    expected = theirs(given, sampling_rate=16_000, return_tensors="pt")
+    found = torch.tensor(features_of(part))
+    frames = expected["audio_input_features"][0]
+    torch.testing.assert_close(found, frames, atol=1e-4, rtol=1e-4)
+    assert part.place.pieces == (int(expected["audio_embed_sizes"][0]),)
+
+
+def test_phi4_refuses(tmp_path):
+    settings = {"feature_extractor_type": "Phi4MultimodalFeatureExtractor"}
+    processor = make(tmp_path, "phi4_multimodal", settings=settings)
+    with pytest.raises(RequestError, match="at least 400"):
+        processor.process(np.zeros(399, np.float32))
+    with pytest.raises(RequestError, match="at most 600 s"):
+        processor.check_length(600.1)
+    processor.max_rows = 100
+    with pytest.raises(RequestError, match="at most 8 s"):
+        processor.check_length(8.1)
+    for name, value in (("audio_compression_rate", 4), ("mel_max_frequency", 9000)):
+        with pytest.raises(ModelError, match=name):
+            make(tmp_path, "phi4_multimodal", settings=settings | {name: value})
