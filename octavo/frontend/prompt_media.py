@@ -250,6 +250,8 @@ class PromptMedia:
         for token, place in ranges:
             i, item, part = next(following[token])
             reader = self.readers[item.modality]
+            if (other := reader.processor.beside) is not None and given.get(other):
+                part = part.beside()
             feature = part.feature(
                 item.modality, place, _identifier(part.digest, options.cache_salt)
             )

@@ -18,6 +18,7 @@ class Projector:
 
     ops: Ops
     layers: Sequence[tuple[Linear, Activation | None]]
+    beside: Sequence[tuple[Linear, Activation | None]]
     token_linear: Linear | None
     token_norm: Norm
     norm: Norm
@@ -52,12 +53,30 @@ class Projector:
         if self.separators is not None:
             places, shares = step.arrays["separator_places"], step.arrays["separator_shares"]
             x = self.ops.add(x, self.ops.sum_experts(self.separators, places, shares))
-        x = self.norm(x.view(x.shape[0] // self.group, -1))
+        given = x = self.norm(x.view(x.shape[0] // self.group, -1))
         for linear, activation in self.layers:
             x = linear(x) if activation is None else linear.act(x, activation)
+        if self.beside:
+            x = self._choose(x, given, step, slice(None) if rows is None else slice(*rows))
         if self.newline is None:
             return x
         arrays, ops = step.arrays, self.ops
         x = ops.sum_experts(x, arrays["mixed_tokens"], arrays["mix_shares"])
         ends = ops.sum_experts(self.newline, arrays["newline_places"], arrays["newlines"])
         return ops.add(x, ends)
+
+    def _choose(self, alone: Tensor, x: Tensor, step: StepContext, rows: slice) -> Tensor:
+        """Return the rows of items alone, and those of items beside others.
+
+        Args:
+            alone: the results of `layers`.
+            x: their inputs.
+            step: the context of the run.
+            rows: the rows of the run.
+        """
+        for linear, activation in self.beside:
+            x = linear(x) if activation is None else linear.act(x, activation)
+        ops, arrays = self.ops, step.arrays
+        return ops.add(
+            ops.multiply(alone, arrays["alone"][rows]), ops.multiply(x, arrays["beside"][rows])
+        )

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import msgspec
+import numpy as np
 
 from octavo.media.content import Modality
 from octavo.media.process import Array
@@ -24,6 +25,15 @@ class Part:
     digest: str
     """Digest of `fields`, and of the place in the positions of a video; equal parts have the same
     one, whatever their files."""
+
+    def beside(self) -> Part:
+        """Return the part in a prompt that also has items of another modality.
+
+        Its input has another array: `beside`, int64 [1], 1.
+        """
+        mark = TensorData("int64", (1,), np.ones(1, np.int64).tobytes())
+        digest = hashlib.sha256(f"beside {self.digest}".encode()).hexdigest()
+        return Part(self.place, {**self.fields, "beside": mark}, digest)
 
     def feature(
         self, modality: Modality, position: PlaceholderRange, identifier: str

@@ -65,8 +65,8 @@ class SeparableConv:
 class NemoInputSpec:
     """Three 3 x 3 convolutions with a stride of 2 and ReLU, and a projection (NeMo).
 
-    The item's array is `input_features`, float32 [frames, bands]. Numbers of a band are standard
-    scores. Zeros lie beyond the edges. A sound of more than `SEGMENT` tokens is divided into
+    The item's array is `input_features`, float32 [frames, bands], and for a sound beside pictures
+    `beside`, see `Part.beside`. Numbers of a band are standard scores. Zeros lie beyond the edges. A sound of more than `SEGMENT` tokens is divided into
     segments, the last of which is filled with tokens of zeros, as in transformers.
     """
 
@@ -85,13 +85,14 @@ class NemoInputSpec:
 
     def read(self, data: Arrays) -> EncoderItem:
         """Implement `InputSpec`."""
-        return self._item(data["input_features"].astype(np.float32))
+        is_beside = "beside" in data and bool(data["beside"].any())
+        return self._item(data["input_features"].astype(np.float32), is_beside=is_beside)
 
     def largest(self, num_tokens: int) -> EncoderItem:
         """Implement `InputSpec`."""
         return self._item(np.zeros((REDUCTION * num_tokens, self.bands), np.float32))
 
-    def _item(self, frames: NDArray[np.float32]) -> EncoderItem:
+    def _item(self, frames: NDArray[np.float32], *, is_beside: bool = False) -> EncoderItem:
         count = num_tokens(len(frames))
         total = with_filling(count)
         chunks = -(-total // _CHUNK)
@@ -118,6 +119,8 @@ class NemoInputSpec:
                 "frame_mask": is_frame.reshape(-1, 1).astype(np.float32),
                 "first_mask": masks[0],
                 "second_mask": masks[1],
+                "alone": np.full((count, 1), not is_beside, np.float32),
+                "beside": np.full((count, 1), is_beside, np.float32),
                 "token_mask": (np.arange(total) < count).astype(np.float32)[:, None],
             },
             arrays={

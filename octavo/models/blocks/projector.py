@@ -48,6 +48,10 @@ class ProjectorSpec:
     """Tensor of a learned vector, if rows are mixed: `mixed_tokens`, int32 [rows, K], are the
     results whose sum is a row, `mix_shares`, float32 of the same shape, their factors, and
     `newlines`, float32 [rows, 1], that of the vector. `newline_places`, int32 [rows, 1], is 0."""
+    beside: tuple[tuple[LinearSpec, ProjectorActivation | None], ...] = ()
+    """Layers of the items beside others, in place of `layers`, which have as many rows. `alone` and
+    `beside`, numbers [rows, 1], are 1 for the rows of the one or the other kind of items, else
+    0."""
     token_linear: LinearSpec | None = None
     """Linear layer of each token, before its norm (Gemma 4's sounds)."""
 
@@ -75,6 +79,8 @@ class ProjectorSpec:
             yield from self.norm.weights(names.of("norm"))
         for i, (linear, _) in enumerate(self.layers):
             yield from linear.weights(names.of(f"{i}"))
+        for i, (linear, _) in enumerate(self.beside):
+            yield from linear.weights(names.of(f"beside.{i}"))
         if self.newline is not None:
             source = Source(self.newline, (self.size,))
             yield Weight(f"{names.own}newline", "vector", (self.size,), (source,))
@@ -88,6 +94,10 @@ class ProjectorSpec:
             [
                 (linear.build(parts.of(f"{i}")), activation)
                 for i, (linear, activation) in enumerate(self.layers)
+            ],
+            [
+                (linear.build(parts.of(f"beside.{i}")), activation)
+                for i, (linear, activation) in enumerate(self.beside)
             ],
             None
             if self.token_linear is None

@@ -129,7 +129,9 @@ class HDLayout:
     def sizes(self, data: Arrays) -> tuple[int, int]:
         """Implement `PatchLayout`."""
         pixels = data["image_pixel_values"]
-        size, seen = ([int(n) for n in data[name].ravel()] for name in ("image_sizes", "seen_patches"))
+        size, seen = (
+            [int(n) for n in data[name].ravel()] for name in ("image_sizes", "seen_patches")
+        )
         shape = self.channels, self.size, self.size
         grid = [n // self.size for n in size]
         if (
@@ -157,9 +159,7 @@ class HDLayout:
         pixels = np.zeros((1 + count, self.channels, self.size, self.size), np.float32)
         return self._item(pixels, (count, 1), (count * self.side, self.side))
 
-    def _item(
-        self, pixels: Floats, grid: tuple[int, int], seen: tuple[int, int]
-    ) -> EncoderItem:
+    def _item(self, pixels: Floats, grid: tuple[int, int], seen: tuple[int, int]) -> EncoderItem:
         side = self.side
         whole = BarredTile(side, (side, side))
         patches: list[Floats] = []

@@ -17,7 +17,7 @@ from octavo.models.blocks.linear import LinearSpec
 from octavo.models.blocks.mlp import MLPSpec
 from octavo.models.blocks.nemo import SEGMENT, NemoInputSpec, SeparableConv, num_tokens
 from octavo.models.blocks.norm import LayerNormSpec, ScaledNormSpec, StandardSpec
-from octavo.models.blocks.projector import ProjectorSpec
+from octavo.models.blocks.projector import ProjectorActivation, ProjectorSpec
 from octavo.models.blocks.spectrogram import halved
 from octavo.models.encoder import EncoderSpec
 
@@ -100,6 +100,11 @@ def read_phi4_audio(config: ConfigJson) -> EncoderSpec:
         final_norm=LayerNormSpec("layer_norm", size, _EPS),
     )
     outer = config.integer("hidden_size")
+
+    def project(mode: str) -> tuple[tuple[LinearSpec, ProjectorActivation | None], ...]:
+        up = linear(f"{_PREFIX}up_proj_for_{mode}", outer)
+        return (up, "gelu"), (linear(f"{_PREFIX}down_proj_for_{mode}", outer, outer), None)
+
     return EncoderSpec(
         "audio",
         _read_inputs(audio, size, f"{prefix}"),
@@ -107,13 +112,7 @@ def read_phi4_audio(config: ConfigJson) -> EncoderSpec:
         f"{prefix}encoders.{{}}.",
         size,
         None,
-        ProjectorSpec(
-            (
-                (linear(f"{_PREFIX}up_proj_for_speech", outer), "gelu"),
-                (linear(f"{_PREFIX}down_proj_for_speech", outer, outer), None),
-            ),
-            gathers=True,
-        ),
+        ProjectorSpec(project("speech"), gathers=True, beside=project("vision_speech")),
         max_num_tokens=-(-num_tokens(100 * MAX_SECONDS) // SEGMENT) * SEGMENT,
     )
 

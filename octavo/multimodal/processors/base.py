@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from octavo.checkpoints.config_json import ConfigJson
 from octavo.errors import ModelError, RequestError
+from octavo.media.content import Modality
 from octavo.multimodal.pixels import MAX_SIDE, Image, Levels
 
 Piece = str | int
@@ -88,6 +89,9 @@ class Processor:
     prefix_end: str | None = None
     """End of the prompts of models in which pictures, the beginning of a text, and the text follow
     each other (PaliGemma); None: prompts have any form. See `arrange_prefix`."""
+    beside: Modality | None = None
+    """Modality whose items change the rows of this one's items in the same prompt; see
+    `Part.beside`. None: there is none."""
     request_settings: tuple[str, ...] = ()
     """Settings that a request may change (`mm_processor_kwargs`)."""
 

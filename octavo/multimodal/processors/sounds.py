@@ -217,6 +217,7 @@ class Phi4SoundProcessor(SoundProcessor):
 
     token = "<|endoftext11|>"
     token_id = 200011
+    beside = "image"
 
     def __init__(self, settings: ConfigJson) -> None:
         super().__init__(settings)

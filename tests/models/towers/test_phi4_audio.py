@@ -37,8 +37,10 @@ CASES = {
 }
 
 
-def feature(frames):
+def feature(frames, **more):
     data = {"input_features": TensorData("float32", frames.shape, frames.tobytes())}
+    for name, array in more.items():
+        data[name] = TensorData(str(array.dtype), array.shape, array.tobytes())
     return MultiModalFeatureSpec("audio", "", PlaceholderRange(0, 0), data, 0)
 
 
@@ -49,7 +51,10 @@ def test_rows_equal_those_of_transformers(name, tmp_path):
     hf_model = make_hf("Phi4MultimodalForCausalLM", factor=0.6, **config)
     embed = hf_model.model.embed_tokens_extend.audio_embed
     generator = torch.Generator().manual_seed(3)
-    for buffer in (embed.encoder.encoder_embedding.global_mean, embed.encoder.encoder_embedding.global_invstd):
+    for buffer in (
+        embed.encoder.encoder_embedding.global_mean,
+        embed.encoder.encoder_embedding.global_invstd,
+    ):
         buffer.data.copy_(0.5 + torch.rand(buffer.shape, generator=generator))
     hf_model.save_pretrained(tmp_path)
     checkpoint = open_checkpoint(tmp_path)
@@ -62,17 +67,21 @@ def test_rows_equal_those_of_transformers(name, tmp_path):
         np.random.default_rng(count).standard_normal((count, audio["input_size"]), np.float32)
         for count in counts
     ]
-    together = runner.run([feature(frames) for frames in sounds])
-    for frames, rows in zip(sounds, together, strict=True):
+    modes = ["speech", "vision"] * (len(sounds) // 2)
+    marks = [{"beside": np.ones(1, np.int64)} if mode == "vision" else {} for mode in modes]
+    features = [feature(frames, **more) for frames, more in zip(sounds, marks, strict=True)]
+    together = runner.run(features)
+    for frames, mode, given, rows in zip(sounds, modes, features, together, strict=True):
         count = -(-len(frames) // 8)
         ids = torch.full((1, count), audio["audio_token_id"])
         with torch.inference_mode():
             zeros = torch.zeros(1, count, 32)
-            given = torch.from_numpy(frames)[None]
-            expected = embed(ids, zeros, given, torch.tensor([count]))[0]
+            numbers = torch.from_numpy(frames)[None]
+            options = {"audio_projection_mode": mode}
+            expected = embed(ids, zeros, numbers, torch.tensor([count]), **options)[0]
         atol = 1e-5 * float(expected.abs().max())
         torch.testing.assert_close(as_torch(rows), expected, atol=atol, rtol=0)
-        (alone,) = runner.run([feature(frames)])
+        (alone,) = runner.run([given])
         assert torch.equal(as_torch(alone), as_torch(rows))
         tokens = encoder.spec.inputs.read({"input_features": frames}).num_tokens
         assert encoder.spec.inputs.sizes({"input_features": frames}) == (tokens, count)
