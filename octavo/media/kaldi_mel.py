@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -103,8 +104,9 @@ def _triangles(settings: KaldiMel) -> Floats:
     The triangles have straight sides on the mel scale.
     """
 
-    def mel(frequency: NDArray[np.float64]) -> NDArray[np.float64]:
-        return 1127.0 * np.log(1.0 + frequency / 700.0)
+    def mel(frequency: NDArray[Any]) -> NDArray[np.float64]:
+        scaled: NDArray[np.float64] = 1127.0 * np.log(1.0 + frequency / 700.0)
+        return scaled
 
     low, high = mel(np.array([settings.mel_min_frequency, settings.mel_max_frequency]))
     corners = np.linspace(low, high, settings.feature_size + 2)
@@ -112,4 +114,5 @@ def _triangles(settings: KaldiMel) -> Floats:
     at = mel(settings.sampling_rate / (2 * (bins - 1)) * np.arange(bins))[:, None]
     rising = (at - corners[:-2]) / (corners[1:-1] - corners[:-2])
     falling = (corners[2:] - at) / (corners[2:] - corners[1:-1])
-    return np.maximum(0, np.minimum(rising, falling)).astype(np.float32)
+    weights: Floats = np.maximum(0, np.minimum(rising, falling)).astype(np.float32)
+    return weights

@@ -66,8 +66,9 @@ class NemoInputSpec:
     """Three 3 x 3 convolutions with a stride of 2 and ReLU, and a projection (NeMo).
 
     The item's array is `input_features`, float32 [frames, bands], and for a sound beside pictures
-    `beside`, see `Part.beside`. Numbers of a band are standard scores. Zeros lie beyond the edges. A sound of more than `SEGMENT` tokens is divided into
-    segments, the last of which is filled with tokens of zeros, as in transformers.
+    `beside`, see `Part.beside`. Numbers of a band are standard scores. Zeros lie beyond the edges.
+    A sound of more than `SEGMENT` tokens is divided into segments, the last of which is filled with
+    tokens of zeros, as in transformers.
     """
 
     standard: StandardSpec
