@@ -18,13 +18,14 @@ if TYPE_CHECKING:
 
 LoadFormat = Literal["auto", "safetensors", "pt", "gguf", "sharded_state", "dummy"]
 FLOATS = ("float64", "float32", "float16", "bfloat16")
-_OLD_NAMES = {
-    "LayerNorm.weight": "LayerNorm.gamma",
-    "LayerNorm.bias": "LayerNorm.beta",
-    ".weight": ".parametrizations.weight.original",
-}
+_OLD_NAMES = (
+    ("LayerNorm.weight", "LayerNorm.gamma"),
+    ("LayerNorm.bias", "LayerNorm.beta"),
+    (".weight", ".parametrizations.weight.original"),
+    (".weight", ".base_layer.weight"),
+)
 """Ends of names, and those of checkpoints that were converted from TensorFlow, or in which a weight
-has adapters (torch.nn.utils.parametrize)."""
+has adapters (torch.nn.utils.parametrize, or PEFT)."""
 _MAX_NAMES = 6
 """Number of names listed in an error message."""
 
@@ -139,7 +140,7 @@ class Expected:
         ]
         return names + [
             known.removesuffix(end) + old
-            for end, old in _OLD_NAMES.items()
+            for end, old in _OLD_NAMES
             for known in names
             if known.endswith(end)
         ]

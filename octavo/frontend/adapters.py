@@ -34,9 +34,8 @@ LoRARequests: TypeAlias = (
 
 logger = logging.getLogger(__name__)
 
-_IN_FOLDERS: Mapping[str, Mapping[Modality, str]] = {
-    "Phi4MultimodalForCausalLM": {"image": "vision-lora", "audio": "speech-lora"},
-}
+_PHI4: Mapping[Modality, str] = {"image": "vision-lora", "audio": "speech-lora"}
+_IN_FOLDERS = {"Phi4MMForCausalLM": _PHI4, "Phi4MultimodalForCausalLM": _PHI4}
 """Architectures -> folders in that of the model with the adapters of its media, by modality. A
 prompt with several kinds of media has the first adapter."""
 _MOST_KNOWN = 10_000

@@ -9,6 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 _LLAMA: dict[str, Any] = {"hidden_act": "silu", "rms_norm_eps": 1e-6}
+_PHI4 = _LLAMA | {"vocab_size": 200064, "hidden_size": 3072, "intermediate_size": 8192}
+_PHI4 |= {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "max_position_embeddings": 131072}
 _MISTRAL = _LLAMA | {"num_key_value_heads": 8, "sliding_window": 4096}
 _MISTRAL |= {"max_position_embeddings": 131072}
 _MIXTRAL = _LLAMA | {"rms_norm_eps": 1e-5, "num_key_value_heads": 8}
@@ -254,10 +256,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "Phi3ForCausalLM": {"model_type": "phi3"}
     | _LLAMA
     | {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
-    "Phi4MultimodalForCausalLM": {"model_type": "phi4_multimodal"}
-    | _LLAMA
-    | {"vocab_size": 200064, "hidden_size": 3072, "intermediate_size": 8192}
-    | {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "max_position_embeddings": 131072},
+    "Phi4MMForCausalLM": {"model_type": "phi4mm"} | _PHI4,
+    "Phi4MultimodalForCausalLM": {"model_type": "phi4_multimodal"} | _PHI4,
     "Olmo2ForCausalLM": {"model_type": "olmo2"} | _LLAMA | {"rms_norm_eps": 1e-5},
     "Olmo3ForCausalLM": {"model_type": "olmo3"}
     | _LLAMA

@@ -241,6 +241,7 @@ INDEX: dict[str, tuple[str, ...]] = {
     "phi": ("PhiForCausalLM",),
     "phi3": (
         "Phi3ForCausalLM",
+        "Phi4MMForCausalLM",
         "Phi4MultimodalForCausalLM",
     ),
     "phimoe": (

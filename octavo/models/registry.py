@@ -234,6 +234,10 @@ def _read_architecture(checkpoint: Checkpoint, settings: ModelConfig) -> tuple[s
 def complete_config(architecture: str, config: ConfigJson) -> ConfigJson:
     """Return the config with the fields of its text part, and defaults."""
     defaults = DEFAULTS.get(architecture, {})
+    if architecture == "Phi4MMForCausalLM":
+        from octavo.models.phi4mm import with_sections  # one model has this form
+
+        config = with_sections(config)
     for section in ("text_config", "llm_config"):
         if config.has(section):
             kind = config.section(section).get("model_type")

@@ -2,15 +2,19 @@
 
 import importlib.util
 import json
+import re
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
 from transformers.models.phi4_multimodal.feature_extraction_phi4_multimodal import (
     Phi4MultimodalFeatureExtractor,
 )
 
 from octavo import LoRARequest
+from octavo.errors import ModelError
 from tests.e2e.test_peft import make_adapter
 from tests.pictures import SIGLIP, assert_greedy, hd_arrays, make_llm, picture
 from tests.sounds import ID, RATE, params, save_model, sound
@@ -104,3 +108,92 @@ def test_published_token_names(saved, tmp_path):
         data = {"image": [PICTURE], "audio": [np.zeros(4000, np.float32)]}
         given = {"prompt": "<|endoftext10|><|endoftext11|>", "multi_modal_data": data}
         assert llm.generate(given, params(1), use_tqdm=False)
+
+
+NAMES = (
+    (r"(layers\.\d+\.\w+\.(qkv|o|gate_up|down)_proj)\.weight", r"\1.base_layer.weight"),
+    (r"img_projection_up\.", "img_projection.0."),
+    (r"img_projection_down\.", "img_projection.2."),
+    (r"sub_img_feature_extensor", "sub_GN"),
+    (r"global_img_feature_extensor", "glb_GN"),
+    (r"up_proj_for_vision_speech", "audio_projection.vision.0"),
+    (r"down_proj_for_vision_speech", "audio_projection.vision.2"),
+    (r"up_proj_for_speech", "audio_projection.speech.0"),
+    (r"down_proj_for_speech", "audio_projection.speech.2"),
+    (r"(encoders\.\d+\.feed_forward_\w+)\.gate_up_proj", r"\1.net.0.linear"),
+    (r"(encoders\.\d+\.feed_forward_\w+)\.down_proj", r"\1.net.2"),
+    (r"(encoders\.\d+)\.self_attn\.o_proj", r"\1.self_attn.linear_out"),
+    (r"(encoders\.\d+)\.self_attn\.(q|k|v)_proj", r"\1.self_attn.linear_\2"),
+)
+"""Names of transformers -> those that Microsoft publishes."""
+
+
+def publish(folder):
+    """Turn a saved model into the format that Microsoft publishes, with adapters in the weights."""
+    file, found = folder / "model.safetensors", {}
+    for name, tensor in load_file(file).items():
+        for pattern, new in NAMES:
+            name = re.sub(pattern, new, name)
+        found[name] = tensor
+    found["model.layers.0.mlp.down_proj.lora_A.vision.weight"] = torch.ones(4, 48)
+    save_file(found, file)
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    audio, vision = config.pop("audio_config"), config.pop("vision_config")
+    config |= {"architectures": ["Phi4MMForCausalLM"], "model_type": "phi4mm"}
+    config |= {"auto_map": {"AutoModelForCausalLM": "modeling_phi4mm.Phi4MMForCausalLM"}}
+    audio = {
+        "activation": "swish",
+        "attention_dim": audio["hidden_size"],
+        "attention_heads": audio["num_attention_heads"],
+        "chunk_size": -1,
+        "depthwise_seperable_out_channel": audio["depthwise_separable_out_channel"],
+        "ext_pw_out_channel": audio["ext_pw_out_channel"],
+        "input_size": audio["input_size"],
+        "kernel_size": 3,
+        "linear_units": audio["intermediate_size"],
+        "nemo_conv_settings": {"conv_channels": audio["nemo_conv_channels"]},
+        "num_blocks": audio["num_blocks"],
+        "relative_attention_bias_args": {"t5_bias_max_distance": audio["bias_max_distance"]},
+        "time_reduction": 8,
+    }
+    config["audio_processor"] = {"config": audio, "name": "cascades"}
+    image = {"crop_size": 448, "hd_transform_order": "sub_glb", "use_hd_transform": True}
+    sound = {"downsample_rate": 1, "use_qformer": False, "use_conv_downsample": False}
+    config["embd_layer"] = {"audio_embd_layer": sound, "image_embd_layer": image}
+    config["img_processor"] = None
+    file.write_text(json.dumps(config))
+    file = folder / "preprocessor_config.json"
+    given = {"image_processor_type": "Phi4MMImageProcessor", "dynamic_hd": 36}
+    given |= {"feature_extractor_type": "Phi4MMAudioFeatureExtractor", "feature_size": 16}
+    file.write_text(json.dumps(given))
+
+
+def test_published_format(saved, tmp_path):
+    """The same weights in both formats give the same bits."""
+    folder, _ = saved
+    for file in folder.iterdir():
+        if file.is_file():
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    publish(tmp_path)
+    with pytest.raises(ModelError, match="trust_remote_code"):
+        make_llm(tmp_path)
+    both = prompt(image=[PICTURE], audio=[SOUND])
+    with make_llm(folder) as llm:
+        expected = answers(llm, [both, prompt("b {}", audio=[SOUND])])
+    # The published config has no sizes of the tower; a small one needs them.
+    vision = json.loads((folder / "config.json").read_text())["vision_config"]
+    for name, more in (
+        ("config.json", {"vision_config": vision}),
+        ("preprocessor_config.json", {"size": {"height": 8, "width": 8}}),
+    ):
+        file = tmp_path / name
+        file.write_text(json.dumps(json.loads(file.read_text()) | more))
+    template = "{% for m in messages %}{{ m['role'] + ':' + m['content'] }}{% endfor %}"
+    with make_llm(tmp_path, trust_remote_code=True) as llm:
+        assert answers(llm, [both, prompt("b {}", audio=[SOUND])]) == expected
+        # The template that Microsoft publishes reads texts only.
+        part = {"type": "image_pil", "image_pil": Image.fromarray(PICTURE)}
+        chat = [{"role": "user", "content": [part, {"type": "text", "text": "what?"}]}]
+        (output,) = llm.chat(chat, params(1), chat_template=template, use_tqdm=False)
+        assert ID["<|image|>"] in output.prompt_token_ids

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from octavo.kernels.native import NativeOps
 from octavo.models.loader import LoadedWeights
 from octavo.models.registry import read_spec
 from tests.models.harness import make_hf
-from tests.models.published_configs import CONFIGS
+from tests.models.published_configs import CONFIGS, PHI4MM
 from tests.models.test_encoder_decoders import MODELS, SOUNDS, make_llm, make_model
 from tests.models.test_speech_models import MOONSHINE
 from tests.models.test_towers import CASES, TEXT
@@ -60,6 +61,17 @@ def test_fields_that_weights_do_not_show(name, section, fields, tmp_path):
     found = spec(tmp_path / "published", config | {section: part})
     complete = AutoConfig.from_pretrained(tmp_path / "published").to_dict()
     assert found == spec(tmp_path / "complete", complete)
+
+
+def test_phi4_with_custom_code(tmp_path):
+    """Microsoft's config describes the same model as that of transformers' format."""
+    names = ("architectures", "model_type", "vision_config", "audio_config")
+    same = {k: v for k, v in CONFIGS["Phi4Multimodal"].items() if k not in names}
+    found = spec(tmp_path / "published", PHI4MM | same)
+    assert found.architecture == "Phi4MMForCausalLM"
+    assert len(found.encoders) == 2
+    expected = spec(tmp_path / "complete", CONFIGS["Phi4Multimodal"])
+    assert replace(found, architecture=expected.architecture) == expected
 
 
 AUDIO = {"d_model": 40, "encoder_layers": 2, "encoder_attention_heads": 4, "encoder_ffn_dim": 160}

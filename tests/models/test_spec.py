@@ -646,6 +646,7 @@ def test_the_architecture_by_the_kind_of_model(tmp_path: Path) -> None:
     for name, defaults in DEFAULTS.items():
         missing = *STAND_INS, *OWN, "MptForCausalLM", "InternVLChatModel"
         missing += ("Mistral4ForCausalLM", "PhiMoEForCausalLM", "NewModel", "JinaBertModel")
+        missing += ("Phi4MMForCausalLM",)
         missing += ("BertSpladeSparseEmbeddingModel", "BgeM3EmbeddingModel")
         missing += ("ColBERTModernBertModel", "ColBERTJinaRobertaModel")
         if name in missing or "Conditional" in name or name == "MarianMTModel":
@@ -811,7 +812,7 @@ def test_every_family_has_a_parity_case() -> None:
     elsewhere |= {"PaliGemmaForConditionalGeneration", "InternVLChatModel"}
     elsewhere |= {"MoonshineForConditionalGeneration"}
     elsewhere |= {"Llama4ForConditionalGeneration"}  # with separate tests
-    elsewhere |= {"PhiMoEForCausalLM"}  # the published name
+    elsewhere |= {"PhiMoEForCausalLM", "Phi4MMForCausalLM"}  # the published names
     elsewhere |= {"KimiK25ForConditionalGeneration", "Kimi_K25ForConditionalGeneration"}
     tested = {architecture for architecture, _ in (CASES | TEXT_PARTS | ENCODERS).values()}
     # An encoder's head that predicts tokens is left out.

@@ -31,8 +31,12 @@ def read(config: ConfigJson) -> ModelSpec:
 def read_multimodal(config: ConfigJson) -> ModelSpec:
     """Read the text part of Phi-4 multimodal."""
     spec = read(config)
-    ignored = *spec.ignored, r"model\.embed_tokens_extend\..*"
+    ignored = *spec.ignored, r"model\.embed_tokens_extend\..*", r".*\.lora_[AB]\..*"
     return replace(spec, ignored=ignored, left_out="pictures and sound")
 
 
-ARCHITECTURES = {"Phi3ForCausalLM": read, "Phi4MultimodalForCausalLM": read_multimodal}
+ARCHITECTURES = {
+    "Phi3ForCausalLM": read,
+    "Phi4MMForCausalLM": read_multimodal,
+    "Phi4MultimodalForCausalLM": read_multimodal,
+}

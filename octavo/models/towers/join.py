@@ -27,6 +27,7 @@ _PLAIN: tuple[str, ...] = (
     "LlavaOnevision",
     "Mistral3",
     "PaliGemma",
+    "Phi4MMForCausalLM",
     "Phi4MultimodalForCausalLM",
     "SmolVLM",
 )

@@ -20,6 +20,7 @@ from octavo.models.blocks.norm import LayerNormSpec, ScaledNormSpec, StandardSpe
 from octavo.models.blocks.projector import ProjectorActivation, ProjectorSpec
 from octavo.models.blocks.spectrogram import halved
 from octavo.models.encoder import EncoderSpec
+from octavo.models.phi4mm import sound_prefixes
 
 MAX_SECONDS = 600
 """Longest sound, which bounds the memory of the encoder."""
@@ -114,6 +115,7 @@ def read_phi4_audio(config: ConfigJson) -> EncoderSpec:
         None,
         ProjectorSpec(project("speech"), gathers=True, beside=project("vision_speech")),
         max_num_tokens=-(-num_tokens(100 * MAX_SECONDS) // SEGMENT) * SEGMENT,
+        prefixes=sound_prefixes(audio.integer("num_blocks")),
     )
 
 

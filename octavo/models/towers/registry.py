@@ -28,6 +28,7 @@ TOWERS: dict[str, Callable[[ConfigJson], EncoderSpec]] = {
     "LlavaOnevision": siglip.read_llava_onevision,
     "Mistral3": pixtral.read_mistral3,
     "PaliGemma": siglip.read_paligemma,
+    "Phi4MMForCausalLM": siglip.read_phi4,
     "Phi4MultimodalForCausalLM": siglip.read_phi4,
     "Qwen2VL": qwen_vl.read_qwen2,
     "Qwen2_5_VL": qwen_vl.read_qwen2_5,

@@ -14,6 +14,7 @@ from octavo.models.blocks.linear import LinearSpec
 from octavo.models.blocks.norm import LayerNormSpec, RMSNormSpec
 from octavo.models.blocks.projector import ProjectorActivation, ProjectorSpec
 from octavo.models.encoder import EncoderSpec, Sight
+from octavo.models.phi4mm import IMAGE_PREFIXES
 from octavo.models.towers.anyres import AnyresLayout, Size
 from octavo.models.towers.hd import MAX_TILES, HDLayout
 from octavo.models.towers.pixels import TileLayout
@@ -312,7 +313,7 @@ def read_phi4(config: ConfigJson) -> EncoderSpec:
         (f"{_PHI4_PREFIX}global_img_feature_extensor", (1, 1, inputs)),
     )
     chosen = config.replaced("vision_feature_layer", vision.get("feature_layer"))
-    return _Tower(
+    spec = _Tower(
         vision=vision,
         num_layers=read_num_layers(chosen, vision, -2),
         layout=read_hd_layout(config),
@@ -321,3 +322,4 @@ def read_phi4(config: ConfigJson) -> EncoderSpec:
         prefix=f"{_PHI4_PREFIX}img_processor.",
         normed=False,
     ).read()
+    return replace(spec, prefixes=IMAGE_PREFIXES)

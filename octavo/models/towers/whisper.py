@@ -175,6 +175,7 @@ def _read_qwen3_asr(config: ConfigJson) -> EncoderSpec:
 
 _TOWERS: Mapping[str, Callable[[ConfigJson], EncoderSpec]] = {
     "Gemma4ForConditionalGeneration": read_gemma4_audio,
+    "Phi4MMForCausalLM": read_phi4_audio,
     "Phi4MultimodalForCausalLM": read_phi4_audio,
     "Qwen2AudioForConditionalGeneration": _read_qwen2_audio,
     "Qwen3ASRForConditionalGeneration": _read_qwen3_asr,

@@ -56,6 +56,7 @@ _OF_MODELS = {
     "mistral3": "pixtral",
     "paligemma": "paligemma",
     "phi4_multimodal": "phi4_multimodal",
+    "phi4mm": "phi4_multimodal",
     "qwen2_vl": "qwen2_vl",
     "qwen2_5_vl": "qwen2_vl",
     "qwen3_vl": "qwen2_vl",

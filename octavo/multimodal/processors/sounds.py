@@ -254,6 +254,7 @@ def _part(frames: Floats, num_tokens: int, num_rows: int) -> Part:
 PROCESSORS: Mapping[str, type[SoundProcessor]] = {
     "gemma4": Gemma4SoundProcessor,
     "phi4_multimodal": Phi4SoundProcessor,
+    "phi4mm": Phi4SoundProcessor,
     "qwen2_audio": Qwen2AudioProcessor,
     "qwen3_asr": Qwen3ASRProcessor,
     "voxtral": VoxtralProcessor,
