@@ -82,6 +82,8 @@ def example(field):
         return ['{"pooling_type": "CLS"}'], PoolerConfig(pooling_type="CLS")
     if field.name == "hf_overrides":
         return ['{"a": {"b": 1}}'], {"a": {"b": 1}}
+    if field.name == "default_mm_loras":
+        return ['{"audio": "/a"}'], {"audio": "/a"}
     if field.name == "limit_mm_per_prompt":
         return ['{"image": 4}'], {"image": 4}
     if field.name == "media_io_kwargs":
@@ -115,6 +117,7 @@ NEEDED = {
     "enable_sequence_parallel": ["-tp", "2"],
     "enable_eplb": ["-tp", "2", "-ep"],
     "eplb_config": ["-tp", "2", "-ep", "--enable-eplb"],
+    "default_mm_loras": ["--enable-lora"],
     "lora_modules": ["--enable-lora"],
     "lora_modules_to_save": ["--enable-lora"],
     "lora_target_modules": ["--enable-lora"],

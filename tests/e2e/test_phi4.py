@@ -139,7 +139,8 @@ def publish(folder):
     save_file(found, file)
     file = folder / "config.json"
     config = json.loads(file.read_text())
-    audio, vision = config.pop("audio_config"), config.pop("vision_config")
+    audio = config.pop("audio_config")
+    del config["vision_config"]
     config |= {"architectures": ["Phi4MMForCausalLM"], "model_type": "phi4mm"}
     config |= {"auto_map": {"AutoModelForCausalLM": "modeling_phi4mm.Phi4MMForCausalLM"}}
     audio = {

@@ -175,7 +175,8 @@ class LayerSpec:
         from octavo.layers.layer import LiveSublayer
 
         norms = [norm for s in self.sublayers for norm in s.norms.values() if norm is not None]
-        size, live, first = norms[0].size, [], 0
+        size = next(norm.size for norm in norms if not isinstance(norm, ScaledNormSpec))
+        live, first = [], 0
         rows = "results" if joins else "normed"
         for sublayer in self.sublayers:
             count = len(sublayer.block.caches())

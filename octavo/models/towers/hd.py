@@ -46,7 +46,8 @@ class BarredTile:
         (seen_rows, seen_columns), (rows, columns) = self.seen, self.read
         row, column = (axis.ravel() for axis in np.mgrid[:rows, :columns])
         hidden = (row >= seen_rows) | (column >= seen_columns)
-        return (row * self.side + column)[np.argsort(hidden, kind="stable")]
+        patches: LongArray = row * self.side + column
+        return patches[np.argsort(hidden, kind="stable")]
 
     @property
     def places(self) -> NDArray[np.int32]:
@@ -70,7 +71,8 @@ def _spread(count: int, side: int) -> NDArray[np.int32]:
     at = np.minimum(np.arange(count, dtype=np.float32) * step, np.float32(1 - 1e-6))
     # As torch.arange(1 / side, 1, 1 / side) rounds them.
     edges = (1 / side + np.arange(side - 1) * (1 / side)).astype(np.float32)
-    return np.searchsorted(edges, at, "right").astype(np.int32)
+    places: NDArray[np.int32] = np.searchsorted(edges, at, "right").astype(np.int32)
+    return places
 
 
 @dataclass(frozen=True)
