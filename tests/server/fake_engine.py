@@ -302,6 +302,9 @@ class FakeAsyncLLM:
         self.asleep = tags == ["weights"]
         return not self.asleep
 
+    async def check_default_adapters(self):
+        pass
+
     async def resolve_adapter(self, lora_request, root=None):
         if "bad" in lora_request.lora_path:
             raise AdapterError(f"{lora_request.lora_path} is damaged.")
