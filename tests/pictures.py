@@ -472,7 +472,7 @@ def save_model(name: str, folder: Path) -> Any:
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(list(SPECIAL))
     backend.save(str(folder / "tokenizer.json"))
-    tokens = {"bos_token": "<s>", "image_token": "<image>"}
+    tokens = {"bos_token": "<s>", "image_token": "<image>", "audio_token": "</s>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(tokens))
     return model
 

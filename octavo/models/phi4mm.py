@@ -16,7 +16,13 @@ _AUDIO = {
     "depthwise_seperable_out_channel": "depthwise_separable_out_channel",
 }
 """Fields of the encoder of sounds -> those of transformers."""
-_SAME: tuple[str, ...] = ("activation", "chunk_size", "conv_activation", "conv_glu_type", "depthwise_multiplier")
+_SAME: tuple[str, ...] = (
+    "activation",
+    "chunk_size",
+    "conv_activation",
+    "conv_glu_type",
+    "depthwise_multiplier",
+)
 _SAME += ("ext_pw_out_channel", "input_size", "kernel_size", "num_blocks", "time_reduction")
 _IMAGE, _SOUND = (f"model.embed_tokens_extend.{kind}_embed." for kind in ("image", "audio"))
 IMAGE_PREFIXES = (
