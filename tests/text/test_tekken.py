@@ -19,7 +19,7 @@ COUNT = 10
 
 def tekken(**changes):
     config = {"pattern": r" ?[^\s]+|\s+", "default_vocab_size": COUNT + len(TOKENS)}
-    config |= {"default_num_special_tokens": COUNT}
+    config |= {"default_num_special_tokens": COUNT, "version": "v11"}
     data = {
         "config": config,
         "vocab": [
