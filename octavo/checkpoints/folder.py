@@ -185,11 +185,7 @@ def list_files(
         ModelError: the index is damaged, or names files elsewhere or files that do not exist.
     """
     if not (folder / index).exists():
-        return [
-            file
-            for file in sorted(folder.glob(pattern))
-            if not file.name.startswith(left_out)
-        ]
+        return [file for file in sorted(folder.glob(pattern)) if not file.name.startswith(left_out)]
     weight_map = ConfigJson.load(folder / index).section("weight_map")
     names = sorted({str(name) for name in weight_map.values()})
     outside = [name for name in names if Path(name).is_absolute() or ".." in Path(name).parts]

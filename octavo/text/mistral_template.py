@@ -18,7 +18,7 @@ _TEXT = (
 """A text; one after another text begins a paragraph."""
 _OLD_CALLS = (
     "{{- '[TOOL_CALLS][' }}{%- for call in message.tool_calls %}"
-    '{{- \'{"name": \' ~ call.function.name | tojson ~ \', "arguments": \' ~ '
+    "{{- '{\"name\": ' ~ call.function.name | tojson ~ ', \"arguments\": ' ~ "
     "written(call.function.arguments) }}"
     "{%- if call.id %}{{- ', \"id\": ' ~ call.id | tojson }}{%- endif %}{{- '}' }}"
     "{%- if not loop.last %}{{- ', ' }}{%- endif %}{%- endfor %}{{- ']' }}"
@@ -74,7 +74,8 @@ _TEMPLATE = """
 {%- set ends = loop.last or loop.nextitem.role != message.role %}
 {%- if begins %}{%- set ns.after_text = false %}{%- endif %}
 {%- if message.role == 'system' %}
-{{- '[SYSTEM_PROMPT]' }}{%- set ns.after_text = false %}{{- write(message.content, begins and ends) }}
+{%- set ns.after_text = false %}
+{{- '[SYSTEM_PROMPT]' ~ write(message.content, false) }}
 {{- '[/SYSTEM_PROMPT]' }}
 {%- elif message.role == 'user' %}
 {%- if loop.index0 == ns.tools_at and tools %}

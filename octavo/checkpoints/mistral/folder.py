@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from octavo.checkpoints.base import Expected, Source, shorten_names
 from octavo.checkpoints.config_json import ConfigJson
@@ -125,9 +127,14 @@ def _read_heads(config: ConfigJson) -> dict[str, int]:
     }
 
 
-def _sinusoids(length: int, size: int) -> np.ndarray:
-    """Return Whisper's vectors of positions, float32 [length, size]: sines, then cosines."""
-    step = np.log(10000) / (size // 2 - 1)
-    rates = np.exp(-step * np.arange(size // 2, dtype=np.float32), dtype=np.float32)
+def _sinusoids(length: int, size: int) -> NDArray[np.float32]:
+    """Return Whisper's vectors of positions, float32 [length, size]: sines, then cosines.
+
+    Angles are rounded as in OpenAI's whisper (`model.py`, sinusoids).
+    """
+    step = np.float32(math.log(10000) / (size // 2 - 1))
+    exponents = -step * np.arange(size // 2, dtype=np.float32)
+    rates = np.exp(exponents.astype(np.float64)).astype(np.float32)
     angles = np.arange(length, dtype=np.float32)[:, None] * rates
-    return np.concatenate([np.sin(angles), np.cos(angles)], axis=1)
+    wide = angles.astype(np.float64)
+    return np.concatenate([np.sin(wide), np.cos(wide)], axis=1).astype(np.float32)

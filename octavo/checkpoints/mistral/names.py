@@ -10,71 +10,62 @@ from typing import Literal, NamedTuple
 
 Kind = Literal["queries", "keys", "picture heads", ""]
 
-_LAYER = r"layers\.(\d+)\."
-_PARTS = {"q": "q_proj", "k": "k_proj", "v": "v_proj", "o": "o_proj"}
-_MLP = {"1": "gate_proj", "2": "down_proj", "3": "up_proj"}
-_SOUND_MLP = {"1": "fc1", "2": "fc2"}
+_PARTS = {"wq": "q_proj", "wk": "k_proj", "wv": "v_proj", "wo": "o_proj"}
+_PARTS |= {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+_TEXT_PARTS = _PARTS | {"attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
+_SOUND_PARTS = {"wq": "self_attn.q_proj", "wk": "self_attn.k_proj", "wv": "self_attn.v_proj"}
+_SOUND_PARTS |= {"wo": "self_attn.out_proj", "w1": "fc1", "w2": "fc2"}
+_SOUND_PARTS |= {"attention_norm": "self_attn_layer_norm", "ffn_norm": "final_layer_norm"}
+_PROJECTOR = {"w_in": "linear_1", "w_out": "linear_2", "0": "linear_1", "2": "linear_2"}
+_PROJECTOR |= {"pre_mm_projector_norm": "norm"}
+_WHOLE = {"tok_embeddings": "model.embed_tokens", "norm": "model.norm", "output": "lm_head"}
 _ENDS = {"weight": "weight", "bias": "bias"}
 _ENDS |= {"qscale_weight": "weight_scale", "qscale_act": "input_scale"}
-_END = rf"\.({'|'.join(_ENDS)})"
-_ENCODER = r"mm_whisper_embeddings\.whisper_encoder\."
-_FIXED = {
-    r"tok_embeddings": "model.embed_tokens",
-    r"norm": "model.norm",
-    r"output": "lm_head",
-    rf"{_LAYER}attention_norm": r"model.layers.\1.input_layernorm",
-    rf"{_LAYER}ffn_norm": r"model.layers.\1.post_attention_layernorm",
-    rf"{_LAYER}feed_forward\.gate": r"model.layers.\1.block_sparse_moe.gate",
-    rf"{_LAYER}feed_forward\.(experts\.\d+\.w[123])": r"model.layers.\1.block_sparse_moe.\2",
-    r"vision_encoder\.(patch_conv|ln_pre|transformer\.layers\.\d+\.(?:attention|ffn)_norm)": (
-        r"vision_tower.\1"
+_SOUND = r"mm_whisper_embeddings\."
+_ENCODER = rf"{_SOUND}whisper_encoder\."
+_RULES: tuple[tuple[str, str, dict[str, str]], ...] = (
+    (rf"(?:{_SOUND})?()(tok_embeddings)", "{}{}", _WHOLE),
+    (r"()(norm|output)", "{}{}", _WHOLE),
+    (r"(layers\.\d+)\.attention\.(w[qkvo])", "model.{}.self_attn.{}", _TEXT_PARTS),
+    (r"(layers\.\d+)\.feed_forward\.(w[123])", "model.{}.mlp.{}", _TEXT_PARTS),
+    (r"(layers\.\d+)\.(attention_norm|ffn_norm)", "model.{}.{}", _TEXT_PARTS),
+    (
+        r"(layers\.\d+)\.feed_forward\.(gate|experts\.\d+\.w[123])",
+        "model.{}.block_sparse_moe.{}",
+        {},
     ),
-    r"vision_language_adapter\.w_in": "multi_modal_projector.linear_1",
-    r"vision_language_adapter\.w_out": "multi_modal_projector.linear_2",
-    r"patch_merger\.merging_layer": "multi_modal_projector.patch_merger.merging_layer",
-    r"pre_mm_projector_norm": "multi_modal_projector.norm",
-    r"mm_whisper_embeddings\.tok_embeddings": "model.embed_tokens",
-    r"mm_whisper_embeddings\.audio_language_projection\.0": "multi_modal_projector.linear_1",
-    r"mm_whisper_embeddings\.audio_language_projection\.2": "multi_modal_projector.linear_2",
-    rf"{_ENCODER}conv_layers\.0(?:\.conv)?": "audio_tower.conv1",
-    rf"{_ENCODER}conv_layers\.1(?:\.conv)?": "audio_tower.conv2",
-    rf"{_ENCODER}transformer\.norm": "audio_tower.layer_norm",
-    rf"{_ENCODER}transformer\.{_LAYER}attention_norm": (
-        r"audio_tower.layers.\1.self_attn_layer_norm"
+    (
+        r"vision_encoder\.(transformer\.layers\.\d+\.(?:attention|feed_forward))\.(w[qkvo123])",
+        "vision_tower.{}.{}",
+        _PARTS,
     ),
-    rf"{_ENCODER}transformer\.{_LAYER}ffn_norm": r"audio_tower.layers.\1.final_layer_norm",
-    rf"{_ENCODER}transformer\.{_LAYER}attention\.wo": r"audio_tower.layers.\1.self_attn.out_proj",
-    **{
-        rf"{_LAYER}attention\.w{old}": rf"model.layers.\1.self_attn.{new}"
-        for old, new in _PARTS.items()
-    },
-    **{rf"{_LAYER}feed_forward\.w{old}": rf"model.layers.\1.mlp.{new}" for old, new in _MLP.items()},
-    **{
-        rf"vision_encoder\.(transformer\.layers\.\d+)\.attention\.w{old}": (
-            rf"vision_tower.\1.attention.{new}"
-        )
-        for old, new in _PARTS.items()
-    },
-    **{
-        rf"vision_encoder\.(transformer\.layers\.\d+)\.feed_forward\.w{old}": (
-            rf"vision_tower.\1.feed_forward.{new}"
-        )
-        for old, new in _MLP.items()
-    },
-    **{
-        rf"{_ENCODER}transformer\.{_LAYER}attention\.w{old}": (
-            rf"audio_tower.layers.\1.self_attn.{new}"
-        )
-        for old, new in _PARTS.items()
-        if old != "o"
-    },
-    **{
-        rf"{_ENCODER}transformer\.{_LAYER}feed_forward\.w{old}": rf"audio_tower.layers.\1.{new}"
-        for old, new in _SOUND_MLP.items()
-    },
-}
-"""Patterns of modules -> templates of their names in Hugging Face's form."""
-_RULES = [(re.compile(pattern + _END), template) for pattern, template in _FIXED.items()]
+    (
+        r"vision_encoder\.()(patch_conv|ln_pre|transformer\.layers\.\d+\.(?:attention|ffn)_norm)",
+        "vision_tower.{}{}",
+        {},
+    ),
+    (r"()(patch_merger\.merging_layer)", "multi_modal_projector.{}{}", {}),
+    (r"()(pre_mm_projector_norm)", "multi_modal_projector.{}{}", _PROJECTOR),
+    (r"vision_language_adapter\.()(w_in|w_out)", "multi_modal_projector.{}{}", _PROJECTOR),
+    (rf"{_SOUND}audio_language_projection\.()([02])", "multi_modal_projector.{}{}", _PROJECTOR),
+    (
+        rf"{_ENCODER}()conv_layers\.([01])(?:\.conv)?",
+        "audio_tower.{}{}",
+        {"0": "conv1", "1": "conv2"},
+    ),
+    (rf"{_ENCODER}transformer\.()(norm)", "audio_tower.{}{}", {"norm": "layer_norm"}),
+    (
+        rf"{_ENCODER}transformer\.(layers\.\d+)\.(?:attention\.|feed_forward\.)?"
+        r"(w[qkvo12]|attention_norm|ffn_norm)",
+        "audio_tower.{}.{}",
+        _SOUND_PARTS,
+    ),
+)
+"""Patterns of modules, templates of their names in Hugging Face's form, and other names of the
+second group."""
+_COMPILED = [
+    (re.compile(rf"{pattern}\.({'|'.join(_ENDS)})"), *others) for pattern, *others in _RULES
+]
 _CACHE_SCALES = re.compile(r"layers\.\d+\.attention\.(kv|q|k|v)_fake_quantizer\.qscale_act")
 
 
@@ -95,10 +86,11 @@ def rename(name: str) -> Renamed | None:
     """
     if _CACHE_SCALES.fullmatch(name):
         return None
-    for pattern, template in _RULES:
+    for pattern, template, parts in _COMPILED:
         if (match := pattern.fullmatch(name)) is not None:
-            end = match[match.re.groups]
-            return Renamed(f"{match.expand(template)}.{_ENDS[end]}", _heads(name, end))
+            layer, part, end = match.groups()
+            module = template.format(layer, parts.get(part, part))
+            return Renamed(f"{module}.{_ENDS[end]}", _heads(name, end))
     return Renamed(name, "")
 
 

@@ -54,7 +54,7 @@ _SOUND = {
     "hidden_dim": "intermediate_size",
     "vocab_size": "vocab_size",
 }
-_SOUND_NEUTRAL = {"causal": False, "use_biases": True, "use_cache": False, "pos_embed": "sinusoidal"}
+_SOUND_NEUTRAL = {"causal": False, "use_biases": True, "pos_embed": "sinusoidal"}
 _FEATURES = {"num_mel_bins": "feature_size", "window_size": "n_fft", "hop_length": "hop_length"}
 _FEATURES |= {"sampling_rate": "sampling_rate", "chunk_length_s": "chunk_length"}
 """Fields of audio_encoding_args, and their names in preprocessor_config.json."""
@@ -222,7 +222,7 @@ def _vision_part(vision: ConfigJson, text: dict[str, Any]) -> dict[str, Any]:
     _check_fields(vision, (*_VISION, *_VISION_REST), {})
     tower = {"model_type": "pixtral", "hidden_act": "silu"}
     tower |= {name: vision.get(name) for name in _VISION if vision.has(name)}
-    for name in _VISION[:-5]:
+    for name in _VISION:
         vision.positive(name)
     merges = vision.get("mm_projector_id") == "patch_merge"
     if not merges:
@@ -233,7 +233,7 @@ def _vision_part(vision: ConfigJson, text: dict[str, Any]) -> dict[str, Any]:
         raise vision.error(
             "add_pre_mm_projector_layer_norm", "it must be true with patch_merge, and only then"
         )
-    found = {
+    found: dict[str, Any] = {
         "vision_config": tower,
         "vision_feature_layer": -1,
         "projector_hidden_act": "gelu",
@@ -241,15 +241,16 @@ def _vision_part(vision: ConfigJson, text: dict[str, Any]) -> dict[str, Any]:
         "image_token_index": vision.integer("image_token_id", default=_IMAGE_TOKEN, least=0),
     }
     if not merges:
-        kind = {"model_type": "llava", "vision_feature_select_strategy": "full"}
-        return {**kind, "architectures": ["LlavaForConditionalGeneration"], **found}
+        llava = {"model_type": "llava", "architectures": ["LlavaForConditionalGeneration"]}
+        return llava | found | {"vision_feature_select_strategy": "full"}
     if text["rms_norm_eps"] != _MERGER_EPS:
         raise ModelError(
             f"{vision.where}: patch_merge with norm_eps={text['rms_norm_eps']} is not supported; "
             f"only {_MERGER_EPS} is."
         )
     found["spatial_merge_size"] = vision.integer("spatial_merge_size")
-    return {"model_type": "mistral3", "architectures": ["Mistral3ForConditionalGeneration"], **found}
+    kind = {"model_type": "mistral3", "architectures": ["Mistral3ForConditionalGeneration"]}
+    return kind | found
 
 
 def _sound_part(sound: ConfigJson, text: dict[str, Any]) -> dict[str, Any]:
