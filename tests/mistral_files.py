@@ -8,7 +8,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import load_file, save_file
 
 SPECIAL = ("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]")
@@ -55,8 +54,14 @@ _NAMES = (
     (r"^audio_tower\.layer_norm", rf"{_ENCODER}transformer.norm"),
     (r"^audio_tower\.layers\.(\d+)\.self_attn\.", rf"{_ENCODER}transformer.layers.\1.attention."),
     (r"^audio_tower\.layers\.(\d+)\.fc", rf"{_ENCODER}transformer.layers.\1.feed_forward.w"),
-    (r"^audio_tower\.layers\.(\d+)\.self_attn_layer_norm", rf"{_ENCODER}transformer.layers.\1.attention_norm"),
-    (r"^audio_tower\.layers\.(\d+)\.final_layer_norm", rf"{_ENCODER}transformer.layers.\1.ffn_norm"),
+    (
+        r"^audio_tower\.layers\.(\d+)\.self_attn_layer_norm",
+        rf"{_ENCODER}transformer.layers.\1.attention_norm",
+    ),
+    (
+        r"^audio_tower\.layers\.(\d+)\.final_layer_norm",
+        rf"{_ENCODER}transformer.layers.\1.ffn_norm",
+    ),
     (r"\.([qkvo])_proj\.", r".w\1."),
     (r"\.out_proj\.", ".wo."),
     (r"\.gate_proj\.", ".w1."),

@@ -47,6 +47,13 @@ class ModelConfig(Section, frozen=True):
     tokenizer: Annotated[
         str | None, Meta(description="Folder or hub id of the tokenizer; default: the model's.")
     ] = None
+    tokenizer_mode: Annotated[
+        Literal["auto", "mistral"],
+        Meta(
+            description="auto: tokenizer.json, or else tekken.json or another file; mistral:"
+            " tekken.json and Mistral's own chat template, whatever files are beside it."
+        ),
+    ] = "auto"
     skip_tokenizer_init: Annotated[
         bool,
         Meta(

@@ -150,7 +150,7 @@ def _texts(model: OpenedModel) -> Iterator[tuple[str, str]]:
 
 def _write_gguf(model: OpenedModel, target: str, output: UnfinishedOutput, *, quiet: bool) -> int:
     """Write a file; return its size."""
-    tokenizer = Tokenizer.from_folder(model.tokenizer_path)
+    tokenizer = Tokenizer.from_folder(model.tokenizer_path, model.config.model.tokenizer_mode)
     text = model.checkpoint.read_text("tokenizer.json")
     assert text is not None, "the tokenizer was read from it"
     name = model.config.model.model.rstrip("/").rpartition("/")[2]

@@ -110,7 +110,7 @@ def read_preprocessor(path: Path) -> dict[str, Any] | None:
         return None
     features = sound.section("encoder_args").section("audio_encoding_args")
     _check_fields(features, tuple(_FEATURES), {"global_log_mel_max": None})
-    found = {new: features.get(old) for old, new in _FEATURES.items() if features.has(old)}
+    found = {new: features.integer(old) for old, new in _FEATURES.items() if features.has(old)}
     return {"feature_extractor_type": "WhisperFeatureExtractor", **found}
 
 
