@@ -73,15 +73,16 @@ _NAMES = (
 """Replacements that turn a name of Hugging Face's form into Mistral's, one after the other."""
 
 
-def write_tekken(folder: Path, version: str = "v13") -> None:
+def write_tekken(folder: Path, version: str = "v13", *, thinks: bool = True) -> None:
     """Write a tekken.json with a token for each byte."""
+    known = [name for name in SPECIAL if thinks or "THINK" not in name]
     config = {"pattern": r" ?[^\s]+|\s+", "default_vocab_size": VOCAB, "version": version}
     config |= {"default_num_special_tokens": COUNT}
     vocab = [
         {"rank": i, "token_bytes": base64.b64encode(bytes([i])).decode(), "token_str": None}
         for i in range(256)
     ]
-    special = [{"rank": i, "token_str": name, "is_control": True} for i, name in enumerate(SPECIAL)]
+    special = [{"rank": i, "token_str": name, "is_control": True} for i, name in enumerate(known)]
     found = {"config": config, "vocab": vocab, "special_tokens": special}
     (folder / "tekken.json").write_text(json.dumps(found))
 

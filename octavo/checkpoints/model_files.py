@@ -103,7 +103,9 @@ def without_weights(folder: Path, pattern: str) -> ModelError:
         folder: a folder with config.json.
         pattern: pattern of the names of weight files.
     """
-    for load_format, other in (("safetensors", "*.safetensors"), ("pt", "pytorch_model*.bin")):
+    others = {"mistral": "consolidated*.safetensors"} if (folder / "params.json").exists() else {}
+    others |= {"safetensors": "*.safetensors", "pt": "pytorch_model*.bin"}
+    for load_format, other in others.items():
         if other != pattern and any(folder.glob(other)):
             return ModelError(
                 f"{folder} holds {other} files and no {pattern}; set load_format={load_format}."

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from octavo.checkpoints.config_json import ConfigJson
+from octavo.checkpoints.folder import PARAMS
 from octavo.errors import ModelError
 
-FILE = "params.json"
 _TEXT = {
     "dim": "hidden_size",
     "n_layers": "num_hidden_layers",
@@ -69,6 +69,11 @@ def read_params(path: Path) -> ConfigJson:
     Raises:
         ModelError: the file is missing or damaged, or has a field or a value that is not supported.
     """
+    if not path.exists():
+        raise ModelError(
+            f"{path} is missing: load_format=mistral reads {PARAMS} and consolidated*.safetensors; "
+            "leave it out for a model in another form."
+        )
     params = ConfigJson.load(path)
     _check_fields(params, (*_TEXT, *_REST, *_UNUSED), _NEUTRAL)
     text = _text_part(params)

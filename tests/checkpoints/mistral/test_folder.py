@@ -178,6 +178,9 @@ def test_what_is_not_known_is_refused_by_name(files, tmp_path, field, value, mes
 def test_damaged_weights(files, tmp_path):
     own, params = files
     (tmp_path / "params.json").write_text(json.dumps(params))
+    (tmp_path / "other").mkdir()
+    with pytest.raises(ModelError, match=r"params\.json is missing: load_format=mistral reads"):
+        read_spec(open_checkpoint(tmp_path / "other", "mistral"))
     refuse(r"holds no consolidated\*\.safetensors", tmp_path)
     tensors = load_file(own / "consolidated.safetensors")
     file = tmp_path / "consolidated.safetensors"
