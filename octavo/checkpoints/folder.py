@@ -14,19 +14,12 @@ from typing import ClassVar
 from octavo.checkpoints.base import FLOATS, Expected, LoadFormat, Source, shorten_names
 from octavo.checkpoints.config_json import ConfigJson
 from octavo.checkpoints.mapped_file import MappedFile, MappedTensors, StoredTensor
+from octavo.checkpoints.mistral.files import PARAMS, has_params_only
 from octavo.checkpoints.model_files import refuse_lfs_pointer, without_weights
 from octavo.checkpoints.safetensors_header import read_header
 from octavo.checkpoints.torch_header import read_torch_header
 from octavo.errors import ModelError, reason_of
 from octavo.system.tensor import HostTensor, itemsize
-
-PARAMS = "params.json"
-"""File of Mistral's own form in place of config.json."""
-
-
-def has_params_only(folder: Path) -> bool:
-    """Return True if a folder has the model's description in Mistral's own form only."""
-    return (folder / PARAMS).exists() and not (folder / "config.json").exists()
 
 
 class Folder:

@@ -8,6 +8,7 @@ import stat
 from io import BufferedReader
 from pathlib import Path
 
+from octavo.checkpoints.mistral.files import PARAMS, WEIGHTS
 from octavo.errors import ModelError
 
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
@@ -103,7 +104,7 @@ def without_weights(folder: Path, pattern: str) -> ModelError:
         folder: a folder with config.json.
         pattern: pattern of the names of weight files.
     """
-    others = {"mistral": "consolidated*.safetensors"} if (folder / "params.json").exists() else {}
+    others = {"mistral": WEIGHTS} if (folder / PARAMS).exists() else {}
     others |= {"safetensors": "*.safetensors", "pt": "pytorch_model*.bin"}
     for load_format, other in others.items():
         if other != pattern and any(folder.glob(other)):

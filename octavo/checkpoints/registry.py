@@ -8,7 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from octavo.checkpoints.base import Checkpoint, LoadFormat
-from octavo.checkpoints.folder import MappedFolder, has_params_only
+from octavo.checkpoints.folder import MappedFolder
+from octavo.checkpoints.mistral.files import has_params_only
 from octavo.checkpoints.safetensors_folder import SafetensorsFolder
 from octavo.checkpoints.torch_folder import TorchFolder
 from octavo.errors import ModelError

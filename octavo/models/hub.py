@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from octavo.checkpoints.folder import PARAMS, has_params_only
 from octavo.checkpoints.gguf.folder import choose_mmproj, find_gguf, is_mmproj
+from octavo.checkpoints.mistral.files import PARAMS, WEIGHTS, has_params_only
 from octavo.checkpoints.model_files import require_file
 from octavo.checkpoints.tasks import TASKS
 from octavo.config import (
@@ -72,7 +72,7 @@ _WEIGHTS = {
     "safetensors": ["*.safetensors"],
     "pt": ["pytorch_model*.bin"],
     "sharded_state": ["model-*-part-*.safetensors"],
-    "mistral": ["consolidated*.safetensors"],
+    "mistral": [WEIGHTS],
     "dummy": [],
 }
 # Files of a module of sentence-transformers, in its own folder.

@@ -32,7 +32,8 @@ from numpy.typing import NDArray
 import octavo
 from octavo import _native
 from octavo.checkpoints.base import Checkpoint
-from octavo.checkpoints.folder import PARAMS, module_file
+from octavo.checkpoints.folder import module_file
+from octavo.checkpoints.mistral.files import PARAMS
 from octavo.config import EngineConfig, cache_folder
 from octavo.errors import ConfigError, ModelError, OctavoError
 from octavo.models.spec import ModelSpec

@@ -14,13 +14,13 @@ from octavo.checkpoints.base import Expected, Source, shorten_names
 from octavo.checkpoints.config_json import ConfigJson
 from octavo.checkpoints.folder import list_files, match_names
 from octavo.checkpoints.mapped_file import MappedTensors, StoredTensor
+from octavo.checkpoints.mistral.files import WEIGHTS
 from octavo.checkpoints.mistral.names import rename
 from octavo.checkpoints.model_files import without_weights
 from octavo.checkpoints.safetensors_folder import SafetensorsFolder
 from octavo.errors import ModelError
 from octavo.system.tensor import HostTensor, from_numpy
 
-PATTERN = "consolidated*.safetensors"
 _POSITIONS = "audio_tower.embed_positions.weight"
 """Tensor that only Hugging Face's form stores: the sinusoids of Whisper."""
 
@@ -33,7 +33,7 @@ class MistralFolder(SafetensorsFolder):
     """
 
     index = "consolidated.safetensors.index.json"
-    pattern = PATTERN
+    pattern = WEIGHTS
 
     @property
     def weight_files(self) -> list[Path]:

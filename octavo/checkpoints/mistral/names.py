@@ -64,7 +64,8 @@ _RULES: tuple[tuple[str, str, dict[str, str]], ...] = (
 """Patterns of modules, templates of their names in Hugging Face's form, and other names of the
 second group."""
 _COMPILED = [
-    (re.compile(rf"{pattern}\.({'|'.join(_ENDS)})"), *others) for pattern, *others in _RULES
+    (re.compile(rf"{pattern}\.({'|'.join(_ENDS)})"), template, parts)
+    for pattern, template, parts in _RULES
 ]
 _CACHE_SCALES = re.compile(r"layers\.\d+\.attention\.(kv|q|k|v)_fake_quantizer\.qscale_act")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.checkpoints.config_json import ConfigJson
-from octavo.checkpoints.folder import PARAMS
+from octavo.checkpoints.mistral.files import PARAMS
 from octavo.errors import ModelError
 
 _TEXT = {
@@ -24,7 +24,13 @@ _TEXT = {
     "vocab_size": "vocab_size",
 }
 """Fields that each model has, and their names in config.json."""
-_REST = ("rope_theta", "max_position_embeddings", "max_seq_len", "sliding_window", "yarn")
+_REST: tuple[str, ...] = (
+    "rope_theta",
+    "max_position_embeddings",
+    "max_seq_len",
+    "sliding_window",
+    "yarn",
+)
 _REST += ("llama_4_scaling", "tied_embeddings", "moe", "quantization", "dtype")
 _REST += ("vision_encoder", "multimodal")
 """Other fields that are read."""
@@ -39,10 +45,15 @@ _UNUSED = ("max_batch_size", "use_cache", "ragged_attention")
 """Fields without an effect on the numbers."""
 _YARN = {"factor": "factor", "original_max_position_embeddings": "original_max_position_embeddings"}
 _YARN |= {"beta": "beta_fast", "alpha": "beta_slow"}
-_VISION = ("hidden_size", "num_channels", "image_size", "patch_size", "rope_theta")
+_VISION: tuple[str, ...] = ("hidden_size", "num_channels", "image_size", "patch_size", "rope_theta")
 _VISION += ("intermediate_size", "num_hidden_layers", "num_attention_heads")
 """Fields of vision_encoder with the same name in config.json."""
-_VISION_REST = ("max_image_size", "image_token_id", "image_break_token_id", "image_end_token_id")
+_VISION_REST: tuple[str, ...] = (
+    "max_image_size",
+    "image_token_id",
+    "image_break_token_id",
+    "image_end_token_id",
+)
 _VISION_REST += ("adapter_bias", "mm_projector_id", "spatial_merge_size")
 _VISION_REST += ("add_pre_mm_projector_layer_norm",)
 _MERGER_EPS = 1e-5

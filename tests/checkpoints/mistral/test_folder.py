@@ -10,9 +10,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.models.whisper.modeling_whisper import sinusoids
 
-from octavo.checkpoints.base import LoadFormat
+from octavo.checkpoints.base import LoadFormat, Source
+from octavo.checkpoints.mapped_file import MappedTensors
 from octavo.checkpoints.mistral.folder import MistralFolder, _sinusoids
 from octavo.checkpoints.registry import open_checkpoint
+from octavo.checkpoints.safetensors_header import read_header
 from octavo.errors import ModelError
 from octavo.models.registry import read_spec
 from octavo.system.tensor import HostTensor
@@ -123,6 +125,18 @@ def test_fp8_and_several_files(tmp_path):
     assert_same(hf, own, "mistral")
     with pytest.raises(ModelError, match="architectures"):
         read_spec(open_checkpoint(own))
+
+
+def test_a_copy_keeps_its_memory(tmp_path):
+    """Only pages of the file are released, and none of the memory beside a copy."""
+    rows = torch.arange(2**16, dtype=torch.float32).view(1024, 64)
+    save_file({"a": rows}, tmp_path / "a")
+    stored = replace(read_header(tmp_path / "a")["a"], paired_heads=2)
+    tensors = MappedTensors({"a": stored}, {"a": "a"})
+    found = tensors.read(Source("a", (1024, 64)))
+    tensors.done(found)
+    expected = rows.view(2, 256, 2, 64).transpose(1, 2).reshape(1024, 64)
+    np.testing.assert_array_equal(found.numpy(), expected)
 
 
 def refuse(message: str, own: Path) -> None:
