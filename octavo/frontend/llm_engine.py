@@ -102,7 +102,7 @@ class LLMEngine:
             self.adapters.resolve(default)
         self.tokenizer: Tokenizer | None = None
         if not settings.skip_tokenizer_init:
-            self.tokenizer = Tokenizer.from_folder(tokenizer_path)
+            self.tokenizer = Tokenizer.from_folder(tokenizer_path, settings.tokenizer_mode)
         self._metrics = None
         if log_stats:
             from octavo.observability.metrics import EngineMetrics
