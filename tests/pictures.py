@@ -24,6 +24,7 @@ SPECIAL += ("[IMG]", "[IMG_BREAK]", "[IMG_END]", "<img>", "</img>", "<IMG_CONTEX
 SPECIAL += ("<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|video_pad|>")
 SPECIAL += ("<start_of_image>", "<image_soft_token>", "<end_of_image>")
 SPECIAL += ("<|image>", "<|image|>", "<image|>", "<|video|>")
+SPECIAL += ("<|audio>", "<|audio|>", "<audio|>")
 VOCAB = 256 + len(SPECIAL)
 ID = {text: 256 + i for i, text in enumerate(SPECIAL)}
 
@@ -49,6 +50,8 @@ class Case:
     kinds: Callable[[torch.Tensor, int], Arrays] | None = None
     """Types of the tokens [1, tokens], for attention in both directions; the arguments are the
     tokens, and the number of those of the prompt."""
+    sounds: dict[str, Any] | None = None
+    """Settings of sounds."""
 
 
 def _join_tiles(pictures: Sequence[Arrays]) -> Arrays:
@@ -145,6 +148,8 @@ GEMMA4_IDS |= {"eoi_token_id": ID["<image|>"], "audio_config": None}
 GEMMA4_IDS |= {"video_token_id": ID["<|video|>"], "audio_token_id": VOCAB}
 GEMMA4_PICTURES = {"image_processor_type": "Gemma4ImageProcessor", "patch_size": 2}
 GEMMA4_PICTURES |= {"pooling_kernel_size": 2, "max_soft_tokens": 70}
+UNIFIED_TOWER = {"patch_size": 2, "pooling_kernel_size": 2, "mm_posemb_size": 80}
+UNIFIED_TOWER |= {"mm_embed_dim": 24, "output_proj_dims": 24}
 
 CASES = {
     "gemma4": Case(
@@ -320,6 +325,21 @@ MORE_CASES = {
         _join_positioned,
         "<|image|>",
     ),
+    "gemma4_unified": Case(
+        "Gemma4UnifiedForConditionalGeneration",
+        {
+            "vision_config": UNIFIED_TOWER,
+            "text_config": _text(model_type="gemma4_unified_text", **GEMMA4),
+            **GEMMA4_IDS,
+            "audio_config": {"audio_embed_dim": 640},
+            "audio_token_id": ID["<|audio|>"],
+        },
+        GEMMA4_PICTURES | {"image_processor_type": "Gemma4UnifiedImageProcessor"},
+        _join_positioned,
+        "<|image|>",
+        _kinds_of_rows("mm_token_type_ids", "<|image|>"),
+        {"feature_extractor_type": "Gemma4UnifiedAudioFeatureExtractor"},
+    ),
     "paligemma1": Case(
         "PaliGemmaForConditionalGeneration",
         {
@@ -414,6 +434,9 @@ def save_model(name: str, folder: Path) -> Any:
     model = make_hf(case.architecture, **case.config)
     model.save_pretrained(folder)
     (folder / "preprocessor_config.json").write_text(json.dumps(case.preprocessor))
+    if case.sounds is not None:
+        whole = {"feature_extractor": case.sounds}
+        (folder / "processor_config.json").write_text(json.dumps(whole))
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {char: i for i, char in enumerate(alphabet)} | ID
     backend = Backend(models.BPE(vocab=vocab, merges=[]))
@@ -523,12 +546,32 @@ def hf_logprobs(
     tokens = torch.tensor([list(ids)])
     if pictures and case.kinds is not None:
         arrays |= case.kinds(tokens, len(ids) - answer)
+    if name == "gemma4_unified" and "mm_token_type_ids" in arrays:
+        arrays["attention_mask"] = unified_masks(model, tokens, arrays["mm_token_type_ids"])
     if "image_grid_thw" in arrays:
         kinds = (tokens == ID["<|image_pad|>"]).int()
         arrays["mm_token_type_ids"] = kinds
     with torch.inference_mode():
         logits = model(input_ids=tokens, **arrays).logits[0]
     return logits.float().log_softmax(-1)
+
+
+def unified_masks(model: Any, tokens: torch.Tensor, kinds: torch.Tensor) -> Arrays:
+    """Return the masks of Gemma 4 12B for tokens [1, tokens] of these types.
+
+    Its `forward` would let the tokens of a picture see each other in all layers, and beyond
+    windows. Only the method that transformers has for caches of a fixed size is right, as in its
+    other models of Gemma 4, in vLLM and in Google's own code.
+    """
+    embeds = model.get_input_embeddings()(tokens % 256)
+    return model.create_masks_for_generate(
+        model.config,
+        embeds,
+        attention_mask=None,
+        cache=None,
+        position_ids=torch.arange(tokens.shape[1])[None],
+        mm_token_type_ids=kinds,
+    )
 
 
 def params(tokens: int = 8, **fields: Any) -> SamplingParams:

@@ -54,6 +54,7 @@ _GEMMA4["rope_parameters"] = {
     },
 }
 _GEMMA4_UNIFIED = _GEMMA4 | {"max_position_embeddings": 262144, "sliding_window": 1024}
+_GEMMA4_UNIFIED |= {"use_bidirectional_attention": "vision"}
 _GEMMA4_LAYERS = {"hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262144}
 _GEMMA3N = {"rms_norm_eps": 1e-6, "head_dim": 256, "num_key_value_heads": 2}
 _GEMMA3N |= {"max_position_embeddings": 32768, "sliding_window": 512, "laurel_rank": 64}

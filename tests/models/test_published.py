@@ -88,7 +88,8 @@ FORMS = {
     "paligemma": (OLD, [*OLD, INNER], [INNER]),
     **dict.fromkeys(("mistral3", "llava-pixtral", "internvl", "voxtral", "qwen2audio"), (OLD,)),
     **dict.fromkeys(("qwen2vl", "qwen2_5_vl"), (QWEN,)),
-    **dict.fromkeys(("qwen3vl", "qwen3vlmoe", "qwen3_5", "gemma4", "smolvlm", "idefics3"), ()),
+    **dict.fromkeys(("qwen3vl", "qwen3vlmoe", "qwen3_5", "gemma4", "gemma4unified"), ()),
+    **dict.fromkeys(("smolvlm", "idefics3"), ()),
     **dict.fromkeys(("t5", "flan-t5", "mt5", "umt5", "bart", "mbart", "pegasus", "marian"), ()),
     **dict.fromkeys(("m2m100", "t5gemma", "whisper", "moonshine"), ()),
 }

@@ -168,7 +168,10 @@ def squares(*squares: tuple[int, int]) -> Maker:
     """Return a maker of patches with their places, in rows and columns of squares."""
 
     def make(random: np.random.Generator, vision: dict[str, Any]) -> list[Arrays]:
-        group, numbers = vision["pooling_kernel_size"], 3 * vision["patch_size"] ** 2
+        group, side = vision["pooling_kernel_size"], vision["patch_size"]
+        if "mm_embed_dim" in vision:  # a square is one patch
+            group, side = 1, group * side
+        numbers = 3 * side**2
         result = []
         for rows, columns in squares:
             at, width = np.arange(rows * columns * group**2), columns * group
@@ -292,6 +295,18 @@ add(
     square_features,
     {"": (gemma4, {}), "-wide": (gemma4_wide, {}), "-odd": (gemma4_odd, {})},
     TEXT | {"model_type": "gemma4_text", "head_dim": 8, "hidden_size_per_layer_input": 0},
+)
+unified = {"mm_embed_dim": 24, "mm_posemb_size": 8, "output_proj_dims": 24}
+unified |= {"patch_size": 2, "pooling_kernel_size": 2}
+unified_wide = unified | {"mm_embed_dim": 72, "output_proj_dims": 72, "pooling_kernel_size": 3}
+unified_odd = unified | {"mm_embed_dim": 39, "output_proj_dims": 39, "patch_size": 3}
+unified_odd |= {"mm_posemb_size": 7, "rms_norm_eps": 1e-2}
+add(
+    "Gemma4Unified",
+    squares((2, 3), (1, 7), (5, 1)),
+    square_features,
+    {"": (unified, {}), "-wide": (unified_wide, {}), "-odd": (unified_odd, {})},
+    TEXT | {"model_type": "gemma4_unified_text", "head_dim": 8},
 )
 intern = {"model_type": "internvl_vision"}
 sides = {"image_size": [24, 24], "patch_size": [4, 4]}
