@@ -58,19 +58,19 @@ from octavo.models.encoder import EncoderModel
 from octavo.sampling.logits_processors.base import LogitsProcessor
 
 class Dying(LogitsProcessor):
-    """Processor that changes no logits. Its process dies between two layers of an encoder, once."""
+    """Processor that changes no logits. Its process dies after the layers of an encoder, once."""
 
     def __init__(self, *args):
         super().__init__(*args)
-        compute = EncoderModel.layer
+        compute = EncoderModel.end
 
-        def die(self, layer, *args):
-            if layer == len(self.spec.layers) - 1 and os.path.exists(os.environ["DYING"]):
+        def die(self, *args):
+            if os.path.exists(os.environ["DYING"]):
                 os.unlink(os.environ["DYING"])
                 os.kill(os.getpid(), signal.SIGKILL)
-            return compute(self, layer, *args)
+            return compute(self, *args)
 
-        EncoderModel.layer = die
+        EncoderModel.end = die
 
     def add_row(self, new):
         return False

@@ -136,9 +136,9 @@ def _cases() -> dict[str, Case]:
         "gemma4": Case(gemma, _gemma4(8, 24, 3, 2), "<|audio|>"),
         "gemma4 wide": Case(gemma, _gemma4(16, 32, 2, 1, **wide | sharing), "<|audio|>"),
         "gemma4 deep": Case(gemma, _gemma4(128, 16, 4, 3, **deep), "<|audio|>"),
-        "gemma4_unified": Case(unified, _unified(640, 24, 9), "<|audio|>"),
+        "gemma4_unified": Case(unified, _unified(640, 24, 400), "<|audio|>"),
         "gemma4_unified wide": Case(
-            unified, _unified(800, 16, 400, **wide | {"num_hidden_layers": 2}), "<|audio|>"
+            unified, _unified(800, 16, 9, **wide | {"num_hidden_layers": 2}), "<|audio|>"
         ),
         "gemma4_unified deep": Case(
             unified, _unified(999, 40, 30, **deep, num_hidden_layers=4), "<|audio|>"
@@ -235,7 +235,9 @@ def hf_logprobs(
     make_reader = partial(WhisperFeatureExtractor, feature_size=case.mel, chunk_length=SECONDS)
     options = {"sampling_rate": RATE, "return_tensors": "pt"}
     if sounds and "qwen2" in name:
-        found = make_reader()(list(sounds), padding="max_length", return_attention_mask=True, **options)
+        found = make_reader()(
+            list(sounds), padding="max_length", return_attention_mask=True, **options
+        )
         arrays["input_features"] = found["input_features"]
         arrays["feature_attention_mask"] = found["attention_mask"]
     elif sounds and "asr" in name:

@@ -49,6 +49,9 @@ def test_configs(name, tmp_path):
     [
         ("Idefics3", "vision_config", ["num_attention_heads"]),
         ("SmolVLM", "vision_config", ["num_attention_heads"]),
+        ("Gemma4Unified", "audio_config", list(CONFIGS["Gemma4Unified"]["audio_config"])),
+        ("Gemma4Unified", "text_config", ["global_head_dim", "use_bidirectional_attention"]),
+        ("Gemma4Unified", "vision_config", list(CONFIGS["Gemma4Unified"]["vision_config"])),
         ("Voxtral", "text_config", ["head_dim", "num_key_value_heads", "rms_norm_eps"]),
         ("Voxtral", "text_config", ["rope_theta", "max_position_embeddings", "num_hidden_layers"]),
     ],

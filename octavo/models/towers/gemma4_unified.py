@@ -32,8 +32,14 @@ _VISION: dict[str, Any] = {"patch_size": 16, "pooling_kernel_size": 3, "mm_embed
 _VISION |= {"mm_posemb_size": 1120, "rms_norm_eps": 1e-6}
 _AUDIO: dict[str, Any] = {"audio_embed_dim": 640, "rms_norm_eps": 1e-6}
 _PREFIX = "vision_embedder."
-_PREFIXES = ((_PREFIX, f"model.{_PREFIX}"),)
-_PREFIXES += tuple((f"{name}.", f"model.{name}.") for name in ("embed_vision", "embed_audio"))
+_PREFIXES = (
+    (_PREFIX, f"model.{_PREFIX}"),
+    ("embed_vision.", "model.embed_vision."),
+    ("embed_audio.", "model.embed_audio."),
+    # The names of transformers' modules.
+    (_PREFIX, "model.embed_vision."),
+    ("embed_vision.", "model.embed_vision.multimodal_embedder."),
+)
 _EPS = 1e-5
 """Term of the layer norms."""
 
