@@ -148,7 +148,7 @@ GEMMA4_IDS |= {"eoi_token_id": ID["<image|>"], "audio_config": None}
 GEMMA4_IDS |= {"video_token_id": ID["<|video|>"], "audio_token_id": VOCAB}
 GEMMA4_PICTURES = {"image_processor_type": "Gemma4ImageProcessor", "patch_size": 2}
 GEMMA4_PICTURES |= {"pooling_kernel_size": 2, "max_soft_tokens": 70}
-UNIFIED_TOWER = {"patch_size": 2, "pooling_kernel_size": 2, "mm_posemb_size": 80}
+UNIFIED_TOWER = {"patch_size": 2, "pooling_kernel_size": 3, "mm_posemb_size": 80}
 UNIFIED_TOWER |= {"mm_embed_dim": 24, "output_proj_dims": 24}
 
 CASES = {
@@ -334,7 +334,8 @@ MORE_CASES = {
             "audio_config": {"audio_embed_dim": 640},
             "audio_token_id": ID["<|audio|>"],
         },
-        GEMMA4_PICTURES | {"image_processor_type": "Gemma4UnifiedImageProcessor"},
+        GEMMA4_PICTURES
+        | {"image_processor_type": "Gemma4UnifiedImageProcessor", "pooling_kernel_size": 3},
         _join_positioned,
         "<|image|>",
         _kinds_of_rows("mm_token_type_ids", "<|image|>"),

@@ -130,7 +130,10 @@ def check_places(data: Arrays, numbers: int, num_positions: int, group: int = 1)
 
 
 def read_sight(config: ConfigJson) -> Sight | None:
-    """Return which tokens of a picture see each other."""
+    """Return the rule for the tokens of a picture, which only the large models have.
+
+    It is that of `create_masks_for_generate` of transformers: layers without a window are causal.
+    """
     if config.get("use_bidirectional_attention") != "vision":
         return None
     return Sight("item", MOST_ROWS, layers="sliding")
