@@ -12,7 +12,6 @@ from typing import NamedTuple
 import msgspec
 
 import octavo
-from octavo.errors import ConfigError
 from octavo.kv_cache.groups import KVCacheGroup, make_manager, slot_nbytes, state_nbytes
 from octavo.kv_cache.kinds.base import SingleTypeKVCacheManager
 from octavo.models.cache import Pages
