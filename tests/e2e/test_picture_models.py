@@ -40,8 +40,6 @@ def test_layouts(name, tmp_path, monkeypatch):
     with make_llm(folder, **settings) as llm:
         assert answers(llm, given * 2, 8) == alone * 2
         assert llm.stats().num_preemptions > 0
-    if name == "gemma4_e":  # connectors do not move its blocks
-        return
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     config = {"kv_transfer_config": connected("P2PConnector")}
     with make_llm(folder, **config) as one, make_llm(folder, **config) as two:

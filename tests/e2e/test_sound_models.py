@@ -10,7 +10,7 @@ from tests.revival import DyingEncoder
 from tests.sounds import params, save_model
 
 
-@pytest.mark.parametrize("name", ["qwen2_audio", "qwen3_asr", "voxtral"])
+@pytest.mark.parametrize("name", ["gemma4 wide", "qwen2_audio", "qwen3_asr", "voxtral"])
 def test_layouts(name, tmp_path, monkeypatch):
     folder = tmp_path / "model"
     folder.mkdir()

@@ -12,6 +12,8 @@ from octavo.checkpoints.registry import open_checkpoint
 from octavo.config import ModelConfig
 from octavo.errors import RequestError
 from octavo.frontend.videos import Videos
+from tests.e2e.test_pictures import connected
+from tests.handover import hand_over
 from tests.pictures import assert_greedy, make_llm, params, picture, save_model
 from tests.videos import FPS, VIDEO_CASES, frames, hf_video_logprobs
 
@@ -87,6 +89,17 @@ def test_layouts(make_saved, name, settings):
         assert answers(llm, prompts(name) * 2) == alone * 2
         assert answers(llm, prompts(name)[::-1]) == alone[::-1]
         assert llm.stats().prefix_cache_hits > 0
+
+
+def test_prefill_elsewhere(make_saved, tmp_path, monkeypatch):
+    """Blocks of two sizes and the embeddings per layer of placeholders: Gemma 4 E."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    name = "gemma4_e"
+    folder, _, alone = make_saved(name)
+    settings = {"max_model_len": 500, "kv_transfer_config": connected("P2PConnector")}
+    with make_llm(folder, **settings) as one, make_llm(folder, **settings) as two:
+        assert hand_over(one, two, prompts(name), params, 12) == alone
+        assert two.stats().mm_cache_queries < one.stats().mm_cache_queries
 
 
 def test_forms_of_a_video(make_saved):
