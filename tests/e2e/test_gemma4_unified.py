@@ -14,6 +14,7 @@ from octavo.errors import RequestError, UnsupportedError
 from tests.e2e.harness import serve
 from tests.e2e.test_chat_pictures import part
 from tests.e2e.test_sounds import wav
+from tests.handover import hand_over
 from tests.pictures import (
     CASES,
     ID,
@@ -130,6 +131,16 @@ def test_layouts(saved, layout):
         assert answers(llm, PROMPTS * 2) == alone * 2
         if layout == "preemptions":
             assert llm.stats().num_preemptions > 0
+
+
+def test_prefill_elsewhere(saved):
+    folder, _, alone = saved
+    connector = {"kv_connector": "P2PConnector"}
+    connector["kv_connector_extra_config"] = {"cpu_bytes_to_use": 2**26}
+    config = {"kv_transfer_config": connector}
+    with make_llm(folder, **config) as one, make_llm(folder, **config) as two:
+        assert hand_over(one, two, PROMPTS, params, 24) == alone
+        assert two.stats().external_prefix_cache_hits > 0
 
 
 def test_death_in_the_encoder(saved, tmp_path, monkeypatch):
