@@ -2,6 +2,7 @@
 
 import base64
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -96,6 +97,38 @@ def test_parity(saved):
     folder, model, alone = saved
     with make_llm(folder) as llm:
         for one, answer in zip(PROMPTS, alone, strict=True):
+            ids, tokens, _ = answer
+            data = one.get("multi_modal_data", {})
+            assert_greedy(answer, hf_logprobs(model, llm, [*ids, *tokens], data))
+
+
+SHAPES = (
+    (
+        {"hidden_size": 48, "num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 12}
+        | {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
+        {"mm_embed_dim": 40, "output_proj_dims": 40, "patch_size": 1, "mm_posemb_size": 70},
+    ),
+    (
+        {"num_key_value_heads": 1, "num_hidden_layers": 6, "global_head_dim": 24}
+        | {"layer_types": (["sliding_attention"] * 2 + ["full_attention"]) * 2}
+        | {"attention_k_eq_v": True, "num_global_key_value_heads": 2, "sliding_window": 30},
+        {"mm_embed_dim": 17, "output_proj_dims": 17, "pooling_kernel_size": 4},
+    ),
+)
+"""Other fields of text_config and vision_config."""
+
+
+@pytest.mark.parametrize(("text", "vision"), SHAPES)
+def test_parity_of_other_shapes(text, vision, tmp_path, monkeypatch):
+    case = MORE_CASES[NAME]
+    config = case.config | {"text_config": case.config["text_config"] | text}
+    config["vision_config"] = case.config["vision_config"] | vision
+    sizes = {k: v for k, v in vision.items() if k in ("patch_size", "pooling_kernel_size")}
+    changed = replace(case, config=config, preprocessor=case.preprocessor | sizes)
+    monkeypatch.setitem(MORE_CASES, NAME, changed)
+    model = save_model(NAME, tmp_path)
+    with make_llm(tmp_path) as llm:
+        for one, answer in zip(PROMPTS[:3], answers(llm, PROMPTS[:3]), strict=True):
             ids, tokens, _ = answer
             data = one.get("multi_modal_data", {})
             assert_greedy(answer, hf_logprobs(model, llm, [*ids, *tokens], data))

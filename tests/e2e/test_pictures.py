@@ -41,7 +41,7 @@ LONGEST_PREFIX = 2 * 64 + len("ab  cd  ef") + 2
 
 def budget(name, wanted=8):
     """Return the tokens of a step: those that see each other are together in one."""
-    least = {"gemma3": 16, "gemma4": 70, "paligemma": LONGEST_PREFIX}
+    least = {"gemma3": 16, "gemma4": 70, "gemma4_unified": 70, "paligemma": LONGEST_PREFIX}
     return max(least.get(name, 1) + 7, wanted)
 
 
