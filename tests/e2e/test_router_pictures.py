@@ -119,6 +119,14 @@ def test_no_client_finds_the_uuids_of_another(router, expected):
         assert post(path, 0, chat(uuid="mine")) == "known"
         assert post(path, 1, chat(uuid="mine")) == "unknown_uuid"
         assert post(path, 1, chat(uuid="mine"), cache_salt="s") == "unknown_uuid"
+    text = [{"role": "user", "content": "a"}]
+    counts = (
+        ("messages/count_tokens", {"messages": text}),
+        ("responses/input_tokens", {"input": "a"}),
+    )
+    for path, body in counts:
+        got = httpx.post(f"{router.url}/v1/{path}", json=body, headers=headers[0], timeout=60)
+        assert got.json()["input_tokens"] > 0
     assert ask(router, chat(SCENES[1], uuid="mine"), "two") == expected[1]
     assert ask(router, chat(uuid="mine")) == expected[0]
     assert ask(router, chat(uuid="mine"), "two") == expected[1]

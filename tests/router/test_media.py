@@ -100,9 +100,11 @@ async def test_only_the_same_client_and_scope():
             for path in (CHAT, f"{CHAT}/render", "/tokenize", "/invocations"):
                 assert await ask(router, part("a"), key="two", path=path, **salt) == "unknown_uuid"
         assert await ask(router, part("a"), key="one") == "unknown_uuid"
-        assert await ask(router, part("a", "B"), key="two", cache_salt="s") == "B"
-        assert await ask(router, part("a"), key="one", cache_salt="s") == "A"
-        assert await ask(router, part("a"), key="two", cache_salt="s") == "B"
+    async with Routed([Keeper()], config=config, server_api_key="theirs") as router:
+        for path in (CHAT, f"{CHAT}/render", "/tokenize", "/invocations"):
+            for key, name in ("one", "A"), ("two", "B"):
+                assert await ask(router, part("b", name), key=key, path=path) == name
+            assert await ask(router, part("b"), key="one", path=path) == "A"
     # Keys of the servers.
     async with Routed([Keeper(), Keeper()]) as router:
         await ask(router, part("a", "A"), key="one")
