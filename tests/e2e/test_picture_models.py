@@ -1,5 +1,5 @@
-"""Each model of pictures: the same bits in chunks over two ranks with few blocks, after a death of a
-rank in the encoder; and after a prefill elsewhere."""
+"""Each model of pictures: the same bits in chunks with few blocks, and after a death in the
+encoder; over two ranks; and after a prefill elsewhere."""
 
 import pytest
 
@@ -32,12 +32,14 @@ def test_layouts(name, tmp_path, monkeypatch):
     blocks, tokens = most + 1, budget(name, 23)
     if "gemma" in name:  # layers with windows have block tables of their own
         blocks += 2 * (tokens // 16 + 4)
-    settings = {"max_num_batched_tokens": tokens, "max_model_len": 16 * most, "num_threads": 1}
-    settings |= {"num_gpu_blocks_override": blocks, "tensor_parallel_size": 2}
+    settings = {"max_num_batched_tokens": tokens, "max_model_len": 16 * most}
+    settings |= {"num_gpu_blocks_override": blocks}
     with make_llm(folder, **settings, **dying.settings) as llm:
         with dying.once(llm):
             assert answers(llm, given * 2, TOKENS) == alone * 2
         assert llm.stats().num_preemptions > 0
+    with make_llm(folder, tensor_parallel_size=2, num_threads=1) as llm:
+        assert answers(llm, given, TOKENS) == alone
     if name in ("gemma4", "gemma4_e", "paligemma"):  # connectors do not move its blocks
         return
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

@@ -372,11 +372,11 @@ def test_drafts(last, method, tmp_path):
 
 
 def test_deaths(last, tmp_path, monkeypatch):
-    """An engine that dies in the middle of an encoder's run, or of an answer, is replaced; the
-    answers go on."""
+    """An engine of which a rank dies in the middle of an encoder's run, or that is killed in the
+    middle of an answer, is replaced; the answers go on."""
     name, folder, _, alone = last
     dying = DyingEncoder(tmp_path, monkeypatch)
-    with make_llm(folder, **dying.settings) as llm:
+    with make_llm(folder, tensor_parallel_size=2, num_threads=1, **dying.settings) as llm:
         assert answers(llm, prompts(name)[1:2]) == alone[1:2]
         with dying.once(llm):
             assert answers(llm, prompts(name)) == alone

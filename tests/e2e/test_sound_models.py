@@ -1,5 +1,5 @@
-"""Models of sounds and texts: the same bits in chunks over two ranks with few blocks, after a death
-of a rank in the encoder; and after a prefill elsewhere."""
+"""Models of sounds and texts: the same bits in chunks with few blocks, and after a death in the
+encoder; over two ranks; and after a prefill elsewhere."""
 
 import pytest
 
@@ -23,12 +23,14 @@ def test_layouts(name, tmp_path, monkeypatch):
     dying = DyingEncoder(tmp_path / "dying", monkeypatch)
     most = max(len(ids) + len(tokens) for ids, tokens, _ in alone) // 16 + 2
     groups = 2 if name == "gemma4" else 1  # of layers with own blocks
-    settings = {"max_num_batched_tokens": 23, "max_model_len": 16 * most, "num_threads": 1}
-    settings |= {"num_gpu_blocks_override": groups * most + 2, "tensor_parallel_size": 2}
+    settings = {"max_num_batched_tokens": 23, "max_model_len": 16 * most}
+    settings |= {"num_gpu_blocks_override": groups * most + 2}
     with make_llm(folder, **settings, **dying.settings) as llm:
         with dying.once(llm):
             assert answers(llm, given * 2) == alone * 2
         assert llm.stats().num_preemptions > 0
+    with make_llm(folder, tensor_parallel_size=2, num_threads=1) as llm:
+        assert answers(llm, given) == alone
     if name == "gemma4":  # connectors do not move its blocks
         return
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
