@@ -22,6 +22,7 @@ from tests.handover import hand_over
 from tests.pictures import (
     CASES,
     MORE_CASES,
+    SHAPES,
     VOCAB,
     assert_greedy,
     hf_logprobs,
@@ -46,7 +47,7 @@ def budget(name, wanted=8):
 
 
 def prompt(name, *images, text="ab {} cd {} ef", **fields):
-    placeholder = (CASES | MORE_CASES)[name].placeholder
+    placeholder = (CASES | MORE_CASES | SHAPES)[name].placeholder
     return {
         "prompt": text.format(*[placeholder] * len(images)),
         "multi_modal_data": {"image": list(images)},
@@ -129,6 +130,20 @@ def test_parity(make_saved, name):
             ids, tokens, _ = answer
             expected = hf_logprobs(model, name, llm, [*ids, *tokens], images, len(tokens))
             assert_greedy(answer, expected)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_parity_of_other_shapes(name, tmp_path):
+    """Other depths, widths, numbers of heads, and sizes of pictures; all prompts at once."""
+    model = save_model(name, tmp_path)
+    first, second = picture(27, 64, 3), picture(31, 33, 4)
+    given = [prompt(name, first, second), prompt(name, second, text="{} quite another")]
+    with make_llm(tmp_path, max_model_len=510, max_num_batched_tokens=1024) as llm:
+        found = answers(llm, given, 8)
+        for one, (ids, tokens, logprobs) in zip(given, found, strict=True):
+            images = one["multi_modal_data"]["image"]
+            expected = hf_logprobs(model, name, llm, [*ids, *tokens], images, len(tokens))
+            assert_greedy((ids, tokens, logprobs), expected)
 
 
 def test_batches_and_caches(saved):
@@ -260,11 +275,10 @@ def test_files_of_a_model_that_contradict_each_other(make_saved, tmp_path):
 @pytest.mark.parametrize(
     "settings",
     [
-        {"tensor_parallel_size": 2},
         {"tensor_parallel_size": 2, "enable_sequence_parallel": True, "enforce_eager": True},
         {"pipeline_parallel_size": 2, "max_num_batched_tokens": 23},
     ],
-    ids=["columns", "rows", "stages"],
+    ids=["rows", "stages"],
 )
 def test_two_ranks(some, settings):
     name, folder, _, alone = some
@@ -390,21 +404,16 @@ def test_drafts(last, method, tmp_path):
             assert sum(stats.num_accepted_tokens_per_pos) > 0
 
 
-def test_death(some):
-    """An engine that is killed in the middle of an answer is replaced; the answer goes on."""
-    name, folder, _, _ = some
-    with make_llm(folder, isolate=True) as llm:
-        assert_revived(llm, prompt(name, *PICTURES[:2]), params(60))
-
-
-def test_death_in_the_encoder(some, tmp_path, monkeypatch):
-    name, folder, _, alone = some
+def test_deaths(last, tmp_path, monkeypatch):
+    """An engine of which a rank dies in the middle of an encoder's run, or that is killed in the
+    middle of an answer, is replaced; the answers go on."""
+    name, folder, _, alone = last
     dying = DyingEncoder(tmp_path, monkeypatch)
-    with make_llm(folder, **dying.settings) as llm:
+    with make_llm(folder, tensor_parallel_size=2, num_threads=1, **dying.settings) as llm:
         assert answers(llm, prompts(name)[1:2]) == alone[1:2]
         with dying.once(llm):
             assert answers(llm, prompts(name)) == alone
-        assert answers(llm, prompts(name)) == alone
+        assert_revived(llm, prompt(name, *PICTURES[:2]), params(60))
 
 
 def test_errors(one):

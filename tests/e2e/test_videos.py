@@ -1,7 +1,6 @@
 """Models that read videos: transformers' numbers, and the same bits in all layouts."""
 
 import functools
-import json
 from types import SimpleNamespace
 
 import numpy as np
@@ -53,9 +52,6 @@ def make_saved(tmp_path_factory):
     def make(name):
         folder = tmp_path_factory.mktemp(name)
         model = save_model(name, folder)
-        if name.startswith("qwen"):
-            limits = {"size": {"shortest_edge": 64, "longest_edge": 4096}}
-            (folder / "video_preprocessor_config.json").write_text(json.dumps(limits))
         alone = []
         with make_llm(
             folder, max_model_len=500, enable_prefix_caching=False, max_num_seqs=1

@@ -41,7 +41,7 @@ SMALL |= {"num_attention_heads": 3, "image_size": 24, "patch_size": 4}
 WIDE = {"hidden_size": 40, "intermediate_size": 56, "num_hidden_layers": 2}
 WIDE |= {"num_attention_heads": 2, "image_size": 19, "patch_size": 2}
 ODD = {"hidden_size": 39, "intermediate_size": 41, "num_hidden_layers": 2}
-ODD |= {"num_attention_heads": 3, "image_size": 92, "patch_size": 5, "num_channels": 1}
+ODD |= {"num_attention_heads": 3, "image_size": 32, "patch_size": 5, "num_channels": 1}
 
 QWEN = {"depth": 3, "hidden_size": 32, "num_heads": 2, "intermediate_size": 40}
 QWEN |= {"patch_size": 4, "out_hidden_size": 32}
@@ -234,8 +234,8 @@ add(
     {
         "": (SMALL | clip, {"image_grid_pinpoints": [[24, 48], [48, 24], [48, 48], [72, 24]]}),
         "-wide": (
-            WIDE | clip | {"image_size": 20},
-            {"image_grid_pinpoints": [[20, 20], [40, 60]], "vision_feature_layer": -1},
+            WIDE | clip | {"image_size": 12},
+            {"image_grid_pinpoints": [[12, 12], [24, 36]], "vision_feature_layer": -1},
         ),
         "-siglip": (
             SMALL | siglip,
@@ -256,13 +256,13 @@ add(
             | {"vision_aspect_ratio": "anyres_max_2"},
         ),
         "-wide": (
-            WIDE | siglip,
-            {"image_grid_pinpoints": [[19, 19], [38, 57], [76, 38]], "vision_feature_layer": -2}
+            WIDE | siglip | {"image_size": 11},
+            {"image_grid_pinpoints": [[11, 11], [22, 33], [44, 22]], "vision_feature_layer": -2}
             | {"vision_aspect_ratio": "anyres_max_1"},
         ),
         "-odd": (
-            ODD | siglip | {"image_size": 90},
-            {"image_grid_pinpoints": [[90, 180]], "multimodal_projector_bias": False},
+            ODD | siglip | {"image_size": 30},
+            {"image_grid_pinpoints": [[30, 60]], "multimodal_projector_bias": False},
         ),
     },
     TEXT | {"model_type": "qwen2"},
