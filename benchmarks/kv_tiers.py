@@ -20,6 +20,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from operator import mul
 from pathlib import Path
 
 import msgspec
