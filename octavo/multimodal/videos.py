@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from typing import Any
 
-from octavo.media.process import Array, Limits, MediaProcesses, Result
+from octavo.media.process import NUM_PROCESSES, Array, Limits, MediaProcesses, Result
 from octavo.multimodal.items import Item, make_part
 from octavo.multimodal.processors.registry import make_video_processor
 from octavo.multimodal.processors.video import Frames, VideoProcessor
