@@ -44,7 +44,7 @@ from octavo.request import QueueKey, Request, RequestStatus
 from octavo.scheduler.adapters import AdapterSlots, AdapterTurns
 from octavo.scheduler.checks import check_books, check_fits
 from octavo.scheduler.deadlines import Deadlines, describe_expiry
-from octavo.scheduler.encoders import EncoderInputs, uncomputed
+from octavo.scheduler.encoders import EncoderInputs
 from octavo.scheduler.fairness import (
     CREDIT_STEPS,
     ENCODER_WEIGHT,
@@ -844,7 +844,7 @@ class Scheduler:
             adapter_begin=request.options.adapter_begin,
         )
         if request.mm_features:
-            data.mm_features = uncomputed(request.mm_features, start)
+            data.mm_features = self._encoders.data_for_worker(request, start)
         if manager.cross is not None:
             if manager.cross.is_new(request):
                 inputs = [*range(len(request.mm_features))]
