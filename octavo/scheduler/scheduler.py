@@ -390,7 +390,7 @@ class Scheduler:
             if error is not None:
                 if not has_ended:
                     outputs.append(self._fail(request, error, "RequestError"))
-                if request.mm_features:
+                if _has_come_to_items(request):
                     self.kv_cache_manager.forget_items(request)
                     self._encoders.cache.forget(request)
                     if self._connector is not None:
@@ -1144,6 +1144,12 @@ class Scheduler:
         for request_id in self._turns.release(self.running):
             if self.requests[request_id].status == RequestStatus.WAITING_FOR_ADAPTER_TURN:
                 self.set_ready(request_id)
+
+
+def _has_come_to_items(request: Request) -> bool:
+    """Return True if a step had tokens of a request's items, also before a preemption."""
+    offsets = (item.mm_position.offset for item in request.mm_features)
+    return request.num_charged > min(offsets, default=request.num_prompt_tokens)
 
 
 def _is_first_prefill(request: Request) -> bool:

@@ -1,4 +1,4 @@
-from unittest.mock import ANY
+from unittest.mock import ANY, Mock
 
 import pytest
 
@@ -312,6 +312,20 @@ def test_what_depends_on_a_failed_item_is_forgotten(fate):
     assert [len(pool.cached_blocks(group)) for group in range(2)] == [1, 1]
     assert "a" not in items
     engine.run()
+
+
+def test_an_error_before_the_first_item_forgets_nothing():
+    engine = make_engine()
+    engine.add("1", range(60), features=[picture("a", 40, 10)])
+    engine.schedule()
+    pool = engine.scheduler.kv_cache_manager.pool
+    forget = engine.scheduler.kv_cache_manager.forget_items = Mock()
+    known = len(pool.cached_blocks(0))
+    engine.in_flight[0][1].errors["1"] = "its sampling parameters cannot be used"
+    engine.update()
+    assert known
+    assert len(pool.cached_blocks(0)) == known
+    assert not forget.called
 
 
 def test_a_request_that_is_too_late_forgets_nothing():
