@@ -17,11 +17,12 @@ which is also the amount that a key may save up.
 
 picture, sound, video: the flood consists of --flooders (8) concurrent requests with large files:
 PNG of 8192 x 8192 pixels, MP3 and WAV of 10 minutes, or videos of 32 frames of 2048 x 2048 pixels.
-They are sent in turns, with other bytes after their end, so that the server reads them again. The light key's requests take
-turns, too: a text of which 8 tokens are answered, and a small file of the same kind (a picture of
-96 x 96 pixels, a second of sound). The time is that of the whole answer. Sounds are transcribed,
-and texts go to a second model of the same server. In each of --rounds the light key is measured
-alone and then beside the flood; the ratios are those of all rounds together.
+They are sent in turns, with other bytes after their end, so that the server reads them again. The
+light key's requests take turns, too: a text whose answer has 8 tokens, and a small file of the same
+kind (a picture of 96 x 96 pixels, a second of sound). The time is that of the whole answer. Sounds
+are transcribed, and texts go to another model of the same server. In each of --rounds the light key
+is measured alone and then beside the flood; the ratios are those of all rounds together. Videos
+need a model that reads them.
 
 The target is a ratio of at most 2 of the 99th percentiles.
 """
@@ -304,6 +305,8 @@ def flood_files(url: str, key: str, count: int, kind: str, ready: Any, done: Any
                 response = await client.post(it.path, **it.arguments)
                 done[response.status_code != 200] += 1
                 if response.status_code != 200:
+                    if done[1] == 1:
+                        print(response.text[:300], flush=True)
                     await asyncio.sleep(0.1)
 
     async def run() -> None:
