@@ -16,11 +16,11 @@ step's budget determines the minimum length of a prompt for a ratio of two: abou
 which is also the amount that a key may save up.
 
 picture, sound, video: the flood consists of --flooders (8) concurrent requests with large files:
-PNG of 8192 x 8192 pixels, MP3 and WAV of 10 minutes, or videos of 32 frames of 2048 x 2048 pixels.
+PNG of 8192 x 8192 pixels, MP3 and WAV of three minutes, or videos of 32 frames of 2048 x 2048.
 They are sent in turns, with other bytes after their end, so that the server reads them again. The
 light key's requests take turns, too: a text whose answer has 8 tokens, and a small file of the same
 kind (a picture of 96 x 96 pixels, a second of sound). The time is that of the whole answer. Sounds
-are transcribed, and texts go to another model of the same server. In each of --rounds the light key
+are transcribed, and texts go to another server on the same cores. In each of --rounds the light key
 is measured alone and then beside the flood; the ratios are those of all rounds together. Videos
 need a model that reads them.
 
@@ -258,8 +258,17 @@ def question(kind: str, file: bytes, number: int) -> Question:
             return Question(
                 "/v1/audio/transcriptions",
                 files={"file": ("sound", file)},
-                data={"model": SPEECH, "response_format": "json"},
+                data={"response_format": "json"},
             )
+
+
+def joined(minute: bytes) -> bytes:
+    """Return a sound of a minute as one of three."""
+    if not minute.startswith(b"RIFF"):
+        return 3 * minute
+    data = 3 * minute[44:]
+    size = struct.pack("<I", 36 + len(data))
+    return b"RIFF" + size + minute[8:40] + struct.pack("<I", len(data)) + data
 
 
 def large_files(kind: str) -> list[bytes]:
@@ -270,7 +279,10 @@ def large_files(kind: str) -> list[bytes]:
         case "video":
             return [*itertools.islice(videos(2048, 32, 1000), 6)]
         case _:
-            return [next(sounds(600, form, 1000 + i)) for i in range(3) for form in ("mp3", "wav")]
+            minutes = [
+                next(sounds(60, form, 1000 + i)) for i in range(2) for form in ("mp3", "wav")
+            ]
+            return [joined(minute) for minute in minutes]
 
 
 def small_files(kind: str) -> Iterator[bytes]:
@@ -320,18 +332,23 @@ def flood_files(url: str, key: str, count: int, kind: str, ready: Any, done: Any
 
 
 def answer_times(
-    url: str, makers: dict[str, Callable[[], Question]], seconds: float
+    makers: dict[str, tuple[str, Callable[[], Question]]], seconds: float
 ) -> dict[str, list[float]]:
-    """Return the seconds of whole answers by kind; kinds take turns, with pauses."""
+    """Return the seconds of whole answers by kind; kinds take turns, with pauses.
+
+    Args:
+        makers: for each kind, the address of its server and a function that makes a request.
+        seconds: duration.
+    """
     chance = random.Random(1)
     times: dict[str, list[float]] = {kind: [] for kind in makers}
     end = time.monotonic() + seconds
-    with httpx.Client(base_url=url, timeout=600, headers=headers(LIGHT)) as client:
+    with httpx.Client(timeout=600, headers=headers(LIGHT)) as client:
         while time.monotonic() < end:
-            for kind, make in makers.items():
+            for kind, (url, make) in makers.items():
                 it = make()
                 started = time.perf_counter()
-                client.post(it.path, **it.arguments).raise_for_status()
+                client.post(url + it.path, **it.arguments).raise_for_status()
                 times[kind].append(time.perf_counter() - started)
                 time.sleep(chance.uniform(0.01, 0.05))
     return times
@@ -341,20 +358,21 @@ def measure_files(options: argparse.Namespace) -> int:
     """Print the light key's times beside a flood of files; return 1 if the target is missed."""
     kind, spawn = options.flood, multiprocessing.get_context("spawn")
     flags = ["--api-key", LIGHT, "--api-key", FLOOD, *shlex.split(options.flags or "")]
-    names = {"sound": [TEXTS, "--model", SPEECH], "picture": ["octavo/stories-eyes"]}
-    flags = [options.model, *flags] if options.model else [*names[kind], *flags]
+    names = {"sound": SPEECH, "picture": "octavo/stories-eyes"}
     small, numbers = small_files(kind), itertools.count()
-    makers: dict[str, Callable[[], Question]] = {}
-    fields = {"model": TEXTS} if kind == "sound" else {}
-    if "text" in options.light:
-        makers["text"] = lambda: chat(f"{next(numbers)}: a word or two", **fields)
-    if "file" in options.light:
-        makers[kind] = lambda: question(kind, next(small), next(numbers))
-    found: list[dict[str, list[float]]] = [{name: [] for name in makers} for _ in range(2)]
-    with server(flags) as url:
-        answer_times(url, makers, 2.0)
+    found: list[dict[str, list[float]]] = [{name: [] for name in ("text", kind)} for _ in range(2)]
+    with contextlib.ExitStack() as stack:
+        url = stack.enter_context(server([options.model or names[kind], *flags]))
+        texts = stack.enter_context(server([TEXTS, *flags])) if kind == "sound" else url
+        makers: dict[str, tuple[str, Callable[[], Question]]] = {
+            "text": (texts, lambda: chat(f"{next(numbers)}: a word or two")),
+            kind: (url, lambda: question(kind, next(small), next(numbers))),
+        }
+        if options.light != "both":
+            del makers[kind if options.light == "text" else "text"]
+        answer_times(makers, 2.0)
         for _ in range(options.rounds):
-            for name, times in answer_times(url, makers, options.seconds).items():
+            for name, times in answer_times(makers, options.seconds).items():
                 found[0][name] += times
             ready, done = spawn.Event(), spawn.Array("i", 2)
             flooder = spawn.Process(
@@ -366,7 +384,7 @@ def measure_files(options: argparse.Namespace) -> int:
             ready.wait()
             time.sleep(2.0)
             before, began = done[0], time.monotonic()
-            for name, times in answer_times(url, makers, options.seconds).items():
+            for name, times in answer_times(makers, options.seconds).items():
                 found[1][name] += times
             seconds = time.monotonic() - began
             flooder.kill()
@@ -397,9 +415,8 @@ def main() -> int:
     parser.add_argument("--model", help="another model")
     parser.add_argument(
         "--light",
-        nargs="+",
-        choices=["text", "file"],
-        default=["text", "file"],
+        choices=["text", "file", "both"],
+        default="both",
         help="what the light key sends beside a flood of files",
     )
     parser.add_argument("--rounds", type=int, default=1, help="rounds beside a flood of files")
