@@ -44,7 +44,7 @@ from octavo.request import QueueKey, Request, RequestStatus
 from octavo.scheduler.adapters import AdapterSlots, AdapterTurns
 from octavo.scheduler.checks import check_books, check_fits
 from octavo.scheduler.deadlines import Deadlines, describe_expiry
-from octavo.scheduler.encoders import EncoderInputs, uncomputed
+from octavo.scheduler.encoders import EncoderInputs
 from octavo.scheduler.fairness import (
     CREDIT_STEPS,
     ENCODER_WEIGHT,
@@ -390,7 +390,7 @@ class Scheduler:
             if error is not None:
                 if not has_ended:
                     outputs.append(self._fail(request, error, "RequestError"))
-                if request.mm_features:
+                if _has_come_to_items(request):
                     self.kv_cache_manager.forget_items(request)
                     self._encoders.cache.forget(request)
                     if self._connector is not None:
@@ -844,7 +844,7 @@ class Scheduler:
             adapter_begin=request.options.adapter_begin,
         )
         if request.mm_features:
-            data.mm_features = uncomputed(request.mm_features, start)
+            data.mm_features = self._encoders.data_for_worker(request, start)
         if manager.cross is not None:
             if manager.cross.is_new(request):
                 inputs = [*range(len(request.mm_features))]
@@ -1144,6 +1144,12 @@ class Scheduler:
         for request_id in self._turns.release(self.running):
             if self.requests[request_id].status == RequestStatus.WAITING_FOR_ADAPTER_TURN:
                 self.set_ready(request_id)
+
+
+def _has_come_to_items(request: Request) -> bool:
+    """Return True if a step had tokens of a request's items, also before a preemption."""
+    begins = (item.begin for item in request.mm_features)
+    return request.num_charged > min(begins, default=request.num_prompt_tokens)
 
 
 def _is_first_prefill(request: Request) -> bool:
