@@ -263,7 +263,7 @@ struct UnpackedUnits {
   alignas(64) float scales[kStretch][B::groups][kPanel];
   alignas(64) float minima[min ? kStretch : 1][B::groups][kPanel];
 
-  void unpack(const uint8_t* panel, int64_t first, int64_t count) {
+  void fill(const uint8_t* panel, int64_t first, int64_t count) {
     unpack_units<F>(panel, first, count, scales[0][0], minima[0][0],
                     [&](int64_t u, int q, int j, vu codes) {
                       memcpy(bytes[u][q] + j * W * kQuad, &codes, sizeof codes);
@@ -465,7 +465,7 @@ void block_panel(const LinearQArgs& a, const ByteRows& x, const ByteRows& second
     UnpackedUnits<F> units;
     for (int64_t u = 0; u < all; u += kStretch) {
       const int64_t count = min<int64_t>(kStretch, all - u);
-      units.unpack(columns.panel, u, count);
+      units.fill(columns.panel, u, count);
       for (int64_t i = 0; i < rows; i += some)
         block_rows<F, R>(int(min(some, rows - i)), x, first + i, u, count, out + i * kPanel,
                          [&](int column) {

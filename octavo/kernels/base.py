@@ -59,7 +59,7 @@ SAMPLING_ROW = np.dtype(
         ("top_k", np.int64),
     ]
 )
-"""Parameters of sampling a token from a row of logits; SamplingRow in csrc/kernels.h.
+"""Parameters of sampling a token from a row of logits; SamplingRow in csrc/sampling_args.h.
 
 - temperature: 0 selects the first of the largest.
 - min_p: in [0, 1]; 0 keeps all.

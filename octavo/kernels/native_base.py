@@ -11,10 +11,10 @@ from octavo.kernels.routing import Gate
 from octavo.system.tensor import Tensor, empty
 
 DTYPE_CODES = {"float32": 0, "bfloat16": 1, "float16": 2}
-"""Codes of DType in csrc/kernels.h."""
+"""Codes of DType in csrc/args.h."""
 
 QUANT_FORMATS = {name: code for code, name in enumerate(get_args(QuantFormat))}
-"""Codes of QuantFormat in csrc/kernels.h."""
+"""Codes of QuantFormat in csrc/weight_args.h."""
 
 GATES: dict[Gate | None, int] = {
     None: -1,
@@ -26,7 +26,7 @@ GATES: dict[Gate | None, int] = {
     "swigluoai": 5,
     "softplus": 6,
 }
-"""Codes of Gated in csrc/kernels.h."""
+"""Codes of Gated in csrc/args.h."""
 
 
 def check_rows(x: Tensor) -> None:

@@ -28,7 +28,7 @@ from octavo.kernels.routing import ExpertActivation, Gate, Routing, Score
 from octavo.system.tensor import Tensor, from_numpy
 
 _UNGATED: dict[Gate, int] = {"gelu": 4, "relu2": 10}
-"""Codes of Unary in csrc/kernels.h, for experts without a gate."""
+"""Codes of Unary in csrc/args.h, for experts without a gate."""
 
 _SCORES: dict[Score, int] = {"softmax": 0, "sigmoid": 1, "sqrt_softplus": 2, "none": 3}
 
