@@ -11,20 +11,7 @@ from numpy.typing import NDArray
 
 from octavo import _native
 from octavo._native import kernels
-from octavo.kernels.base import (
-    SAMPLING_ROW,
-    Activation,
-    Arrived,
-    Codes,
-    Gelu,
-    HostCopy,
-    LongArray,
-    OnlineFormat,
-    Ops,
-    PackedWeight,
-    QuantFormat,
-    QuantizedWeight,
-)
+from octavo.kernels.base import Activation, Arrived, Gelu, HostCopy, Ops
 from octavo.kernels.memory import Arena
 from octavo.kernels.native_base import (
     DTYPE_CODES,
@@ -36,8 +23,10 @@ from octavo.kernels.native_base import (
 from octavo.kernels.native_experts import NativeExpertOps
 from octavo.kernels.native_lora import NativeLoraOps
 from octavo.kernels.native_states import NativeStateOps
+from octavo.kernels.ops_logits import SAMPLING_ROW, LongArray
 from octavo.kernels.routing import Gate
 from octavo.kernels.sizes import order_nbytes, packed_nbytes, quantized_nbytes
+from octavo.kernels.weights import Codes, OnlineFormat, PackedWeight, QuantFormat, QuantizedWeight
 from octavo.system.block_types import BLOCK_TYPES
 from octavo.system.tensor import HostTensor, Tensor, empty, from_numpy
 

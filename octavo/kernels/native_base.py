@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 from typing import get_args
 
-from octavo.kernels.base import QuantFormat
 from octavo.kernels.memory import Arena
 from octavo.kernels.routing import Gate
+from octavo.kernels.weights import QuantFormat
 from octavo.system.tensor import Tensor, empty
 
 DTYPE_CODES = {"float32": 0, "bfloat16": 1, "float16": 2}

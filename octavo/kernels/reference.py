@@ -18,34 +18,30 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from octavo._native import ExpertLayer
-from octavo.kernels.base import (
-    Activation,
-    Arrived,
-    Codes,
-    ConvActivation,
-    Gelu,
-    HostCopy,
-    LongArray,
-    OnlineFormat,
-    Ops,
-    PackedWeight,
-    PlacedExperts,
-    QuantFormat,
-    QuantizedWeight,
-    StackedWeight,
-    StateRates,
-    StateSlots,
-    TokenSlots,
-    Wkv7Inputs,
-    Wkv7Parameters,
-    activate,
-)
+from octavo.kernels.base import Activation, Arrived, Gelu, HostCopy, Ops, activate
 from octavo.kernels.dequantize import INT4_LEVELS, NF4_LEVELS, dequantize
 from octavo.kernels.lora import LoraTable, LoraWeight, affine_panels
+from octavo.kernels.ops_experts import PlacedExperts, TokenSlots
+from octavo.kernels.ops_logits import LongArray
+from octavo.kernels.ops_states import (
+    ConvActivation,
+    StateRates,
+    StateSlots,
+    Wkv7Inputs,
+    Wkv7Parameters,
+)
 from octavo.kernels.replaced import ReplacedTable, ReplacedWeight
 from octavo.kernels.routing import ExpertActivation, Gate, Routing, Score
 from octavo.kernels.sampling_weights import sampling_weights
 from octavo.kernels.torch_tensors import Copying, as_torch, dtype_name, from_torch, torch_dtype
+from octavo.kernels.weights import (
+    Codes,
+    OnlineFormat,
+    PackedWeight,
+    QuantFormat,
+    QuantizedWeight,
+    StackedWeight,
+)
 from octavo.system.block_types import BLOCK_TYPES
 from octavo.system.tensor import HostTensor, from_numpy
 

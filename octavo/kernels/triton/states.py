@@ -14,7 +14,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.kernels.base import ConvActivation, StateRates, StateSlots, Wkv7Inputs, Wkv7Parameters
+from octavo.kernels.ops_states import (
+    ConvActivation,
+    StateRates,
+    StateSlots,
+    Wkv7Inputs,
+    Wkv7Parameters,
+)
 from octavo.kernels.reference import ReferenceOps, into
 from octavo.kernels.triton.activation import sigmoid, softplus
 
