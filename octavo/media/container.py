@@ -22,7 +22,7 @@ def open_container(
     Raises:
         FFmpegError: the file is damaged.
     """
-    return av.open(
+    container: av.container.InputContainer = av.open(
         file,
         "r",
         format=demuxer,
@@ -33,3 +33,4 @@ def open_container(
         },
         metadata_errors="ignore",
     )
+    return container
