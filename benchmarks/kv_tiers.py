@@ -20,6 +20,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from operator import mul
 from pathlib import Path
 
 import msgspec
@@ -109,7 +110,7 @@ def tiers(settings: dict, length: int, repeat: int, memory: int, folder: str) ->
 
     times["memory"] = median(from_memory, repeat)
     layout = llm.llm_engine.client.core.scheduler._connector.layout
-    nbytes = length // layout.block_size * sum(layout.num_pages) * layout.page_nbytes
+    nbytes = length // layout.block_size * sum(map(mul, layout.num_pages, layout.page_nbytes))
     nbytes += state_nbytes(layout.states)
     llm.llm_engine.shutdown()
     found: dict[str, list[float]] = {"file, after a restart": [], "file": []}

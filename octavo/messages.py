@@ -257,6 +257,11 @@ class MultiModalFeatureSpec(msgspec.Struct, array_like=True, frozen=True):
         return self.mm_position.num_embeds or self.num_encoder_tokens
 
     @property
+    def begin(self) -> int:
+        """Index of the first token of the item, and of its ranges."""
+        return min([self.mm_position.offset, *(begin for begin, _ in self.ranges)])
+
+    @property
     def end(self) -> int:
         """Index after the last token of the item, and of its ranges."""
         return max(self.mm_position.end, *(end for _, end in self.ranges), 0)

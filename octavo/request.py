@@ -131,8 +131,6 @@ class Request:
         """Items of the prompt, in order of their places."""
         self.mm_end = max((f.end for f in self.mm_features), default=0)
         """Index after the last token of an item, or of its ranges; 0 without items."""
-        if any(feature.reaches_text for feature in self.mm_features):
-            block_hasher = block_hashes = None  # a block's hash has no tokens after the block
         self.pooling: PoolingSpec | None = core_request.pooling
         """Result in place of tokens; None: the request generates tokens."""
         self.guard: Guard | None = None

@@ -536,7 +536,8 @@ def _fields(config: Any, kind: str, rope: Mapping[str, Any], size: int) -> dict[
             shared, inner = config.num_kv_shared_layers, config.intermediate_size
             fields["attention.sliding_window_pattern"] = local
             fields["attention.shared_kv_layers"] = shared
-            fields["embedding_length_per_layer_input"] = config.hidden_size_per_layer_input
+            per_layer = getattr(config, "hidden_size_per_layer_input", 0)
+            fields["embedding_length_per_layer_input"] = per_layer
             full = config.per_layer_config[local.index(False)]
             for part in ("key", "value"):
                 fields[f"attention.{part}_length"] = full.head_dim

@@ -14,13 +14,13 @@ from tests.pictures import CASES, ID, MORE_CASES, VOCAB
 TEXTS = {"smolvlm": "llama", "idefics3": "llama", "llava": "llama", "qwen2_vl": "qwen2vl"}
 TEXTS |= {"qwen2_5_vl": "qwen2vl", "qwen3_vl": "qwen3vl", "qwen3_5": "qwen35"}
 TEXTS |= {"mistral3": "llama", "internvl": "qwen2", "gemma3": "gemma3"}
-TEXTS |= {"gemma4": "gemma4", "gemma4_e": "gemma4"}
+TEXTS |= {"gemma4": "gemma4", "gemma4_e": "gemma4", "gemma4_unified": "gemma4"}
 """Cases of tests/pictures.py, and `general.architecture` of their text parts."""
 
 KINDS = {"smolvlm": "idefics3", "idefics3": "idefics3", "llava": "mlp", "mistral3": "pixtral"}
 KINDS |= {"qwen2_vl": "qwen2vl_merger", "qwen2_5_vl": "qwen2.5vl_merger", "internvl": "internvl"}
 KINDS |= {"qwen3_vl": "qwen3vl_merger", "qwen3_5": "qwen3vl_merger", "gemma3": "gemma3"}
-KINDS |= {"gemma4": "gemma4v", "gemma4_e": "gemma4v"}
+KINDS |= {"gemma4": "gemma4v", "gemma4_e": "gemma4v", "gemma4_unified": "gemma4uv"}
 
 _CHARS = sorted(chr(c) for c in range(33, 127)) + [chr(c) for c in range(161, 173)]
 _CHARS += [chr(c) for c in range(174, 256)] + [chr(c) for c in range(256, 324)]
@@ -164,6 +164,15 @@ for _i, _suffix in ((1, ""), (2, "_1")):
         f"feed_forward{_i}.ffw_layer_2": f"ffn_down{_suffix}",
     }
 
+_UNIFIED = {
+    "embed_vision.patch_dense": "v.patch_embd",
+    "embed_vision.patch_ln1": "v.patch_norm.1",
+    "embed_vision.patch_ln2": "v.patch_norm.2",
+    "embed_vision.pos_norm": "v.patch_norm.3",
+    "embed_vision.multimodal_embedder.embedding_projection": "mm.input_projection",
+    "embed_audio.embedding_projection": "mm.a.input_projection",
+}
+
 
 def save_pair(
     model: Any, name: str, folder: Path, kind: str = "f32", **changes: Any
@@ -220,6 +229,8 @@ def _save_text(model: Any, name: str, path: Path) -> None:
 def metadata_of(model: Any, name: str) -> dict[str, Any]:
     """Return the metadata of the tower."""
     config, vision = model.config, model.config.vision_config
+    if KINDS[name] == "gemma4uv":
+        return _metadata_of_unified(config)
 
     def get(*names: str) -> Any:
         return next(v for n in names if (v := getattr(vision, n, None)) is not None)
@@ -304,6 +315,43 @@ def _metadata_of_sounds(config: Any) -> dict[str, Any]:
     }
 
 
+def _metadata_of_unified(config: Any) -> dict[str, Any]:
+    """Return the metadata of Gemma 4 12B, in which the sizes of layers are 0."""
+    vision: dict[str, Any] = {"projector_type": "gemma4uv", "image_size": 224}
+    vision |= {"patch_size": config.vision_config.patch_size}
+    vision |= {"projector.scale_factor": config.vision_config.pooling_kernel_size}
+    vision |= {"image_mean": [0.0] * 3, "image_std": [1.0] * 3}
+    audio = {"projector_type": "gemma4ua", "num_mel_bins": 128}
+    metadata = {"general.architecture": "clip", "general.type": "mmproj"}
+    metadata |= {f"clip.has_{kind}_encoder": True for kind in ("vision", "audio")}
+    for kind, fields, size in (
+        ("vision", vision, config.vision_config.mm_embed_dim),
+        ("audio", audio, config.audio_config.audio_embed_dim),
+    ):
+        fields |= {"embedding_length": size, "projection_dim": config.text_config.hidden_size}
+        fields |= {"feed_forward_length": 0, "block_count": 0, "attention.head_count": 0}
+        fields["attention.layer_norm_epsilon"] = 1e-6
+        metadata |= {f"clip.{kind}.{key}": value for key, value in fields.items()}
+    return metadata
+
+
+def _arrays_of_unified(model: Any) -> dict[str, Any]:
+    """Return the tensors of Gemma 4 12B: numbers of patches are ordered by channels."""
+    arrays: dict[str, Any] = {}
+    for own, tensor in model.state_dict().items():
+        x, short = tensor.float().numpy(), own.removeprefix("model.")
+        if short.startswith(("language_model.", "lm_head")):
+            continue
+        module, _, kind = short.rpartition(".")
+        if own.endswith("pos_embedding"):
+            arrays["v.position_embd.weight"] = x.swapaxes(0, 1)
+            continue
+        if module.endswith("patch_ln1") or short.endswith("patch_dense.weight"):
+            x = x.reshape(-1, x.shape[-1] // 3, 3).swapaxes(1, 2).reshape(x.shape)
+        arrays[f"{_UNIFIED[module]}.{kind}"] = x
+    return arrays
+
+
 def _arrays_of_gemma4(model: Any) -> dict[str, Any]:
     """Return the tensors of the towers of pictures and of sounds."""
     arrays: dict[str, Any] = {}
@@ -336,6 +384,8 @@ def arrays_of(model: Any, name: str) -> dict[str, Any]:
     """Return the tensors of the tower."""
     if KINDS[name] == "gemma4v":
         return _arrays_of_gemma4(model)
+    if KINDS[name] == "gemma4uv":
+        return _arrays_of_unified(model)
     arrays: dict[str, Any] = {}
     vision = model.config.vision_config
     for own, tensor in model.state_dict().items():

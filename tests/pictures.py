@@ -24,6 +24,7 @@ SPECIAL += ("[IMG]", "[IMG_BREAK]", "[IMG_END]", "<img>", "</img>", "<IMG_CONTEX
 SPECIAL += ("<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|video_pad|>")
 SPECIAL += ("<start_of_image>", "<image_soft_token>", "<end_of_image>")
 SPECIAL += ("<|image>", "<|image|>", "<image|>", "<|video|>")
+SPECIAL += ("<|audio>", "<|audio|>", "<audio|>")
 VOCAB = 256 + len(SPECIAL)
 ID = {text: 256 + i for i, text in enumerate(SPECIAL)}
 
@@ -49,6 +50,8 @@ class Case:
     kinds: Callable[[torch.Tensor, int], Arrays] | None = None
     """Types of the tokens [1, tokens], for attention in both directions; the arguments are the
     tokens, and the number of those of the prompt."""
+    sounds: dict[str, Any] | None = None
+    """Settings of sounds."""
 
 
 def _join_tiles(pictures: Sequence[Arrays]) -> Arrays:
@@ -145,6 +148,8 @@ GEMMA4_IDS |= {"eoi_token_id": ID["<image|>"], "audio_config": None}
 GEMMA4_IDS |= {"video_token_id": ID["<|video|>"], "audio_token_id": VOCAB}
 GEMMA4_PICTURES = {"image_processor_type": "Gemma4ImageProcessor", "patch_size": 2}
 GEMMA4_PICTURES |= {"pooling_kernel_size": 2, "max_soft_tokens": 70}
+UNIFIED_TOWER = {"patch_size": 2, "pooling_kernel_size": 3, "mm_posemb_size": 80}
+UNIFIED_TOWER |= {"mm_embed_dim": 24, "output_proj_dims": 24}
 
 CASES = {
     "gemma4": Case(
@@ -320,6 +325,22 @@ MORE_CASES = {
         _join_positioned,
         "<|image|>",
     ),
+    "gemma4_unified": Case(
+        "Gemma4UnifiedForConditionalGeneration",
+        {
+            "vision_config": UNIFIED_TOWER,
+            "text_config": _text(model_type="gemma4_unified_text", **GEMMA4),
+            **GEMMA4_IDS,
+            "audio_config": {"audio_embed_dim": 640},
+            "audio_token_id": ID["<|audio|>"],
+        },
+        GEMMA4_PICTURES
+        | {"image_processor_type": "Gemma4UnifiedImageProcessor", "pooling_kernel_size": 3},
+        _join_positioned,
+        "<|image|>",
+        _kinds_of_rows("mm_token_type_ids", "<|image|>"),
+        {"feature_extractor_type": "Gemma4UnifiedAudioFeatureExtractor"},
+    ),
     "paligemma1": Case(
         "PaliGemmaForConditionalGeneration",
         {
@@ -396,6 +417,13 @@ MORE_CASES = {
         "<IMG_CONTEXT>",
     ),
 }
+_MISTRAL3 = MORE_CASES["mistral3"]
+MORE_CASES["pixtral"] = replace(
+    _MISTRAL3,
+    architecture="LlavaForConditionalGeneration",
+    config={k: v for k, v in _MISTRAL3.config.items() if k != "spatial_merge_size"}
+    | {"vision_feature_layer": -1, "vision_feature_select_strategy": "full"},
+)
 _QWEN3_5 = MORE_CASES["qwen3_5"]
 _EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 _EXPERTS |= {"shared_expert_intermediate_size": 24}
@@ -407,13 +435,198 @@ MORE_CASES["qwen3_5_moe"] = replace(
 )
 """Models whose decoders read rows as those of other cases do."""
 
+TEXTS: tuple[dict[str, Any], dict[str, Any]] = (
+    {"hidden_size": 64, "num_key_value_heads": 1, "num_hidden_layers": 1},
+    {"hidden_size": 48, "num_attention_heads": 6, "num_hidden_layers": 4, "intermediate_size": 40},
+)
+TOWERS: tuple[dict[str, Any], dict[str, Any]] = (
+    {"hidden_size": 40, "num_attention_heads": 2, "num_hidden_layers": 1, "image_size": 24},
+    {"hidden_size": 16, "num_attention_heads": 4, "num_hidden_layers": 4, "patch_size": 2}
+    | {"image_size": 16},
+)
+QWENS: tuple[dict[str, Any], dict[str, Any]] = (
+    {"hidden_size": 32, "num_heads": 1, "depth": 2, "patch_size": 3, "intermediate_size": 41},
+    {"hidden_size": 24, "num_heads": 3, "depth": 4, "patch_size": 6, "intermediate_size": 20},
+)
+"""Sizes of decoders and towers that differ from those of the cases, and from each other."""
+
+
+def _of_tower(name: str, i: int, **changes: Any) -> Case:
+    """Return another shape of a model with tiles or pictures of one size.
+
+    Args:
+        name: its case.
+        i: 0 or 1, which shape.
+        changes: other fields of config.json; of text_config, vision_config and the preprocessor's
+            if they are dicts of these names.
+    """
+    case, side = (CASES | MORE_CASES)[name], TOWERS[i]["image_size"]
+    text = case.config["text_config"] | TEXTS[i] | changes.pop("text", {})
+    vision = case.config["vision_config"] | TOWERS[i] | changes.pop("vision", {})
+    preprocessor = case.preprocessor | changes.pop("pictures", {})
+    if "image_grid_pinpoints" in case.config:
+        points = [[side, 2 * side], [2 * side, side], [2 * side, 2 * side], [3 * side, side]]
+        changes["image_grid_pinpoints"] = preprocessor["image_grid_pinpoints"] = points
+    config = case.config | {"text_config": text, "vision_config": vision} | changes
+    return replace(case, config=config, preprocessor=preprocessor)
+
+
+def _of_qwen(name: str, i: int, sections: Sequence[int], **changes: Any) -> Case:
+    """Return another shape of a Qwen-VL; arguments are as for `_of_tower`."""
+    case, tower = (CASES | MORE_CASES)[name], dict(QWENS[i])
+    text = case.config["text_config"] | TEXTS[i] | changes.pop("text", {})
+    if name == "qwen2_vl":
+        tower |= {"embed_dim": tower.pop("hidden_size"), "hidden_size": text["hidden_size"]}
+        tower["mlp_ratio"] = 3
+    else:
+        tower["out_hidden_size"] = text["hidden_size"]
+    rotary = text["rope_parameters"] | {"mrope_section": list(sections)}
+    vision = case.config["vision_config"] | tower | changes.pop("vision", {})
+    text |= {"rope_parameters": rotary}
+    size = {"patch_size": vision["patch_size"]}
+    config = case.config | {"text_config": text, "vision_config": vision} | changes
+    return replace(case, config=config, preprocessor=case.preprocessor | size)
+
+
+def _square(side: int) -> dict[str, Any]:
+    return {"size": {"height": side, "width": side}}
+
+
+def _shapes() -> dict[str, Case]:
+    """Return two further shapes of each model."""
+    found: dict[str, Case] = {}
+
+    def add(name: str, *cases: Case) -> None:
+        found.update({f"{name} wide": cases[0], f"{name} deep": cases[1]})
+
+    tiles = {"size": {"longest_edge": 72}, "max_image_size": {"longest_edge": 24}}
+    for name in ("smolvlm", "idefics3"):
+        wide = _of_tower(name, 0, scale_factor=3, pictures=tiles)
+        add(name, wide, _of_tower(name, 1, scale_factor=4))
+    cut = {"size": {"shortest_edge": 24}, "crop_size": {"height": 24, "width": 24}}
+    for name in ("llava", "llava_next"):
+        wide = _of_tower(
+            name, 0, image_seq_length=36, pictures=cut, vision={"num_hidden_layers": 2}
+        )
+        add(
+            name,
+            wide,
+            _of_tower(
+                name, 1, image_seq_length=16, vision_feature_layer=-3, vision={"patch_size": 4}
+            ),
+        )
+    wide = _of_tower("llava_onevision", 0, pictures=_square(24), vision_aspect_ratio="anyres_max_1")
+    add("llava_onevision", wide, _of_tower("llava_onevision", 1, vision_feature_layer=-2))
+    wide = _of_tower("internvl", 0, pictures=_square(24), image_seq_length=9)
+    wide.config["vision_config"]["image_size"] = [24, 24]
+    deep = _of_tower("internvl", 1, image_seq_length=16)
+    deep.config["vision_config"] |= {"image_size": [16, 16], "patch_size": [2, 2]}
+    add("internvl", wide, deep)
+    gemmas = (
+        {"head_dim": 16, "num_hidden_layers": 2, "sliding_window": 5, "query_pre_attn_scalar": 12}
+        | {"layer_types": ["full_attention", "sliding_attention"]},
+        {"head_dim": 12, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    )
+    add(
+        "gemma3",
+        _of_tower("gemma3", 0, text=gemmas[0], mm_tokens_per_image=9, pictures=_square(24)),
+        _of_tower("gemma3", 1, text=gemmas[1], mm_tokens_per_image=4, pictures=_square(16)),
+    )
+    add(
+        "paligemma",
+        _of_tower("paligemma", 0, text=gemmas[0], projection_dim=64, pictures=_square(24)),
+        _of_tower("paligemma", 1, text=gemmas[1], projection_dim=48, pictures=_square(16)),
+    )
+    heads = {"head_dim": 16}, {"head_dim": 4}
+    for name in ("mistral3", "pixtral"):
+        small = {"patch_size": 3, "size": {"longest_edge": 36}}
+        large = {"patch_size": 6, "size": {"longest_edge": 48}}
+        text = {"head_dim": 16}, {"head_dim": 12}
+        wide = _of_tower(
+            name,
+            0,
+            text=text[0],
+            pictures=small,
+            vision=heads[0] | {"hidden_size": 32, "patch_size": 3},
+        )
+        deep = _of_tower(name, 1, text=text[1], pictures=large, vision=heads[1] | {"patch_size": 6})
+        add(name, wide, deep)
+    types = ["sliding_attention", "full_attention"]
+    vision = (
+        {"hidden_size": 72, "head_dim": 20, "num_attention_heads": 4, "num_key_value_heads": 4}
+        | {"num_hidden_layers": 1, "pooling_kernel_size": 3, "patch_size": 2},
+        {"hidden_size": 39, "intermediate_size": 41, "num_attention_heads": 3, "patch_size": 3}
+        | {"num_key_value_heads": 1, "num_hidden_layers": 3},
+    )
+    shared = {"num_kv_shared_layers": 0}, {"num_kv_shared_layers": 3}
+    for name in ("gemma4", "gemma4_e"):
+        text = (
+            {"num_hidden_layers": 2, "layer_types": types, "sliding_window": 5},
+            {"num_hidden_layers": 6, "layer_types": types * 3, "global_head_dim": 24},
+        )
+        if name == "gemma4_e":
+            text = text[0] | shared[0], text[1] | shared[1] | {"hidden_size_per_layer_input": 12}
+        pictures = {"pooling_kernel_size": 3}, {"patch_size": 3}
+        shapes = zip(text, vision, pictures, strict=True)
+        add(
+            name,
+            *(
+                _of_tower(name, i, text=one, vision=two, pictures=three)
+                for i, (one, two, three) in enumerate(shapes)
+            ),
+        )
+    add("qwen2_vl", _of_qwen("qwen2_vl", 0, (3, 3, 2)), _of_qwen("qwen2_vl", 1, (1, 1, 2)))
+    windows = (
+        {"window_size": 12, "fullatt_block_indexes": [0]},
+        {"window_size": 24, "fullatt_block_indexes": [1, 3]},
+    )
+    add(
+        "qwen2_5_vl",
+        _of_qwen("qwen2_5_vl", 0, (2, 3, 3), vision=windows[0]),
+        _of_qwen("qwen2_5_vl", 1, (1, 2, 1), vision=windows[1]),
+    )
+    stacks = (
+        {"num_position_embeddings": 49, "deepstack_visual_indexes": [1]},
+        {"num_position_embeddings": 36, "deepstack_visual_indexes": [0, 2, 3]},
+    )
+    few = {"mlp_only_layers": [], "num_experts": 5}, {"mlp_only_layers": [0, 2], "num_experts": 8}
+    for name in ("qwen3_vl", "qwen3_vl_moe"):
+        more = few if name == "qwen3_vl_moe" else ({}, {})
+        add(
+            name,
+            _of_qwen(name, 0, (6, 5, 5), text={"head_dim": 32} | more[0], vision=stacks[0]),
+            _of_qwen(name, 1, (2, 1, 1), text={"head_dim": 8} | more[1], vision=stacks[1]),
+        )
+    deep = {"layer_types": ["linear_attention"] * 3 + ["full_attention"]}
+    deep |= {"linear_num_value_heads": 6, "linear_value_head_dim": 16}
+    linear = {"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2}
+    linear |= {"head_dim": 32, "linear_num_key_heads": 1, "linear_num_value_heads": 3}
+    positions = [{"num_position_embeddings": n} for n in (49, 36)]
+    for name in ("qwen3_5", "qwen3_5_moe"):
+        add(
+            name,
+            _of_qwen(name, 0, (3, 3, 2), text=linear, vision=positions[0]),
+            _of_qwen(name, 1, (2, 1, 1), text=deep, vision=positions[1]),
+        )
+    return found
+
+
+SHAPES = _shapes()
+"""Other shapes of the models: name + " wide" and name + " deep"."""
+
 
 def save_model(name: str, folder: Path) -> Any:
     """Save a model with its files; return transformers' model."""
-    case = (CASES | MORE_CASES)[name]
+    case = (CASES | MORE_CASES | SHAPES)[name]
     model = make_hf(case.architecture, **case.config)
     model.save_pretrained(folder)
     (folder / "preprocessor_config.json").write_text(json.dumps(case.preprocessor))
+    if case.sounds is not None:
+        whole = {"feature_extractor": case.sounds}
+        (folder / "processor_config.json").write_text(json.dumps(whole))
+    if case.preprocessor.get("image_processor_type") == "Qwen2VLImageProcessor":
+        limits = {"size": {"shortest_edge": 64, "longest_edge": 4096}}
+        (folder / "video_preprocessor_config.json").write_text(json.dumps(limits))
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {char: i for i, char in enumerate(alphabet)} | ID
     backend = Backend(models.BPE(vocab=vocab, merges=[]))
@@ -515,7 +728,7 @@ def hf_logprobs(
 
     `answer` is the number of tokens after the prompt, for models that see all of a prompt.
     """
-    case = (CASES | MORE_CASES)[name]
+    case = (CASES | MORE_CASES | SHAPES)[name]
     processor = llm.llm_engine.input_processor._media.readers["image"].processor
     arrays: Arrays = {}
     if pictures:
@@ -523,12 +736,32 @@ def hf_logprobs(
     tokens = torch.tensor([list(ids)])
     if pictures and case.kinds is not None:
         arrays |= case.kinds(tokens, len(ids) - answer)
+    if name == "gemma4_unified" and "mm_token_type_ids" in arrays:
+        arrays["attention_mask"] = unified_masks(model, tokens, arrays["mm_token_type_ids"])
     if "image_grid_thw" in arrays:
         kinds = (tokens == ID["<|image_pad|>"]).int()
         arrays["mm_token_type_ids"] = kinds
     with torch.inference_mode():
         logits = model(input_ids=tokens, **arrays).logits[0]
     return logits.float().log_softmax(-1)
+
+
+def unified_masks(model: Any, tokens: torch.Tensor, kinds: torch.Tensor) -> Arrays:
+    """Return the masks of Gemma 4 12B for tokens [1, tokens] of these types.
+
+    Its `forward` would let the tokens of a picture see each other in all layers, and beyond
+    windows. Only the method that transformers has for caches of a fixed size is right, as in its
+    other models of Gemma 4, in vLLM and in Google's own code.
+    """
+    embeds = model.get_input_embeddings()(tokens % 256)
+    return model.create_masks_for_generate(
+        model.config,
+        embeds,
+        attention_mask=None,
+        cache=None,
+        position_ids=torch.arange(tokens.shape[1])[None],
+        mm_token_type_ids=kinds,
+    )
 
 
 def params(tokens: int = 8, **fields: Any) -> SamplingParams:

@@ -7,7 +7,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -53,48 +53,70 @@ def assert_revived(
 
 
 _DYING = '''
-import os, signal
-from octavo.models.encoder import EncoderModel
-from octavo.sampling.logits_processors.base import LogitsProcessor
+import importlib.util, os, signal, sys
 
-class Dying(LogitsProcessor):
-    """Processor that changes no logits. Its process dies between two layers of an encoder, once."""
+MODULE = "octavo.models.encoder"
 
-    def __init__(self, *args):
-        super().__init__(*args)
-        compute = EncoderModel.layer
+class Finder:
+    """Finder that changes the module of encoders when a process imports it."""
 
-        def die(self, layer, *args):
-            if layer == len(self.spec.layers) - 1 and os.path.exists(os.environ["DYING"]):
-                os.unlink(os.environ["DYING"])
-                os.kill(os.getpid(), signal.SIGKILL)
-            return compute(self, layer, *args)
+    def find_spec(self, name, path=None, target=None):
+        if name != MODULE:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        load = spec.loader.exec_module
+        spec.loader.exec_module = lambda module: (load(module), change(module.EncoderModel))
+        return spec
 
-        EncoderModel.layer = die
+def change(model):
+    """Let the process die between the first and the last layer of an encoder, once; or before the
+    projection of one that has no layers."""
+    compute, project = model.layer, model.end
 
-    def add_row(self, new):
-        return False
+    def die():
+        try:
+            os.rename(os.environ["DYING"], os.environ["DYING"] + "-died")
+        except FileNotFoundError:
+            pass  # not wanted, or another rank dies
+        else:
+            os.kill(os.getpid(), signal.SIGKILL)
 
-    def apply(self, ops, logits, step):
-        raise NotImplementedError
+    def layer(self, layer, *args):
+        if 0 < layer == len(self.spec.layers) - 1:
+            die()
+        return compute(self, layer, *args)
+
+    def end(self, *args):
+        if not self.spec.layers:
+            die()
+        return project(self, *args)
+
+    model.layer, model.end = layer, end
+
+sys.meta_path.insert(0, Finder())
 '''
+"""Module that each Python process with its folder in PYTHONPATH runs when it starts."""
 
 
 class DyingEncoder:
-    """Engine setting by which the process dies in the middle of an encoder's run.
+    """Engine setting by which a process dies in the middle of an encoder's run.
+
+    The process kills itself when it has computed all layers but the last one of some items. Of
+    several ranks, the first one that gets there dies.
 
     Args:
         folder: an empty folder.
         monkeypatch: changes the environment of processes.
     """
 
+    settings: ClassVar[dict[str, Any]] = {"isolate": True}
+
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        (folder / "dying.py").write_text(_DYING)
-        self._sign = folder / "die"
+        (folder / "sitecustomize.py").write_text(_DYING)
+        self._sign, self._died = folder / "die", folder / "die-died"
         monkeypatch.setenv("DYING", str(self._sign))
-        monkeypatch.syspath_prepend(folder)
         monkeypatch.setenv("PYTHONPATH", str(folder))
-        self.settings = {"isolate": True, "logits_processors": ["dying:Dying"]}
 
     @contextlib.contextmanager
     def once(self, llm: LLM) -> Iterator[None]:
@@ -102,5 +124,6 @@ class DyingEncoder:
         (first,) = llm.llm_engine.client.pids
         self._sign.touch()
         yield
-        assert not self._sign.exists()
+        assert self._died.exists(), "no process has died in an encoder's run"
         assert llm.llm_engine.client.pids != [first]
+        self._died.unlink()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,9 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import WhisperFeatureExtractor
 from transformers.models.gemma4.feature_extraction_gemma4 import Gemma4AudioFeatureExtractor
+from transformers.models.gemma4_unified.feature_extraction_gemma4_unified import (
+    Gemma4UnifiedAudioFeatureExtractor,
+)
 from transformers.models.qwen3_asr.feature_extraction_qwen3_asr import Qwen3ASRFeatureExtractor
 
 from octavo import SamplingParams
@@ -91,6 +95,17 @@ def _gemma4(mel: int, size: int, heads: int, layers: int, **text: Any) -> dict[s
     return {"audio_config": audio, "vision_config": tower, "text_config": text, **ids}
 
 
+def _unified(frame: int, size: int, window: int, **text: Any) -> dict[str, Any]:
+    tower = {"mm_embed_dim": size, "output_proj_dims": size, "mm_posemb_size": 9, "patch_size": 2}
+    text = {"num_hidden_layers": 2, "head_dim": 8, "global_head_dim": 16, **text}
+    types = ["sliding_attention", "full_attention"] * (text["num_hidden_layers"] // 2)
+    text |= {"sliding_window": window, "layer_types": types, "model_type": "gemma4_unified_text"}
+    ids = {"audio_token_id": ID["<|audio|>"], "boa_token_id": ID["<|audio>"]}
+    ids |= {"image_token_id": ID["<|image|>"], "video_token_id": VOCAB}
+    audio = {"audio_embed_dim": frame}
+    return {"audio_config": audio, "vision_config": tower, "text_config": _text(**text), **ids}
+
+
 @dataclass(frozen=True)
 class Case:
     """A model with its placeholder."""
@@ -101,8 +116,10 @@ class Case:
 
     @property
     def mel(self) -> int:
-        """Number of mel bands."""
+        """Number of mel bands, or of samples of a frame."""
         audio = self.config["audio_config"]
+        if "audio_embed_dim" in audio:
+            return int(audio["audio_embed_dim"])
         return int(audio.get("num_mel_bins") or audio["subsampling_conv_channels"][0])
 
 
@@ -111,6 +128,7 @@ def _cases() -> dict[str, Case]:
     voxtral, begin = "VoxtralForConditionalGeneration", "[BEGIN_AUDIO][AUDIO]"
     asr, start = "Qwen3ASRForConditionalGeneration", "<|audio_start|><|audio_pad|><|audio_end|>"
     gemma = "Gemma4ForConditionalGeneration"
+    unified = "Gemma4UnifiedForConditionalGeneration"
     wide = {"hidden_size": 64, "num_key_value_heads": 1, "num_hidden_layers": 1}
     deep = {"hidden_size": 48, "num_attention_heads": 3, "num_key_value_heads": 3}
     sharing = {"num_hidden_layers": 2, "num_kv_shared_layers": 0}
@@ -118,6 +136,13 @@ def _cases() -> dict[str, Case]:
         "gemma4": Case(gemma, _gemma4(8, 24, 3, 2), "<|audio|>"),
         "gemma4 wide": Case(gemma, _gemma4(16, 32, 2, 1, **wide | sharing), "<|audio|>"),
         "gemma4 deep": Case(gemma, _gemma4(128, 16, 4, 3, **deep), "<|audio|>"),
+        "gemma4_unified": Case(unified, _unified(640, 24, 400), "<|audio|>"),
+        "gemma4_unified wide": Case(
+            unified, _unified(800, 16, 9, **wide | {"num_hidden_layers": 2}), "<|audio|>"
+        ),
+        "gemma4_unified deep": Case(
+            unified, _unified(999, 40, 30, **deep, num_hidden_layers=4), "<|audio|>"
+        ),
         "qwen2_audio": Case(qwen, _qwen(8, 24, 3, 2), bos),
         "qwen2_audio wide": Case(qwen, _qwen(16, 32, 2, 1, **wide), bos),
         "qwen2_audio deep": Case(qwen, _qwen(128, 16, 4, 3, **deep), bos),
@@ -145,16 +170,17 @@ def save_model(name: str, folder: Path, **audio: Any) -> Any:
     own = case.config["audio_config"] | audio
     case = replace(case, config=case.config | {"audio_config": own})
     model = make_hf(case.architecture, **case.config)
-    if "gemma4" in name:
+    if name.split()[0] == "gemma4":
         _randomize(model.model.audio_tower)
     model.save_pretrained(folder)
     kind = "Qwen3ASRFeatureExtractor" if "asr" in name else "WhisperFeatureExtractor"
     preprocessor = {"feature_extractor_type": kind, "feature_size": case.mel}
     preprocessor |= {"chunk_length": SECONDS}
     if "gemma4" in name:
-        preprocessor = {"image_processor_type": "Gemma4ImageProcessor", "patch_size": 2}
+        kind = "Unified" if "unified" in name else ""
+        preprocessor = {"image_processor_type": f"Gemma4{kind}ImageProcessor", "patch_size": 2}
         preprocessor |= {"pooling_kernel_size": 2}
-        extractor = Gemma4AudioFeatureExtractor(feature_size=case.mel)
+        extractor = _gemma4_extractor(case)
         whole = {"feature_extractor": json.loads(extractor.to_json_string())}
         (folder / "processor_config.json").write_text(json.dumps(whole))
     (folder / "preprocessor_config.json").write_text(json.dumps(preprocessor))
@@ -167,6 +193,13 @@ def save_model(name: str, folder: Path, **audio: Any) -> Any:
     backend.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>"}))
     return model
+
+
+def _gemma4_extractor(case: Case) -> Any:
+    """Return transformers' extractor of features of a model of Gemma 4."""
+    if "Unified" in case.architecture:
+        return Gemma4UnifiedAudioFeatureExtractor(case.mel, audio_samples_per_token=case.mel)
+    return Gemma4AudioFeatureExtractor(feature_size=case.mel)
 
 
 def _randomize(tower: Any) -> None:
@@ -199,10 +232,12 @@ def hf_logprobs(
     """Return transformers' log-probabilities after each token: [tokens, vocab]."""
     arrays: dict[str, Any] = {}
     case = CASES[name]
-    reader = WhisperFeatureExtractor(feature_size=case.mel, chunk_length=SECONDS)
+    make_reader = partial(WhisperFeatureExtractor, feature_size=case.mel, chunk_length=SECONDS)
     options = {"sampling_rate": RATE, "return_tensors": "pt"}
     if sounds and "qwen2" in name:
-        found = reader(list(sounds), padding="max_length", return_attention_mask=True, **options)
+        found = make_reader()(
+            list(sounds), padding="max_length", return_attention_mask=True, **options
+        )
         arrays["input_features"] = found["input_features"]
         arrays["feature_attention_mask"] = found["attention_mask"]
     elif sounds and "asr" in name:
@@ -219,12 +254,11 @@ def hf_logprobs(
             ]
             arrays[key] = torch.cat(padded)
     elif sounds and "gemma4" in name:
-        extractor = Gemma4AudioFeatureExtractor(feature_size=case.mel)
-        arrays |= extractor(list(sounds), return_tensors="pt")
+        arrays |= _gemma4_extractor(case)(list(sounds), return_tensors="pt")
     elif sounds:
         options |= {"padding": True, "truncation": False, "pad_to_multiple_of": SECONDS * RATE}
         windows = [
-            reader(one, **options)["input_features"]
+            make_reader()(one, **options)["input_features"]
             .reshape(case.mel, -1, 100 * SECONDS)
             .transpose(0, 1)
             for one in sounds

@@ -11,7 +11,7 @@ import torch
 
 from octavo import LLM
 from octavo.multimodal.items import Item
-from tests.pictures import ID, picture
+from tests.pictures import ID, picture, unified_masks
 
 
 def frames(count: int, height: int, width: int, seed: int = 0) -> np.ndarray[Any, Any]:
@@ -108,6 +108,7 @@ VIDEO_CASES = {
     "qwen3_5": VideoCase(QWEN_TEXT, lambda items: _qwen(items, None), "<|video_pad|>"),
     "gemma4": VideoCase("<|video|>", _gemma4, "<|video|>", num_frames=3),
     "gemma4_e": VideoCase("<|video|>", _gemma4, "<|video|>", num_frames=3),
+    "gemma4_unified": VideoCase("<|video|>", _gemma4, "<|video|>", num_frames=3),
     "smolvlm": VideoCase(
         "<video>", lambda items: {"pixel_values": _arrays(items, "pixel_values")[None]}, "<image>"
     ),
@@ -135,6 +136,8 @@ def hf_video_logprobs(
     tokens = torch.tensor([list(ids)])
     if "video_grid_thw" in arrays or "video_position_ids" in arrays:
         arrays["mm_token_type_ids"] = 2 * (tokens == ID[case.token]).int()
+    if name == "gemma4_unified":
+        arrays["attention_mask"] = unified_masks(model, tokens, arrays["mm_token_type_ids"])
     with torch.inference_mode():
         logits = model(input_ids=tokens, **arrays).logits[0]
     return logits.float().log_softmax(-1)

@@ -189,23 +189,19 @@ def check_encoders(spec: ModelSpec, config: EngineConfig) -> None:
     Raises:
         ConfigError: a setting does not fit; the message names it.
     """
-    if not spec.encoders:
+    if not spec.is_encoder_decoder:
         return
-    both = spec.is_encoder_decoder
-    hides = any(it.sight is not None and it.sight.scope == "prompt" for it in spec.encoders)
     for name, wrong in (
-        ("a draft model in speculative_config", both and _has_draft(config)),
-        ("kv_transfer_config", hides and config.cache.kv_transfer_config is not None),
-        ("kv_events_config", both and config.cache.kv_events_config is not None),
-        ("enable_lora", both and config.lora.enable_lora),
-        ("enable_prompt_embeds", both and config.model.enable_prompt_embeds),
+        ("a draft model in speculative_config", _has_draft(config)),
+        ("kv_events_config", config.cache.kv_events_config is not None),
+        ("enable_lora", config.lora.enable_lora),
+        ("enable_prompt_embeds", config.model.enable_prompt_embeds),
     ):
         if wrong:
             kinds = " and ".join(encoder.modality for encoder in spec.encoders)
-            without = ", or run the model without its encoder (language_model_only)"
             raise ConfigError(
                 f"The encoder of {spec.architecture} ({kinds}) is not supported with {name}; "
-                f"change it{'' if both else without}."
+                "change it."
             )
 
 

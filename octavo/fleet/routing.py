@@ -200,7 +200,8 @@ class Router:
         tokens = request.prompt_token_ids
         for index in range(min(len(tokens) // size, _MOST_HASHED)):
             begin, end = index * size, (index + 1) * size
-            extra = adapter_keys(options, begin, end) + mm_keys(request.mm_features, begin, end)
+            extra = adapter_keys(options, begin, end)
+            extra += mm_keys(options, request.mm_features, tokens, begin, end)
             parent = hash_block(parent, tokens[begin:end], extra)
             hashes.append(parent)
         return hashes

@@ -13,7 +13,7 @@ import msgspec
 
 from octavo.errors import ContextLengthError, RequestError, UnsupportedError
 from octavo.frontend.media_cache import MediaCache, MediaKey
-from octavo.media.content import MAX_UUID_CHARS, NAMES, Modality, is_uuid
+from octavo.media.content import MAX_UUID_CHARS, NAMES, UNKNOWN_UUID, Modality, is_uuid
 from octavo.messages import MultiModalFeatureSpec, RequestOptions
 from octavo.models.encoder import EncoderSpec
 from octavo.multimodal.items import Item
@@ -24,8 +24,6 @@ from octavo.text.tokenizer import Tokenizer
 
 DATA, KWARGS, UUIDS = "multi_modal_data", "mm_processor_kwargs", "multi_modal_uuids"
 """Keys in a prompt's dict."""
-UNKNOWN_UUID = "unknown_uuid"
-"""Code of the error of a uuid without its item."""
 
 P = TypeVar("P", bound=Processor)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from octavo.messages import MultiModalFeatureSpec, RequestOptions
 from octavo.request import BlockHasher, Request
@@ -29,8 +29,8 @@ def root_hash(cache_salt: str | None, cache_scope: str | None = None) -> bytes:
 def hash_block(parent: bytes, token_ids: Sequence[int], extra_keys: Sequence[bytes] = ()) -> bytes:
     """Return SHA-256 of the parent's hash, the token ids (int64, little-endian) and the extra keys.
 
-    Parent and tokens have a fixed length and each extra key is preceded by its own, so no two
-    inputs have the same encoding.
+    The number of tokens follows from the parent or is that of a block, and each extra key is
+    preceded by its length, so no two inputs have the same encoding.
     """
     message = parent + struct.pack(f"<{len(token_ids)}q", *token_ids)
     for key in extra_keys:
@@ -73,9 +73,25 @@ def encoder_keys(request: Request, start: int, end: int) -> list[bytes]:
     ]
 
 
-def mm_keys(features: Iterable[MultiModalFeatureSpec], start: int, end: int) -> list[bytes]:
-    """Return the extra keys of a block with items: their content, and the places of their rows."""
-    keys = []
+def mm_keys(
+    options: RequestOptions,
+    features: Sequence[MultiModalFeatureSpec],
+    tokens: Sequence[int],
+    start: int,
+    end: int,
+) -> list[bytes]:
+    """Return the extra keys of a block with items: their content, and the places of their rows.
+
+    If texts and items see each other in a range, the block in which the range begins also has a
+    digest of the whole range as a key. Later blocks depend on it through the chain.
+    """
+    begun = dict.fromkeys(
+        pair
+        for feature in features
+        for pair in feature.ranges
+        if start <= pair[0] < end and feature.reaches_text
+    )
+    keys = [b"range: " + _hash_range(options, features, tokens, *pair) for pair in begun]
     for feature in features:
         place = feature.mm_position
         if place.offset < end and start < place.end:
@@ -87,11 +103,29 @@ def mm_keys(features: Iterable[MultiModalFeatureSpec], start: int, end: int) -> 
     return keys
 
 
+def _hash_range(
+    options: RequestOptions,
+    features: Sequence[MultiModalFeatureSpec],
+    tokens: Sequence[int],
+    begin: int,
+    end: int,
+) -> bytes:
+    """Return a digest of all that determines the KV of tokens that see each other."""
+    keys = adapter_keys(options, begin, end)
+    for feature in features:
+        place = feature.mm_position
+        keys.append(f"{feature.identifier} at {place.offset}, {place.length}".encode())
+        keys.append(b"" if place.is_embed is None else place.is_embed)
+    return hash_block(struct.pack("<qq", begin, end), tokens[begin:end], keys)
+
+
 def input_keys(request: Request, start: int, end: int) -> list[bytes]:
     """Implement `ExtraKeys`: all that replaces the embeddings of tokens."""
     keys = prompt_embeds_keys(request, start, end)
     keys += encoder_keys(request, start, end)
-    return keys + mm_keys(request.mm_features, start, end) if start < request.mm_end else keys
+    if start < request.mm_end:
+        keys += mm_keys(request.options, request.mm_features, request.all_token_ids, start, end)
+    return keys
 
 
 def make_block_hasher(block_size: int, extra_keys: ExtraKeys | None = None) -> BlockHasher:

@@ -482,7 +482,7 @@ class KVCacheManager:
         The blocks are found by their hashes: a request that was preempted, or has ended, does not
         have them any more, and a window releases them early.
         """
-        begin = min(item.mm_position.offset for item in request.mm_features) // self.block_size
+        begin = min(item.begin for item in request.mm_features) // self.block_size
         for group_id in range(len(self.managers)):
             known = self.pool.cached_blocks(group_id)
             for block_hash in request.block_hashes[begin:]:

@@ -12,14 +12,13 @@ from typing import NamedTuple
 import msgspec
 
 import octavo
-from octavo.errors import ConfigError
-from octavo.kv_cache.groups import KVCacheGroup, make_manager, state_nbytes
+from octavo.kv_cache.groups import KVCacheGroup, make_manager, slot_nbytes, state_nbytes
 from octavo.kv_cache.kinds.base import SingleTypeKVCacheManager
 from octavo.models.cache import Pages
 
 SUM_NBYTES = 8
 _LINE = 64
-_VERSION = 1
+_VERSION = 2
 # Bytes of a state in a copy, and the number of its layers, if a rank has no pages of blocks.
 _PIECE_NBYTES, _PIECE_SLICES = 2**16, 64
 
@@ -29,7 +28,8 @@ class KVPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     layers: list[list[int]]
     """Layers of each group, by their numbers in the model."""
-    first_head: int
+    first_heads: list[int]
+    """First head of each group."""
     num_heads: list[int]
     """Number of heads of each group."""
     chunk_nbytes: list[int]
@@ -41,7 +41,7 @@ class KVPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def cells(self) -> set[tuple[int, int, int]]:
         """Return (group, layer, head) of all contents."""
         return {
-            (group_id, layer, self.first_head + head)
+            (group_id, layer, self.first_heads[group_id] + head)
             for group_id, layers in enumerate(self.layers)
             for layer in layers
             for head in range(self.num_heads[group_id])
@@ -70,7 +70,8 @@ class KVLayout:
 
     A block of a group has a page for each layer's keys and one for its values, and a page
     has a chunk for each head. Each chunk has a checksum. A copy of a block consists of its pages in
-    the order of the layers, then the checksums.
+    the order of the layers, then the checksums. Pages of groups may differ in size. All copies are
+    as large as that of the largest block.
 
     A recurrent state may be much larger than a block, so its copy consists of pieces. A piece has
     the size of a block's copy and contains slices of the state, then a checksum of each. The states
@@ -90,8 +91,6 @@ class KVLayout:
     """KV-cache groups with recurrent states."""
     first_layer: int = 0
     """Number of the groups' layer 0 in the model."""
-    first_head: int = 0
-    """Number of this rank's first head of keys."""
     rank: int = 0
     world_size: int = 1
     """Number of processes that have a part of each block."""
@@ -120,9 +119,12 @@ class KVLayout:
         """Part of the blocks that is in this rank's copies."""
         return KVPart(
             layers=[[self.first_layer + i for i in group.layer_indices] for group in self.groups],
-            first_head=self.first_head,
+            first_heads=[getattr(group.cache, "first_kv_head", 0) for group in self.groups],
             num_heads=self.num_chunks,
-            chunk_nbytes=[self.page_nbytes // chunks for chunks in self.num_chunks],
+            chunk_nbytes=[
+                nbytes // chunks
+                for nbytes, chunks in zip(self.page_nbytes, self.num_chunks, strict=True)
+            ],
             sums_offset=self.sums_offset,
             copy_nbytes=self.copy_nbytes,
         )
@@ -142,22 +144,21 @@ class KVLayout:
         return range(len(self.managers), len(self.groups))
 
     @cached_property
-    def page_nbytes(self) -> int:
-        """Bytes of a page of a layer, the same in all groups.
+    def page_nbytes(self) -> list[int]:
+        """Bytes of a page of a layer, for each group.
 
         Raises:
-            ConfigError: the groups differ, or a kind of cache is unsupported.
+            ConfigError: a kind of cache is unsupported.
         """
-        sizes = {
+        return [
             group.cache.block_nbytes(self.block_size, self.dtype) // pages.count
             for group, pages in zip(self.groups, self.pages, strict=True)
-        }
-        if len(sizes) > 1:
-            raise ConfigError(
-                "kv_transfer_config is not supported with models whose layers cache blocks of "
-                "different sizes; leave it out."
-            )
-        return sizes.pop() if sizes else 0
+        ]
+
+    @cached_property
+    def row_nbytes(self) -> list[int]:
+        """Bytes of a block in each physical tensor; the block of a group may be smaller."""
+        return slot_nbytes(self.groups, self.block_size, self.dtype)
 
     @cached_property
     def pages(self) -> list[Pages]:
@@ -180,7 +181,7 @@ class KVLayout:
         """Offset of the checksums in a copy: after the pages of the largest group."""
         if not any(self.num_pages):
             return min(_PIECE_NBYTES, state_nbytes(self.states))
-        return max(self.num_pages) * self.page_nbytes
+        return max(n * size for n, size in zip(self.num_pages, self.page_nbytes, strict=True))
 
     @cached_property
     def num_sums(self) -> int:

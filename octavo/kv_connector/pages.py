@@ -50,9 +50,10 @@ class KVCaches:
 
     def touch(self, num_blocks: int) -> Iterator[None]:
         """Make the system allocate the memory of the first blocks, one tensor per iteration."""
-        nbytes = 2 * self.layout.page_nbytes * min(num_blocks, self.num_blocks)
-        for tensor in self.tensors[: max(self.layout.num_pages, default=0) // 2]:
-            _native.touch_pages(int(tensor), nbytes)
+        num_blocks = min(num_blocks, self.num_blocks)
+        paged = self.tensors[: len(self.layout.row_nbytes)]
+        for tensor, nbytes in zip(paged, self.layout.row_nbytes, strict=True):
+            _native.touch_pages(int(tensor), nbytes * num_blocks)
             yield
 
     def save(self, copies: Sequence[BlockCopy]) -> None:
@@ -125,7 +126,7 @@ class KVCaches:
 
     def _pages(self, group_id: int, copies: Sequence[BlockCopy], part: KVPart) -> _Pages:
         """Return the pages of copied blocks: for each layer the keys, then the values."""
-        own, size = self.layout.part, self.layout.page_nbytes
+        own, size = self.layout.part, self.layout.page_nbytes[group_id]
         blocks = np.array([copy.block_id for copy in copies], np.uint64)[:, None]
         assert blocks.size == 0 or int(blocks.max()) < self.num_blocks
         starts = np.array([copy.address for copy in copies], np.uint64)[:, None]
@@ -134,18 +135,20 @@ class KVCaches:
         )[:, None]
         layers = [layer for layer in own.layers[group_id] if layer in part.layers[group_id]]
         chunk, heads = own.chunk_nbytes[group_id], part.num_heads[group_id]
-        begin = max(own.first_head, part.first_head)
-        end = min(own.first_head + own.num_heads[group_id], part.first_head + heads)
+        first_here, first_there = own.first_heads[group_id], part.first_heads[group_id]
+        begin = max(first_here, first_there)
+        end = min(first_here + own.num_heads[group_id], first_there + heads)
         sides = np.tile(np.arange(2, dtype=np.uint64), len(layers))
         tensors = np.array([own.layers[group_id].index(layer) for layer in layers], np.int64)
-        here = self.tensors[tensors].repeat(2) + sides * size + (begin - own.first_head) * chunk
+        here = self.tensors[tensors].repeat(2) + sides * size + (begin - first_here) * chunk
+        rows = np.array(self.layout.row_nbytes, np.uint64)[tensors].repeat(2)
         places = np.array([part.layers[group_id].index(layer) for layer in layers], np.uint64)
         numbers = (2 * places).repeat(2) + sides
-        first = begin - part.first_head
+        first = begin - first_there
         sums = part.sums_offset + (numbers * heads + first) * SUM_NBYTES
         seeds = (2 * np.array(layers, np.uint64)).repeat(2) + sides + 1
         return _Pages(
-            here=_addresses(here + blocks * (2 * size)),
+            here=_addresses(here + blocks * rows),
             there=_addresses(starts + (numbers * heads + first) * chunk),
             sums=_addresses(starts + sums),
             seeds=_addresses(hashes + seeds * _SPREAD + begin),

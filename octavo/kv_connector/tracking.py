@@ -131,7 +131,7 @@ def block_hashes(
 def item_keys(layout: KVLayout, request: Request) -> Iterator[Key]:
     """Yield the keys of all copies that depend on a request's items: those of the blocks and the
     states from its first item on, and of an encoder's rows."""
-    begin = min(item.mm_position.offset for item in request.mm_features) // layout.block_size
+    begin = min(item.begin for item in request.mm_features) // layout.block_size
     for group_id, hashes in enumerate(block_hashes(layout, request)):
         of_rows = group_id in layout.cross_groups
         yield from ((group_id, block_hash) for block_hash in hashes[0 if of_rows else begin :])

@@ -42,11 +42,21 @@ class PatchInput:
     table: Tensor | None
     """Learned vectors [N, hidden_size]: positions, and others; None: there are none."""
     norm: Norm
+    patch_norm: Norm
+    projected_norm: Norm
 
     def __call__(self, step: StepContext) -> Tensor:
         """Implement `EncoderInput`."""
-        x = self.project(step.arrays["patches"])
+        x = self.projected_norm(self.project(self.patch_norm(step.arrays["patches"])))
         if self.table is not None:
             places, weights = step.arrays["places"], step.arrays.get("weights")
             x = self.ops.add(x, self.ops.sum_experts(self.table, places, weights))
         return self.norm(x)
+
+
+class VectorInput:
+    """Vectors that are the hidden states."""
+
+    def __call__(self, step: StepContext) -> Tensor:
+        """Implement `EncoderInput`."""
+        return step.arrays["vectors"]

@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 import secrets
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
@@ -34,6 +34,8 @@ HTTP_PARTS = frozenset(MEDIA_PARTS) - {"image_pil"}
 NAMES: Mapping[Modality, str] = {"image": "picture", "audio": "sound", "video": "video"}
 _DETAILS = ("auto", "low", "high", "original")
 MAX_UUID_CHARS = 256
+UNKNOWN_UUID = "unknown_uuid"
+"""Code of the error of a uuid without its item."""
 _FORMAT = re.compile(r"[\w.+-]{1,32}", re.ASCII)
 
 
@@ -209,6 +211,25 @@ def with_media_io(
                 "media_io_kwargs",
             )
     return {**media_io.get("video", {}), **(settings or {})}
+
+
+def named_media(messages: object) -> Iterator[tuple[Modality, str, bool]]:
+    """Yield modality and uuid of each well-formed part with a uuid; True if it has its content.
+
+    Args:
+        messages: OpenAI's messages, as plain data; anything else has none.
+    """
+    for message in messages if isinstance(messages, list) else ():
+        content = message.get("content") if isinstance(message, Mapping) else None
+        for part in content if isinstance(content, list) else ():
+            if not _is_media(part) or part["type"] not in HTTP_PARTS:
+                continue
+            try:
+                source, uuid = _read_part(part, "")
+            except RequestError:
+                continue
+            if uuid is not None:
+                yield MEDIA_PARTS[part["type"]], uuid, source is not None
 
 
 def is_uuid(value: object) -> bool:

@@ -50,6 +50,7 @@ _T5 |= {"decoder_start_token_id": 0}
 _BART: dict[str, Any] = {"activation_function": "gelu", "max_position_embeddings": 1024}
 _GEMMA4: dict[str, Any] = {"rms_norm_eps": 1e-6, "head_dim": 256, "num_key_value_heads": 4}
 _GEMMA4 |= {"max_position_embeddings": 131072, "sliding_window": 512, "global_head_dim": 512}
+_GEMMA4["bos_token_id"] = 2
 _GEMMA4["rope_parameters"] = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
     "full_attention": {
@@ -59,6 +60,7 @@ _GEMMA4["rope_parameters"] = {
     },
 }
 _GEMMA4_UNIFIED = _GEMMA4 | {"max_position_embeddings": 262144, "sliding_window": 1024}
+_GEMMA4_UNIFIED |= {"use_bidirectional_attention": "vision"}
 _GEMMA4_LAYERS = {"hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262144}
 _GEMMA3N = {"rms_norm_eps": 1e-6, "head_dim": 256, "num_key_value_heads": 2}
 _GEMMA3N |= {"max_position_embeddings": 32768, "sliding_window": 512, "laurel_rank": 64}

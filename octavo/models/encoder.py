@@ -80,7 +80,8 @@ class EncoderSpec:
     """Specification of an encoder, whose rows a decoder reads.
 
     The attention of the layers is not causal (`AttentionSpec.causal`), and all layers have caches
-    of one size: the keys and values are scratch memory of a run.
+    of one size: the keys and values are scratch memory of a run. An encoder without layers only
+    projects its input (Gemma 4 12B).
     """
 
     modality: Modality
@@ -124,8 +125,10 @@ class EncoderSpec:
         return max(self.max_num_tokens, self.max_num_rows)
 
     @property
-    def cache(self) -> EncoderCache:
-        """Cache of each layer."""
+    def cache(self) -> EncoderCache | None:
+        """Cache of each layer; None: there are no layers."""
+        if not self.layers:
+            return None
         (cache,) = {cache for layer in self.layers for cache in layer.caches()}
         assert isinstance(cache, EncoderCache)
         return cache
@@ -218,9 +221,11 @@ class EncoderSpec:
     def split(self, rank: Rank) -> EncoderSpec:
         """Return a rank's part: some outputs and heads of each layer; all else is whole.
 
-        Encoders that cannot be divided among `rank.size` ranks, such as those with fewer heads, are
-        whole on each rank.
+        Encoders that cannot be divided among `rank.size` ranks, such as those with fewer heads or
+        without layers, are whole on each rank.
         """
+        if not self.layers:
+            return self
         rank = Rank(rank.index, rank.size)  # columns of all: no sums, rows or experts
         try:
             layers = {id(layer): layer.split(rank) for layer in self.layers}
@@ -255,7 +260,7 @@ class EncoderSpec:
         """Return an upper bound of the bytes that the kernels of the layers keep."""
         largest = LargestStep(self.max_num_tokens, self.max_num_tokens, num_threads)
         blocks = {block for layer in self.layers for block in layer.blocks}
-        return max(block.scratch_nbytes(backend, largest) for block in blocks)
+        return max((block.scratch_nbytes(backend, largest) for block in blocks), default=0)
 
     def build(self, parts: Parts) -> EncoderModel:
         """Return the live encoder."""

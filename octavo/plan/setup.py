@@ -252,24 +252,7 @@ class WorkerSetup:
     @property
     def _own_kv_layout(self) -> KVLayout:
         """The layout of this rank alone, without the sizes on other ranks."""
-        device, part = self.config.device, self.spec.split(self.rank)
-        paged = [cache for cache in part.caches if not isinstance(cache, StateCache)]
-        first_heads = {getattr(cache, "first_kv_head", 0) for cache in paged} or {0}
-        if len(first_heads) > 1:
-            raise ConfigError(
-                f"kv_transfer_config with tensor_parallel_size={device.tensor_parallel_size} is "
-                "not supported with models whose layers have different numbers of heads of keys; "
-                "leave one of the two out."
-            )
-        groups = self.kv_cache_groups
-        sizes = {
-            cache.block_nbytes(self.config.cache.block_size, self.kv_cache_dtype) for cache in paged
-        }
-        if any(group.is_cross for group in groups) and len(sizes) > 1:
-            raise ConfigError(
-                f"kv_transfer_config is not supported with {self.spec.architecture}, whose cross "
-                "attention has another size than its self-attention; leave it out."
-            )
+        device, groups = self.config.device, self.kv_cache_groups
         return KVLayout(
             model=self.model_identity,
             block_size=self.config.cache.block_size,
@@ -277,7 +260,6 @@ class WorkerSetup:
             groups=tuple(group for group in groups if not group.has_states),
             states=tuple(group for group in groups if group.has_states),
             first_layer=self.stage_caches[0] if self.rank.num_stages > 1 else 0,
-            first_head=first_heads.pop(),
             rank=self.rank.number,
             world_size=device.tensor_parallel_size * device.pipeline_parallel_size,
             sums_in_parts=self.rank.reduces,

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from octavo.errors import RequestError
+from octavo.router.media import PATHS, NamedMedia, read_named_media
 from octavo.router.pool import KEY_HEADERS
 from octavo.router.stored_objects import CREATING, named_objects
 from octavo.server.auth import private_salt
@@ -51,7 +52,15 @@ POOLING = (
 """Paths with vectors or scores."""
 SOUNDS = ("/v1/audio/transcriptions", "/v1/audio/translations")
 """Paths with forms (multipart/form-data) that have a sound."""
-_NAMING = frozenset(["/v1/responses", "/v1/responses/input_tokens"])
+_READING = frozenset(
+    [
+        "/tokenize",
+        "/v1/chat/completions/render",
+        "/v1/messages/count_tokens",
+        "/v1/responses/input_tokens",
+    ]
+)
+"""Paths of prompts that are read, but not answered; they may have media."""
 # Fields that make up a prompt, in the order in which chat templates write them.
 _PROMPT_FIELDS = ("chat_template_kwargs", "tools", "system", "instructions", "messages", "input")
 
@@ -78,6 +87,8 @@ class Job:
     """Model or adapter that the request names."""
     api_key: str | None = field(default=None, repr=False)
     """Key of the client, if the router has keys."""
+    media: NamedMedia = field(default_factory=lambda: NamedMedia([], []), repr=False)
+    """Its media that have uuids."""
     objects: list[tuple[str, ...]] = field(default_factory=list)
     """Ids of the stored objects that it names; see `named_objects`."""
     creates: bool = False
@@ -139,7 +150,7 @@ def read_job(
     if posts and api_key is not None:
         job.request_ids = _request_ids(headers, body)
     job.creates = posts and path in CREATING
-    if not posts or path not in GENERATING | _ANSWERING | _NAMING:
+    if not posts or path not in GENERATING | _ANSWERING | _READING:
         job.objects = named_objects(path, {})
         if path in POOLING:
             job.weight = 1 + len(body) // _WEIGHT_NBYTES
@@ -148,11 +159,16 @@ def read_job(
     fields = job.fields = parse_json(body)
     if isinstance(fields.get("model"), str):
         job.model = fields["model"]
+    salt = _salt(fields, api_key)
+    if path in PATHS:
+        scope = [(salt or fields).get("cache_salt"), _authorization(headers)]
+        job.media = read_named_media(fields, scope)
     if path not in GENERATING:
         job.objects = named_objects(path, fields)
         job.creates = job.creates and fields.get("store") is not False
+        job.body = with_fields(body, salt)
         if path in _ANSWERING:
-            _place(job, _salt(fields, api_key))
+            _place(job, salt)
         return job
     if fields.get("kv_transfer_params") is not None:
         raise RequestError(
@@ -165,7 +181,7 @@ def read_job(
     beams = fields.get("use_beam_search") not in (None, False)
     if fields.get("seed") is None and not several and not beams:
         changes["seed"] = secrets.randbits(_SEED_BITS)
-    changes |= _salt(fields, api_key)
+    changes |= salt
     job.body = with_fields(body, changes)
     asks_prompt = any(
         fields.get(name) not in (None, False, 0) for name in ("prompt_logprobs", "echo")
@@ -209,9 +225,7 @@ def _salt(fields: dict[str, Any], api_key: str | None) -> dict[str, Any]:
 
 
 def _place(job: Job, changes: dict[str, Any]) -> None:
-    """Set the fields by which a server is chosen; add the salt to the body if it has none."""
-    if not job.generates:
-        job.body = with_fields(job.body, changes)
+    """Set the fields by which a server is chosen."""
     fields = job.fields
     salt = changes.get("cache_salt", fields.get("cache_salt"))
     text = _prompt_text(fields)

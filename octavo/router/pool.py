@@ -17,6 +17,8 @@ from yarl import URL
 from octavo.errors import reason_of
 from octavo.fleet.routing import ADAPTER_ALLOWANCE, PrefixMap, load_of, score
 from octavo.lora_request import MAX_ADAPTER_NAME
+from octavo.router.homes import Homes
+from octavo.router.media import NamedMedia, unknown_media
 
 logger = logging.getLogger(__name__)
 
@@ -202,6 +204,8 @@ class Pool:
         self.upstreams: list[Upstream] = []
         self.num_pieces = self.num_known = 0
         """Numbers of pieces of placed prompts, and of those that the server likely had cached."""
+        self._media = Homes[Upstream]()
+        """Servers that have received media with a uuid last, for each API key."""
         self._interval = interval
         self._timeout = timeout
         self._lists_adapters = lists_adapters
@@ -293,6 +297,39 @@ class Pool:
         self.num_pieces += len(pieces)
         self.num_known += known[chosen]
         return chosen
+
+    def note_media(self, api_key: str | None, media: NamedMedia, upstream: Upstream) -> None:
+        """Record that a server has the media of a request that have uuids.
+
+        Args:
+            api_key: the client's key, if the router has keys.
+            media: the media.
+            upstream: the server.
+        """
+        for name in (*media.recalled, *media.sent):
+            self._media.note(api_key, name, upstream)
+
+    def find_media(self, api_key: str | None, media: NamedMedia) -> Upstream | None:
+        """Return the only server that can answer a request with uuids without contents.
+
+        That is the server that has received the contents last: another one may have older contents
+        of the same uuid. The arguments are those of `note_media`.
+
+        Returns:
+            None if the request recalls nothing.
+
+        Raises:
+            RequestError: no ready server is known to have all contents.
+        """
+        homes = {self._media.find(api_key, name) for name in media.recalled}
+        if not homes:
+            return None
+        if len(self.upstreams) == 1 and homes <= {None, self.upstreams[0]}:
+            return self.upstreams[0]  # it knows better
+        home = homes.pop()
+        if homes or home is None or not self.choosable(only=home):
+            raise unknown_media()
+        return home
 
     def note_lack(self, upstream: Upstream, model: str, only: Upstream | None = None) -> bool:
         """Record that a server does not have a model; return True if another one may have it.

@@ -16,8 +16,9 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from octavo.errors import OctavoError
+from octavo.errors import OctavoError, RequestError
 from octavo.router.job import Job
+from octavo.router.media import unknown_media
 from octavo.router.pool import Hold, Pool, Upstream
 from octavo.router.sent_answer import SentAnswer
 from octavo.router.stored_objects import NOT_FOUND_CODES, id_of, unknown_object
@@ -121,7 +122,7 @@ class ProxyResponse(Response):
         self._started = False
         self._arrival = time.monotonic()
         self._home: Upstream | None = None
-        """The only server that can answer, as it stores what the request names."""
+        """The only server that can answer, as it has what the request names."""
         self._seeks = False
         """True if it is unknown which server stores what the request names."""
         self._lacking: set[Upstream] = set()
@@ -163,6 +164,8 @@ class ProxyResponse(Response):
                     self._check_asked(refusal)
                     await self._send_answer(send, refusal)
                     return
+                if job.media.recalled and len(pool.upstreams) > 1:
+                    raise unknown_media()
                 timeout = state.router.failover_timeout
                 if not await pool.wait_ready(tried, timeout, self._home):
                     raise UnavailableError(
@@ -211,6 +214,8 @@ class ProxyResponse(Response):
         job, upstream = self._job, hold.upstream
         body = await self._handed_over() if self._prefilling is not None else job.body
         response = await self._send_request(upstream, body)
+        if response.status == 200:
+            self._answering.note_media(job.api_key, job.media, upstream)
         try:
             hold.begin()
             media_type = response.headers.get("content-type", "").partition(";")[0].strip()
@@ -251,12 +256,14 @@ class ProxyResponse(Response):
     # Stored objects
 
     def _find_home(self) -> None:
-        """Find the server that stores what the request names.
+        """Find the server that has what the request names.
 
         Raises:
-            RequestError: the client's key has no such object, and no server could tell.
+            RequestError: the client's key has no such object, and no server could tell; or no
+                server is known to have its media.
         """
         state, job = self._state, self._job
+        self._home = self._answering.find_media(job.api_key, job.media)
         for names in job.objects:
             found = [state.stored.find(job.api_key, name) for name in names]
             home = next((u for u in found if u in self._answering.upstreams), None)
@@ -389,11 +396,16 @@ class ProxyResponse(Response):
         assert pool is not None
         if not job.splits:
             return job.body
+        try:
+            home = pool.find_media(job.api_key, job.media)
+        except RequestError:  # the answering server has them
+            state.metrics.prefills.labels("local").inc()
+            return job.body
         tried: dict[Upstream, int] = {}
         deaths = 0
         while (
             deaths < _MOST_DEATHS
-            and (upstream := pool.choose(job.pieces, tried, model=job.model)) is not None
+            and (upstream := pool.choose(job.pieces, tried, home, job.model)) is not None
         ):
             epoch = upstream.epoch
             try:
@@ -411,6 +423,8 @@ class ProxyResponse(Response):
                 pool.suspect(upstream)
                 deaths += error.took
             else:
+                if response.status == 200:
+                    pool.note_media(job.api_key, job.media, upstream)
                 params = _transfer_params(answer) if response.status == 200 else None
                 if params is not None:
                     state.metrics.prefills.labels("remote").inc()

@@ -11,9 +11,9 @@ from starlette.requests import Request
 from octavo.config import ServerConfig
 from octavo.errors import OctavoError, QueueFullError
 from octavo.router.config import RouterConfig
+from octavo.router.homes import Homes
 from octavo.router.metrics import RouterMetrics
-from octavo.router.pool import Pool
-from octavo.router.stored_objects import StoredObjects
+from octavo.router.pool import Pool, Upstream
 from octavo.router.view import RouterView
 from octavo.server.http_state import HttpState
 from octavo.server.realtime_shares import SessionPlaces
@@ -32,7 +32,7 @@ class ProxyState(HttpState, ABC):
         super().__init__(config)
         self.router = router
         self.pools = pools
-        self.stored = StoredObjects()
+        self.stored = Homes[Upstream]()
         several_keys = len(self.api_keys) > 1
         self.view = RouterView(pools, self.stored, router, several_keys=several_keys)
         self.metrics = RouterMetrics(pools, lambda: self.num_restarts)

@@ -1,20 +1,18 @@
-"""Servers that store the responses and conversations of a router's clients.
+"""Stored responses and conversations that the requests of a router's clients name.
 
-An object stays at the server that made it. The router remembers the servers of the latest objects;
-for another object it asks all servers.
+An object stays at the server that made it. The router remembers the servers of the latest objects
+(`Homes`); for another object it asks all servers.
 """
 
 from __future__ import annotations
 
 import re
-from collections import OrderedDict
 from typing import Any
 from urllib.parse import unquote
 
 import msgspec
 
 from octavo.errors import NotFoundError, RequestError
-from octavo.router.pool import Upstream
 from octavo.server.errors import show
 from octavo.server.response_items import MAX_REFERENCED, owner_of, too_many_owners
 
@@ -22,41 +20,7 @@ CREATING = frozenset(["/v1/responses", "/v1/conversations"])
 """Paths of requests whose answer is a new object."""
 NOT_FOUND_CODES = frozenset(["previous_response_not_found", "item_not_found", "not_found"])
 """Codes of errors about an object that the server does not have."""
-MAX_OBJECTS = 2**16
-"""Maximum number of remembered objects: some 20 MB."""
 _PATH = re.compile(r"/v1/(?:responses|conversations)/(?!input_tokens$)([^/]+)")
-
-
-class StoredObjects:
-    """Record of the servers of objects, for each API key.
-
-    Beyond its bound, the oldest object of the key with most objects is dropped.
-    """
-
-    def __init__(self) -> None:
-        self._homes: dict[str | None, OrderedDict[str, Upstream]] = {}
-        self._size = 0
-
-    def note(self, api_key: str | None, name: str, upstream: Upstream) -> None:
-        """Remember the server of an object.
-
-        Args:
-            api_key: key of the client to which it belongs.
-            name: id of the response or conversation.
-            upstream: the server.
-        """
-        homes = self._homes.setdefault(api_key, OrderedDict())
-        self._size += name not in homes
-        homes[name] = upstream
-        homes.move_to_end(name)
-        if self._size > MAX_OBJECTS:
-            max(self._homes.values(), key=len).popitem(last=False)
-            self._size -= 1
-
-    def find(self, api_key: str | None, name: str) -> Upstream | None:
-        """Return the server of an object; None if it is unknown for this key."""
-        homes = self._homes.get(api_key)
-        return None if homes is None else homes.get(name)
 
 
 def named_objects(path: str, fields: dict[str, Any]) -> list[tuple[str, ...]]:

@@ -23,10 +23,10 @@ import msgspec
 
 from octavo.errors import RequestError, reason_of
 from octavo.router.config import RouterConfig
+from octavo.router.homes import Homes
 from octavo.router.job import Job
 from octavo.router.joined_view import EngineNumbers, JoinedView, ServerView
 from octavo.router.pool import Pool, Upstream
-from octavo.router.stored_objects import StoredObjects
 from octavo.router.streams import MEDIA_TYPES, complete_parts, data_of
 from octavo.server.auth import tenant_of
 from octavo.server.errors import UnavailableError
@@ -156,7 +156,7 @@ class RouterView:
     def __init__(
         self,
         pools: Sequence[Pool],
-        stored: StoredObjects,
+        stored: Homes[Upstream],
         router: RouterConfig,
         *,
         several_keys: bool,

@@ -181,8 +181,7 @@ class EncoderInputs:
                     self._is_full |= not has_room
                     if not has_time and not self._is_cut(feature) and self._late is None:
                         self._late = request
-                    begin = min([place.offset, *(begin for begin, _ in feature.ranges)])
-                    return 0 if whole else max(begin - start, 0)
+                    return 0 if whole else max(feature.begin - start, 0)
                 room, budget = room - rows, budget - tokens
                 begun.add(identifier)
             chosen.append(index)

@@ -272,6 +272,8 @@ class CountTokensBody(Body):
     """Reasoning of the model."""
     output_config: OutputConfig | None = None
     """Effort and form of the answer."""
+    cache_salt: Annotated[str, StringConstraints(min_length=1)] | None = None
+    """Scope of cached prefixes: requests with another one share none; vLLM."""
 
     def to_chat(self) -> ChatBody:
         """Return the body of a chat completion.
@@ -322,7 +324,7 @@ class CountTokensBody(Body):
 
     def complete(self, chat: dict[str, Any]) -> ChatBody:
         """Return the checked body of a chat, with the fields of subclasses."""
-        return ChatBody.checked(chat)
+        return ChatBody.checked(chat | {"cache_salt": self.cache_salt})
 
 
 class MessagesBody(CountTokensBody):
@@ -340,8 +342,6 @@ class MessagesBody(CountTokensBody):
     """Share of probability of the tokens to sample from."""
     top_k: Int | None = None
     """Number of tokens to sample from."""
-    cache_salt: Annotated[str, StringConstraints(min_length=1)] | None = None
-    """Scope of cached prefixes: requests with another one share none; vLLM."""
     explain: bool | None = None
     """Explain the time of the request in its answer, or in the event message_stop of its stream, as
     explanation; see docs/explain.md."""
@@ -355,7 +355,6 @@ class MessagesBody(CountTokensBody):
             "temperature": self.temperature,
             "top_p": self.top_p,
             "top_k": self.top_k,
-            "cache_salt": self.cache_salt,
             "explain": self.explain,
         }
         return super().complete(chat)

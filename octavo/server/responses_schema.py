@@ -328,6 +328,8 @@ class InputTokensBody(Body):
     """Format of the text."""
     reasoning: ReasoningConfig | None = None
     """Reasoning of the model."""
+    cache_salt: Annotated[str, StringConstraints(min_length=1)] | None = None
+    """Scope of cached prefixes: requests with another one share none; vLLM."""
 
     def check(self) -> None:
         """Check that the fields fit together.
@@ -393,7 +395,7 @@ class InputTokensBody(Body):
 
     def complete(self, chat: dict[str, Any]) -> ChatBody:
         """Return the checked body of a chat, with the fields of subclasses."""
-        return ChatBody.checked(chat)
+        return ChatBody.checked(chat | {"cache_salt": self.cache_salt})
 
     def namespaces(self) -> dict[str, tuple[str, str]]:
         """Return names and namespaces of functions, by the names that the model knows."""
@@ -486,8 +488,6 @@ class ResponseBody(InputTokensBody):
     """No effect."""
     service_tier: str | None = None
     """No effect: all requests are served alike."""
-    cache_salt: Annotated[str, StringConstraints(min_length=1)] | None = None
-    """Scope of cached prefixes: requests with another one share none; vLLM."""
     explain: bool | None = None
     """Explain the time of the request in its response, as explanation; see docs/explain.md."""
 
@@ -517,7 +517,6 @@ class ResponseBody(InputTokensBody):
             "max_tokens": self.max_output_tokens,
             "temperature": self.temperature,
             "top_p": self.top_p,
-            "cache_salt": self.cache_salt,
             "explain": self.explain,
         }
         if self.wants_logprobs:

@@ -787,6 +787,8 @@ class TokenizeBody(Body):
     """Choice of the frames of videos, as in `ChatFields`."""
     return_token_strs: bool | None = None
     """Also return the text of each token."""
+    cache_salt: Annotated[str, StringConstraints(min_length=1)] | None = None
+    """Scope of the uuids and files of media."""
 
     unsupported = known_fields.TOKENIZE
     inner: ClassVar[Mapping[str, type[Body]]] = {"messages": Message, "tools": Tool}

@@ -53,7 +53,7 @@ async def tokenize(request: Request) -> Response:
         special = bool(special)  # the template writes them itself
         if rendered.items or len(rendered.pieces) > 1:
             context = context_of(request)
-            options = unanswered_options(state, context, None)
+            options = unanswered_options(state, context, body.cache_salt)
 
             async def read() -> list[int]:
                 with (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
@@ -53,11 +53,13 @@ def runner_nbytes(
         backend: computes attention; only recorded.
     """
     spec = model.spec
-    item, blocks = spec.inputs.largest(spec.max_num_tokens), num_blocks(spec)
-    nbytes = spec.cache.block_nbytes(BLOCK_SIZE, model.dtype)
-    memory = placeholder(blocks, nbytes, dtype="uint8")
-    cache = spec.cache.view(memory, BLOCK_SIZE, model.dtype, backend)
-    step = make_context(spec, [item], cache, ops, backend, model.dtype)
+    item = spec.inputs.largest(spec.max_num_tokens)
+
+    def allocate(blocks: int, nbytes: int) -> Tensor:
+        return placeholder(blocks, nbytes, dtype="uint8")
+
+    caches, cached = _make_caches(spec, model.dtype, backend, allocate)
+    step = make_context(spec, [item], caches, ops, backend, model.dtype)
     arena, plan = Arena(), _native.Plan()
     with ops.record(plan, arena):
         results = model.forward(step)
@@ -69,7 +71,28 @@ def runner_nbytes(
     given = 2 * sum(array.nbytes for array in arrays)
     states = 4 * item.num_tokens * spec.hidden_size * DTYPE_NBYTES[model.dtype]
     kept = given + states + rows
-    return arena.peak, blocks * nbytes + rows + given + kept
+    return arena.peak, cached + rows + given + kept
+
+
+def _make_caches(
+    spec: EncoderSpec,
+    dtype: str,
+    backend: AttentionBackend,
+    allocate: Callable[[int, int], Tensor],
+) -> tuple[list[Tensor], int]:
+    """Return the keys and values of each layer, in memory of all in turn, and its bytes.
+
+    Args:
+        spec: the encoder.
+        dtype: type of the model.
+        backend: computes attention.
+        allocate: returns memory of a number of blocks with a number of bytes.
+    """
+    if spec.cache is None:
+        return [], 0
+    blocks, nbytes = num_blocks(spec), spec.cache.block_nbytes(BLOCK_SIZE, dtype)
+    cache = spec.cache.view(allocate(blocks, nbytes), BLOCK_SIZE, dtype, backend)
+    return [cache] * len(spec.layers), blocks * nbytes
 
 
 def encoder_arena(nbytes: int) -> Arena:
@@ -87,7 +110,7 @@ def encoder_arena(nbytes: int) -> Arena:
 def make_context(
     spec: EncoderSpec,
     items: Sequence[EncoderItem],
-    cache: Tensor,
+    caches: Sequence[Tensor],
     ops: Ops,
     backend: AttentionBackend,
     dtype: str,
@@ -97,7 +120,7 @@ def make_context(
     Args:
         spec: the encoder.
         items: the arrays of the items.
-        cache: the memory of keys and values of each layer in turn.
+        caches: the keys and values of each layer.
         ops: moves arrays to the device.
         backend: computes attention.
         dtype: type of the model.
@@ -131,7 +154,7 @@ def make_context(
     segments = [np.concatenate([item.segments[kind] for item in items]) for kind in kinds]
     return StepContext(
         positions=positions,
-        caches=[cache] * len(spec.layers),
+        caches=caches,
         metadata=_metadata_of_layers(spec, segments, ops, 0, total),
         backend=backend,
         arrays=arrays,
@@ -245,9 +268,11 @@ class EncoderRunner:
         self._partial: _PartialRun | None = None
         """Run that later steps continue."""
         self._num_blocks = num_blocks(spec)
-        nbytes = spec.cache.block_nbytes(BLOCK_SIZE, model.dtype)
-        memory = map_memory(self._num_blocks * nbytes).view(self._num_blocks, nbytes)
-        self._cache = spec.cache.view(ops.to_device(memory), BLOCK_SIZE, model.dtype, backend)
+
+        def allocate(blocks: int, nbytes: int) -> Tensor:
+            return ops.to_device(map_memory(blocks * nbytes).view(blocks, nbytes))
+
+        self._caches, _ = _make_caches(spec, model.dtype, backend, allocate)
 
     def run(self, items: Sequence[MultiModalFeatureSpec]) -> list[Tensor]:
         """Return the rows of each item: [rows, out_size], in the model's type.
@@ -297,7 +322,7 @@ class EncoderRunner:
         arrays = {name: array_of(tensor) for name, tensor in feature.data.items()}
         item = self.spec.inputs.read(arrays)
         ops, dtype = self._ops, self._model.dtype
-        step = make_context(self.spec, [item], self._cache, ops, self._backend, dtype)
+        step = make_context(self.spec, [item], self._caches, ops, self._backend, dtype)
         with self._memory():
             x = self._model.begin(step)
         given = self._put(None, (x, None), 0, item.num_tokens)
@@ -419,7 +444,7 @@ class EncoderRunner:
     def _run(self, items: Sequence[EncoderItem]) -> list[Tensor]:
         """Return the rows of items that fit together."""
         ops, dtype = self._ops, self._model.dtype
-        step = make_context(self.spec, items, self._cache, ops, self._backend, dtype)
+        step = make_context(self.spec, items, self._caches, ops, self._backend, dtype)
         if self._partial is not None:
             self._partial.num_stored = 0  # its keys and values are overwritten
         with self._memory():

@@ -1,5 +1,6 @@
 """A server of an encoder-decoder: texts, errors, and an engine that dies."""
 
+import functools
 import os
 import signal
 import time
@@ -14,7 +15,8 @@ from octavo.errors import ConfigError
 from octavo.worker.encoder_runner import EncoderRunner
 from tests.e2e.harness import serve
 from tests.models.harness import make_hf
-from tests.models.test_encoder_decoders import SOUNDS, T5, make_inputs, make_llm, make_model
+from tests.models.test_encoder_decoders import MODELS, SOUNDS, T5, make_inputs, make_llm, make_model
+from tests.models.test_speech_models import MOONSHINE, sounds
 from tests.revival import DyingEncoder
 from tests.small_tokenizers import byte_level, save
 
@@ -114,22 +116,52 @@ def test_an_encoder_that_fails(folder, monkeypatch):
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
 
 
-@pytest.fixture(params=["flan-t5", "bart", "whisper"], scope="module")
-def alone(request, tmp_path_factory):
-    """Return a model's folder, prompts, and their answers one after the other."""
-    name, folder = request.param, tmp_path_factory.mktemp(request.param)
-    if name == "whisper":
-        architecture, config = SOUNDS[name]
-        make_hf(architecture, **config).save_pretrained(folder)
-        sounds = np.random.default_rng(0).normal(size=(3, 50, 6)).astype(np.float32)
-        prompts = [{"encoder_prompt": {"input_features": sound}} for sound in sounds]
-        prompts = [prompt | {"decoder_prompt": [3, 9, 11]} for prompt in prompts]
-    else:
-        make_model(folder, name)
-        prompts = make_inputs()
-    with make_llm(folder, max_num_seqs=1, enable_prefix_caching=False) as llm:
-        found = [line for prompt in prompts for line in bits(llm, [prompt])]
-    return folder, prompts, found
+@pytest.fixture(scope="module")
+def make_alone(tmp_path_factory):
+    """Return a function: name -> a model's folder, prompts, and their answers one after the other.
+
+    Decoders begin with more tokens than a block has.
+    """
+
+    @functools.cache
+    def make(name):
+        folder = tmp_path_factory.mktemp(name)
+        if name in MODELS:
+            make_model(folder, name)
+            prompts = make_inputs()
+        else:
+            architecture, config = SPEECH[name]
+            make_hf(architecture, **config).save_pretrained(folder)
+            random = np.random.default_rng(0)
+            frames = sounds() if name == "moonshine" else random.normal(size=(3, 50, 6))
+            features = [frame.astype(np.float32) for frame in frames]
+            prompts = [{"encoder_prompt": {"input_features": one}} for one in features]
+        prompts = begin_with(prompts, BEGIN)
+        with make_llm(folder, max_num_seqs=1, enable_prefix_caching=False) as llm:
+            found = [line for prompt in prompts for line in bits(llm, [prompt])]
+        return folder, prompts, found
+
+    return make
+
+
+LONG = {"max_target_positions": 64}
+SPEECH = {
+    "whisper": (SOUNDS["whisper"][0], SOUNDS["whisper"][1] | LONG),
+    "distil-whisper": (SOUNDS["whisper-turbo"][0], SOUNDS["whisper-turbo"][1] | LONG),
+    "moonshine": ("MoonshineForConditionalGeneration", MOONSHINE),
+}
+EACH = ["t5", "flan-t5", "bart", "t5gemma", "marian", "m2m100", *SPEECH]
+BEGIN = [3, *range(5, 27)]
+
+
+@pytest.fixture(params=["flan-t5", "bart", "whisper"])
+def alone(make_alone, request):
+    return make_alone(request.param)
+
+
+@pytest.fixture(params=EACH)
+def each(make_alone, request):
+    return make_alone(request.param)
 
 
 def bits(llm, prompts, extra=None, tokens=20):
@@ -157,29 +189,35 @@ def bits(llm, prompts, extra=None, tokens=20):
         {"tensor_parallel_size": 2, "enable_sequence_parallel": True},
         {"enable_chunked_prefill": False},
         {"kv_transfer_config": OFFLOAD, "preemption_mode": "swap", "num_gpu_blocks_override": 16},
-        {"kv_transfer_config": OFFLOAD, "tensor_parallel_size": 2, "pipeline_parallel_size": 2},
     ],
-    ids=["stages", "rows", "whole", "offload", "offload-ranks"],
+    ids=["stages", "rows", "whole", "offload"],
 )
 def test_layouts(alone, settings):
     folder, prompts, expected = alone
     with make_llm(folder, **settings) as llm:
         assert bits(llm, prompts) == expected
-        runs = watch_encoder(llm)
         if "kv_transfer_config" in settings:
             assert llm.reset_prefix_cache()
         assert bits(llm, prompts) == expected
-        if settings.get("tensor_parallel_size") == settings.get("pipeline_parallel_size") == 2:
-            assert not runs  # each rank has loaded its part of the rows
         if "speculative_config" in settings:
             assert llm.stats().num_draft_tokens > 0
         if "num_gpu_blocks_override" in settings:
             assert llm.stats().num_preemptions > 0
-            (longer,) = begin_with(prompts[:1], [3, *range(5, 27)])  # fills a block of the decoder
-            once = bits(llm, [longer])
             assert llm.reset_prefix_cache()
-            assert bits(llm, [longer]) == once
+            assert bits(llm, prompts[:1]) == expected[:2]
             assert llm.stats().external_prefix_cache_hits > 0
+
+
+def test_ranks_with_a_store(make_alone):
+    """Each rank loads its part of the rows."""
+    folder, prompts, expected = make_alone("bart")
+    ranks = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
+    with make_llm(folder, kv_transfer_config=OFFLOAD, **ranks) as llm:
+        assert bits(llm, prompts) == expected
+        runs = watch_encoder(llm)
+        assert llm.reset_prefix_cache()
+        assert bits(llm, prompts) == expected
+        assert not runs
 
 
 def begin_with(prompts, tokens):
@@ -204,13 +242,14 @@ def watch_encoder(llm):
     return runs
 
 
-@pytest.mark.parametrize("begin", [[3, 5], [3, *range(5, 27)]], ids=["rows", "rows-and-tokens"])
-def test_prefill_elsewhere(alone, begin):
+@pytest.mark.parametrize("begin", [1, len(BEGIN)], ids=["rows", "rows-and-tokens"])
+def test_prefill_elsewhere(each, begin):
     """An engine goes on after another one, and runs no encoder."""
-    folder, prompts, _ = alone
-    prompts = begin_with(prompts, begin)
-    with make_llm(folder) as llm:
-        expected = bits(llm, prompts, tokens=6)
+    folder, prompts, expected = each
+    if begin < len(BEGIN):
+        prompts = begin_with(prompts, BEGIN[:begin])
+        with make_llm(folder) as llm:
+            expected = bits(llm, prompts)
     config = {"kv_transfer_config": OFFLOAD | {"kv_connector": "P2PConnector"}}
     config |= {"distributed_executor_backend": "uni"}
     with make_llm(folder, **config) as one, make_llm(folder, **config) as two:
@@ -222,9 +261,9 @@ def test_prefill_elsewhere(alone, begin):
             use_tqdm=False,
         )
         offers = [{"kv_transfer_params": output.kv_transfer_params} for output in handed]
-        assert bits(two, prompts, offers, tokens=6) == expected
+        assert bits(two, prompts, offers) == expected
         assert not runs
-        assert (two.stats().external_prefix_cache_hits > 0) == (len(begin) > 16)
+        assert (two.stats().external_prefix_cache_hits > 0) == (begin > 16)
 
 
 @pytest.mark.parametrize("name", ["memory", "file", "folder"])
@@ -274,11 +313,21 @@ def test_rows_that_are_loaded(alone, tmp_path, name):
         assert llm.stats().num_failed_loads > 0
 
 
-@pytest.mark.parametrize("alone", ["bart"], indirect=True)
-def test_death_in_the_encoder(alone, tmp_path, monkeypatch):
-    folder, prompts, expected = alone
+def test_death_in_the_encoder(each, tmp_path, monkeypatch):
+    """Before and after, prompts are in chunks, and requests are preempted."""
+    folder, prompts, expected = each
     dying = DyingEncoder(tmp_path, monkeypatch)
-    with make_llm(folder, **dying.settings) as llm, dying.once(llm):
+    tokens = 96 if "moonshine" in folder.name else 48
+    settings = {"max_num_batched_tokens": tokens, "num_gpu_blocks_override": 16}
+    with make_llm(folder, block_size=16, **settings, **dying.settings) as llm:
+        with dying.once(llm):
+            assert bits(llm, prompts * 2) == expected * 2
+        assert llm.stats().num_preemptions > 0
+
+
+def test_two_ranks(each):
+    folder, prompts, expected = each
+    with make_llm(folder, tensor_parallel_size=2, num_threads=1) as llm:
         assert bits(llm, prompts) == expected
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from octavo import SamplingParams
-from octavo.models.towers import gemma4, gemma4_audio, qwen_vl
+from octavo.models.towers import gemma4, gemma4_audio, gemma4_unified, qwen_vl
 from tests import sounds
 from tests.e2e import test_sounds as hearing
 from tests.e2e.test_pictures import PICTURES, prompt
@@ -24,7 +24,7 @@ pytestmark = needs_triton
 GREEDY = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
 NAMES = ["smolvlm", "qwen2_5_vl", "qwen3_vl", "gemma3", "paligemma"]
 """Pictures in tiles, m-RoPE and windows, m-RoPE and DeepStack, and tokens that see each other."""
-SOUNDS = ["gemma4", "qwen2_audio", "qwen3_asr", "voxtral"]
+SOUNDS = ["gemma4", "gemma4_unified", "qwen2_audio", "qwen3_asr", "voxtral"]
 ENCODER_DECODERS = ["t5", "bart", "whisper"]
 
 
@@ -51,6 +51,8 @@ def gpu(models: dict[str, Path]) -> Iterator[FakeGpu]:
         monkeypatch.setattr(qwen_vl, "MAX_PATCHES", 96)
         monkeypatch.setattr(gemma4, "MOST_ROWS", 9)
         monkeypatch.setattr(gemma4_audio, "MAX_TOKENS", 25)
+        monkeypatch.setattr(gemma4_unified, "MOST_ROWS", 9)
+        monkeypatch.setattr(gemma4_unified, "MAX_TOKENS", 25)
         yield FakeGpu(monkeypatch)
 
 

@@ -51,12 +51,15 @@ def make_saved(tmp_path_factory):
 
 def answers(llm: LLM, name: str) -> list[Any]:
     """Return tokens and log-probabilities of prompts with pictures and without."""
-    place = (CASES | MORE_CASES)[name].placeholder
+    case = (CASES | MORE_CASES)[name]
+    place, noise = case.placeholder, sounds.sound(0.52)
     images = [LARGE if name.startswith("qwen") else picture(30, 22, 1), picture(12, 40, 2)]
     prompts = [
         {"prompt": f"a {place} b {place}", "multi_modal_data": {"image": images}},
         {"prompt": "a text"},
     ]
+    if case.sounds is not None:
+        prompts.append({"prompt": "a <|audio|>", "multi_modal_data": {"audio": noise}})
     found = llm.generate(prompts, params(12), use_tqdm=False)
     return [
         (

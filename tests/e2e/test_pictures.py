@@ -22,6 +22,7 @@ from tests.handover import hand_over
 from tests.pictures import (
     CASES,
     MORE_CASES,
+    SHAPES,
     VOCAB,
     assert_greedy,
     hf_logprobs,
@@ -41,12 +42,12 @@ LONGEST_PREFIX = 2 * 64 + len("ab  cd  ef") + 2
 
 def budget(name, wanted=8):
     """Return the tokens of a step: those that see each other are together in one."""
-    least = {"gemma3": 16, "gemma4": 70, "paligemma": LONGEST_PREFIX}
+    least = {"gemma3": 16, "gemma4": 70, "gemma4_unified": 70, "paligemma": LONGEST_PREFIX}
     return max(least.get(name, 1) + 7, wanted)
 
 
 def prompt(name, *images, text="ab {} cd {} ef", **fields):
-    placeholder = (CASES | MORE_CASES)[name].placeholder
+    placeholder = (CASES | MORE_CASES | SHAPES)[name].placeholder
     return {
         "prompt": text.format(*[placeholder] * len(images)),
         "multi_modal_data": {"image": list(images)},
@@ -102,12 +103,6 @@ def saved(make_saved, request):
     return make_saved(request.param)
 
 
-@pytest.fixture(params=["smolvlm", "qwen3_vl"])
-def paged(make_saved, request):
-    """Return those of them with one block table for all layers."""
-    return make_saved(request.param)
-
-
 @pytest.fixture(params=["smolvlm", "qwen3_vl", "gemma3"])
 def some(make_saved, request):
     """Return the simplest of them, and some others."""
@@ -137,6 +132,20 @@ def test_parity(make_saved, name):
             assert_greedy(answer, expected)
 
 
+@pytest.mark.parametrize("name", SHAPES)
+def test_parity_of_other_shapes(name, tmp_path):
+    """Other depths, widths, numbers of heads, and sizes of pictures; all prompts at once."""
+    model = save_model(name, tmp_path)
+    first, second = picture(27, 64, 3), picture(31, 33, 4)
+    given = [prompt(name, first, second), prompt(name, second, text="{} quite another")]
+    with make_llm(tmp_path, max_model_len=510, max_num_batched_tokens=1024) as llm:
+        found = answers(llm, given, 8)
+        for one, (ids, tokens, logprobs) in zip(given, found, strict=True):
+            images = one["multi_modal_data"]["image"]
+            expected = hf_logprobs(model, name, llm, [*ids, *tokens], images, len(tokens))
+            assert_greedy((ids, tokens, logprobs), expected)
+
+
 def test_batches_and_caches(saved):
     name, folder, _, alone = saved
     with make_llm(folder) as llm:
@@ -145,12 +154,22 @@ def test_batches_and_caches(saved):
         # Pictures are found again within and across requests.
         assert stats.mm_cache_queries > stats.mm_cache_hits > 0
         assert answers(llm, prompts(name)) == alone
-        if name != "paligemma":  # whose prompts see all of themselves
-            # Known prefixes need none.
-            assert llm.stats().mm_cache_queries < 2 * stats.mm_cache_queries
+        # Known prefixes need none.
+        assert llm.stats().mm_cache_queries < 2 * stats.mm_cache_queries
         assert llm.stats().prefix_cache_hits > 0
         assert answers(llm, prompts(name)[::-1]) == alone[::-1]
         assert stats.num_encoder_cache_rows >= 400
+
+
+def few_blocks(name, alone):
+    """Return settings with which requests are preempted."""
+    most = max(len(ids) + len(tokens) for ids, tokens, _ in alone) // 16 + 2
+    settings = {"num_gpu_blocks_override": most + 2, "max_model_len": 16 * most}
+    if "gemma" in name:
+        settings["max_num_batched_tokens"] = budget(name)
+    if name.startswith("gemma"):  # two layers with windows have block tables of their own
+        settings["num_gpu_blocks_override"] += 2 * (budget(name) // 16 + 2)
+    return settings
 
 
 @pytest.mark.parametrize(
@@ -169,12 +188,7 @@ def test_layouts(saved, settings):
     if "max_num_batched_tokens" in settings:
         settings["max_num_batched_tokens"] = budget(name, settings["max_num_batched_tokens"])
     else:
-        most = max(len(ids) + len(tokens) for ids, tokens, _ in alone) // 16 + 2
-        blocks = most + 2
-        if "gemma" in name:  # two layers with windows have block tables of their own
-            settings["max_num_batched_tokens"] = budget(name)
-            blocks += 2 * (budget(name) // 16 + 2)
-        settings |= {"num_gpu_blocks_override": blocks, "max_model_len": 16 * most}
+        settings |= few_blocks(name, alone)
     with make_llm(folder, **settings) as llm:
         given = prompts(name) * 2
         assert answers(llm, given) == alone * 2
@@ -261,11 +275,10 @@ def test_files_of_a_model_that_contradict_each_other(make_saved, tmp_path):
 @pytest.mark.parametrize(
     "settings",
     [
-        {"tensor_parallel_size": 2},
         {"tensor_parallel_size": 2, "enable_sequence_parallel": True, "enforce_eager": True},
         {"pipeline_parallel_size": 2, "max_num_batched_tokens": 23},
     ],
-    ids=["columns", "rows", "stages"],
+    ids=["rows", "stages"],
 )
 def test_two_ranks(some, settings):
     name, folder, _, alone = some
@@ -285,13 +298,13 @@ def own_key(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-def test_offloading(paged, tmp_path):
+@pytest.mark.parametrize("name", ["smolvlm", "qwen3_vl", "gemma4_e", "paligemma"])
+def test_offloading(make_saved, name, tmp_path):
     """Blocks with pictures come back from other memory, also after a preemption and a restart."""
-    name, folder, _, alone = paged
-    most = max(len(ids) + len(tokens) for ids, tokens, _ in alone) // 16 + 2
-    settings = {"num_gpu_blocks_override": most + 2, "max_model_len": 16 * most, "max_num_seqs": 4}
+    name, folder, _, alone = make_saved(name)
     file = {"file_path": str(tmp_path / "kv"), "file_bytes_to_use": 2**26}
     config = connected("OffloadingConnector", **file)
+    settings = few_blocks(name, alone) | {"max_num_seqs": 4}
     settings |= {"preemption_mode": "swap", "kv_transfer_config": config}
     queries = []
     for _ in range(2):
@@ -305,10 +318,44 @@ def test_offloading(paged, tmp_path):
     assert queries[0] > queries[1]
 
 
-@pytest.mark.parametrize("layout", [{}, {"pipeline_parallel_size": 2, "num_threads": 1}], ids=str)
-def test_prefill_elsewhere(last, layout):
+@pytest.mark.parametrize("name", ["gemma4", "paligemma"])
+def test_shared_folder(make_saved, name, tmp_path):
+    """Another division of the model reads blocks with pages of two sizes, and those of prompts
+    that see all of themselves."""
+    name, folder, _, alone = make_saved(name)
+    transfer = {
+        "kv_connector": "SharedStorageConnector",
+        "kv_connector_extra_config": {"shared_storage_path": str(tmp_path / "kv")},
+    }
+    with make_llm(folder, kv_transfer_config=transfer) as llm:
+        assert answers(llm, prompts(name)) == alone
+    with make_llm(
+        folder, kv_transfer_config=transfer, tensor_parallel_size=2, num_threads=1
+    ) as llm:
+        assert answers(llm, prompts(name)[2:3]) == alone[2:3]
+        stats = llm.stats()
+        assert stats.external_prefix_cache_hits > 0
+        assert stats.mm_cache_queries < 2  # the last picture may reach into the last block
+
+
+TWO = {"tensor_parallel_size": 2, "num_threads": 1}
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("qwen3_vl", {}),
+        ("qwen3_vl", {"pipeline_parallel_size": 2, "num_threads": 1}),
+        ("gemma4", TWO),
+        ("gemma4_e", TWO | {"max_num_batched_tokens": 23}),
+        ("paligemma", {}),
+        ("paligemma", TWO),
+    ],
+    ids=str,
+)
+def test_prefill_elsewhere(make_saved, name, layout):
     """An engine goes on with blocks from another one, and runs no encoder for them."""
-    name, folder, _, alone = last
+    name, folder, _, alone = make_saved(name)
     config = {"kv_transfer_config": connected("P2PConnector")}
     with make_llm(folder, **config) as one, make_llm(folder, **layout, **config) as two:
         assert hand_over(one, two, prompts(name), params, 40) == alone
@@ -357,21 +404,16 @@ def test_drafts(last, method, tmp_path):
             assert sum(stats.num_accepted_tokens_per_pos) > 0
 
 
-def test_death(some):
-    """An engine that is killed in the middle of an answer is replaced; the answer goes on."""
-    name, folder, _, _ = some
-    with make_llm(folder, isolate=True) as llm:
-        assert_revived(llm, prompt(name, *PICTURES[:2]), params(60))
-
-
-def test_death_in_the_encoder(some, tmp_path, monkeypatch):
-    name, folder, _, alone = some
+def test_deaths(last, tmp_path, monkeypatch):
+    """An engine of which a rank dies in the middle of an encoder's run, or that is killed in the
+    middle of an answer, is replaced; the answers go on."""
+    name, folder, _, alone = last
     dying = DyingEncoder(tmp_path, monkeypatch)
-    with make_llm(folder, **dying.settings) as llm:
+    with make_llm(folder, tensor_parallel_size=2, num_threads=1, **dying.settings) as llm:
         assert answers(llm, prompts(name)[1:2]) == alone[1:2]
         with dying.once(llm):
             assert answers(llm, prompts(name)) == alone
-        assert answers(llm, prompts(name)) == alone
+        assert_revived(llm, prompt(name, *PICTURES[:2]), params(60))
 
 
 def test_errors(one):
@@ -530,10 +572,15 @@ def test_parts_of_layers(last, monkeypatch, ranks):
     assert slices == [(16, end) for end in range(1, 17)]
 
 
-def test_prompts_that_see_all_of_themselves_are_not_moved(make_saved):
+def test_only_equal_prompts_that_see_all_of_themselves_share_blocks(make_saved):
     _, folder, *_ = make_saved("paligemma")
-    with pytest.raises(ConfigError, match=r"encoder of PaliGemma.* kv_transfer_config"):
-        make_llm(folder, kv_transfer_config=connected("OffloadingConnector"))
+    given = [prompt("paligemma", *PICTURES[:2], text=text) for text in ("{}{}ab cd", "{}{}ab ce")]
+    with make_llm(folder) as llm:
+        first, second = (answers(llm, one, 1) for one in given)
+        assert llm.stats().prefix_cache_hits == 0
+        assert first != second
+        assert answers(llm, given, 1) == first + second
+        assert llm.stats().prefix_cache_hits > 0
 
 
 def test_forms_of_a_picture(one):

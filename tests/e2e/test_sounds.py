@@ -118,15 +118,9 @@ def test_layouts(saved, settings):
             assert llm.stats().num_preemptions > 0
 
 
-def test_two_ranks(saved):
-    name, folder, _, alone = saved
-    with make_llm(folder, tensor_parallel_size=2, num_threads=1) as llm:
-        assert answers(llm, prompts(name)) == alone
-
-
-def test_death(saved):
+def test_death(one):
     """An engine that is killed in the middle of an answer is replaced; the answer goes on."""
-    name, folder, _, _ = saved
+    name, folder, _, _ = one
     with make_llm(folder, isolate=True) as llm:
         assert_revived(llm, prompts(name)[0], params(60))
 

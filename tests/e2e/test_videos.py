@@ -1,7 +1,6 @@
 """Models that read videos: transformers' numbers, and the same bits in all layouts."""
 
 import functools
-import json
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,6 +11,8 @@ from octavo.checkpoints.registry import open_checkpoint
 from octavo.config import ModelConfig
 from octavo.errors import RequestError
 from octavo.frontend.videos import Videos
+from tests.e2e.test_pictures import connected
+from tests.handover import hand_over
 from tests.pictures import assert_greedy, make_llm, params, picture, save_model
 from tests.videos import FPS, VIDEO_CASES, frames, hf_video_logprobs
 
@@ -51,9 +52,6 @@ def make_saved(tmp_path_factory):
     def make(name):
         folder = tmp_path_factory.mktemp(name)
         model = save_model(name, folder)
-        if name.startswith("qwen"):
-            limits = {"size": {"shortest_edge": 64, "longest_edge": 4096}}
-            (folder / "video_preprocessor_config.json").write_text(json.dumps(limits))
         alone = []
         with make_llm(
             folder, max_model_len=500, enable_prefix_caching=False, max_num_seqs=1
@@ -87,6 +85,17 @@ def test_layouts(make_saved, name, settings):
         assert answers(llm, prompts(name) * 2) == alone * 2
         assert answers(llm, prompts(name)[::-1]) == alone[::-1]
         assert llm.stats().prefix_cache_hits > 0
+
+
+def test_prefill_elsewhere(make_saved, tmp_path, monkeypatch):
+    """Blocks of two sizes and the embeddings per layer of placeholders: Gemma 4 E."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    name = "gemma4_e"
+    folder, _, alone = make_saved(name)
+    settings = {"max_model_len": 500, "kv_transfer_config": connected("P2PConnector")}
+    with make_llm(folder, **settings) as one, make_llm(folder, **settings) as two:
+        assert hand_over(one, two, prompts(name), params, 12) == alone
+        assert two.stats().mm_cache_queries < one.stats().mm_cache_queries
 
 
 def test_forms_of_a_video(make_saved):

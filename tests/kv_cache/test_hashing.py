@@ -5,12 +5,14 @@ import pytest
 
 from octavo.kv_cache.hashing import (
     hash_block,
+    input_keys,
     make_block_hasher,
     prompt_embeds_keys,
     root_hash,
 )
 from octavo.messages import AdapterRef, CoreSamplingParams, PromptEmbeds
 from octavo.request import Request
+from tests.fakes import picture
 from tests.params import core_request
 
 
@@ -105,6 +107,37 @@ def test_an_adapter_changes_the_block_in_which_it_begins_and_those_after():
         ]
     last = {hashes(content, begin)[-1] for content in "ab" for begin in range(16)}
     assert len(last) == 32
+
+
+def test_a_range_of_texts_and_items_is_known_as_a_whole():
+    """All that its tokens see counts from the block in which it begins, and nothing after it."""
+
+    def hashes(tokens=(), name="a", offset=8, adapter_begin=None, end=14):
+        ids = [*range(20)]
+        for token in tokens:
+            ids[token] = 99
+        feature = picture(name, offset, 2, ranges=((5, end),))
+        fields = {"mm_features": [feature]}
+        if adapter_begin is not None:
+            fields |= {"adapter": AdapterRef("n", "/x", "c"), "adapter_begin": adapter_begin}
+        request = Request(
+            core_request("r", ids, CoreSamplingParams(), **fields),
+            make_block_hasher(4, input_keys),
+        )
+        return request.block_hashes
+
+    plain = hashes()
+    for other, first in [
+        (hashes([13]), 1),
+        (hashes(name="b"), 1),
+        (hashes(offset=9), 1),
+        (hashes(adapter_begin=13), 1),
+        (hashes(end=13), 1),
+        (hashes([0]), 0),
+        (hashes([14]), 3),
+        (hashes(adapter_begin=16), 4),
+    ]:
+        assert [a == b for a, b in zip(plain, other, strict=True)] == [i < first for i in range(5)]
 
 
 def test_embeddings_are_known_by_their_content():

@@ -15,6 +15,8 @@ from octavo.models.state_cache import StateCache
 from tests.fakes import pages
 
 BLOCKS = 7
+TWO_SIZES = [AttentionCache(2, 4, 9), AttentionCache(1, 20)] * 2
+"""Layers with blocks of two sizes."""
 
 
 def make_layout(caches, dtype="bfloat16", **more):
@@ -23,9 +25,7 @@ def make_layout(caches, dtype="bfloat16", **more):
 
 def make_cache(layout, seed=0):
     rng = np.random.default_rng(seed)
-    size = 2 * layout.page_nbytes
-    count = max(layout.num_pages) // 2
-    tensors = [rng.integers(0, 256, (BLOCKS, size), np.uint8) for _ in range(count)]
+    tensors = [rng.integers(0, 256, (BLOCKS, size), np.uint8) for size in layout.row_nbytes]
     caches = KVCaches(layout, [t.ctypes.data for t in tensors], BLOCKS)
     caches.owner = tensors  # it has addresses only
     return tensors, caches
@@ -40,7 +40,7 @@ def copy_of(layout, buffer, index, group_id=0, block_id=3, block_hash=b"h" * 32)
 def test_there_and_back(dtype):
     cache = AttentionCache(3, 20)
     layout = make_layout([cache] * 5, dtype)
-    assert layout.page_nbytes * 2 == cache.block_nbytes(16, dtype)
+    assert layout.page_nbytes == [cache.block_nbytes(16, dtype) // 2]
     tensors, caches = make_cache(layout)
     others, other_caches = make_cache(layout, 1)
     before = [tensor.copy() for tensor in others]
@@ -98,7 +98,7 @@ def test_nothing_else_is_taken_for_it():
     caches.save([copy])
     assert caches.load([copy._replace(block_hash=b"i" * 32, block_id=5)]) == {5}
     # Chunks that exchange their places.
-    size = layout.page_nbytes // 2
+    size = layout.page_nbytes[0] // 2
     first, second = buffer[:size].copy(), buffer[size : 2 * size].copy()
     buffer[:size], buffer[size : 2 * size] = second, first
     assert caches.load([copy]) == {3}
@@ -138,23 +138,60 @@ def test_groups_have_pages_of_their_own():
         assert not tensor[4:].any()
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+def test_groups_with_pages_of_two_sizes(dtype):
+    """Two ranks divide the heads of a group; both have the one head of the other."""
+
+    def rank(first, heads):
+        local = AttentionCache(heads, 4, 9, first_kv_head=first)
+        return make_layout([local, AttentionCache(1, 20)] * 2, dtype)
+
+    whole = rank(0, 2)
+    tensors, caches = make_cache(whole)
+    used = [group.cache.block_nbytes(16, dtype) for group in whole.groups]
+    assert len(set(used)) == 2
+    assert all(nbytes >= max(used) for nbytes in whole.row_nbytes)
+    buffer = np.zeros(2 * whole.copy_nbytes, np.uint8)
+    copies = [copy_of(whole, buffer, i, i, block_id=2 + i) for i in (0, 1)]
+    caches.save(copies)
+    others, other_caches = make_cache(whole, 1)
+    before = [tensor.copy() for tensor in others]
+    assert other_caches.load(copies) == set()
+    for tensor, other, old in zip(tensors, others, before, strict=True):
+        for i, nbytes in enumerate(used):
+            assert (other[2 + i, :nbytes] == tensor[2 + i, :nbytes]).all()
+            assert (other[2 + i, nbytes:] == old[2 + i, nbytes:]).all()
+        rest = np.delete(other, [2, 3], 0)
+        assert (rest == np.delete(old, [2, 3], 0)).all()
+    half = rank(1, 1)
+    halves, half_caches = make_cache(half)
+    assert half_caches.load(copies, whole.part) == set()
+    for tensor, other in zip(tensors, halves, strict=True):
+        keys_values = tensor[2, : used[0]].reshape(2, 2, -1)[:, 1].reshape(-1)
+        assert (other[2, : len(keys_values)] == keys_values).all()
+        assert (other[3, : used[1]] == tensor[3, : used[1]]).all()
+
+
+def heads_of(layout):
+    first = layout.part.first_heads[0]
+    return slice(first, first + layout.num_chunks[0])
+
+
 def test_other_ranks_copies_are_put_together():
     """Two ranks have 1 + 3 of four heads, two others 3 + 1; stages divide the layers."""
     size = 16 * 4 * 4  # a head's chunk
 
     def rank(first_head, heads, first_layer, layers):
-        cache = AttentionCache(heads, 4)
+        cache = AttentionCache(heads, 4, first_kv_head=first_head)
         group = KVCacheGroup(tuple(range(layers)), cache)
-        return KVLayout(
-            *("model", 16, "float32", (group,)), first_layer=first_layer, first_head=first_head
-        )
+        return KVLayout("model", 16, "float32", (group,), first_layer=first_layer)
 
     sources = [rank(0, 1, 0, 3), rank(1, 3, 0, 3)]
     whole = np.random.default_rng(0).integers(0, 256, (3, 2, 4, size), np.uint8)
     buffers = []
     for layout in sources:
         tensors, caches = make_cache(layout)
-        heads = slice(layout.first_head, layout.first_head + layout.num_chunks[0])
+        heads = heads_of(layout)
         for layer, tensor in enumerate(tensors):
             tensor[3] = whole[layer, :, heads].reshape(-1)
         buffers.append(np.zeros(layout.copy_nbytes, np.uint8))
@@ -164,7 +201,7 @@ def test_other_ranks_copies_are_put_together():
         for layout, buffer in zip(sources, buffers, strict=True):
             copy = copy_of(layout, buffer, 0, block_id=1)
             assert caches.load([copy], layout.part) == set()
-        heads = slice(target.first_head, target.first_head + target.num_chunks[0])
+        heads = heads_of(target)
         for layer, tensor in enumerate(tensors):
             want = whole[target.first_layer + layer, :, heads].reshape(-1)
             assert (tensor[1] == want).all()

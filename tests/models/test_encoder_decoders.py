@@ -23,6 +23,8 @@ BART |= {"bos_token_id": 0, "pad_token_id": 1, "eos_token_id": 2, "decoder_start
 BART |= {"forced_eos_token_id": None}
 ODD = {"d_model": 36, "encoder_attention_heads": 2, "decoder_attention_heads": 3}
 ODD |= {"encoder_layers": 1, "decoder_layers": 3, "decoder_ffn_dim": 40, "scale_embedding": True}
+DEEP = {"d_model": 24, "encoder_attention_heads": 3, "decoder_attention_heads": 2}
+DEEP |= {"encoder_layers": 3, "decoder_layers": 4, "encoder_ffn_dim": 32}
 GEMMA: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 40, "intermediate_size": 56}
 GEMMA |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 GEMMA |= {"head_dim": 8, "sliding_window": 6, "query_pre_attn_scalar": 12}
@@ -48,10 +50,16 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "T5ForConditionalGeneration",
         T5 | SMALL | {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
     ),
+    "flan-t5-wide": (
+        "T5ForConditionalGeneration",
+        T5
+        | {"d_model": 64, "d_kv": 12, "num_heads": 6, "num_layers": 1, "num_decoder_layers": 4}
+        | {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
+    ),
     "mt5": ("MT5ForConditionalGeneration", T5 | {"feed_forward_proj": "gated-gelu"}),
     "bart": ("BartForConditionalGeneration", BART),
     "bart-odd": ("BartForConditionalGeneration", BART | ODD),
-    "bart-relu": ("BartForConditionalGeneration", BART | {"activation_function": "relu"}),
+    "bart-relu": ("BartForConditionalGeneration", BART | DEEP | {"activation_function": "relu"}),
     "mbart": ("MBartForConditionalGeneration", BART | ODD),
     "pegasus": ("PegasusForConditionalGeneration", BART | {"scale_embedding": True}),
     "marian": ("MarianMTModel", MARIAN),
@@ -76,7 +84,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "marian-own": (
         "MarianMTModel",
-        MARIAN | {"share_encoder_decoder_embeddings": False, "decoder_vocab_size": 61},
+        MARIAN | DEEP | {"share_encoder_decoder_embeddings": False, "decoder_vocab_size": 61},
     ),
 }
 

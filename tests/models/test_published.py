@@ -49,6 +49,9 @@ def test_configs(name, tmp_path):
     [
         ("Idefics3", "vision_config", ["num_attention_heads"]),
         ("SmolVLM", "vision_config", ["num_attention_heads"]),
+        ("Gemma4Unified", "audio_config", list(CONFIGS["Gemma4Unified"]["audio_config"])),
+        ("Gemma4Unified", "text_config", ["global_head_dim", "use_bidirectional_attention"]),
+        ("Gemma4Unified", "vision_config", list(CONFIGS["Gemma4Unified"]["vision_config"])),
         ("Voxtral", "text_config", ["head_dim", "num_key_value_heads", "rms_norm_eps"]),
         ("Voxtral", "text_config", ["rope_theta", "max_position_embeddings", "num_hidden_layers"]),
     ],
@@ -88,7 +91,8 @@ FORMS = {
     "paligemma": (OLD, [*OLD, INNER], [INNER]),
     **dict.fromkeys(("mistral3", "llava-pixtral", "internvl", "voxtral", "qwen2audio"), (OLD,)),
     **dict.fromkeys(("qwen2vl", "qwen2_5_vl"), (QWEN,)),
-    **dict.fromkeys(("qwen3vl", "qwen3vlmoe", "qwen3_5", "gemma4", "smolvlm", "idefics3"), ()),
+    **dict.fromkeys(("qwen3vl", "qwen3vlmoe", "qwen3_5", "gemma4", "gemma4unified"), ()),
+    **dict.fromkeys(("smolvlm", "idefics3"), ()),
     **dict.fromkeys(("t5", "flan-t5", "mt5", "umt5", "bart", "mbart", "pegasus", "marian"), ()),
     **dict.fromkeys(("m2m100", "t5gemma", "whisper", "moonshine"), ()),
 }

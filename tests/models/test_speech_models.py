@@ -12,7 +12,6 @@ from octavo.models.blocks.wave import MIN_SAMPLES
 from octavo.models.families.moonshine import MAX_SAMPLES
 from tests.models.harness import make_hf
 from tests.models.test_encoder_decoders import make_llm
-from tests.revival import assert_revived
 
 VOCAB = 97
 MOONSHINE: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 72, "intermediate_size": 56}
@@ -102,9 +101,8 @@ def bits(outputs):
         {},
         {"max_num_batched_tokens": 96, "max_num_seqs": 3},
         {"num_gpu_blocks_override": 84, "max_num_seqs": 24, "enable_prefix_caching": False},
-        {"tensor_parallel_size": 2, "num_threads": 1},
     ],
-    ids=["batch", "small steps", "preemptions", "two ranks"],
+    ids=["batch", "small steps", "preemptions"],
 )
 def test_moonshine_in_all_layouts(moonshine, settings):
     folder, alone = moonshine
@@ -113,11 +111,6 @@ def test_moonshine_in_all_layouts(moonshine, settings):
         found = llm.generate(prompts(STARTS) * count, params())
         assert [[one] for one in bits(found)] == alone * count
         assert count == 2 or llm.stats().num_preemptions > 0
-
-
-def test_moonshine_on_a_new_engine(moonshine):
-    with make_llm(moonshine[0], isolate=True) as llm:
-        assert_revived(llm, prompts(STARTS)[0], params(40))
 
 
 def test_wrong_sounds(moonshine):

@@ -41,7 +41,7 @@ SMALL |= {"num_attention_heads": 3, "image_size": 24, "patch_size": 4}
 WIDE = {"hidden_size": 40, "intermediate_size": 56, "num_hidden_layers": 2}
 WIDE |= {"num_attention_heads": 2, "image_size": 19, "patch_size": 2}
 ODD = {"hidden_size": 39, "intermediate_size": 41, "num_hidden_layers": 2}
-ODD |= {"num_attention_heads": 3, "image_size": 92, "patch_size": 5, "num_channels": 1}
+ODD |= {"num_attention_heads": 3, "image_size": 32, "patch_size": 5, "num_channels": 1}
 
 QWEN = {"depth": 3, "hidden_size": 32, "num_heads": 2, "intermediate_size": 40}
 QWEN |= {"patch_size": 4, "out_hidden_size": 32}
@@ -168,7 +168,10 @@ def squares(*squares: tuple[int, int]) -> Maker:
     """Return a maker of patches with their places, in rows and columns of squares."""
 
     def make(random: np.random.Generator, vision: dict[str, Any]) -> list[Arrays]:
-        group, numbers = vision["pooling_kernel_size"], 3 * vision["patch_size"] ** 2
+        group, side = vision["pooling_kernel_size"], vision["patch_size"]
+        if "mm_embed_dim" in vision:  # a square is one patch
+            group, side = 1, group * side
+        numbers = 3 * side**2
         result = []
         for rows, columns in squares:
             at, width = np.arange(rows * columns * group**2), columns * group
@@ -231,8 +234,8 @@ add(
     {
         "": (SMALL | clip, {"image_grid_pinpoints": [[24, 48], [48, 24], [48, 48], [72, 24]]}),
         "-wide": (
-            WIDE | clip | {"image_size": 20},
-            {"image_grid_pinpoints": [[20, 20], [40, 60]], "vision_feature_layer": -1},
+            WIDE | clip | {"image_size": 12},
+            {"image_grid_pinpoints": [[12, 12], [24, 36]], "vision_feature_layer": -1},
         ),
         "-siglip": (
             SMALL | siglip,
@@ -253,13 +256,13 @@ add(
             | {"vision_aspect_ratio": "anyres_max_2"},
         ),
         "-wide": (
-            WIDE | siglip,
-            {"image_grid_pinpoints": [[19, 19], [38, 57], [76, 38]], "vision_feature_layer": -2}
+            WIDE | siglip | {"image_size": 11},
+            {"image_grid_pinpoints": [[11, 11], [22, 33], [44, 22]], "vision_feature_layer": -2}
             | {"vision_aspect_ratio": "anyres_max_1"},
         ),
         "-odd": (
-            ODD | siglip | {"image_size": 90},
-            {"image_grid_pinpoints": [[90, 180]], "multimodal_projector_bias": False},
+            ODD | siglip | {"image_size": 30},
+            {"image_grid_pinpoints": [[30, 60]], "multimodal_projector_bias": False},
         ),
     },
     TEXT | {"model_type": "qwen2"},
@@ -292,6 +295,18 @@ add(
     square_features,
     {"": (gemma4, {}), "-wide": (gemma4_wide, {}), "-odd": (gemma4_odd, {})},
     TEXT | {"model_type": "gemma4_text", "head_dim": 8, "hidden_size_per_layer_input": 0},
+)
+unified = {"mm_embed_dim": 24, "mm_posemb_size": 8, "output_proj_dims": 24}
+unified |= {"patch_size": 2, "pooling_kernel_size": 2}
+unified_wide = unified | {"mm_embed_dim": 72, "output_proj_dims": 72, "pooling_kernel_size": 3}
+unified_odd = unified | {"mm_embed_dim": 39, "output_proj_dims": 39, "patch_size": 3}
+unified_odd |= {"mm_posemb_size": 7, "rms_norm_eps": 1e-2}
+add(
+    "Gemma4Unified",
+    squares((2, 3), (1, 7), (5, 1)),
+    square_features,
+    {"": (unified, {}), "-wide": (unified_wide, {}), "-odd": (unified_odd, {})},
+    TEXT | {"model_type": "gemma4_unified_text", "head_dim": 8},
 )
 intern = {"model_type": "internvl_vision"}
 sides = {"image_size": [24, 24], "patch_size": [4, 4]}

@@ -173,6 +173,23 @@ def test_answers_that_no_other_server_continues(path, body):
     assert set(job(body, path, headers=[("x-api-key", "k")]).pieces).isdisjoint(made.pieces)
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/tokenize", {"messages": []}),
+        ("/v1/chat/completions/render", {"messages": []}),
+        ("/v1/messages/count_tokens", {"messages": []}),
+        ("/v1/responses/input_tokens", {"input": "a"}),
+    ],
+)
+def test_prompts_that_are_not_answered(path, body):
+    """They have a scope by key, since servers keep their media, but no place by their prompt."""
+    assert sent(job(body, path)) == body
+    made = job(body, path, api_key="k")
+    assert sent(made) == body | {"cache_salt": sent(made)["cache_salt"]}
+    assert (made.generates, made.pieces) == (False, [])
+
+
 @pytest.mark.parametrize("store", [None, True, False])
 def test_responses_that_are_stored(store):
     assert job({"input": "a", "store": store}, "/v1/responses").creates == (store is not False)

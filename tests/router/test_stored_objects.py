@@ -2,15 +2,13 @@
 
 import asyncio
 import json
-from types import SimpleNamespace
 from urllib.parse import unquote
 
 import pytest
 
 from octavo.config import ServerConfig
 from octavo.errors import RequestError
-from octavo.router import stored_objects
-from octavo.router.stored_objects import StoredObjects, id_of, named_objects
+from octavo.router.stored_objects import id_of, named_objects
 from tests.router.servers import FakeServer, Routed, upstream, whole
 
 RESPONSES = "/v1/responses"
@@ -187,20 +185,6 @@ async def test_keys_that_the_servers_cannot_tell_apart():
             assert asked.headers["authorization"] == "Bearer theirs"
             assert "x-api-key" not in asked.headers
         assert (await router.client.get(path, headers=keys[0])).status_code == 200
-
-
-def test_many_objects(monkeypatch):
-    """One client's objects do not displace another's."""
-    monkeypatch.setattr(stored_objects, "MAX_OBJECTS", 10)
-    stored, server = StoredObjects(), SimpleNamespace()
-    for i in range(3):
-        stored.note("few", f"resp_{i}", server)
-    for i in range(100):
-        stored.note("many", f"resp_{i}", server)
-    assert all(stored.find("few", f"resp_{i}") is server for i in range(3))
-    found = [i for i in range(100) if stored.find("many", f"resp_{i}")]
-    assert found == list(range(93, 100))
-    assert stored.find(None, "resp_99") is None
 
 
 @routed

@@ -231,20 +231,21 @@ def test_a_hit_may_end_among_tokens_that_see_each_other():
     assert (step.scheduled_reqs[0].new.num_computed_tokens, scheduled_tokens(step)["2"]) == (16, 14)
 
 
-def test_a_prompt_that_sees_all_of_itself_is_one_step_without_known_blocks():
-    engine = make_engine(rows=40, budget=40, max_num_seqs=2)
+def test_a_prompt_that_sees_all_of_itself_is_one_step_and_known_as_a_whole():
+    engine = make_engine(rows=40, budget=40, max_num_seqs=3)
 
-    def add(name):
+    def add(name, last=29):
         ranges = ((0, 30),)
         pictures = [picture("a", 0, 8, ranges=ranges), picture("b", 8, 8, ranges=ranges)]
-        engine.add(name, range(30), features=pictures, max_tokens=20)
+        engine.add(name, [*range(29), last], features=pictures, max_tokens=20)
 
-    for name in "12":
-        add(name)
+    for name, last, count in ("1", 29, 30), ("2", 28, 30), ("3", 28, 6):
+        add(name, last)
         step = engine.schedule()
-        assert scheduled_tokens(step)[name] == 30
+        assert scheduled_tokens(step)[name] == count
         assert list(step.scheduled_encoder_inputs) == ([name] if name == "1" else [])
     engine.run()
+    engine.scheduler.reset_prefix_cache()
     # Encoders compute all of its pictures in that step.
     add("3")
     engine.add("4", range(9), features=[picture("c", 0, 8, tokens=30)])
@@ -278,6 +279,18 @@ def test_what_depends_on_a_failed_item_is_forgotten(fate):
     # The first block ends before the picture.
     assert [len(pool.cached_blocks(group)) for group in range(2)] == [1, 1]
     assert "a" not in items
+    engine.run()
+
+
+def test_all_of_a_range_depends_on_a_failed_item():
+    engine = make_engine(rows=40, budget=40)
+    engine.add("1", range(30), features=[picture("a", 10, 10, ranges=((0, 30),))])
+    engine.schedule()
+    known = engine.scheduler.kv_cache_manager.pool.cached_blocks(0)
+    assert len(known) == 3
+    engine.in_flight[0][1].errors["1"] = "its encoder failed"
+    engine.update()
+    assert not known
     engine.run()
 
 

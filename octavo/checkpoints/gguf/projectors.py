@@ -70,8 +70,12 @@ class Projector:
     neighbors."""
     shifted: str = ""
     """Tensor to whose weights the converter has added 1."""
-    by_channels: str = ""
-    """Matrix whose columns, the numbers of a patch, the converter has ordered by channels."""
+    by_channels: Mapping[str, int] = field(default_factory=dict)
+    """Tensors whose columns, the numbers of a patch, the converter has ordered by channels, and
+    their numbers of dimensions in the file."""
+    swapped: str = ""
+    """Tensor whose first two dimensions the converter has exchanged."""
+    has_layers: bool = True
     sounds: tuple[str, ...] = ()
     """Values of clip.audio.projector_type that the file may have beside the tower."""
     floats: tuple[str, ...] = ()
@@ -236,6 +240,22 @@ def _gemma4(file: Described, vision: dict[str, Any]) -> tuple[dict[str, Any], di
     return {"vision_config": vision}, pictures
 
 
+def _gemma4_unified(
+    file: Described, vision: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    positions = file.shapes.get("v.position_embd.weight", ())
+    own = {
+        "patch_size": vision["patch_size"],
+        "pooling_kernel_size": file.number("projector.scale_factor", 3),
+    }
+    sizes = {
+        "mm_embed_dim": vision["hidden_size"],
+        "mm_posemb_size": positions[1] if len(positions) > 1 else 0,
+        "rms_norm_eps": vision["layer_norm_eps"],
+    }
+    return {"vision_config": own | sizes}, {"do_normalize": True, **own}
+
+
 _QWEN_NAMES = {"visual.patch_embed.proj": "v.patch_embd", "visual.merger.ln_q": "v.post_ln"}
 _QWEN_NAMES |= {"visual.merger.mlp.0": "mm.0", "visual.merger.mlp.2": "mm.2"}
 _QWEN3_NAMES = {"visual.patch_embed.proj": "v.patch_embd", "visual.pos_embed": "v.position_embd"}
@@ -291,6 +311,14 @@ _GEMMA4_NAMES = {
     "vision_tower.std_scale": "v.std_scale",
     "embed_vision.embedding_projection": "mm.input_projection",
 }
+_GEMMA4_UNIFIED_NAMES = {
+    "vision_embedder.patch_dense": "v.patch_embd",
+    "vision_embedder.patch_ln1": "v.patch_norm.1",
+    "vision_embedder.patch_ln2": "v.patch_norm.2",
+    "vision_embedder.pos_norm": "v.patch_norm.3",
+    "vision_embedder.pos_embedding": "v.position_embd.weight",
+    "embed_vision.embedding_projection": "mm.input_projection",
+}
 _INTERNVL_NAMES = {
     "vision_tower.embeddings.patch_embeddings.projection": "v.patch_embd",
     "vision_tower.embeddings.position_embeddings": "v.position_embd.weight",
@@ -325,8 +353,27 @@ PROJECTORS: dict[str, Projector] = {
         _GEMMA4_NAMES,
         "mm.input_projection.weight",
         ("projector.scale_factor",),
-        by_channels="vision_tower.patch_embedder.input_proj.weight",
+        by_channels={"vision_tower.patch_embedder.input_proj.weight": 4},
         sounds=("gemma4a",),
+    ),
+    "gemma4uv": Projector(
+        "Gemma4Unified",
+        "gemma4_unified",
+        ("gemma4",),
+        _gemma4_unified,
+        "",
+        {},
+        _GEMMA4_UNIFIED_NAMES,
+        "mm.input_projection.weight",
+        ("projector.scale_factor",),
+        by_channels={
+            "vision_embedder.patch_dense.weight": 2,
+            "vision_embedder.patch_ln1.weight": 1,
+            "vision_embedder.patch_ln1.bias": 1,
+        },
+        swapped="vision_embedder.pos_embedding",
+        has_layers=False,
+        sounds=("gemma4ua",),
     ),
     "qwen2vl_merger": Projector(
         "Qwen2VL",

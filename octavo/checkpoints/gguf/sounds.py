@@ -43,8 +43,8 @@ class SoundEncoder:
     """Tensor whose rows are the numbers of a row of the decoder."""
     linears: frozenset[str]
     """Modules of `inner` and of `names` whose weights may be blocks."""
-    softplus: str
-    """Module of a layer whose tensor the converter has replaced with its softplus."""
+    softplus: str = ""
+    """Module of a layer whose tensor the converter has replaced with its softplus; empty: none."""
 
 
 def _read_gemma4(file: Described) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -113,6 +113,15 @@ _GEMMA4_NAMES = {
     "embed_audio.embedding_projection": "mm.a.input_projection",
 }
 
+
+def _read_gemma4_unified(file: Described) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Read `gemma4ua`, whose number of mel bands has no meaning."""
+    shape = file.shapes.get("mm.a.input_projection.weight", ())
+    size = shape[1] if len(shape) == 2 else 0
+    features = {"feature_extractor_type": "Gemma4UnifiedAudioFeatureExtractor"}
+    return {"audio_embed_dim": size}, {**features, "audio_samples_per_token": size}
+
+
 SOUND_ENCODERS: dict[str, SoundEncoder] = {
     "gemma4a": SoundEncoder(
         _read_gemma4,
@@ -130,6 +139,14 @@ SOUND_ENCODERS: dict[str, SoundEncoder] = {
             }
         ),
         "self_attn.per_dim_scale",
+    ),
+    "gemma4ua": SoundEncoder(
+        _read_gemma4_unified,
+        "",
+        {},
+        {"embed_audio.embedding_projection": "mm.a.input_projection"},
+        "mm.a.input_projection.weight",
+        frozenset({"embed_audio.embedding_projection"}),
     ),
 }
 """Values of clip.audio.projector_type."""

@@ -6,6 +6,7 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from octavo.system.tensor import HostTensor, from_numpy
 
 _PREFIXES: tuple[str, ...] = ("visual.", "vision_tower.", "model.vision_model.")
 _PREFIXES += ("multi_modal_projector.", "model.connector.")
-_PREFIXES += ("embed_vision.", "audio_tower.", "embed_audio.")
+_PREFIXES += ("embed_vision.", "vision_embedder.", "audio_tower.", "embed_audio.")
 _KEYS = {"has_vision_encoder", "has_audio_encoder", "has_text_encoder", "has_llava_projector"}
 _KEYS |= {"projector_type", "use_gelu", "use_silu"}
 _KEYS |= {
@@ -222,13 +223,19 @@ class VisionFile:
                 f"{shorten_names(unknown)} is not supported; use the model's Hugging Face folder, "
                 "or start with --no-mmproj."
             )
-        inner = self.shapes.get(f"v.blk.0.{self._up}.weight", (0,))
+        inner, least = self.shapes.get(f"v.blk.0.{self._up}.weight", (0,)), 1
+        if not self._projector.has_layers:
+            least = 0
         return {
             "hidden_size": self.number("embedding_length"),
             # Old files have another number in feed_forward_length.
             "intermediate_size": inner[0],
-            "num_hidden_layers": keys.integer("clip.vision.block_count", most=MOST_LAYERS),
-            "num_attention_heads": self.number("attention.head_count"),
+            "num_hidden_layers": keys.integer(
+                "clip.vision.block_count", least=least, most=MOST_LAYERS
+            ),
+            "num_attention_heads": keys.integer(
+                "clip.vision.attention.head_count", least=least, most=2**20
+            ),
             "num_channels": 3,
             "image_size": keys.integer("clip.vision.image_size", most=_MOST_SIDE),
             "patch_size": keys.integer("clip.vision.patch_size", most=1024),
@@ -304,14 +311,11 @@ class VisionFile:
             if stored.startswith("mm.") and stored not in projector.floats
         ]
         if sounds := self._sound_encoder:
-            audio_layers = self.keys.integer("clip.audio.block_count", most=MOST_LAYERS)
             modules += [m for m in sounds.names if m in sounds.linears]
-            modules += [
-                f"{sounds.layers}{i}.{m}"
-                for i in range(audio_layers)
-                for m in sounds.inner
-                if m in sounds.linears
-            ]
+            inner = [m for m in sounds.inner if m in sounds.linears]
+            if inner:
+                count = self.keys.integer("clip.audio.block_count", most=MOST_LAYERS)
+                modules += [f"{sounds.layers}{i}.{m}" for i in range(count) for m in inner]
         return modules + [
             f"visual.deepstack_merger_list.{i}.linear_fc{n}"
             for i in range(len(self._taps))
@@ -342,9 +346,14 @@ class VisionFile:
             )
         parts = {source.name: [tensors[name] for name in stored[source.name]] for source in sources}
         for source in sources:
-            _check(source, parts[source.name])
+            required = source
+            if source.name == self._projector.swapped:
+                first, second, *rest = source.shape
+                required = replace(source, shape=(second, first, *rest))
+            _check(required, parts[source.name])
         heads = self._sizes["num_attention_heads"]
-        softplus = f".{self._sound_encoder.softplus}" if self._sound_encoder else ""
+        sounds = self._sound_encoder
+        softplus = f".{sounds.softplus}" if sounds and sounds.softplus else ""
         return VisionTensors(self._header, parts, self._projector, heads, softplus)
 
     def _is_ignored(self, name: str, num_layers: int) -> bool:
@@ -426,8 +435,10 @@ class VisionTensors:
             module = source.name.split(".")[-2]
             if self._projector.permuted and module in ("q_proj", "k_proj"):
                 data = self._neighbors_apart(data, part)
-            if source.name == self._projector.by_channels:
-                data = _channels_last(data, part)
+            if dimensions := self._projector.by_channels.get(source.name):
+                data = _channels_last(data, part, dimensions)
+            if source.name == self._projector.swapped:
+                data = _swapped(data, part)
             if self._softplus and source.name.endswith(self._softplus):
                 floats = from_numpy(data).view(dtype).numpy().astype(np.float64)
                 with np.errstate(divide="ignore", invalid="ignore"):
@@ -465,13 +476,27 @@ class VisionTensors:
         release(self._header.data, tensor)
 
 
-def _channels_last(data: NDArray[np.uint8], part: GGUFTensor) -> NDArray[np.uint8]:
-    """Return the bytes of weights [rows, channels, height, width] with the channels last."""
-    if len(part.shape) != 4:
-        raise ModelError(f"{part.file}: {part.name} must have 4 dimensions, not {len(part.shape)}.")
-    rows, channels, height, width = part.shape
-    pixels = data.reshape(rows, channels, height * width, -1)
+def _channels_last(data: NDArray[np.uint8], part: GGUFTensor, dimensions: int) -> NDArray[np.uint8]:
+    """Return the bytes of the numbers of patches with the three channels last.
+
+    Args:
+        data: bytes of the tensor, [rows, 3, height, width], [rows, 3 * pixels] or [3 * pixels].
+        part: the tensor.
+        dimensions: number of dimensions that it must have.
+    """
+    if len(part.shape) != dimensions:
+        raise ModelError(
+            f"{part.file}: {part.name} must have {dimensions} dimensions, not {len(part.shape)}."
+        )
+    rows = part.shape[0] if dimensions > 1 else 1
+    pixels = data.reshape(rows, 3, math.prod(part.shape) // rows // 3, -1)
     return np.ascontiguousarray(pixels.swapaxes(1, 2)).reshape(-1)
+
+
+def _swapped(data: NDArray[np.uint8], part: GGUFTensor) -> NDArray[np.uint8]:
+    """Return the bytes of a tensor with its first two dimensions exchanged."""
+    pairs = data.reshape(*part.shape[:2], -1)
+    return np.ascontiguousarray(pairs.swapaxes(0, 1)).reshape(-1)
 
 
 def _plain(value: Any) -> Any:

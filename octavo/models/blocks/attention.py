@@ -336,15 +336,19 @@ class AttentionSpec(BlockSpec):
         return Weight(f"{names.own}bias", "vector", shape, (source,), dtype="float32")
 
     def caches(self) -> tuple[AttentionCache]:
-        """Return the cache of the keys and values of each token."""
+        """Return the cache of the keys and values of each token.
+
+        If ranges widen a window, all tokens stay: a step may compute only the end of a range.
+        """
         if not self.causal or self.in_encoder:
             heads = self.num_kv_heads, self.head_size
             return (EncoderCache(*heads, first_kv_head=self.first_kv_head),)
+        widens = self.ranges is not None and self.ranges.widens
         return (
             AttentionCache(
                 self.num_kv_heads,
                 self.head_size,
-                self.sliding_window,
+                None if widens else self.sliding_window,
                 self.first_kv_head,
                 self.chunk_size,
             ),

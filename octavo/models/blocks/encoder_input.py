@@ -189,6 +189,11 @@ class PatchInputSpec:
     table: tuple[tuple[str, tuple[int, ...]], ...] = ()
     """Tensors of the checkpoint with the learned vectors, and their shapes."""
     norm: NormSpec | None = None
+    """Norm of the hidden states."""
+    patch_norm: NormSpec | None = None
+    """Norm of the numbers of a patch (Gemma 4 12B)."""
+    projected_norm: NormSpec | None = None
+    """Norm of a projected patch, before the vectors are added (Gemma 4 12B)."""
 
     def sizes(self, data: Arrays) -> tuple[int, int]:
         """Implement `InputSpec`."""
@@ -203,8 +208,12 @@ class PatchInputSpec:
         return self.layout.largest(num_tokens)
 
     def weights(self, names: Names) -> Iterator[Weight]:
-        """Yield the projection, the table and the norm."""
+        """Yield the projection, the table and the norms."""
+        if self.patch_norm is not None:
+            yield from self.patch_norm.weights(names.of("patch_norm"))
         yield from self.project.weights(names.of("project"))
+        if self.projected_norm is not None:
+            yield from self.projected_norm.weights(names.of("projected_norm"))
         if self.table:
             sources = tuple(Source(name, shape, "flat") for name, shape in self.table)
             numbers = sum(math.prod(shape) for _, shape in self.table)
@@ -221,4 +230,46 @@ class PatchInputSpec:
             self.project.build(parts.of("project")),
             parts.tensor("table").view(-1, self.hidden_size) if self.table else None,
             build_norm(self.norm, parts.of("norm")),
+            build_norm(self.patch_norm, parts.of("patch_norm")),
+            build_norm(self.projected_norm, parts.of("projected_norm")),
         )
+
+
+@dataclass(frozen=True)
+class VectorInputSpec:
+    """Vectors that are the hidden states themselves (sounds of Gemma 4 12B).
+
+    The item's array is `input_features`, float32 [T, size].
+    """
+
+    size: int
+
+    def sizes(self, data: Arrays) -> tuple[int, int]:
+        """Implement `InputSpec`."""
+        vectors = data["input_features"]
+        if vectors.ndim != 2 or vectors.shape[1] != self.size or not len(vectors):
+            raise RequestError(
+                f"'input_features' has the shape {vectors.shape}; the encoder reads vectors of "
+                f"{self.size} numbers, at least one."
+            )
+        return len(vectors), len(vectors)
+
+    def read(self, data: Arrays) -> EncoderItem:
+        """Implement `InputSpec`."""
+        vectors = data["input_features"].astype(np.float32, copy=False)
+        count = len(vectors)
+        return EncoderItem(count, (np.array([count]),), numbers={"vectors": vectors})
+
+    def largest(self, num_tokens: int) -> EncoderItem:
+        """Implement `InputSpec`."""
+        return self.read({"input_features": np.zeros((num_tokens, self.size), np.float32)})
+
+    def weights(self, names: Names) -> Iterator[Weight]:
+        """Implement `InputSpec`: there are none."""
+        yield from ()
+
+    def build(self, parts: Parts) -> EncoderInput:
+        """Implement `InputSpec`."""
+        from octavo.layers.encoder_input import VectorInput
+
+        return VectorInput()

@@ -59,25 +59,7 @@ class PositionedLayout:
 
     def sizes(self, data: Arrays) -> tuple[int, int]:
         """Implement `PatchLayout`."""
-        patches, places = data["pixel_values"], data["image_position_ids"]
-        tokens = len(patches) if patches.ndim == 2 else 0
-        valid = places.shape == (tokens, 2) and places.dtype == np.int64 and tokens > 0
-        if valid:
-            width, height = (int(n) + 1 for n in places[-1])
-            valid = (
-                min(width, height) > 0
-                and max(width, height) <= self.num_positions
-                and width % self.group == height % self.group == 0
-                and width * height == tokens
-                and bool((places == _places(height, width)).all())
-            )
-        if not valid or patches.shape[1] != self.numbers:
-            raise refuse_shape(
-                patches,
-                "pixel_values",
-                f"patches of {self.numbers} numbers row by row, in squares of {self.group} x "
-                f"{self.group}",
-            )
+        tokens = check_places(data, self.numbers, self.num_positions, self.group)
         return tokens, tokens // self.group**2
 
     def read(self, data: Arrays) -> EncoderItem:
@@ -95,7 +77,7 @@ class PositionedLayout:
         return item
 
     def _item(self, patches: Floats, height: int, width: int) -> EncoderItem:
-        places = _places(height, width)
+        places = places_of(height, width)
         squares = group_tokens(height, width, self.group).reshape(-1, self.group**2)
         half = self.head_size // 2
         speeds = rates(self.theta, np.arange(0, half, 2, dtype=np.float32) / np.float32(half))
@@ -115,7 +97,49 @@ class PositionedLayout:
         )
 
 
-def _places(height: int, width: int) -> NDArray[np.int64]:
+def check_places(data: Arrays, numbers: int, num_positions: int, group: int = 1) -> int:
+    """Return the number of patches of an item of `pixel_values` and `image_position_ids`.
+
+    Args:
+        data: the arrays, as `PositionedLayout` describes them.
+        numbers: numbers of a patch.
+        num_positions: most patches of a column or a row.
+        group: height and width of the squares that the patches form.
+
+    Raises:
+        RequestError: the arrays have another form.
+    """
+    patches, places = data["pixel_values"], data["image_position_ids"]
+    tokens = len(patches) if patches.ndim == 2 else 0
+    valid = places.shape == (tokens, 2) and places.dtype == np.int64 and tokens > 0
+    if valid:
+        width, height = (int(n) + 1 for n in places[-1])
+        valid = (
+            min(width, height) > 0
+            and max(width, height) <= num_positions
+            and width % group == height % group == 0
+            and width * height == tokens
+            and bool((places == places_of(height, width)).all())
+        )
+    if not valid or patches.shape[1] != numbers:
+        squares = f", in squares of {group} x {group}" if group > 1 else ""
+        raise refuse_shape(
+            patches, "pixel_values", f"patches of {numbers} numbers row by row{squares}"
+        )
+    return tokens
+
+
+def read_sight(config: ConfigJson) -> Sight | None:
+    """Return the rule for the tokens of a picture, which only the large models have.
+
+    It is that of `create_masks_for_generate` of transformers: layers without a window are causal.
+    """
+    if config.get("use_bidirectional_attention") != "vision":
+        return None
+    return Sight("item", MOST_ROWS, layers="sliding")
+
+
+def places_of(height: int, width: int) -> NDArray[np.int64]:
     """Return the column and the row of each patch, row by row: int64 [height * width, 2]."""
     rows, columns = np.divmod(np.arange(height * width), width)
     return np.stack([columns, rows], 1)
@@ -182,7 +206,6 @@ def read_gemma4(config: ConfigJson) -> EncoderSpec:
     )
     embedder = f"{_PREFIX}patch_embedder."
     layout = PositionedLayout(numbers, group, positions, head, read_theta(vision), factor)
-    sees = config.get("use_bidirectional_attention") == "vision"
     return EncoderSpec(
         "image",
         PatchInputSpec(
@@ -199,5 +222,5 @@ def read_gemma4(config: ConfigJson) -> EncoderSpec:
         max_num_tokens=MOST_ROWS * group**2,
         prefixes=_PREFIXES,
         modalities=("video",),
-        sight=Sight("item", MOST_ROWS, layers="sliding") if sees else None,
+        sight=read_sight(config),
     )

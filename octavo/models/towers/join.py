@@ -19,6 +19,7 @@ from octavo.models.towers.registry import tower_name, with_encoders
 _PLAIN: tuple[str, ...] = (
     "Gemma3",
     "Gemma4",
+    "Gemma4Unified",
     "Idefics3",
     "InternVL",
     "InternVLChatModel",

@@ -8,7 +8,7 @@ from dataclasses import replace
 from octavo.checkpoints.config_json import ConfigJson
 from octavo.models.encoder import EncoderSpec
 from octavo.models.spec import ModelSpec
-from octavo.models.towers import gemma4, internvl, pixtral, qwen_vl, siglip
+from octavo.models.towers import gemma4, gemma4_unified, internvl, pixtral, qwen_vl, siglip
 
 
 def _read_llava(config: ConfigJson) -> EncoderSpec:
@@ -20,6 +20,7 @@ def _read_llava(config: ConfigJson) -> EncoderSpec:
 TOWERS: dict[str, Callable[[ConfigJson], EncoderSpec]] = {
     "Gemma3": siglip.read_gemma3,
     "Gemma4": gemma4.read_gemma4,
+    "Gemma4Unified": gemma4_unified.read_gemma4_unified,
     "Idefics3": siglip.read_idefics3,
     "InternVL": internvl.read_internvl,
     "InternVLChatModel": internvl.read_internvl_chat,

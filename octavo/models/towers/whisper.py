@@ -17,6 +17,7 @@ from octavo.models.encoder import EncoderSpec
 from octavo.models.families.bart import BartLike
 from octavo.models.spec import ModelSpec
 from octavo.models.towers.gemma4_audio import read_gemma4_audio
+from octavo.models.towers.gemma4_unified import read_gemma4_unified_audio
 
 LIKE = BartLike(pre_norm=True, embed_norm=False, key_bias=False)
 """Layers of Whisper."""
@@ -174,6 +175,7 @@ def _read_qwen3_asr(config: ConfigJson) -> EncoderSpec:
 
 _TOWERS: Mapping[str, Callable[[ConfigJson], EncoderSpec]] = {
     "Gemma4ForConditionalGeneration": read_gemma4_audio,
+    "Gemma4UnifiedForConditionalGeneration": read_gemma4_unified_audio,
     "Qwen2AudioForConditionalGeneration": _read_qwen2_audio,
     "Qwen3ASRForConditionalGeneration": _read_qwen3_asr,
     "VoxtralForConditionalGeneration": _read_voxtral,

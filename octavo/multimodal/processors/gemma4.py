@@ -1,6 +1,7 @@
 """Pictures that keep their aspect ratio, scaled to about as many patches: Gemma 4.
 
-Source: `Gemma4ImageProcessorPil` and `Gemma4Processor` of transformers.
+Source: `Gemma4ImageProcessorPil`, `Gemma4UnifiedImageProcessor` and `Gemma4Processor` of
+transformers.
 """
 
 from __future__ import annotations
@@ -92,3 +93,11 @@ class Gemma4Processor(ImageProcessor):
                 f"it has {width} x {height} pixels, which are too narrow for {most} embeddings."
             )
         return rows, columns
+
+
+class Gemma4UnifiedProcessor(Gemma4Processor):
+    """Processor of Gemma 4 12B: a patch is what is a square of patches in the other models."""
+
+    def __init__(self, settings: ConfigJson) -> None:
+        super().__init__(settings)
+        self._patch, self._group = self._patch * self._group, 1

@@ -19,7 +19,7 @@ from octavo.multimodal.processors.clip import (
 )
 from octavo.multimodal.processors.fallback import TransformersProcessor
 from octavo.multimodal.processors.gemma3 import Gemma3Processor
-from octavo.multimodal.processors.gemma4 import Gemma4Processor
+from octavo.multimodal.processors.gemma4 import Gemma4Processor, Gemma4UnifiedProcessor
 from octavo.multimodal.processors.idefics3 import Idefics3Processor
 from octavo.multimodal.processors.internvl import InternVLChatProcessor, InternVLProcessor
 from octavo.multimodal.processors.llava_next import LlavaNextProcessor, OneVisionProcessor
@@ -32,6 +32,7 @@ PROCESSORS: Mapping[str, type[ImageProcessor]] = {
     "siglip": SiglipProcessor,
     "gemma3": Gemma3Processor,
     "gemma4": Gemma4Processor,
+    "gemma4_unified": Gemma4UnifiedProcessor,
     "idefics3": Idefics3Processor,
     "internvl": InternVLProcessor,
     "internvl_chat": InternVLChatProcessor,
@@ -46,6 +47,7 @@ PROCESSORS: Mapping[str, type[ImageProcessor]] = {
 _OF_MODELS = {
     "gemma3": "gemma3",
     "gemma4": "gemma4",
+    "gemma4_unified": "gemma4_unified",
     "idefics3": "idefics3",
     "internvl": "internvl",
     "internvl_chat": "internvl_chat",
@@ -68,6 +70,7 @@ _SUFFIXES = ("Fast", "Pil", "ImageProcessor", "FeatureExtractor")
 _CLASSES = {
     "gemma3": ("Gemma3",),
     "gemma4": ("Gemma4",),
+    "gemma4_unified": ("Gemma4Unified",),
     "idefics3": ("Idefics3", "SmolVLM"),
     "internvl": ("GotOcr2", "InternVL"),
     "llava_next": ("LlavaNext", "CLIP"),  # CLIP's class makes no tiles, which the model needs

@@ -1,7 +1,7 @@
 """Processors of sounds: samples to log-mel features, and their places in prompts.
 
-Sources: `Gemma4Processor`, `Qwen2AudioProcessor`, `Qwen3ASRFeatureExtractor` and `VoxtralProcessor`
-of transformers.
+Sources: `Gemma4Processor`, `Gemma4UnifiedAudioFeatureExtractor`, `Qwen2AudioProcessor`,
+`Qwen3ASRFeatureExtractor` and `VoxtralProcessor` of transformers.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from octavo.checkpoints.base import Checkpoint
 from octavo.checkpoints.config_json import ConfigJson
 from octavo.errors import ModelError, RequestError
 from octavo.media.audio import MAX_SECONDS as LONGEST_FILE
+from octavo.media.audio import SAMPLE_RATE
 from octavo.media.log_mel import Floats, LogMel
 from octavo.media.usm_mel import UsmMel
 from octavo.models.blocks import subsample
@@ -27,6 +28,7 @@ from octavo.multimodal.items import Item, Part, make_part
 from octavo.multimodal.processors.base import Place, Processor
 
 _FILE, _WHOLE = "preprocessor_config.json", "processor_config.json"
+_FRAMES_ONLY = "Gemma4UnifiedAudioFeatureExtractor"
 
 
 class SoundProcessor(Processor, ABC):
@@ -203,8 +205,37 @@ class Gemma4SoundProcessor(SoundProcessor):
             raise RequestError(
                 f"it has {len(samples)} samples, and the model reads at least {least}."
             )
-        data = {"input_features": features.compute(samples)}
-        return (make_part(Place(("<|audio>", count, "<audio|>"), count), data),)
+        return (_marked_part(features.compute(samples), count),)
+
+
+class Gemma4UnifiedSoundProcessor(SoundProcessor):
+    """Sounds of at most 30 s, whose samples the model reads in frames of 40 ms."""
+
+    token = "<|audio|>"
+    sampling_rate = SAMPLE_RATE
+
+    def __init__(self, settings: ConfigJson) -> None:
+        super().__init__(settings)
+        settings.refuse("feature_extractor_type", _FRAMES_ONLY, f"only {_FRAMES_ONLY} is supported")
+        settings.refuse("sampling_rate", SAMPLE_RATE, f"only {SAMPLE_RATE} is supported")
+        self._frame = settings.integer("audio_samples_per_token", default=640, most=SAMPLE_RATE)
+
+    @property
+    def max_seconds(self) -> int:
+        """Seconds of a sound with the most tokens."""
+        return MAX_TOKENS * self._frame // self.sampling_rate
+
+    def parts(self, samples: Floats) -> tuple[Part, ...]:
+        """Return one part; silence fills the last frame."""
+        filled = np.pad(samples, (0, -len(samples) % self._frame))
+        frames = filled.reshape(-1, self._frame)
+        return (_marked_part(frames, len(frames)),)
+
+
+def _marked_part(frames: Floats, count: int) -> Part:
+    """Return a sound of Gemma 4, between its two tokens."""
+    data = {"input_features": np.ascontiguousarray(frames)}
+    return make_part(Place(("<|audio>", count, "<audio|>"), count), data)
 
 
 def _part(frames: Floats, num_tokens: int, num_rows: int) -> Part:
@@ -214,6 +245,7 @@ def _part(frames: Floats, num_tokens: int, num_rows: int) -> Part:
 
 PROCESSORS: Mapping[str, type[SoundProcessor]] = {
     "gemma4": Gemma4SoundProcessor,
+    "gemma4_unified": Gemma4UnifiedSoundProcessor,
     "qwen2_audio": Qwen2AudioProcessor,
     "qwen3_asr": Qwen3ASRProcessor,
     "voxtral": VoxtralProcessor,

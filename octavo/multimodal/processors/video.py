@@ -21,7 +21,7 @@ from octavo.checkpoints.config_json import ConfigJson
 from octavo.errors import RequestError
 from octavo.multimodal.pixels import Image, resize
 from octavo.multimodal.processors.base import ImageProcessor, ModelFiles, Place, Processor, integers
-from octavo.multimodal.processors.gemma4 import Gemma4Processor
+from octavo.multimodal.processors.gemma4 import Gemma4Processor, Gemma4UnifiedProcessor
 from octavo.multimodal.processors.idefics3 import Idefics3Processor
 from octavo.multimodal.processors.internvl import InternVLProcessor
 from octavo.multimodal.processors.llava_next import OneVisionProcessor
@@ -383,6 +383,12 @@ class Gemma4VideoProcessor(VideoProcessor):
         return (self.image.process(image) for image in images)
 
 
+class Gemma4UnifiedVideoProcessor(Gemma4VideoProcessor):
+    """Videos of Gemma 4 12B."""
+
+    images = Gemma4UnifiedProcessor
+
+
 _UNITS: tuple[str, ...] = (
     "zero",
     "one",
@@ -415,6 +421,7 @@ def in_words(number: int) -> str:
 
 VIDEO_PROCESSORS: Mapping[str, type[VideoProcessor]] = {
     "gemma4": Gemma4VideoProcessor,
+    "gemma4_unified": Gemma4UnifiedVideoProcessor,
     "internvl": InternVideoProcessor,
     "llava_onevision": OneVisionVideoProcessor,
     "qwen2_vl": QwenVideoProcessor,

@@ -151,6 +151,8 @@ def save_with_towers(name: str, folder: Path) -> None:
     (folder / "preprocessor_config.json").write_text(json.dumps(preprocessor))
     config = json.loads((folder / "config.json").read_text())
     config["vision_config"]["pooling_kernel_size"] = 3
+    if name == "gemma4_unified":  # fields that published files have, too
+        config["text_config"] |= {"moe_intermediate_size": None, "hidden_size_per_layer_input": 0}
     if name == "sounds":
         channels = config["audio_config"]["subsampling_conv_channels"]
         config["audio_config"]["input_feat_size"] = channels[0]
@@ -165,15 +167,18 @@ def save_with_towers(name: str, folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [("gemma4", "f32"), ("gemma4_e", "f32"), ("sounds", "f32"), ("sounds", "q8_0")],
+    [
+        *(("gemma4", "f32"), ("gemma4_e", "f32"), ("sounds", "f32"), ("sounds", "q8_0")),
+        *(("gemma4_unified", "f32"), ("gemma4_unified", "q8_0")),
+    ],
 )
 def test_towers_of_gemma4(name: str, kind: str, tmp_path: Path) -> None:
-    """Pictures, and sounds of the model that hears."""
+    """Pictures, and sounds of the models that hear."""
     folder = tmp_path / "hf"
     folder.mkdir()
     save_with_towers(name, folder)
     data: dict[str, Any] = {"image": [picture(30, 22, 1)]}
-    if name == "sounds":
+    if name in ("sounds", "gemma4_unified"):
         data["audio"] = [sounds.sound(1.3)]
     text = run_converter(folder, tmp_path / "text.gguf", "f32")
     tower = run_converter(folder, tmp_path / "mmproj-text.gguf", kind, "--mmproj")

@@ -97,7 +97,10 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("gemma3", {f"{V}projector.scale_factor": 3}, "scale_factor=3.*it must divide 8"),
     ("gemma3", {f"{V}projector.scale_factor": 16}, "scale_factor=16.*it must divide 8"),
     ("gemma3", {"clip.projector_type": "idefics3"}, "needs a text model of .*llama"),
-    ("gemma4_e", {"clip.projector_type": "gemma4uv"}, "projector_type=gemma4uv is not supported"),
+    ("gemma4_e", {"clip.projector_type": "gemma5v"}, "projector_type=gemma5v is not supported"),
+    ("gemma4_unified", {"clip.vision.projector_type": "gemma4v"}, "supported: gemma4a"),
+    ("gemma4_unified", {"clip.audio.projector_type": "gemma4a"}, "supported: gemma4ua"),
+    ("gemma4_unified", {f"{V}projector.scale_factor": 2}, r"patch_norm.1.weight has shape \[108\]"),
     ("gemma4_e", {"clip.has_audio_encoder": True}, "audio.projector_type is missing"),
     (
         "gemma4_e",
@@ -121,7 +124,10 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(
     "name",
-    ["smolvlm", "llava", "qwen2_5_vl", "qwen3_vl", "mistral3", "gemma3", "gemma4_e", "internvl"],
+    [
+        *("smolvlm", "llava", "qwen2_5_vl", "qwen3_vl", "mistral3", "internvl"),
+        *("gemma3", "gemma4_e", "gemma4_unified"),
+    ],
 )
 def test_metadata(name: str, make_files, tmp_path: Path) -> None:
     text, metadata, arrays = make_files(name)
@@ -161,6 +167,11 @@ def test_metadata(name: str, make_files, tmp_path: Path) -> None:
         ("gemma4_e", "v.position_embd.weight", (3, 64, 24), r"has shape \[3, 64, 24\]"),
         ("gemma4_e", "v.std_bias", (24,), "lacks 1 tensors .*v.std_scale"),
         ("gemma4_e", "mm.input_projection.weight", (31, 24), "embeddings of 32 numbers"),
+        ("gemma4_unified", "v.patch_norm.3.bias", None, "lacks 1 tensors .*v.patch_norm.3.bias"),
+        ("gemma4_unified", "v.patch_embd.weight", (24, 108, 1), "must have 2 dimensions, not 3"),
+        ("gemma4_unified", "v.position_embd.weight", None, "mm_posemb_size=0"),
+        ("gemma4_unified", "v.position_embd.weight", (80, 2, 24), r"has shape \[80, 2, 24\]"),
+        ("gemma4_unified", "mm.a.input_projection.weight", (31, 640), "embeddings of 32 numbers"),
         ("qwen2_vl", "v.blk.2.attn_k.bias", (15,), r"attn_k.bias has shape \[15\]"),
         ("qwen2_vl", "v.patch_embd.weight.1", (16, 3, 4, 5), "v.patch_embd.weight.1 has shape"),
         ("qwen2_vl", "v.patch_embd.weight.1", None, "v.patch_embd.weight has shape"),

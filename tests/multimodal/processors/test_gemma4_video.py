@@ -14,9 +14,9 @@ from tests.multimodal.processors.test_video import text_of, writer
 from tests.videos import frames
 
 
-def processor(folder, video=None, file="processor_config.json"):
-    (folder / "config.json").write_text(json.dumps({"model_type": "gemma4"}))
-    pictures = {"image_processor_type": "Gemma4ImageProcessor", "max_soft_tokens": 280}
+def processor(folder, video=None, file="processor_config.json", kind="gemma4"):
+    (folder / "config.json").write_text(json.dumps({"model_type": kind}))
+    pictures = {"max_soft_tokens": 280}
     whole = {"image_processor": pictures}
     if video is not None:
         whole |= {"video_processor": video}
@@ -37,18 +37,20 @@ def test_settings_are_those_of_videos(tmp_path):
         found.changed({"max_soft_tokens": 71})
 
 
+@pytest.mark.parametrize(("kind", "side"), [("gemma4", 16), ("gemma4_unified", 48)])
 @pytest.mark.parametrize("size", [(60, 90), (1080, 1920), (700, 30), (336, 480)])
-def test_sizes(size, tmp_path):
-    ours = processor(tmp_path)
+def test_sizes(size, kind, side, tmp_path):
+    ours = processor(tmp_path, kind=kind)
     height, width = get_aspect_ratio_preserving_size(*size, 16, 70 * 9, 3)
     for place in ours.places(ours.frames([0, 5], 10, 2.0, size)):
         assert place.num_embeds == height * width // 48**2
-        assert place.num_encoder_tokens == height * width // 16**2
+        assert place.num_encoder_tokens == height * width // side**2
 
 
-def test_frames_are_pictures(tmp_path):
+@pytest.mark.parametrize("kind", ["gemma4", "gemma4_unified"])
+def test_frames_are_pictures(kind, tmp_path):
     """transformers' processor of videos needs torchvision, so that of pictures is the reference."""
-    pixels, ours = frames(2, 100, 120), processor(tmp_path)
+    pixels, ours = frames(2, 100, 120), processor(tmp_path, kind=kind)
     parts = list(ours.process(ours.frames([0, 1], 2, 1.0, (100, 120)), pixels))
     for part, image in zip(parts, pixels, strict=True):
         expected = ours.image.process(image)

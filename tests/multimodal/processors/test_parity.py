@@ -1,11 +1,15 @@
 """Processors against transformers' Pillow backend: pixels to the last bit, and tokens."""
 
+import ast
 import importlib
 import json
+import math
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 import transformers
 from PIL import Image
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
@@ -103,6 +107,18 @@ CASES = {
     },
     "gemma4-small": {
         "model": "gemma4",
+        "config": {},
+        "preprocessor": {"patch_size": 8, "pooling_kernel_size": 2, "max_soft_tokens": 560},
+        "request": {"max_soft_tokens": 70},
+    },
+    "gemma4-unified": {
+        "model": "gemma4_unified",
+        "config": {},
+        "preprocessor": {"image_processor_type": "Gemma4UnifiedImageProcessor"},
+        "sizes": [*SIZES, (1, 4000), (4000, 2), (768, 768)],
+    },
+    "gemma4-unified-small": {
+        "model": "gemma4_unified",
         "config": {},
         "preprocessor": {"patch_size": 8, "pooling_kernel_size": 2, "max_soft_tokens": 560},
         "request": {"max_soft_tokens": 70},
@@ -260,6 +276,7 @@ def reference(name):
     classes = {
         "gemma3": ("gemma3", "Gemma3"),
         "gemma4": ("gemma4", "Gemma4"),
+        "gemma4_unified": ("gemma4", "Gemma4"),
         "paligemma": ("siglip", "Siglip"),
         "idefics3": ("idefics3", "Idefics3"),
         "smolvlm": ("smolvlm", "SmolVLM"),
@@ -275,7 +292,37 @@ def reference(name):
         classes["llava"] = (stem.lower(), stem)
     module, stem = classes[case["model"]]
     module = importlib.import_module(f"transformers.models.{module}.image_processing_pil_{module}")
-    return getattr(module, f"{stem}ImageProcessorPil")(**given)
+    made = getattr(module, f"{stem}ImageProcessorPil")(**given)
+    return Merging(made) if case["model"] == "gemma4_unified" else made
+
+
+class Merging:
+    """Processor of Gemma 4 12B, whose module cannot be imported without torchvision: patches of
+    Gemma 4, which its own function joins."""
+
+    def __init__(self, patches):
+        self.patches = patches
+        file = Path(transformers.__file__).parent
+        file /= "models/gemma4_unified/image_processing_gemma4_unified.py"
+        (merge,) = (
+            node
+            for node in ast.parse(file.read_text()).body
+            if isinstance(node, ast.FunctionDef) and node.name == "patches_merge"
+        )
+        names = {"math": math, "torch": torch}
+        exec(compile(ast.Module([merge], []), str(file), "exec"), names)
+        self.merge = names["patches_merge"]
+
+    def __call__(self, *args, **options):
+        found = self.patches(*args, **options)
+        (count,) = found["num_soft_tokens_per_image"]
+        valid = (found["image_position_ids"] >= 0).all(-1)
+        patches, places = (
+            torch.from_numpy(found[name][valid][None])
+            for name in ("pixel_values", "image_position_ids")
+        )
+        patches, places = (it.numpy() for it in self.merge(patches, places, int(count)))
+        return {**found, "pixel_values": patches, "image_position_ids": places}
 
 
 def picture(height, width):
@@ -395,6 +442,11 @@ WRITERS["gemma4"] = WRITERS["gemma4-small"] = (
     "gemma4",
     "Gemma4Processor",
     {"boi_token": "<|image>", "image_token": "<|image|>", "eoi_token": "<image|>"},
+)
+WRITERS["gemma4-unified"] = WRITERS["gemma4-unified-small"] = (
+    "gemma4_unified",
+    "Gemma4UnifiedProcessor",
+    WRITERS["gemma4"][2],
 )
 WRITERS["paligemma"] = (
     "paligemma",

@@ -8,6 +8,10 @@ import torch
 from transformers import WhisperFeatureExtractor
 from transformers.models.gemma4.feature_extraction_gemma4 import Gemma4AudioFeatureExtractor
 from transformers.models.gemma4.processing_gemma4 import Gemma4Processor
+from transformers.models.gemma4_unified.feature_extraction_gemma4_unified import (
+    Gemma4UnifiedAudioFeatureExtractor,
+)
+from transformers.models.gemma4_unified.processing_gemma4_unified import Gemma4UnifiedProcessor
 from transformers.models.qwen3_asr.feature_extraction_qwen3_asr import Qwen3ASRFeatureExtractor
 from transformers.models.qwen3_asr.modeling_qwen3_asr import _get_feat_extract_output_lengths
 
@@ -94,6 +98,34 @@ def test_gemma4(tmp_path, samples):
     assert part.place.num_encoder_tokens == count
     frames = expected["input_features"][0][mask]
     np.testing.assert_allclose(features_of(part), frames, atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("samples", [1, 639, 640, 641, 12_345, 480_000])
+def test_gemma4_unified(tmp_path, samples):
+    given, theirs = sound(30)[:samples], Gemma4UnifiedAudioFeatureExtractor()
+    whole = {"feature_extractor": json.loads(theirs.to_json_string())}
+    processor = make(tmp_path, "gemma4_unified", "processor_config.json", whole)
+    (part,) = processor.process(given).parts
+    expected = theirs([given], return_tensors="np")
+    writer = object.__new__(Gemma4UnifiedProcessor)
+    vars(writer).update(boa_token="<|audio>", audio_token="a", eoa_token="<audio|>")
+    first, count, last = part.place.pieces
+    assert f"{first}{'a' * count}{last}" == writer.replace_audio_token(expected, 0)
+    assert part.place.num_encoder_tokens == count
+    np.testing.assert_array_equal(features_of(part), expected["input_features"][0])
+
+
+def test_settings_of_gemma4_unified(tmp_path):
+    for settings in (
+        {"sampling_rate": 24_000},
+        {"audio_samples_per_token": 0},
+        {"feature_extractor_type": "Gemma4AudioFeatureExtractor"},
+    ):
+        with pytest.raises(ModelError, match=next(iter(settings))):
+            make(tmp_path, "gemma4_unified", settings=settings)
+    processor = make(tmp_path, "gemma4_unified", settings={})
+    with pytest.raises(RequestError, match=r"30\.1 s, and at most 30 s are supported"):
+        processor.process(sound(30.1))
 
 
 def test_settings_of_gemma4(tmp_path):
