@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from octavo.errors import RequestError
 from octavo.media.audio import SAMPLE_RATE
+from octavo.media.container import open_container
 from octavo.media.process import Job
 from octavo.system.limited_process import Buffer
 
@@ -102,17 +103,7 @@ def _open(data: Buffer, max_seconds: int) -> Iterator[_Decoder]:
     view = memoryview(data)
     name = demuxer_of(view)
     try:
-        with av.open(
-            _Input(view),
-            "r",
-            format=name,
-            options={
-                "protocol_whitelist": "none",
-                "format_whitelist": name,
-                "codec_whitelist": ",".join(sorted(_DECODERS)),
-            },
-            metadata_errors="ignore",
-        ) as container:
+        with open_container(_Input(view), name, _DECODERS) as container:
             announced = _wav_seconds(view) if name == "wav" else None
             yield _Decoder(container, name, max_seconds, announced)
     except av.error.FFmpegError as error:

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.errors import RequestError
-from octavo.kernels.base import SAMPLING_ROW
+from octavo.kernels.ops_logits import SAMPLING_ROW
 from octavo.messages import CoreSamplingParams
 from octavo.sampling import philox
 from octavo.sampling.logits_processors.base import LogitsProcessor, LongArray, NewRow, StepRows

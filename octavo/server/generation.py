@@ -7,7 +7,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, aclosing, contextmanager
+from contextlib import aclosing, contextmanager
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, cast
 
 import msgspec
@@ -35,6 +35,7 @@ from octavo.server.abilities import check_generates
 from octavo.server.call import Call
 from octavo.server.errors import ClientDisconnectError, error_event, log_unexpected
 from octavo.server.http_state import HttpState
+from octavo.server.large_answers import LargeAnswer
 from octavo.server.load_report import add_load_report
 from octavo.server.parts import Delta
 from octavo.server.prompt_difference import find_difference
@@ -379,6 +380,15 @@ class Generation(Call, ABC, Generic[B]):
             chunks = chunks or [{"choices": []}]
             chunks[0] |= fields
         return chunks
+
+    async def _last_output(self) -> RequestOutput:
+        """Return the whole output of the only prompt."""
+        last: RequestOutput | None = None
+        async with aclosing(self._outputs()) as stream:
+            async for _, output in stream:
+                last = output
+        assert last is not None
+        return last
 
     async def _outputs(self) -> AsyncGenerator[IndexedOutput, None]:
         """Yield the outputs of all prompts, as they arrive."""
@@ -816,45 +826,6 @@ class EventStream(Response):
 def reading(state: ServerState, stream: Stream, number: int) -> EventStream:
     """Return a response with a stream's events from `number` on."""
     return EventStream(state, stream.read(number), None, last=b"")
-
-
-class LargeAnswer(Response):
-    """Response that a thread writes, a choice at a time, as fast as the client reads it.
-
-    As JSON, logprobs occupy twenty times the memory of the numbers.
-    """
-
-    def __init__(
-        self,
-        state: ServerState,
-        parts: Iterator[bytes],
-        held: AbstractContextManager[None],
-        deadline: float | None,
-    ) -> None:
-        super().__init__(media_type="application/json")
-        del self.headers["content-length"]
-        self._state = state
-        self._parts = parts
-        self._held = held
-        self._deadline = deadline
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the parts until they end or the client disconnects."""
-
-        async def pump() -> None:
-            await send(
-                {
-                    "type": "http.response.start",
-                    "status": self.status_code,
-                    "headers": self.raw_headers,
-                }
-            )
-            while (part := await asyncio.to_thread(next, self._parts, None)) is not None:
-                await send({"type": "http.response.body", "body": part, "more_body": True})
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-        with self._held:
-            await self._state.run(receive, pump(), self._deadline)
 
 
 def _join_parts(
