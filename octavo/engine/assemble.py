@@ -125,8 +125,8 @@ def make_engine_core(
     checkpoint = open_model(config, model_path, setup.dtype)
     if spec.is_encoder_decoder and (unused := unused_generation_settings(checkpoint)):
         logger.info(
-            "requests set how to search and how long answers are; not applied: %s of the model's "
-            "files",
+            "requests choose a beam search (LLM.beam_search, use_beam_search); not applied: %s of "
+            "the model's files",
             ", ".join(unused),
         )
     for stage in setup.stages:

@@ -34,6 +34,7 @@ _FIELDS = [
 ]
 # Fields for which that route, or the model, has other defaults.
 _STATED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens")
+_STATED += ("min_tokens",)
 _DEFAULTS = SamplingParams()
 
 
