@@ -48,8 +48,10 @@ class SamplingState:
         self._num_logprobs = np.full(max_num_rows, NO_LOGPROBS, np.int64)
         self._logprob_token_ids: dict[int, NDArray[np.int32]] = {}
         """Token ids of the rows that request certain tokens."""
-        small = (ReasoningEnd, AllowedTokenIds, BadWords, MinTokens, LogitBias)
-        small += (WhisperAnswers, RepeatedNGrams)
+        small = (
+            *(ReasoningEnd, AllowedTokenIds, BadWords, MinTokens, LogitBias),
+            *(WhisperAnswers, RepeatedNGrams),
+        )
         self.processors: list[LogitsProcessor] = [
             *(processor(max_num_rows, vocab_size) for processor in small),
             *plugins,

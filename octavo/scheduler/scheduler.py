@@ -867,9 +867,7 @@ class Scheduler:
         self._add_to_step(step, request, scheduled, start, request.num_tokens)
         return True
 
-    def _room_beside_encoder(
-        self, step: ScheduledStep, request: Request, num_encoded: int
-    ) -> int:
+    def _room_beside_encoder(self, step: ScheduledStep, request: Request, num_encoded: int) -> int:
         """Return the number of tokens that a new request may have in a step with its encoder.
 
         The first input of a step may exceed the step's budget by the tokens of running requests
