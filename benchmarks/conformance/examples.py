@@ -74,6 +74,7 @@ LEFT_OUT = {
     "rl/rdt_vllm_serve.py": "has only functions for another script",
     "scale_out/example_mm_serve.py": "pictures, sounds and videos",
     "speech_to_text/*": "pictures, sounds and videos",
+    "tool_calling/chat_with_tools_offline.py": _CALLS,
     "tool_calling/openai_chat_completion_client_with_tools.py": _CALLS,
 }
 # Arguments without which a script only prints its usage.

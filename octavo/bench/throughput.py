@@ -166,7 +166,7 @@ def _load_requests(
     from octavo.models.hub import resolve_folders
     from octavo.text.tokenizer import Tokenizer
 
-    tokenizer = Tokenizer.from_folder(resolve_folders(config)[1])
+    tokenizer = Tokenizer.from_folder(resolve_folders(config)[1], config.model.tokenizer_mode)
     return load_dataset(args, tokenizer, min(tokenizer.vocab_size, spec.vocab_size))
 
 

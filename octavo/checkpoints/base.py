@@ -16,7 +16,7 @@ from octavo.checkpoints.model_files import printable
 if TYPE_CHECKING:
     from octavo.system.tensor import HostTensor
 
-LoadFormat = Literal["auto", "safetensors", "pt", "gguf", "sharded_state", "dummy"]
+LoadFormat = Literal["auto", "safetensors", "pt", "gguf", "mistral", "sharded_state", "dummy"]
 FLOATS = ("float64", "float32", "float16", "bfloat16")
 _OLD_NAMES = {
     "LayerNorm.weight": "LayerNorm.gamma",

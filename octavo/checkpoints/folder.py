@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -13,6 +14,7 @@ from typing import ClassVar
 from octavo.checkpoints.base import FLOATS, Expected, LoadFormat, Source, shorten_names
 from octavo.checkpoints.config_json import ConfigJson
 from octavo.checkpoints.mapped_file import MappedFile, MappedTensors, StoredTensor
+from octavo.checkpoints.mistral.files import PARAMS, has_params_only
 from octavo.checkpoints.model_files import refuse_lfs_pointer, without_weights
 from octavo.checkpoints.safetensors_header import read_header
 from octavo.checkpoints.torch_header import read_torch_header
@@ -32,14 +34,23 @@ class Folder:
         self.path = path
         self.load_format = load_format
 
+    @cached_property
+    def is_mistral(self) -> bool:
+        """True if the model is described in Mistral's own form."""
+        return self.load_format == "mistral" or has_params_only(self.path)
+
     @property
     def config_file(self) -> Path:
         """Implement `Checkpoint`."""
-        return self.path / "config.json"
+        return self.path / (PARAMS if self.is_mistral else "config.json")
 
     @cached_property
     def config(self) -> ConfigJson:
         """Implement `Checkpoint`."""
+        if self.is_mistral:
+            from octavo.checkpoints.mistral.params import read_params  # few models need it
+
+            return read_params(self.config_file)
         return ConfigJson.load(self.config_file)
 
     @property
@@ -62,11 +73,20 @@ class Folder:
         file = self.path / name
         try:
             if not file.is_file():
-                return None
+                return self._made_text(name)
             refuse_lfs_pointer(file)
             return file.read_text("utf-8")
         except (OSError, ValueError) as error:
             raise ModelError(f"{file} cannot be read: {reason_of(error)}.") from error
+
+    def _made_text(self, name: str) -> str | None:
+        """Return a text that Mistral's form describes in params.json; None: there is none."""
+        if not self.is_mistral or name != "preprocessor_config.json":
+            return None
+        from octavo.checkpoints.mistral.params import read_preprocessor  # few models need it
+
+        made = read_preprocessor(self.config_file)
+        return None if made is None else json.dumps(made)
 
     def file_names(self, pattern: str) -> list[str]:
         """Implement `Checkpoint`."""
@@ -140,18 +160,25 @@ def module_file(folder: Path) -> Path:
     )
 
 
-def list_files(folder: Path, index: str, pattern: str) -> list[Path]:
+def list_files(
+    folder: Path,
+    index: str,
+    pattern: str,
+    left_out: tuple[str, ...] = ("consolidated", "adapter_"),
+) -> list[Path]:
     """Return the weight files that an index names; without an index, all that match a pattern.
+
+    Args:
+        folder: the model's folder.
+        index: name of the index.
+        pattern: names of weight files.
+        left_out: beginnings of names of files that are not the model's weights in this form.
 
     Raises:
         ModelError: the index is damaged, or names files elsewhere or files that do not exist.
     """
     if not (folder / index).exists():
-        return [
-            file
-            for file in sorted(folder.glob(pattern))
-            if not file.name.startswith(("consolidated", "adapter_"))
-        ]
+        return [file for file in sorted(folder.glob(pattern)) if not file.name.startswith(left_out)]
     weight_map = ConfigJson.load(folder / index).section("weight_map")
     names = sorted({str(name) for name in weight_map.values()})
     outside = [name for name in names if Path(name).is_absolute() or ".." in Path(name).parts]

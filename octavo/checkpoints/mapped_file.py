@@ -26,6 +26,9 @@ class StoredTensor:
     """Position of its first byte in the file."""
     strides: tuple[int, ...] | None = None
     """Distances of successive elements of each dimension, in bytes; None: the tensor is dense."""
+    paired_heads: int = 0
+    """Number of heads of a dense tensor whose rotated pairs are successive rows in the file: the
+    first rows of all pairs of a head are read before the second ones. 0: rows keep their order."""
 
     @property
     def transposed(self) -> StoredTensor:
@@ -47,9 +50,14 @@ class MappedFile:
             self.data = memoryview(mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ))
 
     def tensor(self, stored: StoredTensor) -> HostTensor:
-        """Return a view of a tensor, which cannot be written to."""
+        """Return a view of a tensor, which cannot be written to, or a copy in another order."""
         bits = f"u{itemsize(stored.dtype)}"  # numpy lacks some of the types
         array: np.ndarray = np.ndarray(stored.shape, bits, self.data, stored.begin, stored.strides)
+        if stored.paired_heads:
+            view, rest = array, array.shape[1:]
+            pairs = view.reshape(stored.paired_heads, -1, 2, *rest)
+            array = np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(view.shape)
+            _native.release_pages(view.ctypes.data, view.nbytes)
         tensor: HostTensor = from_numpy(array).view(stored.dtype)
         return tensor
 
@@ -81,6 +89,6 @@ class MappedTensors:
         return tensor[source.index]
 
     def done(self, tensor: HostTensor) -> None:
-        """Let the system drop the tensor's pages of the mapped file."""
-        if tensor.is_contiguous():
+        """Let the system drop the tensor's pages of the mapped file; a copy has none."""
+        if tensor.is_contiguous() and not tensor.numpy().flags.writeable:
             _native.release_pages(tensor.data_ptr(), tensor.nbytes)

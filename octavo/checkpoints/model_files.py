@@ -8,6 +8,7 @@ import stat
 from io import BufferedReader
 from pathlib import Path
 
+from octavo.checkpoints.mistral.files import PARAMS, WEIGHTS
 from octavo.errors import ModelError
 
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
@@ -103,7 +104,9 @@ def without_weights(folder: Path, pattern: str) -> ModelError:
         folder: a folder with config.json.
         pattern: pattern of the names of weight files.
     """
-    for load_format, other in (("safetensors", "*.safetensors"), ("pt", "pytorch_model*.bin")):
+    others = {"mistral": WEIGHTS} if (folder / PARAMS).exists() else {}
+    others |= {"safetensors": "*.safetensors", "pt": "pytorch_model*.bin"}
+    for load_format, other in others.items():
         if other != pattern and any(folder.glob(other)):
             return ModelError(
                 f"{folder} holds {other} files and no {pattern}; set load_format={load_format}."

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from octavo.checkpoints.base import Checkpoint, LoadFormat
 from octavo.checkpoints.folder import MappedFolder
+from octavo.checkpoints.mistral.files import has_params_only
 from octavo.checkpoints.safetensors_folder import SafetensorsFolder
 from octavo.checkpoints.torch_folder import TorchFolder
 from octavo.errors import ModelError
@@ -25,8 +26,9 @@ def open_checkpoint(
     Args:
         path: the model's folder, or its GGUF file.
         load_format: auto reads a GGUF file, or *.safetensors, or pytorch_model*.bin if there are
-            none; gguf, safetensors and pt read only the one kind; sharded_state reads vLLM's files
-            of each rank; dummy generates random weights.
+            none, or Mistral's own form if there is params.json and no config.json; gguf,
+            safetensors, pt and mistral read only the one kind; sharded_state reads vLLM's files of
+            each rank; dummy generates random weights.
         seed: seed of random weights.
         mmproj: of a GGUF file, the file with its tower; off: none; None: the one beside the file,
             if there is any.
@@ -62,6 +64,10 @@ def open_checkpoint(
 
 def open_mapped_folder(path: Path, load_format: LoadFormat = "auto") -> MappedFolder:
     """Return the folder of safetensors or PyTorch files at a path; see `open_checkpoint`."""
+    if load_format == "mistral" or (load_format == "auto" and has_params_only(path)):
+        from octavo.checkpoints.mistral.folder import MistralFolder  # few models have this form
+
+        return MistralFolder(path, load_format)
     if load_format == "auto":
         is_torch = not _has(path, SafetensorsFolder) and _has(path, TorchFolder)
     else:

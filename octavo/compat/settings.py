@@ -371,9 +371,11 @@ FOREIGN: dict[str, Foreign] = {
         ),
         _group("tokens are sent as soon as they are generated; leave it out", stream_interval=1),
         _group(
-            "models need a config.json in Hugging Face's format; change its fields with "
-            "hf_overrides",
-            config_format=("auto", "hf"),
+            "load_format names the form of config and weights; config_format=mistral sets it, too",
+            config_format=("auto", "hf", "mistral"),
+        ),
+        _group(
+            "a model's folder has its config.json or params.json; change fields with hf_overrides",
             hf_config_path=None,
         ),
         _group(
@@ -389,11 +391,6 @@ FOREIGN: dict[str, Foreign] = {
             "request",
             generation_config="auto",
             override_generation_config={},
-        ),
-        _group(
-            "tokenizers are read from tokenizer.json, which also contains the tokens of other "
-            "formats (Mistral's ...); leave it out",
-            tokenizer_mode=("auto", "hf", "fast", "slow"),
         ),
         _group(
             "one revision applies to weights, config and tokenizer; use revision, or a separate "
@@ -648,6 +645,7 @@ VALUES: dict[str, dict[str, str]] = {
         "TRITON_ATTN": "triton",
         "FLASHINFER": "flashinfer",
     },
+    "tokenizer_mode": {"hf": "auto", "fast": "auto", "slow": "auto"},
 }
 """Octavo's names of values by vLLM's names."""
 
@@ -716,6 +714,8 @@ def translate(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """
     kwargs = dict(kwargs)
     settings = {name: value for name, value in kwargs.items() if not check_foreign(name, value)}
+    if kwargs.get("config_format") == "mistral":
+        _put(settings, "load_format", "mistral", "config_format=mistral")
     for name, renamed in RENAMED.items():
         if name in settings:
             _put(settings, renamed, settings.pop(name), name)

@@ -47,6 +47,13 @@ class ModelConfig(Section, frozen=True):
     tokenizer: Annotated[
         str | None, Meta(description="Folder or hub id of the tokenizer; default: the model's.")
     ] = None
+    tokenizer_mode: Annotated[
+        Literal["auto", "mistral"],
+        Meta(
+            description="auto: tokenizer.json, or else tekken.json or another file; mistral:"
+            " tekken.json and Mistral's own chat template, whatever files are beside it."
+        ),
+    ] = "auto"
     skip_tokenizer_init: Annotated[
         bool,
         Meta(
@@ -238,11 +245,12 @@ class LoadConfig(Section, frozen=True):
     """Format, download folder and cache of the weights."""
 
     load_format: Annotated[
-        Literal["auto", "safetensors", "pt", "gguf", "sharded_state", "dummy"],
+        Literal["auto", "safetensors", "pt", "gguf", "mistral", "sharded_state", "dummy"],
         Meta(
             description="auto: safetensors, PyTorch .bin files if there are none, or the GGUF file"
-            " that is named; safetensors; pt: .bin files; gguf: a GGUF file; sharded_state:"
-            " vLLM's saved file of each rank; dummy: random weights."
+            " that is named; safetensors; pt: .bin files; gguf: a GGUF file; mistral: params.json"
+            " and consolidated*.safetensors, which auto reads if there is no config.json;"
+            " sharded_state: vLLM's saved file of each rank; dummy: random weights."
         ),
     ] = "auto"
     mmproj: Annotated[

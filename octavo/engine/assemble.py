@@ -375,7 +375,12 @@ def _start_grammar_helper(
     """
     folder = model_path if config.model.tokenizer is None else resolve_folders(config)[1]
     setup = HelperSetup(
-        backend, str(folder), spec.vocab_size, list(spec.eos_token_ids), COMPILE_NBYTES
+        backend,
+        str(folder),
+        spec.vocab_size,
+        list(spec.eos_token_ids),
+        COMPILE_NBYTES,
+        config.model.tokenizer_mode,
     )
     return GrammarHelper([sys.executable, "-m", "octavo.structured_output.process"], setup)
 

@@ -157,7 +157,7 @@ class AsyncLLM(AsyncPooling):
         self.max_model_len = resolve_max_model_len(config, self.spec)
         self.tokenizer: Tokenizer | None = None
         if not model.skip_tokenizer_init:
-            self.tokenizer = Tokenizer.from_folder(tokenizer_path)
+            self.tokenizer = Tokenizer.from_folder(tokenizer_path, model.tokenizer_mode)
         self._media = open_media(
             self.checkpoint, model, self.spec, self.tokenizer, self.max_model_len
         )

@@ -98,7 +98,7 @@ class LLMEngine:
         self.spec = read_spec(self.checkpoint, settings)
         self.tokenizer: Tokenizer | None = None
         if not settings.skip_tokenizer_init:
-            self.tokenizer = Tokenizer.from_folder(tokenizer_path)
+            self.tokenizer = Tokenizer.from_folder(tokenizer_path, settings.tokenizer_mode)
         self._metrics = None
         if log_stats:
             from octavo.observability.metrics import EngineMetrics

@@ -150,9 +150,13 @@ def _texts(model: OpenedModel) -> Iterator[tuple[str, str]]:
 
 def _write_gguf(model: OpenedModel, target: str, output: UnfinishedOutput, *, quiet: bool) -> int:
     """Write a file; return its size."""
-    tokenizer = Tokenizer.from_folder(model.tokenizer_path)
+    tokenizer = Tokenizer.from_folder(model.tokenizer_path, model.config.model.tokenizer_mode)
     text = model.checkpoint.read_text("tokenizer.json")
-    assert text is not None, "the tokenizer was read from it"
+    if text is None:
+        raise ConfigError(
+            f"{model.config.model.model} has no tokenizer.json, of which the tokenizer of a GGUF "
+            "file is made; convert to a folder, such as --to int8, or use the model's other form."
+        )
     name = model.config.model.model.rstrip("/").rpartition("/")[2]
     mix = target.partition(":")[2].upper()
     tensors = model.checkpoint.open(model.spec.expected)

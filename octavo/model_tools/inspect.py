@@ -295,7 +295,7 @@ def _describe_files(model: OpenedModel, parameters: int) -> dict[str, Any]:
 def _describe_tokenizer(model: OpenedModel) -> dict[str, Any]:
     """Return the size of the vocabulary and the names of the chat templates, or the problem."""
     try:
-        tokenizer = Tokenizer.from_folder(model.tokenizer_path)
+        tokenizer = Tokenizer.from_folder(model.tokenizer_path, model.config.model.tokenizer_mode)
     except ModelError as error:
         return {"problem": str(error), "num_tokens": 0, "chat_templates": []}
     templates = list(tokenizer.chat_templates)

@@ -198,7 +198,7 @@ def _read_chunks(model: OpenedModel, file: Path, chunk: int, tokens: int) -> lis
         text = file.read_text("utf-8")
     except (OSError, ValueError) as error:
         raise ConfigError(f"--text {file} cannot be read: {reason_of(error)}.") from None
-    tokenizer = Tokenizer.from_folder(model.tokenizer_path)
+    tokenizer = Tokenizer.from_folder(model.tokenizer_path, model.config.model.tokenizer_mode)
     first = tokenizer.encode("")[:1]
     ids = tokenizer.encode(text, add_special_tokens=False)[:tokens]
     step = chunk - len(first)

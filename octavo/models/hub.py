@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from octavo.checkpoints.gguf.folder import choose_mmproj, find_gguf, is_mmproj
+from octavo.checkpoints.mistral.files import PARAMS, WEIGHTS, has_params_only
 from octavo.checkpoints.model_files import require_file
 from octavo.checkpoints.tasks import TASKS
 from octavo.config import (
@@ -71,14 +72,15 @@ _WEIGHTS = {
     "safetensors": ["*.safetensors"],
     "pt": ["pytorch_model*.bin"],
     "sharded_state": ["model-*-part-*.safetensors"],
+    "mistral": [WEIGHTS],
     "dummy": [],
 }
 # Files of a module of sentence-transformers, in its own folder.
 _MODULE_FILES = ("config.json", "model.safetensors", "pytorch_model.bin")
 # Model files that users pass instead of the model's folder.
 _WEIGHT_FILES = (".gguf", ".ggml", ".safetensors", ".bin", ".pt", ".pth", ".onnx")
-# Other formats of the same weights: folders (onnx/, original/ ...) and Mistral's own single file.
-_IGNORED = ["*/*", "consolidated*"]
+_FOLDERS = ["*/*"]  # with other formats of the same weights: onnx/, original/ ...
+_IGNORED = [*_FOLDERS, "consolidated*"]  # ... and Mistral's own files
 
 
 def resolve_model(
@@ -119,7 +121,12 @@ def resolve_model(
                 f"load_format=gguf: name the file's quantization, such as {model}:Q4_K_M."
             )
         patterns = _FILES + _WEIGHTS[load_format]
+        if load_format == "mistral":
+            return _download(repo_id, revision, download_dir, patterns, _FOLDERS)
         folder = _download(repo_id, revision, download_dir, patterns)
+        if load_format == "auto" and has_params_only(folder):
+            patterns = _FILES + _WEIGHTS["mistral"]
+            return _download(repo_id, revision, download_dir, patterns, _FOLDERS)
         if load_format == "auto" and not any(folder.glob("*.safetensors")):
             folder = _download(repo_id, revision, download_dir, _FILES + _WEIGHTS["pt"])
         if modules := _module_files(folder):
@@ -331,7 +338,7 @@ class LocalModel(NamedTuple):
 def list_models() -> list[LocalModel]:
     """Return the built-in models, then those in the hub client's cache, by name.
 
-    Incomplete downloads without config.json are left out.
+    Incomplete downloads without config.json, or Mistral's params.json, are left out.
     """
     import huggingface_hub
     from huggingface_hub import errors
@@ -345,7 +352,7 @@ def list_models() -> list[LocalModel]:
         return found
     for repo in sorted(repos, key=lambda repo: repo.repo_id):
         names = {file.file_name for revision in repo.revisions for file in revision.files}
-        if repo.repo_type == "model" and "config.json" in names:
+        if repo.repo_type == "model" and names & {"config.json", PARAMS}:
             found.append(LocalModel(repo.repo_id, repo.size_on_disk, repo.repo_path, False))
     return found
 

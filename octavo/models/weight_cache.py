@@ -33,6 +33,7 @@ import octavo
 from octavo import _native
 from octavo.checkpoints.base import Checkpoint
 from octavo.checkpoints.folder import module_file
+from octavo.checkpoints.mistral.files import PARAMS
 from octavo.config import EngineConfig, cache_folder
 from octavo.errors import ConfigError, ModelError, OctavoError
 from octavo.models.spec import ModelSpec
@@ -72,6 +73,8 @@ def weights_key(spec: ModelSpec, checkpoint: Checkpoint, dtype: str) -> bytes | 
         return None
     if checkpoint.path.is_dir():
         files = files + [module_file(checkpoint.path / name) for name in spec.expected.folders]
+    if checkpoint.config_file.name == PARAMS:  # the order of rows depends on its numbers of heads
+        files = [*files, checkpoint.config_file]
     native = os.stat(_native.__file__)
     weights = spec.weights()
     return msgspec.json.encode(

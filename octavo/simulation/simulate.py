@@ -325,7 +325,7 @@ def _tokenizer(args: argparse.Namespace, config: EngineConfig) -> Any:
         return None
     from octavo.text.tokenizer import Tokenizer
 
-    return Tokenizer.from_folder(resolve_folders(config)[1])
+    return Tokenizer.from_folder(resolve_folders(config)[1], config.model.tokenizer_mode)
 
 
 def _vocab(args: argparse.Namespace, spec: ModelSpec) -> int:

@@ -14,6 +14,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Sequence
+from typing import Literal
 from weakref import finalize
 
 import msgspec
@@ -43,6 +44,8 @@ class HelperSetup(msgspec.Struct):
     """Stop tokens of the model."""
     max_nbytes: int
     """Address space that compiling and matching one grammar may add."""
+    tokenizer_mode: Literal["auto", "mistral"] = "auto"
+    """How the tokenizer is read; see `Tokenizer.from_folder`."""
 
 
 class Loaded(msgspec.Struct):

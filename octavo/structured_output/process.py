@@ -107,7 +107,7 @@ def _make_backend(setup: HelperSetup) -> GrammarBackend:
         OctavoError: the tokenizer is unsuitable.
     """
     module = importlib.import_module(f"octavo.structured_output.{setup.backend}_backend")
-    tokenizer = Tokenizer.from_folder(Path(setup.folder))
+    tokenizer = Tokenizer.from_folder(Path(setup.folder), setup.tokenizer_mode)
     vocabulary = Vocabulary.from_tokenizer(tokenizer, setup.vocab_size, setup.eos_token_ids)
     backend: GrammarBackend = getattr(module, _BACKENDS[setup.backend])(vocabulary)
     return backend

@@ -14,24 +14,13 @@ import msgspec
 
 from octavo.errors import ModelError
 from octavo.system.byte_chars import CHAR_OF_BYTE
+from octavo.text.mistral_template import chat_template
 
 _OLD_SPECIAL: tuple[str, ...] = ("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]")
 _OLD_SPECIAL += ("[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]", "[TOOL_CALLS]")
 _OLD_SPECIAL += ("[IMG]", "<pad>", "[IMG_BREAK]", "[IMG_END]", "[PREFIX]", "[MIDDLE]", "[SUFFIX]")
 _OLD_SPECIAL += ("[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[TOOL_CONTENT]")
 """Special tokens of a file that does not list them."""
-_SOUND = "[BEGIN_AUDIO]"
-_SOUND_TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}"
-    "{% if message['content'] is string %}{% set parts = [{'type': 'text', 'text': "
-    "message['content']}] %}{% else %}{% set parts = message['content'] %}{% endif %}"
-    "{{ {'system': '[SYSTEM_PROMPT]', 'user': '[INST]', 'assistant': ''}[message['role']] }}"
-    "{% for part in parts %}{% if part['type'] == 'audio' %}[BEGIN_AUDIO][AUDIO]"
-    "{% else %}{{ part['text'] }}{% endif %}{% endfor %}"
-    "{{ {'system': '[/SYSTEM_PROMPT]', 'user': '[/INST]', 'assistant': eos_token}"
-    "[message['role']] }}{% endfor %}"
-)
-"""Chats of models with sounds, as mistral-common writes them."""
 
 
 class _Entry(msgspec.Struct):
@@ -48,12 +37,13 @@ class _Config(msgspec.Struct):
     pattern: str
     default_vocab_size: int
     default_num_special_tokens: int
+    version: str = ""
 
 
 class _File(msgspec.Struct):
     config: _Config
     vocab: list[_Entry]
-    special_tokens: list[_Special] = []
+    special_tokens: list[_Special] | None = None
 
 
 def read_tekken(text: str, where: str) -> tuple[str, dict[str, Any]]:
@@ -130,8 +120,9 @@ def read_tekken(text: str, where: str) -> tuple[str, dict[str, Any]]:
     config |= {
         key: name for key, name in (("unk_token", "<unk>"), ("pad_token", "<pad>")) if name in ids
     }
-    if _SOUND in ids:
-        config["chat_template"] = _SOUND_TEMPLATE
+    template = chat_template(file.config.version, ids.keys())
+    if template is not None:
+        config["chat_template"] = template
     return json.dumps(tokenizer, ensure_ascii=False), config
 
 

@@ -27,6 +27,7 @@ from octavo.system.byte_chars import BYTE_OF_CHAR, bytes_of
 from octavo.system.device import trim_memory
 from octavo.text.longest_match import LongestMatch
 
+TokenizerMode = Literal["auto", "mistral"]
 _NAMED_TOKENS = (
     "bos_token",
     "eos_token",
@@ -171,13 +172,19 @@ class Tokenizer:
         self._all_pieces = self.pieces(frozenset())
 
     @classmethod
-    def from_folder(cls, path: str | Path) -> Tokenizer:
+    def from_folder(cls, path: str | Path, mode: TokenizerMode = "auto") -> Tokenizer:
         """Read the tokenizer of a model folder.
+
+        Args:
+            path: the folder, or a GGUF file.
+            mode: mistral: read only tekken.json, whatever files are beside it.
 
         Raises:
             ModelError: there is no usable tokenizer.json; the message names the file and the fix.
         """
         checkpoint = open_checkpoint(Path(path))
+        if mode == "mistral":
+            return cls._of_tekken(checkpoint)
         text, config = checkpoint.read_text("tokenizer.json"), dict[str, Any]()
         if text is None and (tekken := checkpoint.read_text("tekken.json")) is not None:
             from octavo.text.tekken import read_tekken  # few models have such a file
@@ -209,6 +216,19 @@ class Tokenizer:
         tokenizer = cls(backend, config, _read_chat_templates(checkpoint, config), divider)
         trim_memory()  # the library has freed about three times as much as the tokenizer takes
         return tokenizer
+
+    @classmethod
+    def _of_tekken(cls, checkpoint: Checkpoint) -> Tokenizer:
+        """Read tekken.json, with Mistral's own chat template."""
+        from octavo.text.tekken import read_tekken  # few models have such a file
+
+        file = checkpoint.path / "tekken.json"
+        if (tekken := checkpoint.read_text(file.name)) is None:
+            raise ModelError(f"tokenizer_mode=mistral: {file} is missing; leave the setting out.")
+        text, config = read_tekken(tekken, str(file))
+        backend = _parsed(text, str(file))
+        template = config.get("chat_template")
+        return cls(backend, config, None if template is None else {"default": template})
 
     def pieces(self, skipped: frozenset[int]) -> Mapping[int, str | bytes]:
         """Return the text or the bytes that each token adds to a text.

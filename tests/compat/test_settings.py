@@ -25,7 +25,7 @@ def config_of(**settings):
         ("enable_tower_connector_lora", False),
         ("fully_sharded_loras", True),
         ("aggregate_engine_logging", True),
-        ("tokenizer_mode", "slow"),
+        ("config_format", "hf"),
         ("enable_auto_tool_choice", True),
         ("optimization_level", "0"),
     ],
@@ -86,6 +86,15 @@ def test_what_asks_for_more_is_refused_with_what_to_use(name, value, advice):
     assert "\n" not in str(error.value)
 
 
+def test_names_of_mistrals_form():
+    config = config_of(config_format="mistral", tokenizer_mode="mistral")
+    assert (config.load.load_format, config.model.tokenizer_mode) == ("mistral", "mistral")
+    assert config_of(config_format="mistral", load_format="mistral").load == config.load
+    with pytest.raises(ConfigError, match="load_format and config_format=mistral contradict"):
+        config_of(config_format="mistral", load_format="pt")
+    assert config_of(tokenizer_mode="slow") == EngineConfig()
+
+
 def test_one_front_end_has_all_engines():
     with pytest.raises(ConfigError, match="Ray can run workers"):
         config_of(data_parallel_size=2, data_parallel_backend="ray")
@@ -124,7 +133,8 @@ TOPICS = {
     r"code_revision|tokenizer_revision": "revision",
     r"collect_detailed|otlp": "traces",
     r"compilation|cudagraph_capture|^jit|optimization_level|autotune": "compiled",
-    r"^config_format|hf_config": "config.json",
+    r"^config_format": "load_format",
+    r"hf_config": "config.json",
     r"cpu_offload|^offload": "weights",
     r"cumem|^sleep": "sleep|wakes",
     r"data_parallel_backend": "Ray",
@@ -190,7 +200,6 @@ TOPICS = {
     r"sse_|stream_interval": "token",
     r"ssl": "TLS",
     r"swa_": "sliding windows",
-    r"tokenizer_mode": "tokenizer.json",
     r"tool(?!_connector)": "tool calls",
     r"trace_replay": "beforehand",
     r"^watermark$": "held back",

@@ -187,6 +187,7 @@ BAD = {
     "lora_hub_repos": [5, [5], ["a"], ["a/b/c"], ["*/a"], ["a/b*"]],
     "lora_resolvers": [5, [5], None],
     "load_format": ["npz", None],
+    "tokenizer_mode": ["spm", None],
     "download_dir": [5],
     "mmproj": [1, ""],
     "weight_cache": [1, ""],

@@ -223,6 +223,33 @@ def test_only_needed_files(
     assert set(chosen) == always | wanted
 
 
+@pytest.mark.parametrize("load_format", ["auto", "mistral"])
+def test_mistrals_own_form(
+    load_format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Consolidated files are loaded if the form is named, or is the only one."""
+    fake = FakeHub(tmp_path)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fake)
+    (tmp_path / "params.json").write_text("{}")
+    files = {"consolidated.safetensors", "consolidated.safetensors.index.json", "params.json"}
+    others = {"model-00001-of-00002.safetensors", "original/consolidated.safetensors"}
+    others |= {"consolidated.00.pth", "README.md"}
+
+    def chosen() -> set[str]:
+        resolve_model("org/name", load_format=load_format)
+        names = huggingface_hub.utils.filter_repo_objects(
+            sorted(files | others | {"tekken.json"}),
+            allow_patterns=fake.options["allow_patterns"],
+            ignore_patterns=fake.options["ignore_patterns"],
+        )
+        return set(names)
+
+    assert chosen() == files | {"tekken.json"}
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").touch()
+    assert ("consolidated.safetensors" in chosen()) == (load_format == "mistral")
+
+
 def test_folders_of_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model of vectors has small files in folders of its own; other folders stay on the hub."""
     fake = FakeHub(tmp_path)

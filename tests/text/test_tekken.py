@@ -7,9 +7,11 @@ import random
 
 import pytest
 
-from octavo.errors import ModelError
+from octavo.errors import ModelError, RequestError
+from octavo.parsers.detect import find_format
 from octavo.text.chat_template import ChatTemplate
 from octavo.text.tokenizer import Tokenizer
+from tests.mistral_files import write_tekken
 
 SPECIAL = ["<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AUDIO]", "[BEGIN_AUDIO]"]
 MORE = [b"th", b"he", b"the", b" t", b" the", b"in", b"ing", b"\xc3\xa9", b"abc", b"bc"]
@@ -19,7 +21,7 @@ COUNT = 10
 
 def tekken(**changes):
     config = {"pattern": r" ?[^\s]+|\s+", "default_vocab_size": COUNT + len(TOKENS)}
-    config |= {"default_num_special_tokens": COUNT}
+    config |= {"default_num_special_tokens": COUNT, "version": "v11"}
     data = {
         "config": config,
         "vocab": [
@@ -73,6 +75,61 @@ def test_chats_with_sounds(tmp_path):
     assert template.render(chat, placeholders={"audio": "[AUDIO]"}) == (
         "<s>[INST][BEGIN_AUDIO][AUDIO]What?[/INST]Hello</s>[INST]And?[/INST]"
     )
+
+
+TOOL = {"name": "look", "parameters": {"type": "object"}}
+TOOLS = [{"type": "function", "function": TOOL}]
+CALL = {"id": "abcdefghi", "type": "function"}
+CALL["function"] = {"name": "look", "arguments": '{"at":"é"}'}
+CHAT = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": [{"type": "text", "text": "See"}, {"type": "image"}]},
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "content": "22", "tool_call_id": "abcdefghi"},
+    {"role": "assistant", "content": "Done. ", "reasoning": "hm"},
+    {"role": "user", "content": "And"},
+    {"role": "user", "content": "more?"},
+]
+LISTED = (
+    '[AVAILABLE_TOOLS][{"type": "function", "function": {"name": "look", "description": "", '
+    '"parameters": {"type": "object"}}}][/AVAILABLE_TOOLS]'
+)
+SYSTEM = "[SYSTEM_PROMPT]Be brief.[/SYSTEM_PROMPT]"
+OLD_CALL = '[TOOL_CALLS][{"name": "look", "arguments": {"at": "é"}, "id": "abcdefghi"}]</s>'
+OLD_RESULT = "[TOOL_RESULTS]abcdefghi[TOOL_CONTENT]22[/TOOL_RESULTS]"
+WRITTEN = {  # mistral-common 1.13 writes the same
+    "v3": f"<s>[INST][IMG]See[/INST]{OLD_CALL}"
+    '[TOOL_RESULTS]{"content": 22, "call_id": "abcdefghi"}[/TOOL_RESULTS]Done.</s>'
+    f"{LISTED}[INST]Be brief.\n\nAnd\n\nmore?[/INST]",
+    "v7": f"<s>{SYSTEM}[INST][IMG]See[/INST]{OLD_CALL}{OLD_RESULT}Done.</s>"
+    f"{LISTED}[INST]And\n\nmore?[/INST]",
+    "v11": f"<s>{SYSTEM}[INST][IMG]See[/INST]"
+    f'[TOOL_CALLS]look[CALL_ID]abcdefghi[ARGS]{{"at": "é"}}</s>{OLD_RESULT}Done.</s>'
+    f"{LISTED}[INST]And\n\nmore?[/INST]",
+    "v13": f"<s>{SYSTEM}{LISTED}[INST][IMG]See[/INST]"
+    '[TOOL_CALLS]look[ARGS]{"at": "é"}</s>[TOOL_RESULTS]22[/TOOL_RESULTS]'
+    "[THINK]hm[/THINK]Done. </s>[INST]And\n\nmore?[/INST]",
+}
+FORMATS = {"v3": "mistral", "v7": "mistral", "v11": "mistral_v11", "v13": "mistral_v13"}
+
+
+@pytest.mark.parametrize("version", WRITTEN)
+def test_chats_by_version(tmp_path, version):
+    (tmp_path / "config.json").write_text("{}")
+    write_tekken(tmp_path, version, thinks=version == "v13")
+    template = ChatTemplate.from_tokenizer(Tokenizer.from_folder(tmp_path))
+    assert template.render(CHAT, tools=TOOLS) == WRITTEN[version]
+    found = find_format(template.render, template.sources)
+    assert found.name == FORMATS[version]
+    assert found.thoughts == (("[THINK]", "[/THINK]") if version == "v13" else None)
+    with pytest.raises(RequestError, match="roles system, user, assistant and tool"):
+        template.render([{"role": "critic", "content": "x"}])
+
+
+def test_a_version_without_a_template(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    write_tekken(tmp_path, "v15")
+    assert Tokenizer.from_folder(tmp_path).chat_template is None
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,1 @@
+"""Models in Mistral's own form: params.json, consolidated*.safetensors and tekken.json."""
