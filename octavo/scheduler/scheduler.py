@@ -785,18 +785,18 @@ class Scheduler:
             ):
                 self.hold(request.request_id, RequestStatus.WAITING_FOR_REMOTE_KVS)
                 return self._note_wait(request, WaitReason.REMOTE_KVS)
-            if num_encoded >= step.budget:
+            room = self._room_beside_encoder(step, request, num_encoded)
+            if room <= 0:
                 return self._wait_for_budget(step, request)
             num_new = request.num_tokens - start
             if not whole:
                 num_new = self._cap(num_new)
             # Only a preempted request can be longer than a whole budget; it is split anyway.
             whole &= num_new <= self.max_num_batched_tokens - num_encoded
-            if whole and num_new > step.budget - num_encoded:
+            if whole and num_new > room:
                 return self._wait_for_budget(step, request)
-            num_new = min(num_new, step.budget - num_encoded)
+            num_new = min(num_new, room)
             if request.mm_end:
-                room = step.budget - num_encoded
                 num_new = self._fit_ranges(step, request, start, num_new, room)
                 if not num_new:
                     return self._wait_for_budget(step, request)
@@ -849,7 +849,7 @@ class Scheduler:
             if manager.cross.is_new(request):
                 inputs = [*range(len(request.mm_features))]
                 step.output.scheduled_encoder_inputs[request.request_id] = inputs
-                step.budget -= num_encoded
+                step.budget = max(num_new, step.budget - num_encoded)
                 if not request.num_charged:
                     self._tenants.charge(options.share, ENCODER_WEIGHT * num_encoded)
             else:
@@ -866,6 +866,25 @@ class Scheduler:
             self._loads.request_started(request, scheduled.new_block_ids, start)
         self._add_to_step(step, request, scheduled, start, request.num_tokens)
         return True
+
+    def _room_beside_encoder(self, step: ScheduledStep, request: Request, num_encoded: int) -> int:
+        """Return the number of tokens that a new request may have in a step with its encoder.
+
+        The first input of a step may exceed the step's budget by the tokens of running requests
+        that generate: otherwise it would hold the queue until enough of them have ended.
+
+        Args:
+            step: the step being scheduled.
+            request: the request.
+            num_encoded: tokens that the encoder computes for it.
+        """
+        room = step.budget - num_encoded
+        if room > 0 or request.options.background or step.output.scheduled_encoder_inputs:
+            return room
+        num_used = self.max_num_batched_tokens - step.budget
+        if num_used > len(step.entries) * (1 + step.drafts_per_request):
+            return room  # prompts, which end soon
+        return min(step.budget, self.max_num_batched_tokens - num_encoded)
 
     def _fit_ranges(
         self, step: ScheduledStep, request: Request, start: int, num_new: int, room: int

@@ -451,7 +451,7 @@ class Generation(Call, ABC, Generic[B]):
                     reports_progress=bool(self.body.return_progress),
                 )
                 if self.body.use_beam_search:
-                    beams = self.body.beam_params(params.max_tokens)
+                    beams = self.body.beam_params(params.max_tokens, engine.spec.beams)
                     yield (
                         index,
                         await engine.serve_beams(
@@ -617,7 +617,7 @@ def metrics_json(times: RequestMetrics, num_tokens: int) -> generation_answers.P
 async def make_sampling_params(
     body: GenerationBody,
     num_bytes: int,
-    defaults: Mapping[str, float | int | None],
+    defaults: Mapping[str, Any],
     **overrides: object,
 ) -> SamplingParams:
     """Return `GenerationBody.sampling_params` of a body of `num_bytes` bytes."""

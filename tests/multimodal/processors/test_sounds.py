@@ -19,7 +19,9 @@ from octavo.checkpoints.registry import open_checkpoint
 from octavo.errors import ModelError, RequestError
 from octavo.media.log_mel import LogMel
 from octavo.media.usm_mel import UsmMel
-from octavo.multimodal.processors.sounds import read_sound_processor
+from octavo.models.registry import read_spec
+from octavo.multimodal.processors.sounds import check_frames, read_sound_processor
+from tests.models.published_configs import CONFIGS
 from tests.sounds import sound
 
 SETTINGS = {"feature_extractor_type": "WhisperFeatureExtractor", "feature_size": 128}
@@ -199,3 +201,20 @@ def test_files(tmp_path):
             read_sound_processor(open_checkpoint(tmp_path))
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     assert read_sound_processor(open_checkpoint(tmp_path)) is None
+
+
+@pytest.mark.parametrize("kind", ["Whisper", "Voxtral"])
+def test_bands_of_another_model(tmp_path, kind):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS[kind]))
+    checkpoint = open_checkpoint(tmp_path)
+    spec = read_spec(checkpoint)
+    check_frames(checkpoint, spec)  # without the file
+    for bands in (80, 128):
+        settings = json.dumps(SETTINGS | {"feature_size": bands})
+        (tmp_path / "preprocessor_config.json").write_text(settings)
+        checkpoint = open_checkpoint(tmp_path)
+        if bands == spec.encoder("audio").inputs.frame_size:
+            check_frames(checkpoint, spec)
+        else:
+            with pytest.raises(ModelError, match=rf"feature_size={bands} .*use the files of one"):
+                check_frames(checkpoint, spec)
