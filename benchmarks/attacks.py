@@ -75,7 +75,7 @@ def server(flags: Sequence[str] = ()) -> Iterator[str]:
     try:
         url = ""
         for line in process.stderr:
-            if found := re.search(r"listening on (\S+)", line):
+            if found := re.search(r"listening on (http\S+)", line):
                 url = found[1]
             if " ready: " in line:
                 break

@@ -17,8 +17,8 @@ import ml_dtypes
 import numpy as np
 
 from octavo import _native
-from octavo.kernels.base import Codes, PackedWeight, QuantFormat, QuantizedWeight
 from octavo.kernels.native import NativeOps
+from octavo.kernels.weights import Codes, PackedWeight, QuantFormat, QuantizedWeight
 from octavo.system.block_types import BLOCK_TYPES
 from octavo.system.tensor import from_numpy
 

@@ -80,7 +80,7 @@ void unary(const UnaryArgs& a) {
       using T = decltype(t);
       const T* x = static_cast<const T*>(a.x) + row * dim + start;
       T* out = static_cast<T*>(a.out) + row * a.out_stride + start;
-      auto apply = [&](auto f) {
+      auto apply = [&](auto f) __attribute__((flatten)) {
         for_lanes(count, [&](int64_t i, int n) { store(out + i, f(load(x + i, n)), n); });
       };
       switch (a.kind) {

@@ -1,7 +1,8 @@
 // One variant: compiled once for each instruction set, with OCTAVO_ISA as its name. products.cpp has
 // its products with quantized weights. Some variants have only these, and use the other kernels of
 // another variant (dispatch.cpp).
-#include "quant.h"
+#include "block_packing.h"
+#include "quant_packing.h"
 #include "activation.h"
 #include "attention.h"
 #include "delta_rule.h"

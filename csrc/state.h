@@ -289,17 +289,17 @@ void scan_channels(const SelectiveScanArgs& a, int64_t begin_task, int64_t end_t
     const int64_t tile = task / a.num_reqs, r = task % a.num_reqs, first = tile * kConvTile;
     const int64_t count = min<int64_t>(kConvTile, a.channels - first);
     // Calls f(vector of the tile, number of a state, lanes).
-    const auto for_tile = [&](auto f) {
+    const auto for_numbers = [&](auto f) {
       for_lanes(count, [&](int64_t i, int n) {
         for (int64_t row = 0; row < rows; row++)
           f(i * rows + row * W, row * a.channels + first + i, n);
       });
     };
     if (tile != loaded)
-      for_tile([&](int64_t i, int64_t at, int n) { store(own.rate + i, -exp(load(a.a_log + at, n))); });
+      for_numbers([&](int64_t i, int64_t at, int n) { store(own.rate + i, -exp(load(a.a_log + at, n))); });
     loaded = tile;
     const int64_t source = a.sources[r];
-    for_tile([&](int64_t i, int64_t at, int n) {
+    for_numbers([&](int64_t i, int64_t at, int n) {
       store(own.state + i, source < 0 ? vf{} : load(a.state + source * a.state_stride + at, n));
     });
     for_pieces(a.slots, a.snapshots, a.query_start_loc[r], a.query_start_loc[r + 1], [&](int64_t begin,
@@ -316,7 +316,7 @@ void scan_channels(const SelectiveScanArgs& a, int64_t begin_task, int64_t end_t
         scan_vector<T>(a, own, own.rate + i * rows, own.state + i * rows, first + i, n, begin, end);
       });
       for_slots(a.slots, a.snapshots, end - 1, [&](int64_t slot) {
-        for_tile([&](int64_t i, int64_t at, int n) {
+        for_numbers([&](int64_t i, int64_t at, int n) {
           store(a.state + slot * a.state_stride + at, load(own.state + i), n);
         });
       });

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 class Kernel(Protocol):
-    """Function of a kernel. Its keywords are the members of its arguments in csrc/kernels.h.
+    """Function of a kernel. Its keywords are the members of its arguments (csrc/*_args.h).
 
     Addresses and codes are whole numbers. While a `Plan` records, a call is added to the plan
     instead of being run; kernels that pack weights raise RuntimeError then.

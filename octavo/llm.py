@@ -42,7 +42,12 @@ from octavo.parsers.answer import Format
 from octavo.parsers.detect import find_format
 from octavo.parsers.message import MessageReader
 from octavo.plan.memory_plan import MemoryPlan
-from octavo.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
+from octavo.sampling_params import (
+    BeamSearchParams,
+    RequestOutputKind,
+    SamplingParams,
+    fill_defaults,
+)
 from octavo.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -257,12 +262,13 @@ class LLM(PoolingMethods, SpeechMethods):
         """
         given = as_list(prompts)
         adapters = self.llm_engine.adapters.resolve_each(lora_request, len(given))
+        spec = self.llm_engine.spec
+        its_params = prompt_params(params, spec)
         processed = [
-            self._process(prompt, prompt_params(params), add_special_tokens=True, adapter=adapter)
+            self._process(prompt, its_params, add_special_tokens=True, adapter=adapter)
             for prompt, adapter in zip(given, adapters, strict=True)
         ]
-        vocab_size = self.llm_engine.spec.vocab_size
-        searches = [make_beam_search(params, request, vocab_size) for request, _ in processed]
+        searches = [make_beam_search(params, request, spec) for request, _ in processed]
         while live := [i for i, search in enumerate(searches) if search.live]:
             beams = [
                 partial(self.llm_engine.start, beam, step_params(searches[i]), None)
@@ -472,7 +478,9 @@ class LLM(PoolingMethods, SpeechMethods):
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return the model's defaults, from its generation_config.json."""
-        return msgspec.convert(self.llm_engine.spec.generation_config, SamplingParams)
+        defaults = self.llm_engine.spec.generation_config
+        given = {"max_tokens": defaults.get("max_tokens", SamplingParams().max_tokens)}
+        return SamplingParams(**fill_defaults(given, defaults))
 
     def stats(self) -> SchedulerStats:
         """Return state and counters of the scheduler and the KV cache."""

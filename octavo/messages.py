@@ -611,7 +611,7 @@ class EncoderSlice(msgspec.Struct, array_like=True, frozen=True):
     """Part of an encoder's run for one item: some of its pieces, see `EncoderSpec.pieces`."""
 
     item: MultiModalFeatureSpec
-    """The item; it has its data if `begin` is 0."""
+    """The item. It has its data if `begin` is 0, unless a request that was sent has them."""
     begin: int
     """First piece; 0 begins the run, in place of any other."""
     end: int

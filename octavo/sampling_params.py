@@ -8,6 +8,7 @@ import importlib.util
 import json
 import numbers
 from collections.abc import Mapping, Sized
+from dataclasses import dataclass
 from typing import Any, Literal, NoReturn, TypeAlias, cast, get_args
 
 import msgspec
@@ -654,6 +655,44 @@ class BeamSearchParams(msgspec.Struct, omit_defaults=True):
         raise RequestError(
             f"{name}={_show(getattr(self, name))} is not allowed; it is {allowed}.", name
         )
+
+
+@dataclass(frozen=True)
+class BeamDefaults:
+    """A model's defaults for beam search, from its generation_config.json."""
+
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
+    forced_eos_token_id: int | None = None
+    """Token with which a beam that has the most tokens ends."""
+
+
+BEAM_DEFAULTS = BeamDefaults()
+"""Defaults of a model that has none of its own."""
+
+
+def fill_defaults(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of `SamplingParams`, with a model's defaults for those that are missing.
+
+    The model's `min_tokens` is never more than `max_tokens`. If a grammar decides when an answer
+    ends, the model's rules of its length and repetitions do not apply.
+
+    Args:
+        given: the fields that a request sets.
+        defaults: the model's defaults; keys of `extra_args` are filled one by one.
+    """
+    fields = {**defaults, **given}
+    if fields.get("extra_args") and "extra_args" in defaults:
+        fields["extra_args"] = {**defaults["extra_args"], **(given.get("extra_args") or {})}
+    if given.get("structured_outputs") is not None:
+        for name in ("min_tokens", "extra_args"):
+            fields.pop(name, None)
+            if name in given:
+                fields[name] = given[name]
+    most = fields.get("max_tokens")
+    if "min_tokens" in defaults and "min_tokens" not in given and most is not None:
+        fields["min_tokens"] = min(fields["min_tokens"], most)
+    return fields
 
 
 def _refuse_unsupported(params: object, refused: Refused) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -25,10 +26,12 @@ from octavo.messages import (
     AdapterLoaded,
     AdapterRef,
     CoreSamplingParams,
+    EncoderSlice,
     EngineCoreOutput,
     FinishReason,
     GrammarOutput,
     LogprobsLists,
+    Modality,
     ModelRunnerOutput,
     MultiModalFeatureSpec,
     NewRequestData,
@@ -44,6 +47,7 @@ from octavo.plan.memory import MemoryBudget
 from octavo.request import Request
 from octavo.scheduler.listener import StepListener
 from octavo.scheduler.scheduler import Scheduler
+from octavo.worker.encoder_cache import EncoderCache
 from tests.params import core_params, core_request, pack_logprobs
 
 VOCAB = 50
@@ -147,6 +151,23 @@ def pooled(tokens: Sequence[int], adapter: str | None = None, adapter_begin: int
 def scheduled_tokens(work: SchedulerOutput) -> dict[str, int]:
     """Return the tokens to compute for each request of a step, in batch order."""
     return {request.req_id: request.num_tokens for request in work.scheduled_reqs}
+
+
+class _Encoder:
+    """Encoder that checks that it has the data of items, in a worker's cache."""
+
+    def __init__(self, num_pieces: Callable[[Modality], int]) -> None:
+        self._num_pieces = num_pieces
+
+    def run_apart(self, items: Sequence[MultiModalFeatureSpec]) -> tuple[list[Any], dict[int, str]]:
+        assert all(item.data for item in items), "the data of an item is missing"
+        return [range(item.num_rows) for item in items], {}
+
+    def advance(self, part: EncoderSlice) -> Any:
+        assert part.begin or part.item.data, "the data of an item is missing"
+        return (
+            range(part.item.num_rows) if part.end == self._num_pieces(part.item.modality) else None
+        )
 
 
 class _Row:
@@ -267,6 +288,8 @@ class FakeWorker:
         """Numbers of pieces of the runs that may be cut, by modality."""
         self.slice: tuple[str, int] | None = None
         """Item of the last slice, and the number of its computed pieces."""
+        encoder: Any = _Encoder(lambda modality: self.encoder_pieces[modality])
+        self.encoders = EncoderCache({"image": encoder, "audio": encoder, "video": encoder})
         self.encoded: dict[str, int] = {}
         """Number of rows of each item in the encoder cache."""
         self.num_encoded = 0
@@ -375,13 +398,11 @@ class FakeWorker:
             assert part.begin < part.end <= most
             if part.begin:
                 assert self.slice in ((name, part.begin), None), "a slice does not follow another"
-            else:
-                assert part.item.data, "the data of an item is missing"
             self.slice, ended = (name, part.end), name if part.end == most else None
+        self.encoders.update(work, {req_id: row.features for req_id, row in self.rows.items()})
         for req_id, indices in work.scheduled_encoder_inputs.items():
             for index in indices:
                 feature = self.rows[req_id].features[index]
-                assert feature.data, "the data of an item is missing"
                 ended = None if ended == feature.identifier else ended
                 assert feature.identifier not in self.encoded, "an item is computed again"
                 self.encoded[feature.identifier] = feature.num_rows

@@ -26,6 +26,7 @@ from octavo.sampling_params import (
     RequestOutputKind,
     SamplingParams,
     StructuredOutputsParams,
+    fill_defaults,
 )
 
 HUGE = 10**5000  # more digits than Python turns into text
@@ -518,3 +519,18 @@ def test_all_wrong_entries_of_a_logit_bias_are_named():
     )
     with pytest.raises(RequestError, match=r"2: 'x' and 7 more; it maps"):
         SamplingParams(logit_bias=dict.fromkeys(range(10), "x"))
+
+
+def test_defaults_of_a_model():
+    rules = {"top_k": 5, "min_tokens": 54, "extra_args": {"no_repeat_ngram_size": 3}}
+    assert fill_defaults({}, rules) == rules
+    # A model's least number of tokens never refuses a request.
+    assert fill_defaults({"max_tokens": 16}, rules)["min_tokens"] == 16
+    assert fill_defaults({"max_tokens": 16, "min_tokens": 0}, rules)["min_tokens"] == 0
+    found = fill_defaults({"extra_args": {"a": 1, "no_repeat_ngram_size": 0}}, rules)
+    assert found["extra_args"] == {"a": 1, "no_repeat_ngram_size": 0}
+    # A grammar may allow a short answer only.
+    grammar = StructuredOutputsParams(choice=["yes", "no"])
+    found = fill_defaults({"structured_outputs": grammar, "extra_args": {"a": 1}}, rules)
+    assert found == {"structured_outputs": grammar, "extra_args": {"a": 1}, "top_k": 5}
+    assert "min_tokens" not in fill_defaults({"max_tokens": 9}, {})

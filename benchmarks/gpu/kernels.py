@@ -12,7 +12,7 @@ import torch
 from gpu.base import Bench, Card
 from octavo.attention.base import AttentionMetadata, AttentionParams, Rotary
 from octavo.attention.triton import TritonAttention
-from octavo.kernels.base import SAMPLING_ROW
+from octavo.kernels.ops_logits import SAMPLING_ROW
 from octavo.kernels.torch_tensors import from_torch
 from octavo.kernels.triton.ops import TritonOps
 

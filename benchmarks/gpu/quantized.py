@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from gpu.base import Bench
-from octavo.kernels.base import Codes, QuantFormat, QuantizedWeight
 from octavo.kernels.reference import ReferenceOps
 from octavo.kernels.routing import ExpertActivation
 from octavo.kernels.triton.ops import TritonOps
+from octavo.kernels.weights import Codes, QuantFormat, QuantizedWeight
 
 FORMATS: tuple[tuple[QuantFormat, int], ...] = (
     ("int8", 0),

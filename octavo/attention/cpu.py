@@ -34,7 +34,7 @@ _SEGMENT, _SHARED_ROWS, _PARTS_NBYTES, _LANES = 512, 36, 64 << 20, 32
 _TILE_ROWS, _STEP_ROWS, _TILE = 128, 36, 128
 
 _CACHE_CODES = {"float8_e4m3fn": 1, "float8_e5m2": 2, "int8": 3}
-"""Codes of CacheType in csrc/kernels.h."""
+"""Codes of CacheType in csrc/args.h."""
 
 
 def _cache_code(kv_cache: Tensor, dtype: str) -> int:

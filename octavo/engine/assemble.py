@@ -32,6 +32,7 @@ from octavo.models.open_model import find_merged, open_model
 from octavo.models.registry import unused_generation_settings
 from octavo.models.spec import ModelSpec
 from octavo.models.weight_cache import read_ahead
+from octavo.multimodal.processors.sounds import check_frames
 from octavo.observability.profiler import Profiler
 from octavo.plan.memory import MemoryBudget, MemoryItem
 from octavo.plan.memory_plan import (
@@ -125,10 +126,11 @@ def make_engine_core(
     checkpoint = open_model(config, model_path, setup.dtype)
     if spec.is_encoder_decoder and (unused := unused_generation_settings(checkpoint)):
         logger.info(
-            "requests set how to search and how long answers are; not applied: %s of the model's "
-            "files",
+            "requests choose a beam search (LLM.beam_search, use_beam_search); not applied: %s of "
+            "the model's files",
             ", ".join(unused),
         )
+    check_frames(checkpoint, spec)
     for stage in setup.stages:
         read_ahead(config, stage.part, checkpoint, setup.dtype)  # while the memory is planned
     make_executor = make_executor or get_executor_class(config)

@@ -498,15 +498,14 @@ class AsyncLLM(AsyncPooling):
 
         `stages` gets the stages of the request before the engine.
         """
-        of_prompt = prompt_params(params)
+        of_prompt = prompt_params(params, self.spec)
         request, text = await self.process(
             prompt, of_prompt, request_id, options, add_special_tokens
         )
         if stages is not None:
             stages.end("tokenize")
-        vocab_size = self.spec.vocab_size
-        search = make_beam_search(params, request, vocab_size)
-        nbytes = beam_search_nbytes(request, search, vocab_size)
+        search = make_beam_search(params, request, self.spec)
+        nbytes = beam_search_nbytes(request, search, self.spec.vocab_size)
         with self.request_memory.reserve(nbytes, options.tenant, background=options.background):
             return await run_beam_search(
                 request, text, search, of_prompt, self.tokenizer, self._stream

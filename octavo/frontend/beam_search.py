@@ -22,8 +22,16 @@ import msgspec
 from octavo.errors import SleepError
 from octavo.frontend.request_memory import request_nbytes
 from octavo.messages import EngineCoreRequest
+from octavo.models.spec import ModelSpec
 from octavo.outputs import CompletionOutput, FlatLogprobs, RequestOutput
-from octavo.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
+from octavo.sampling.logits_processors.repeated_ngrams import KEY as NGRAM_KEY
+from octavo.sampling.logits_processors.repeated_ngrams import NGrams
+from octavo.sampling_params import (
+    BeamSearchParams,
+    RequestOutputKind,
+    SamplingParams,
+    fill_defaults,
+)
 from octavo.text.detokenizer import IncrementalDetokenizer
 from octavo.text.tokenizer import Tokenizer
 
@@ -43,6 +51,46 @@ class Beam:
     """"stop" or "length"; None while the beam is live."""
 
 
+@dataclass(frozen=True)
+class BeamRules:
+    """Rules of the tokens of beams, as in transformers: they change no other token's logprob."""
+
+    prompt_token_ids: tuple[int, ...] = ()
+    """Tokens before the beams, which sequences of tokens may not repeat either."""
+    num_counted: int = 0
+    """Number of the last of them that count in the length of a beam."""
+    min_tokens: int = 0
+    """Least tokens of a beam that ends."""
+    no_repeat_ngram_size: int = 0
+    """Tokens of a sequence that occurs once only; 0: all may occur again."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Sequences of tokens that no beam contains."""
+    forced_eos_token_id: int | None = None
+    """Token with which a beam that has the most tokens ends."""
+
+    def banned(self, token_ids: Sequence[int], eos_token_ids: Collection[int]) -> set[int]:
+        """Return the tokens that may not continue a beam.
+
+        Args:
+            token_ids: tokens of the beam.
+            eos_token_ids: tokens that end a beam.
+        """
+        found = set(eos_token_ids) if len(token_ids) < self.min_tokens else set[int]()
+        if self.no_repeat_ngram_size:
+            known = [*self.prompt_token_ids, *token_ids]
+            found.update(NGrams(self.no_repeat_ngram_size, known).banned().tolist())
+        for *before, last in self.bad_words:
+            start = len(token_ids) - len(before)
+            if start >= 0 and before == token_ids[start:]:
+                found.add(last)
+        return found
+
+    def most_banned(self, max_tokens: int, num_eos: int) -> int:
+        """Return the maximum number of tokens that `banned` returns."""
+        repeated = len(self.prompt_token_ids) + max_tokens if self.no_repeat_ngram_size else 0
+        return len(self.bad_words) + repeated + (num_eos if self.min_tokens else 0)
+
+
 class BeamSearch:
     """Beams of one prompt, chosen as transformers' `generate(num_beams=...)` does.
 
@@ -55,6 +103,7 @@ class BeamSearch:
         max_tokens: maximum tokens of a beam; at least 1.
         eos_token_ids: tokens that end a beam.
         vocab_size: width of the model's logits.
+        rules: rules of the beams' tokens.
     """
 
     def __init__(
@@ -63,17 +112,18 @@ class BeamSearch:
         max_tokens: int,
         eos_token_ids: Collection[int],
         vocab_size: int,
+        rules: BeamRules = BeamRules(),
     ) -> None:
         self.width = params.beam_width
         self._length_penalty = params.length_penalty
         self._early_stopping = params.early_stopping
         self._max_tokens = max_tokens
         self._eos_token_ids = frozenset(eos_token_ids)
-        # No more of one beam can be among the best that continue, or among the best of all.
-        self.num_logprobs = min(self.width + len(self._eos_token_ids), vocab_size)
-        """Number of candidates that `step` needs of each live beam."""
+        self._vocab_size, self._rules = vocab_size, rules
         self.live = [Beam([], 0.0, [])]
         """Beams to continue, the best first; empty when the search is over."""
+        self._banned = self._find_banned()
+        """Tokens that may not continue each of them."""
         self._finished: list[tuple[float, Beam]] = []
         """Pairs (score, beam), the best first."""
 
@@ -81,6 +131,23 @@ class BeamSearch:
     def beams(self) -> list[Beam]:
         """Finished beams, the one with the highest score first."""
         return [beam for _, beam in self._finished]
+
+    @property
+    def num_logprobs(self) -> int:
+        """Number of candidates that `step` needs of each live beam."""
+        return self._count(max(map(len, self._banned), default=0))
+
+    @property
+    def max_num_logprobs(self) -> int:
+        """Maximum of `num_logprobs` in all steps."""
+        return self._count(self._rules.most_banned(self._max_tokens, len(self._eos_token_ids)))
+
+    def _count(self, num_banned: int) -> int:
+        # No more of one beam can be among the best that continue, or among the best of all.
+        return min(self.width + len(self._eos_token_ids) + num_banned, self._vocab_size)
+
+    def _find_banned(self) -> list[set[int]]:
+        return [self._rules.banned(beam.token_ids, self._eos_token_ids) for beam in self.live]
 
     def step(self, rows: Sequence[FlatLogprobs]) -> None:
         """Continue each live beam by a token.
@@ -90,11 +157,16 @@ class BeamSearch:
                 tokens.
         """
         width, length = self.width, len(self.live[0].token_ids) + 1
-        found = [
-            (beam.cum_logprob + logprob, -i, -token_id)
-            for i, (beam, row) in enumerate(zip(self.live, rows, strict=True))
-            for token_id, logprob in zip(*row.candidates(0), strict=True)
-        ]
+        forced = self._rules.forced_eos_token_id
+        if forced in self._eos_token_ids and length == self._max_tokens:
+            found = [(beam.cum_logprob, -i, -forced) for i, beam in enumerate(self.live)]
+        else:
+            found = [
+                (beam.cum_logprob + logprob, -i, -token_id)
+                for i, (beam, row) in enumerate(zip(self.live, rows, strict=True))
+                for token_id, logprob in zip(*row.candidates(0), strict=True)
+                if token_id not in self._banned[i]
+            ]
         live: list[Beam] = []
         # Upper bound of the needed candidates, if all that may end do.
         num_needed = width * (1 + len(self._eos_token_ids))
@@ -117,6 +189,7 @@ class BeamSearch:
         self._finished.sort(key=lambda item: -item[0])  # of equal scores the earlier stays first
         del self._finished[width:]
         self.live = [] if self._is_over(live, length) else live
+        self._banned = self._find_banned()
 
     def _is_over(self, live: list[Beam], length: int) -> bool:
         """Return True if no live beam can improve the result."""
@@ -131,17 +204,22 @@ class BeamSearch:
         return self._score(live[0].cum_logprob, length) <= self._finished[-1][0]
 
     def _score(self, cum_logprob: float, length: int) -> float:
-        return cum_logprob / math.pow(length, self._length_penalty)
+        return cum_logprob / math.pow(length + self._rules.num_counted, self._length_penalty)
 
 
-def prompt_params(params: BeamSearchParams) -> SamplingParams:
-    """Return the parameters for processing the prompt; see `InputProcessor.process`."""
-    return SamplingParams(
-        temperature=0.0,
-        max_tokens=params.max_tokens,
-        ignore_eos=params.ignore_eos,
-        include_stop_str_in_output=params.include_stop_str_in_output,
-    )
+def prompt_params(params: BeamSearchParams, spec: ModelSpec) -> SamplingParams:
+    """Return the parameters for processing the prompt; see `InputProcessor.process`.
+
+    The model's rules of its answers apply to beams, too.
+    """
+    rules = {k: v for k, v in spec.generation_config.items() if k in ("min_tokens", "extra_args")}
+    given = {
+        "temperature": 0.0,
+        "max_tokens": params.max_tokens,
+        "ignore_eos": params.ignore_eos,
+        "include_stop_str_in_output": params.include_stop_str_in_output,
+    }
+    return SamplingParams(**fill_defaults(given, rules))
 
 
 def step_params(search: BeamSearch) -> SamplingParams:
@@ -156,11 +234,24 @@ def step_params(search: BeamSearch) -> SamplingParams:
 
 
 def make_beam_search(
-    params: BeamSearchParams, request: EngineCoreRequest, vocab_size: int
+    params: BeamSearchParams, request: EngineCoreRequest, spec: ModelSpec
 ) -> BeamSearch:
     """Return the search for the continuations of a processed prompt."""
     core = request.sampling_params
-    return BeamSearch(params, core.max_tokens, core.all_stop_token_ids, vocab_size)
+    rules = BeamRules()
+    if spec.is_encoder_decoder:
+        ids = tuple(request.prompt_token_ids)
+        rules = BeamRules(
+            ids,
+            # transformers counts the token after the start, such as a language, if it is forced.
+            1 if len(ids) == 2 else 0,
+            core.min_tokens,
+            (core.extra_args or {}).get(NGRAM_KEY, 0),
+            spec.bad_words_ids,
+            spec.beams.forced_eos_token_id,
+        )
+    stops = core.all_stop_token_ids
+    return BeamSearch(params, core.max_tokens, stops, spec.vocab_size, rules)
 
 
 def beam_requests(request: EngineCoreRequest, search: BeamSearch) -> list[EngineCoreRequest]:
@@ -181,6 +272,10 @@ def beam_requests(request: EngineCoreRequest, search: BeamSearch) -> list[Engine
         max_tokens=1,
         logprobs=search.num_logprobs,
         all_stop_token_ids=frozenset(),
+        # The search itself applies the rules to the candidates.
+        min_tokens=0,
+        bad_words=None,
+        extra_args=None,
     )
     return [
         replace(
@@ -211,7 +306,7 @@ def candidates_of(output: RequestOutput) -> FlatLogprobs:
 def beam_search_nbytes(request: EngineCoreRequest, search: BeamSearch, vocab_size: int) -> int:
     """Return the maximum bytes of a search: equal numbers of live and finished beams."""
     params = step_params(search)
-    core = msgspec.structs.replace(request.sampling_params, logprobs=search.num_logprobs)
+    core = msgspec.structs.replace(request.sampling_params, logprobs=search.max_num_logprobs)
     whole = msgspec.structs.replace(request, n=2 * search.width, sampling_params=core)
     embeds = request.prompt_embeds
     # Each live beam's request sends the embeddings again.

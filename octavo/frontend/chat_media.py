@@ -28,9 +28,9 @@ from octavo.system.fair_slots import FairSlots
 from octavo.system.offload import offload
 from octavo.text.tokenizer import MAX_TOKENS, Tokenizer
 
-# Files in memory that are read; and of hosts, which may answer slowly. Tenants take turns at the
-# helper processes, so few files wait for these.
-_MOST_FILES, _MOST_OF_HOSTS = 4, 16
+# Files in memory that are read; and of hosts, which may answer slowly. In each case the second
+# number is the most for a tenant, which leaves a place to the others.
+_MOST_FILES, _MOST_OF_HOSTS = (4, 3), (16, 12)
 # Bytes that SHA-256 reads in a microsecond.
 _DIGEST_SPEED = 500
 
@@ -63,7 +63,12 @@ class ChatMedia:
         self._files: Mapping[Modality, FileReader] = {
             modality: reader.open_files() for modality, reader in media.readers.items()
         }
-        self._slots, self._slots_of_hosts = FairSlots(_MOST_FILES), FairSlots(_MOST_OF_HOSTS)
+        self._slots, self._slots_of_hosts = FairSlots(*_MOST_FILES), FairSlots(*_MOST_OF_HOSTS)
+        # A tenant with many large files leaves a helper process to the others.
+        self._turns = {
+            modality: FairSlots(files.num_processes, max(1, files.num_processes - 1))
+            for modality, files in self._files.items()
+        }
         self._keeping: set[asyncio.Task[None]] = set()
         # Also without a call.
         self.close = weakref.finalize(self, _close, list(self._files.values()))
@@ -155,6 +160,7 @@ class ChatMedia:
                 key, cache = media_key(scope, digest, item.modality, own), self._media.cache
                 found: Item | None = cache.get(key)
                 if found is None:
+                    await places.enter_async_context(self._turns[item.modality].hold(share))
                     reading = self._files[item.modality].read(file, item.name, own)
                     try:
                         found = await asyncio.wrap_future(reading)

@@ -31,6 +31,10 @@ P = TypeVar("P", bound=Processor)
 class FileReader(Protocol):
     """Reader of the files of one modality, in helper processes."""
 
+    @property
+    def num_processes(self) -> int:
+        """Most helper processes."""
+
     def read(
         self, file: Buffer, param: str, mm_processor_kwargs: Mapping[str, Any] | None = None
     ) -> Future[Item]:

@@ -12,7 +12,7 @@ from octavo.kernels.sizes import lora_nbytes
 from octavo.system.tensor import Tensor
 
 LANES, PANEL = 16, 64
-"""Rows of a panel of A and of B: kLoraLanes and kLoraPanel in csrc/kernels.h."""
+"""Rows of a panel of A and of B: kLoraLanes and kLoraPanel in csrc/lora_args.h."""
 
 LINE = 64
 """Bytes of a cache line; each weight takes up whole lines."""
@@ -20,7 +20,7 @@ LINE = 64
 _SLICE = np.dtype(
     [("a", "u8"), ("b", "u8"), ("affine", "u8"), ("rank", "i8"), ("scale", "f4")], align=True
 )
-"""LoraSlice in csrc/kernels.h."""
+"""LoraSlice in csrc/lora_args.h."""
 SLICE_WORDS = _SLICE.itemsize // 8
 """Words of 64 bits of a slice."""
 

@@ -11,33 +11,17 @@ from numpy.typing import NDArray
 
 from octavo import _native
 from octavo._native import kernels
-from octavo.kernels.base import (
-    SAMPLING_ROW,
-    Activation,
-    Arrived,
-    Codes,
-    Gelu,
-    HostCopy,
-    LongArray,
-    OnlineFormat,
-    Ops,
-    PackedWeight,
-    QuantFormat,
-    QuantizedWeight,
-)
+from octavo.kernels.base import Activation, Arrived, Gelu, HostCopy, Ops
 from octavo.kernels.memory import Arena
-from octavo.kernels.native_base import (
-    DTYPE_CODES,
-    GATES,
-    QUANT_FORMATS,
-    check_logits,
-    check_rows,
-)
+from octavo.kernels.native_base import DTYPE_CODES, GATES, QUANT_FORMATS, check_rows
 from octavo.kernels.native_experts import NativeExpertOps
+from octavo.kernels.native_logits import NativeLogitOps
 from octavo.kernels.native_lora import NativeLoraOps
 from octavo.kernels.native_states import NativeStateOps
+from octavo.kernels.ops_logits import LongArray
 from octavo.kernels.routing import Gate
 from octavo.kernels.sizes import order_nbytes, packed_nbytes, quantized_nbytes
+from octavo.kernels.weights import Codes, OnlineFormat, PackedWeight, QuantFormat, QuantizedWeight
 from octavo.system.block_types import BLOCK_TYPES
 from octavo.system.tensor import HostTensor, Tensor, empty, from_numpy
 
@@ -50,8 +34,6 @@ _ACTIVATIONS: dict[Activation, int] = {
     "silu": _SILU,
 }
 
-# Largest k for which a heap is the fastest way to find the largest.
-_FEW, _LOW_WORD = 64, 0xFFFFFFFF
 
 available_isas = _native.available_isas
 """Return the instruction sets of this processor that have kernels, best first."""
@@ -102,7 +84,7 @@ def order_of(data: Tensor, k: int) -> Tensor:
     return order
 
 
-class NativeOps(NativeStateOps, NativeExpertOps, NativeLoraOps):
+class NativeOps(NativeStateOps, NativeExpertOps, NativeLoraOps, NativeLogitOps):
     """Implementation of `Ops` by the native kernels; see `Ops` for shapes and meaning.
 
     The bits of a row's result depend neither on the other rows of the call nor on the number of
@@ -145,12 +127,6 @@ class NativeOps(NativeStateOps, NativeExpertOps, NativeLoraOps):
     def to_device(self, x: HostTensor | NDArray[Any]) -> HostTensor:
         """Return the same memory."""
         return x if isinstance(x, HostTensor) else from_numpy(x)
-
-    def to_host(self, x: Tensor) -> NDArray[Any]:
-        """Return the same memory."""
-        assert isinstance(x, HostTensor)
-        array: NDArray[Any] = x.numpy()
-        return array
 
     def copy_to_host(self, x: Tensor) -> HostCopy:
         return Arrived(self.to_host(x))
@@ -835,149 +811,6 @@ class NativeOps(NativeStateOps, NativeExpertOps, NativeLoraOps):
             is_neox=is_neox,
             dtype=DTYPE_CODES[query.dtype],
         )
-
-    def _softmax(self, x: Tensor, log: bool) -> Tensor:
-        rows, dim = check_logits(x)
-        out = self._empty(rows, dim, dtype=x.dtype)
-        kernels.softmax(
-            x=x.data_ptr(), x_stride=x.stride(0), out=out.data_ptr(), rows=rows, dim=dim, log=log
-        )
-        return out
-
-    def softmax(self, x: Tensor) -> Tensor:
-        """Compute maximum, sum of exponentials and quotient, each in the order of the row."""
-        return self._softmax(x, log=False)
-
-    def log_softmax(self, x: Tensor) -> Tensor:
-        """Compute maximum, sum of exponentials and difference, each in the order of the row."""
-        return self._softmax(x, log=True)
-
-    def argmax(self, x: Tensor) -> Tensor:
-        rows, dim = check_logits(x)
-        out = self._empty(rows, dtype="int64")
-        kernels.argmax(x=x.data_ptr(), x_stride=x.stride(0), out=out.data_ptr(), rows=rows, dim=dim)
-        return out
-
-    def row_max(self, x: Tensor) -> Tensor:
-        rows, dim = check_logits(x)
-        out = self._empty(rows, dtype=x.dtype)
-        kernels.row_max(
-            x=x.data_ptr(), x_stride=x.stride(0), out=out.data_ptr(), rows=rows, dim=dim
-        )
-        return out
-
-    def sample(self, x: Tensor, params: NDArray[np.void]) -> Tensor:
-        """Sample without sorting the vocabulary; see csrc/sample.h."""
-        rows, dim = check_logits(x)
-        assert params.dtype == SAMPLING_ROW
-        assert params.shape == (rows,)
-        assert params.flags.c_contiguous
-        out = self._empty(rows, dtype="int64")
-        kernels.sample(
-            x=x.data_ptr(),
-            x_stride=x.stride(0),
-            params=params.ctypes.data,
-            out=out.data_ptr(),
-            rows=rows,
-            dim=dim,
-        )
-        return out
-
-    def apply_bitmask_(self, x: Tensor, bitmask: Tensor, rows: Tensor) -> None:
-        """Mask rows of x; ignore indices beyond x. In a plan, `rows` has the length of a step."""
-        x_rows, dim = check_logits(x)
-        assert bitmask.shape == (len(rows), -(-dim // 32))
-        assert bitmask.dtype == "int32"
-        assert bitmask.stride(1) == 1 or bitmask.shape[1] == 1
-        assert rows.dtype == "int64"
-        assert rows.is_contiguous()
-        kernels.apply_bitmask(
-            x=x.data_ptr(),
-            x_stride=x.stride(0),
-            x_rows=x_rows,
-            bitmask=bitmask.data_ptr(),
-            bitmask_stride=bitmask.stride(0),
-            indices=rows.data_ptr(),
-            rows=len(rows),
-            dim=dim,
-        )
-
-    def top_k(self, x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """Compute in one pass with a heap of size k, or by sorting."""
-        rows, dim = check_logits(x)
-        assert 0 <= k <= dim
-        if k > _FEW:
-            return self._sort(x, k)
-        values = self._empty(rows, k, dtype=x.dtype)
-        indices = self._empty(rows, k, dtype="int64")
-        kernels.top_k(
-            x=x.data_ptr(),
-            x_stride=x.stride(0),
-            values=values.data_ptr(),
-            indices=indices.data_ptr(),
-            rows=rows,
-            dim=dim,
-            k=k,
-        )
-        return values, indices
-
-    def _sort(self, x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """Sort integers that consist of a number and its index.
-
-        No two of them are equal, so every algorithm returns the same order.
-        """
-        numbers = self.to_host(x)
-        dim = numbers.shape[1]
-        numbers = np.where(np.isnan(numbers), np.float32(-np.inf), numbers)
-        bits = (numbers + np.float32(0)).view(np.int32)  # -0.0 is equal to 0.0
-        bits ^= (bits >> 31) & 0x7FFFFFFF  # negative floats sort backwards as integers
-        keys = bits.astype(np.int64) << 32
-        keys |= _LOW_WORD - np.arange(dim)
-        if k < dim:
-            keys.partition(dim - k, axis=-1)
-            keys = keys[:, dim - k :]
-        keys.sort(axis=-1)
-        indices = _LOW_WORD - (keys[:, ::-1] & _LOW_WORD)
-        values = np.take_along_axis(numbers, indices, 1)
-        return from_numpy(values), from_numpy(indices)
-
-    def gather(self, x: Tensor, ids: LongArray) -> NDArray[np.float32]:
-        numbers: NDArray[np.float32] = np.take_along_axis(self.to_host(x), ids, 1)
-        return numbers
-
-    def ranks(self, x: Tensor, ids: LongArray) -> LongArray:
-        numbers, ids = self.to_host(x), ids[:, None]
-        value = np.take_along_axis(numbers, ids, 1)
-        lower = np.arange(numbers.shape[1]) < ids
-        ahead = (numbers > value) | ((numbers == value) & lower)
-        ranks: LongArray = ahead.sum(-1) + 1
-        return ranks
-
-    def set_at_(self, x: Tensor, rows: LongArray, columns: LongArray | None, value: float) -> None:
-        self.to_host(x)[rows if columns is None else (rows, columns)] = value
-
-    def add_at_(
-        self, x: Tensor, rows: LongArray, columns: LongArray, values: NDArray[np.float32]
-    ) -> None:
-        with np.errstate(all="ignore"):
-            self.to_host(x)[rows, columns] += values
-
-    def penalize_(
-        self,
-        x: Tensor,
-        rows: LongArray,
-        columns: LongArray,
-        counts: NDArray[np.float32],
-        penalties: tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float32]],
-    ) -> None:
-        repetition, frequency, presence = penalties
-        logits = self.to_host(x)
-        values = logits[rows, columns]
-        with np.errstate(all="ignore"):
-            values = np.where(values > 0, values / repetition, values * repetition)
-            values -= frequency * counts
-            values -= presence * (counts > 0)
-        logits[rows, columns] = values
 
     def change_rows(self, x: Tensor, rows: LongArray, change: Callable[[Ops, Any], object]) -> None:
         """Import torch, which plug-ins need."""

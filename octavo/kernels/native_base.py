@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import threading
-from typing import get_args
+from typing import Any, get_args
 
-from octavo.kernels.base import QuantFormat
+from numpy.typing import NDArray
+
 from octavo.kernels.memory import Arena
 from octavo.kernels.routing import Gate
-from octavo.system.tensor import Tensor, empty
+from octavo.kernels.weights import QuantFormat
+from octavo.system.tensor import HostTensor, Tensor, empty
 
 DTYPE_CODES = {"float32": 0, "bfloat16": 1, "float16": 2}
-"""Codes of DType in csrc/kernels.h."""
+"""Codes of DType in csrc/args.h."""
 
 QUANT_FORMATS = {name: code for code, name in enumerate(get_args(QuantFormat))}
-"""Codes of QuantFormat in csrc/kernels.h."""
+"""Codes of QuantFormat in csrc/weight_args.h."""
 
 GATES: dict[Gate | None, int] = {
     None: -1,
@@ -26,7 +28,7 @@ GATES: dict[Gate | None, int] = {
     "swigluoai": 5,
     "softplus": 6,
 }
-"""Codes of Gated in csrc/kernels.h."""
+"""Codes of Gated in csrc/args.h."""
 
 
 def check_rows(x: Tensor) -> None:
@@ -54,6 +56,12 @@ class NativeMemory:
 
     def __init__(self) -> None:
         self._recording = _Recording()
+
+    def to_host(self, x: Tensor) -> NDArray[Any]:
+        """Return the same memory."""
+        assert isinstance(x, HostTensor)
+        array: NDArray[Any] = x.numpy()
+        return array
 
     def _empty(self, *shape: int, dtype: str) -> Tensor:
         arena = self._recording.arena

@@ -8,13 +8,6 @@ import numpy as np
 
 from octavo import _native
 from octavo._native import kernels
-from octavo.kernels.base import (
-    PackedWeight,
-    PlacedExperts,
-    QuantizedWeight,
-    StackedWeight,
-    TokenSlots,
-)
 from octavo.kernels.lora import LoraTable
 from octavo.kernels.native_base import (
     DTYPE_CODES,
@@ -24,11 +17,13 @@ from octavo.kernels.native_base import (
     check_logits,
     check_rows,
 )
+from octavo.kernels.ops_experts import PlacedExperts, TokenSlots
 from octavo.kernels.routing import ExpertActivation, Gate, Routing, Score
+from octavo.kernels.weights import PackedWeight, QuantizedWeight, StackedWeight
 from octavo.system.tensor import Tensor, from_numpy
 
 _UNGATED: dict[Gate, int] = {"gelu": 4, "relu2": 10}
-"""Codes of Unary in csrc/kernels.h, for experts without a gate."""
+"""Codes of Unary in csrc/args.h, for experts without a gate."""
 
 _SCORES: dict[Score, int] = {"softmax": 0, "sigmoid": 1, "sqrt_softplus": 2, "none": 3}
 

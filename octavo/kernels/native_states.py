@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 from octavo._native import kernels
-from octavo.kernels.base import ConvActivation, StateRates, StateSlots, Wkv7Inputs, Wkv7Parameters
 from octavo.kernels.native_base import DTYPE_CODES, NativeMemory, check_rows
+from octavo.kernels.ops_states import (
+    ConvActivation,
+    StateRates,
+    StateSlots,
+    Wkv7Inputs,
+    Wkv7Parameters,
+)
 from octavo.kernels.sizes import MAX_TAPS
 from octavo.system.tensor import Tensor
 

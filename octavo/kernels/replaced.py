@@ -40,7 +40,7 @@ class ReplacedTable:
     ) -> None:
         self.shape, self.has_bias, self.is_embedding = shape, has_bias, is_embedding
         self.addresses = np.zeros((num_slots, 2), np.uint64)
-        """Addresses of weight and bias, for kernels: WholeLayer in csrc/kernels.h."""
+        """Addresses of weight and bias, for kernels: WholeLayer in csrc/lora_args.h."""
         self.weights: list[ReplacedWeight | None] = [None] * num_slots
         """Weights of each slot; None: the adapter has none."""
         self.on_device: object | None = None

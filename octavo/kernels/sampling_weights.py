@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.kernels.base import LongArray, Ops
+from octavo.kernels.base import Ops
+from octavo.kernels.ops_logits import LongArray
 from octavo.system.tensor import Tensor
 
 

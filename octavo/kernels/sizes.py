@@ -15,7 +15,7 @@ _MORE = {"q3_k": 4, "q4_k": 4, "q5_k": 4, "q2_k": 16, "iq4_xs": 2}
 MAX_LORA_RANK = 512
 """Largest rank of an adapter of an embedding: kMaxLoraRank in csrc/lora_embedding.h."""
 MAX_TAPS = 8
-"""Largest number of weights of a channel in `Ops.causal_conv`: kMaxTaps in csrc/kernels.h."""
+"""Largest number of weights of a channel in `Ops.causal_conv`: kMaxTaps in csrc/state_args.h."""
 
 
 def packed_nbytes(n: int, k: int, dtype: str) -> int:

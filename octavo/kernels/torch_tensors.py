@@ -148,3 +148,8 @@ def _convert(x: Any, convert: Callable[[Any], Any], back: Callable[[Any], Any]) 
 
         return call
     return map(convert, x) if isinstance(x, Iterator) else x
+
+
+def into(out: torch.Tensor | None, result: torch.Tensor) -> torch.Tensor:
+    """Return the result, copied to `out` if that is given."""
+    return result if out is None else out.copy_(result)

@@ -24,10 +24,10 @@ import msgspec
 
 import octavo
 from octavo import _native
-from octavo.kernels.base import PackedWeight
 from octavo.kernels.memory import Arena, map_memory
 from octavo.kernels.native import NativeOps
 from octavo.kernels.sizes import packed_nbytes
+from octavo.kernels.weights import PackedWeight
 from octavo.system.tensor import empty, zeros
 
 logger = logging.getLogger(__name__)

@@ -9,7 +9,12 @@ encoder are given up in the order of their last use.
 
 from __future__ import annotations
 
+import heapq
+
 from octavo.request import Request
+
+# Most entries of a heap that do not count, beside one for each that does.
+_SPARE = 64
 
 
 class EncoderCacheManager:
@@ -38,9 +43,14 @@ class EncoderCacheManager:
         """Largest value of an item that was given up."""
         self._num_users: dict[str, int] = {}
         """Number of users of each item that requests use."""
-        self._unused: dict[str, float] = {}
-        """Values of the items that no request uses, those unused for the longest time first.
-        A value is the item's work, plus `_given_up_value` when its use ended."""
+        self._unused: dict[str, int] = {}
+        """Items that no request uses, and the number of uses that had ended when their own did."""
+        self._num_ended = 0
+        """Number of uses that have ended."""
+        self._order: list[tuple[float, int, str]] = []
+        """Heap of the values of these items, with the numbers and identifiers. A value is the work
+        of the item, plus `_given_up_value` when its use ended. Entries whose number is another one
+        than in `_unused` do not count."""
         self._num_unused_rows = 0
         self._held: dict[Request, dict[int, str]] = {}
         """Identifiers of the items that each request uses, by index in its `mm_features`."""
@@ -86,9 +96,10 @@ class EncoderCacheManager:
             return False
         self.num_used_rows += rows
         while self.num_used_rows + self._num_unused_rows > self.num_rows:
-            least = min(self._unused, key=self._unused.__getitem__)
-            self._given_up_value = self._unused[least]
-            self._give_up(least)
+            value, number, least = heapq.heappop(self._order)
+            if self._unused.get(least) == number:
+                self._given_up_value = value
+                self._give_up(least)
         self._sizes[identifier] = rows
         self._work[identifier] = feature.num_encoder_tokens / rows
         return True
@@ -156,7 +167,13 @@ class EncoderCacheManager:
         self._num_users[identifier] -= 1
         if not self._num_users[identifier]:
             del self._num_users[identifier]
-            self._unused[identifier] = self._given_up_value + self._work[identifier]
+            self._num_ended += 1
+            self._unused[identifier] = self._num_ended
+            value = self._given_up_value + self._work[identifier]
+            heapq.heappush(self._order, (value, self._num_ended, identifier))
+            if len(self._order) > 2 * len(self._unused) + _SPARE:
+                self._order = [it for it in self._order if self._unused.get(it[2]) == it[1]]
+                heapq.heapify(self._order)
             self.num_used_rows -= self._sizes[identifier]
             self._num_unused_rows += self._sizes[identifier]
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from octavo.kernels.base import ConvActivation, Ops, StateSlots
+from octavo.kernels.base import Ops
+from octavo.kernels.ops_states import ConvActivation, StateSlots
 from octavo.system.tensor import Tensor
 
 

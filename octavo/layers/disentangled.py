@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from octavo.attention.base import DistanceProducts
-from octavo.kernels.base import Ops, PackedWeight
+from octavo.kernels.base import Ops
+from octavo.kernels.weights import PackedWeight
 from octavo.system.tensor import Tensor
 
 

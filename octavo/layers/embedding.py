@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from octavo.kernels.base import Ops, PackedWeight, QuantizedWeight
+from octavo.kernels.base import Ops
+from octavo.kernels.weights import PackedWeight, QuantizedWeight
 from octavo.layers.adapter import AdaptedEmbedding
 from octavo.layers.linear import Linear
 from octavo.layers.norm import Norm, RMSNorm

@@ -20,9 +20,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from octavo.kernels.base import StackedWeight
 from octavo.kernels.lora import LoraTable
 from octavo.kernels.routing import ExpertActivation
+from octavo.kernels.weights import StackedWeight
 from octavo.layers.adapter import Adapters
 from octavo.layers.shared import Columns
 from octavo.system.tensor import Tensor

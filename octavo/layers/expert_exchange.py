@@ -24,9 +24,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo import _native
-from octavo.kernels.base import TokenSlots
 from octavo.kernels.memory import placeholder
 from octavo.kernels.native_base import DTYPE_CODES
+from octavo.kernels.ops_experts import TokenSlots
 from octavo.system.distributed import CACHE_LINE, GroupMemory, Rank, aligned
 from octavo.system.tensor import HostTensor, Tensor, from_numpy, itemsize
 

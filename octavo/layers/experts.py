@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from octavo.kernels.base import Ops, PlacedExperts, StackedWeight, TokenSlots
+from octavo.kernels.base import Ops
+from octavo.kernels.ops_experts import PlacedExperts, TokenSlots
 from octavo.kernels.routing import ExpertActivation, Routing
+from octavo.kernels.weights import StackedWeight
 from octavo.layers.expert_adapter import AdaptedExperts
 from octavo.layers.expert_exchange import ExpertExchange
 from octavo.layers.linear import Linear

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from octavo.kernels.base import Ops, PackedWeight
+from octavo.kernels.base import Ops
+from octavo.kernels.weights import PackedWeight
 from octavo.layers.linear import Linear
 from octavo.layers.norm import RMSNorm
 from octavo.layers.shared import Columns

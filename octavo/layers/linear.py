@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from octavo.kernels.base import Activation, Ops, PackedWeight, QuantizedWeight, activate
+from octavo.kernels.base import Activation, Ops, activate
 from octavo.kernels.routing import Gate
+from octavo.kernels.weights import PackedWeight, QuantizedWeight
 from octavo.layers.adapter import AdaptedLinear
 from octavo.layers.shared import Columns
 from octavo.system.tensor import Tensor

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from octavo.kernels.base import Ops, StateRates
+from octavo.kernels.base import Ops
+from octavo.kernels.ops_states import StateRates
 from octavo.layers.conv import Conv
 from octavo.layers.linear import Linear
 from octavo.layers.norm import RMSNorm

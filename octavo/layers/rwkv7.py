@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from octavo.kernels.base import Ops, Wkv7Inputs, Wkv7Parameters
+from octavo.kernels.base import Ops
+from octavo.kernels.ops_states import Wkv7Inputs, Wkv7Parameters
 from octavo.layers.linear import Linear
 from octavo.layers.low_rank import LowRank
 from octavo.layers.mlp import MLP

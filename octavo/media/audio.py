@@ -38,6 +38,11 @@ class AudioReader:
     def __init__(self) -> None:
         self._processes = MediaProcesses("octavo.media.audio_jobs", "audio", _LIMITS)
 
+    @property
+    def num_processes(self) -> int:
+        """Most helper processes."""
+        return self._processes.num_processes
+
     def submit(self, data: Buffer, param: str = "file") -> Future[Samples]:
         """Start to read a sound; the future's result is float32 [samples], finite.
 

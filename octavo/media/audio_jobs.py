@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from octavo.errors import RequestError
 from octavo.media.audio import SAMPLE_RATE
+from octavo.media.container import open_container
 from octavo.media.process import Job
 from octavo.system.limited_process import Buffer
 
@@ -40,6 +41,8 @@ _LACKING, _LACKING_SECONDS = 0.02, 1.0
 # One damaged packet in this number of packets is the limit.
 _PACKETS_PER_DAMAGED = 10
 _ENDLESS = 0x7FFF0000
+# The id of the element of Matroska that contains the sound.
+_SEGMENT = b"\x18\x53\x80\x67"
 # Samples a second. Resampling from others would take long.
 _MIN_RATE, _MAX_RATE = 1000, 768_000
 
@@ -58,7 +61,9 @@ def demuxer_of(data: memoryview) -> str:
         for byte in head[6:_ID3_HEAD]:
             size = size << 7 | byte & 0x7F
         begin = _ID3_HEAD + size
-        return "flac" if bytes(data[begin : begin + 4]) == b"fLaC" else "mp3"
+        head = bytes(data[begin : begin + 4])
+        # Nothing but these formats has such a tag.
+        return "flac" if head == b"fLaC" else "aac" if _is_adts(head) else "mp3"
     if head[:4] in (b"RIFF", b"RF64", b"BW64") and head[8:12] == b"WAVE":
         return "wav"
     if head[4:8] == b"ftyp":
@@ -71,11 +76,16 @@ def demuxer_of(data: memoryview) -> str:
         if head.startswith(magic):
             return name
     if len(head) > 2 and head[0] == 0xFF and head[1] & 0xE0 == 0xE0:
-        return "mp3" if head[1] & 0x06 else "aac"
+        return "aac" if _is_adts(head) else "mp3"
     raise RequestError(
         f"The file is no sound of a supported format (it begins with {head[:12]!r}); send "
         f"{_FORMATS}."
     )
+
+
+def _is_adts(head: bytes) -> bool:
+    """Return True if a frame of AAC begins; a frame of MP3 has a layer."""
+    return len(head) > 1 and head[0] == 0xFF and head[1] & 0xF6 == 0xF0
 
 
 def decode(max_seconds: int, files: list[memoryview]) -> tuple[None, list[NDArray[np.float32]]]:
@@ -102,19 +112,9 @@ def _open(data: Buffer, max_seconds: int) -> Iterator[_Decoder]:
     view = memoryview(data)
     name = demuxer_of(view)
     try:
-        with av.open(
-            _Input(view),
-            "r",
-            format=name,
-            options={
-                "protocol_whitelist": "none",
-                "format_whitelist": name,
-                "codec_whitelist": ",".join(sorted(_DECODERS)),
-            },
-            metadata_errors="ignore",
-        ) as container:
-            announced = _wav_seconds(view) if name == "wav" else None
-            yield _Decoder(container, name, max_seconds, announced)
+        with open_container(_Input(view), name, _DECODERS) as container:
+            part = {"wav": _wav_part, "matroska": _matroska_part}.get(name, lambda _: 1.0)(view)
+            yield _Decoder(container, name, max_seconds, part)
     except av.error.FFmpegError as error:
         raise RequestError(
             f"The file is damaged or cut off: it begins as {name}, and then: {error.strerror}."
@@ -192,18 +192,42 @@ def proceed(_: None, files: list[memoryview]) -> tuple[None, list[NDArray[np.flo
     return None, [part]
 
 
-def _wav_seconds(data: memoryview) -> float:
-    """Return the seconds that the head of a WAV file announces; 0: unknown."""
-    begin, byte_rate = 12, 0
-    while begin + 8 <= len(data):
+def _wav_part(data: memoryview) -> float:
+    """Return the part of a WAV file's samples that is there, at most 1."""
+    begin = 12
+    while begin + 8 < len(data):
         kind, size = struct.unpack_from("<4sI", data, begin)
-        if kind == b"fmt " and begin + 20 <= len(data):
-            (byte_rate,) = struct.unpack_from("<I", data, begin + 16)
+        begin += 8
         if kind == b"data":
             # A program that cannot seek writes the largest number, or nearly.
-            return size / byte_rate if byte_rate and size < _ENDLESS else 0.0
-        begin += 8 + size + size % 2
-    return 0.0
+            return _part(len(data) - begin, 0 if size >= _ENDLESS else size)
+        begin += size + size % 2
+    return 1.0
+
+
+def _matroska_part(data: memoryview) -> float:
+    """Return the part of a Matroska file's segment that is there, at most 1.
+
+    A file that was written as a stream, as browsers do, does not tell its segment's size.
+    """
+    begin = 0
+    while begin + 12 <= len(data):
+        id_size, num_bytes = (9 - data[at].bit_length() for at in (begin, begin + 4))
+        if id_size != 4 or num_bytes > 8:
+            break
+        size = int.from_bytes(data[begin + 4 : begin + 4 + num_bytes]) - (1 << 7 * num_bytes)
+        is_segment = bytes(data[begin : begin + 4]) == _SEGMENT
+        begin += 4 + num_bytes
+        if is_segment:
+            unknown = (1 << 7 * num_bytes) - 1
+            return _part(len(data) - begin, 0 if size == unknown else size)
+        begin += size
+    return 1.0
+
+
+def _part(there: int, announced: int) -> float:
+    """Return `there` by `announced`, at most 1; 0 announces nothing."""
+    return min(1.0, there / announced) if announced else 1.0
 
 
 class _Decoder:
@@ -213,7 +237,7 @@ class _Decoder:
         container: the file.
         name: its format.
         max_seconds: longest sound.
-        announced: seconds that its head announces, 0 if unknown; None: FFmpeg reads them.
+        part: the part of the bytes that its head announces which is there, above 0, at most 1.
     """
 
     def __init__(
@@ -221,7 +245,7 @@ class _Decoder:
         container: av.container.InputContainer,
         name: str,
         max_seconds: int,
-        announced: float | None,
+        part: float,
     ) -> None:
         if not container.streams.audio:
             raise RequestError("The file contains no sound; send a file with one.")
@@ -236,15 +260,13 @@ class _Decoder:
         self._max_samples = max_seconds * SAMPLE_RATE
         # One file must not use more cores than the process' limit of processor time expects.
         stream.codec_context.thread_count = 1
-        if announced is None:
-            announced = 0.0
-            # An MP3's length is an estimate, an Ogg's is read from its end, and a WebM's is that of
-            # its longest stream.
-            if name in ("flac", "mov") and stream.duration and stream.time_base:
-                announced = float(stream.duration * stream.time_base)
-            elif name == "matroska" and len(container.streams) == 1 and container.duration:
-                announced = (container.duration - (container.start_time or 0)) / av.time_base
-        self._announced = announced
+        self._part = part
+        self._announced = 0.0
+        # Of the other formats, the length is an estimate (MP3), is read from the end (Ogg), comes
+        # from a rate that may be wrong (WAV), or is that of other streams, or of a recording with
+        # its pauses, which programs insert into the files of browsers (WebM).
+        if name in ("flac", "mov") and stream.duration and stream.time_base:
+            self._announced = float(stream.duration * stream.time_base)
         if self._announced > max_seconds:
             raise self._too_long(f"{self._announced:.0f} s, more than")
         self._damaged = self._packets = 0
@@ -304,9 +326,10 @@ class _Decoder:
                 "decoded."
             )
         seconds = count / SAMPLE_RATE
-        if self._announced - seconds > max(_LACKING_SECONDS, _LACKING * self._announced):
+        announced = self._announced or seconds / self._part
+        if announced - seconds > max(_LACKING_SECONDS, _LACKING * announced):
             raise RequestError(
-                f"The file is cut off: its head announces {self._announced:.1f} s of sound, and "
+                f"The file is cut off: its head announces {announced:.1f} s of sound, and "
                 f"{seconds:.1f} s are there; send the whole file."
             )
 

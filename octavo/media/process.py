@@ -45,6 +45,9 @@ from octavo.system.limited_process import (
 
 Array: TypeAlias = NDArray[Any]
 T = TypeVar("T")
+NUM_PROCESSES = 2 if len(os.sched_getaffinity(0)) <= 2 else 3
+"""Most helper processes of a module of jobs. A sender may use all but one of them, which the
+others have; so it also leaves one of two cores to them."""
 Result: TypeAlias = tuple[Any, list[Array]]
 """Value and arrays of a job."""
 Job: TypeAlias = Callable[[Any, list[memoryview]], tuple[Any, Sequence[Array]]]
@@ -110,9 +113,11 @@ class MediaProcesses:
         module: str,
         extra: str,
         limits: Limits,
-        num_processes: int = 2,
+        num_processes: int = NUM_PROCESSES,
         prepared: str | None = None,
     ) -> None:
+        self.num_processes = num_processes
+        """Most processes."""
         self._module, self._extra, self._limits = module, extra, limits
         self._prepared = [] if prepared is None else [prepared]
         self._closed = False

@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.errors import RequestError, UnsupportedError
+from octavo.media.container import open_container
 
 FORMATS = "MP4, MOV, WebM, Matroska, AVI or GIF"
 MAX_FRAMES = 2**20
@@ -143,17 +144,7 @@ def read_frames(
 
 
 def _open(data: memoryview, name: str) -> av.container.InputContainer:
-    return av.open(
-        io.BytesIO(data),
-        "r",
-        format=name,
-        options={
-            "protocol_whitelist": "none",
-            "format_whitelist": name,
-            "codec_whitelist": ",".join(sorted(_DECODERS)),
-        },
-        metadata_errors="ignore",
-    )
+    return open_container(io.BytesIO(data), name, _DECODERS)
 
 
 def _damaged(name: str, error: av.error.FFmpegError) -> RequestError:

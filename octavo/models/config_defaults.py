@@ -21,12 +21,17 @@ _VOXTRAL |= {"intermediate_size": 8192, "head_dim": 128, "max_position_embedding
 _VOXTRAL["rope_theta"] = 1e8
 _QWEN = _LLAMA | {"num_key_value_heads": 32, "max_position_embeddings": 32768}
 _QWEN |= {"sliding_window": 4096}
+_QWEN2_VL = _QWEN | {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "max_window_layers": 80}
 _GEMMA = _LLAMA | {"hidden_act": "gelu_pytorch_tanh", "head_dim": 256, "num_key_value_heads": 4}
+_GEMMA2 = _GEMMA | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+_GEMMA2 |= {"max_position_embeddings": 8192}
 _MAMBA = {"hidden_act": "silu", "state_size": 16, "conv_kernel": 4, "time_step_rank": "auto"}
 _MAMBA2 = _LLAMA | {"mamba_n_heads": 128, "mamba_d_head": "auto", "mamba_n_groups": 1}
 _MAMBA2 |= {"mamba_d_state": 256, "mamba_d_conv": 4}
 _GLM = _LLAMA | {"head_dim": 128, "num_key_value_heads": 2, "rms_norm_eps": 1.5625e-7}
 _GLM |= {"max_position_embeddings": 131072}
+_GLM_V = _LLAMA | {"num_key_value_heads": 2, "rms_norm_eps": 1e-5}
+_GLM_V |= {"max_position_embeddings": 32768}
 _COHERE = {"hidden_act": "silu", "layer_norm_eps": 1e-5, "max_position_embeddings": 8192}
 _MINISTRAL3 = _MISTRAL | {"rms_norm_eps": 1e-5, "max_position_embeddings": 262144}
 _MINISTRAL3 |= {"head_dim": 128, "sliding_window": None}
@@ -133,14 +138,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "GemmaForCausalLM": {"model_type": "gemma"}
     | _GEMMA
     | {"num_key_value_heads": 16, "max_position_embeddings": 8192},
-    "Gemma2ForCausalLM": {"model_type": "gemma2"}
-    | _GEMMA
-    | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
-    | {"max_position_embeddings": 8192},
-    "VaultGemmaForCausalLM": {"model_type": "vaultgemma"}
-    | _GEMMA
-    | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
-    | {"max_position_embeddings": 8192},
+    "Gemma2ForCausalLM": {"model_type": "gemma2"} | _GEMMA2,
+    "VaultGemmaForCausalLM": {"model_type": "vaultgemma"} | _GEMMA2,
     "Gemma3ForCausalLM": {"model_type": "gemma3_text"}
     | _GEMMA
     | {"max_position_embeddings": 131072},
@@ -164,9 +163,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     | {"q_lora_rank": 1024, "kv_lora_rank": 256, "qk_nope_head_dim": 64, "n_routed_experts": 128}
     | {"n_shared_experts": 1, "moe_intermediate_size": 2048, "num_experts_per_tok": 4}
     | {"max_position_embeddings": 1048576, "rope_parameters": _MISTRAL4_ROPE},
-    "Qwen2_5_VLForConditionalGeneration": {"model_type": "qwen2_5_vl"}
-    | _QWEN
-    | {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "max_window_layers": 80},
+    "Qwen2_5_VLForConditionalGeneration": {"model_type": "qwen2_5_vl"} | _QWEN2_VL,
     "Qwen3VLForConditionalGeneration": {"model_type": "qwen3_vl"}
     | _QWEN
     | {"head_dim": 128, "max_position_embeddings": 128000},
@@ -174,15 +171,9 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     | _QWEN
     | {"num_key_value_heads": 16, "max_position_embeddings": 128000}
     | {"num_experts_per_tok": 4, "moe_intermediate_size": 1408},
-    "Qwen2VLForConditionalGeneration": {"model_type": "qwen2_vl"}
-    | _QWEN
-    | {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "max_window_layers": 80},
-    "Glm4vForConditionalGeneration": {"model_type": "glm4v"}
-    | _LLAMA
-    | {"num_key_value_heads": 2, "rms_norm_eps": 1e-5, "max_position_embeddings": 32768},
-    "Glm46VForConditionalGeneration": {"model_type": "glm46v"}
-    | _LLAMA
-    | {"num_key_value_heads": 2, "rms_norm_eps": 1e-5, "max_position_embeddings": 32768},
+    "Qwen2VLForConditionalGeneration": {"model_type": "qwen2_vl"} | _QWEN2_VL,
+    "Glm4vForConditionalGeneration": {"model_type": "glm4v"} | _GLM_V,
+    "Glm46VForConditionalGeneration": {"model_type": "glm46v"} | _GLM_V,
     "AyaVisionForConditionalGeneration": {"model_type": "aya_vision"},
     "Cohere2VisionForConditionalGeneration": {"model_type": "cohere2_vision"},
     "GotOcr2ForConditionalGeneration": {"model_type": "got_ocr2"},

@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 from octavo import _native
 from octavo.checkpoints.base import Checkpoint, Source, Tensors
 from octavo.errors import ModelError
-from octavo.kernels.base import Ops, PackedWeight, QuantizedWeight
+from octavo.kernels.base import Ops
 from octavo.kernels.memory import map_memory, release_memory
+from octavo.kernels.weights import PackedWeight, QuantizedWeight
 from octavo.layers.adapter import Adapters
 from octavo.layers.expert_exchange import ExpertExchange
 from octavo.layers.shared import SharedBuffers

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from types import ModuleType
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from octavo.checkpoints.base import Checkpoint
 from octavo.checkpoints.config_json import ConfigJson
@@ -283,7 +283,9 @@ def complete_spec(
         generation_config=defaults,
         dtype=spec.dtype or checkpoint.dtype,
     )
-    return _with_decoder_start(spec, config, generation) if spec.is_encoder_decoder else spec
+    if not spec.is_encoder_decoder:
+        return spec
+    return _with_answer_rules(_with_decoder_start(spec, config, generation), generation or config)
 
 
 def _with_decoder_start(spec: _Spec, config: ConfigJson, generation: ConfigJson | None) -> _Spec:
@@ -320,6 +322,32 @@ def _with_decoder_start(spec: _Spec, config: ConfigJson, generation: ConfigJson 
     )
 
 
+def _with_answer_rules(spec: _Spec, source: ConfigJson) -> _Spec:
+    """Return an encoder-decoder with rules of its answers, from the settings of `generate`."""
+    defaults, beams = dict(spec.generation_config), spec.beams
+    given = len(spec.decoder_start_ids)  # tokens that transformers counts
+    least = max(
+        source.integer("min_length", default=0, least=0) - given,
+        source.integer("min_new_tokens", default=0, least=0) - (given - 1),
+    )
+    if least > 0:
+        defaults["min_tokens"] = least
+    if size := source.integer("no_repeat_ngram_size", default=0, least=0):
+        defaults["extra_args"] = {"no_repeat_ngram_size": size}
+    early: Any = source.get("early_stopping")
+    if early is not None:
+        if not isinstance(early, bool) and early != "never":
+            raise source.error("early_stopping", 'it must be true, false or "never"')
+        beams = replace(beams, early_stopping=early)
+    forced = source.token_ids("forced_eos_token_id")[:1]
+    beams = replace(
+        beams,
+        length_penalty=source.number("length_penalty", default=beams.length_penalty),
+        forced_eos_token_id=forced[0] if forced else None,
+    )
+    return replace(spec, generation_config=defaults, beams=beams)
+
+
 def unused_generation_settings(checkpoint: Checkpoint) -> list[str]:
     """Return the settings of `generate` of an encoder-decoder that Octavo does not apply.
 
@@ -331,8 +359,7 @@ def unused_generation_settings(checkpoint: Checkpoint) -> list[str]:
     return [f"{name}={value!r}" for name, value, usual in found if value not in (None, usual)]
 
 
-_UNUSED = {"num_beams": 1, "length_penalty": 1.0, "early_stopping": False, "min_length": 0}
-_UNUSED |= {"min_new_tokens": 0, "no_repeat_ngram_size": 0, "encoder_no_repeat_ngram_size": 0}
+_UNUSED = {"num_beams": 1, "encoder_no_repeat_ngram_size": 0}
 """Fields that change what `generate` of transformers answers -> the values without an effect."""
 _SAMPLING = {"temperature": False, "top_p": False, "min_p": False, "repetition_penalty": False}
 _SAMPLING |= {"top_k": True, "max_new_tokens": True}

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
+from typing import Any
 
 from octavo.checkpoints.base import Expected
 from octavo.errors import ConfigError, RequestError
@@ -25,6 +26,7 @@ from octavo.models.cache import CacheSpec, CrossCache, EncoderCache
 from octavo.models.encoder import EncoderSpec
 from octavo.models.weights import Names, Weight
 from octavo.quantization.plain import PLAIN
+from octavo.sampling_params import BEAM_DEFAULTS, BeamDefaults
 from octavo.system.distributed import Rank
 from octavo.system.dtypes import DTYPE_NBYTES
 
@@ -45,9 +47,10 @@ class ModelSpec:
     dtype: str
     """Type of the checkpoint: "float32", "float16", "bfloat16", or "float64". No model computes in
     float64."""
-    generation_config: dict[str, float | int]
+    generation_config: dict[str, Any]
     """The model's default sampling parameters: temperature, top_p, top_k, min_p,
-    repetition_penalty and max_tokens, if generation_config.json contains them."""
+    repetition_penalty and max_tokens, and for encoder-decoders min_tokens and extra_args, if
+    generation_config.json contains them."""
     embed: EmbedSpec
     layers: tuple[LayerSpec, ...]
     head: HeadSpec
@@ -77,6 +80,8 @@ class ModelSpec:
     """Tokens with which the decoder of an encoder-decoder begins every answer."""
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
     """Sequences of tokens that an encoder-decoder never generates (Marian: its padding token)."""
+    beams: BeamDefaults = BEAM_DEFAULTS
+    """Settings of beam searches, of an encoder-decoder."""
     first_layer: int = 0
     """Index of the first of `layers` in the checkpoint; other stages compute the others."""
     has_embed: bool = True

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import Any
 
-from octavo.media.process import Limits, MediaProcesses, Result
+from octavo.media.process import NUM_PROCESSES, Limits, MediaProcesses, Result
 from octavo.multimodal.items import Item, make_part
 from octavo.multimodal.pixels import Image
 from octavo.multimodal.processors import fallback
@@ -35,13 +35,20 @@ class PictureReader:
         ModelError: a setting has an impossible value.
     """
 
-    def __init__(self, kind: str, settings: Mapping[str, Any], num_processes: int = 2) -> None:
+    def __init__(
+        self, kind: str, settings: Mapping[str, Any], num_processes: int = NUM_PROCESSES
+    ) -> None:
         self.processor = make_processor(kind, settings)
         self._kind = kind
         module, limits, prepared = "octavo.multimodal.image_jobs", LIMITS, None
         if kind == fallback.NAME:
             num_processes, limits, prepared = 1, FALLBACK_LIMITS, json.dumps(dict(settings))
         self._processes = MediaProcesses(module, "vision", limits, num_processes, prepared)
+
+    @property
+    def num_processes(self) -> int:
+        """Most helper processes."""
+        return self._processes.num_processes
 
     def read(
         self, file: Buffer, param: str, mm_processor_kwargs: Mapping[str, Any] | None = None

@@ -23,6 +23,11 @@ class SoundReader:
     def __init__(self, processor: SoundProcessor) -> None:
         self._processor, self._files = processor, AudioReader()
 
+    @property
+    def num_processes(self) -> int:
+        """Most helper processes."""
+        return self._files.num_processes
+
     def read(
         self, file: Buffer, param: str, mm_processor_kwargs: Mapping[str, Any] | None = None
     ) -> Future[Item]:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from typing import Any
 
-from octavo.media.process import Array, Limits, MediaProcesses, Result
+from octavo.media.process import NUM_PROCESSES, Array, Limits, MediaProcesses, Result
 from octavo.multimodal.items import Item, make_part
 from octavo.multimodal.processors.registry import make_video_processor
 from octavo.multimodal.processors.video import Frames, VideoProcessor
@@ -27,12 +27,19 @@ class VideoReader:
         num_processes: most helper processes.
     """
 
-    def __init__(self, kind: str, settings: Mapping[str, Any], num_processes: int = 2) -> None:
+    def __init__(
+        self, kind: str, settings: Mapping[str, Any], num_processes: int = NUM_PROCESSES
+    ) -> None:
         self.processor = make_video_processor(kind, settings)
         self._kind = kind
         self._processes = MediaProcesses(
             "octavo.multimodal.video_jobs", "video", LIMITS, num_processes
         )
+
+    @property
+    def num_processes(self) -> int:
+        """Most helper processes."""
+        return self._processes.num_processes
 
     def read(
         self, file: Buffer, param: str, mm_processor_kwargs: Mapping[str, Any] | None = None

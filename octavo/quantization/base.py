@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from octavo.checkpoints.base import Source
 
 if TYPE_CHECKING:
-    from octavo.kernels.base import Ops, PackedWeight, QuantizedWeight
+    from octavo.kernels.base import Ops
+    from octavo.kernels.weights import PackedWeight, QuantizedWeight
     from octavo.system.tensor import HostTensor
 
 IntArray = NDArray[np.int64]

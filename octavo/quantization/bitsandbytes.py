@@ -23,7 +23,7 @@ from octavo.quantization.grouped import Grouped, Numbers
 from octavo.quantization.plain import PLAIN
 
 if TYPE_CHECKING:
-    from octavo.kernels.base import QuantFormat
+    from octavo.kernels.weights import QuantFormat
 
 _BLOCK, _NESTED_BLOCK = 64, 256
 """Numbers that share a scale, and scales that share a scale."""

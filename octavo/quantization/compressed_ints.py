@@ -16,7 +16,7 @@ from octavo.quantization.base import TensorError
 from octavo.quantization.grouped import Grouped, Numbers, read_group_size, sort_inputs, unpack
 
 if TYPE_CHECKING:
-    from octavo.kernels.base import QuantFormat
+    from octavo.kernels.weights import QuantFormat
 
 _PACKED = {"pack-quantized": True, "int-quantized": False, "naive-quantized": False}
 """Formats; True if the codes are packed."""

@@ -11,7 +11,8 @@ from octavo.quantization.base import IntArray, PackedShape, Part, WeightForm
 from octavo.quantization.plain import PLAIN, FromFloats, Plain
 
 if TYPE_CHECKING:
-    from octavo.kernels.base import Ops, PackedWeight
+    from octavo.kernels.base import Ops
+    from octavo.kernels.weights import PackedWeight
     from octavo.system.tensor import HostTensor
 
 

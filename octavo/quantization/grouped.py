@@ -19,7 +19,8 @@ from octavo.quantization.base import IntArray, PackedShape, Part, TensorError
 from octavo.quantization.packed import Packed
 
 if TYPE_CHECKING:
-    from octavo.kernels.base import Codes, Ops, QuantFormat, QuantizedWeight
+    from octavo.kernels.base import Ops
+    from octavo.kernels.weights import Codes, QuantFormat, QuantizedWeight
     from octavo.system.tensor import HostTensor
 
 _KERNEL_GROUPS = (128, 64, 32)
@@ -196,7 +197,7 @@ class Grouped(Packed):
 
     def _codes(self, ops: Ops, part: Part, k: int) -> Codes:
         """Return a part with a scale and a zero for each group of the kernel's format."""
-        from octavo.kernels.base import Codes
+        from octavo.kernels.weights import Codes
         from octavo.system.tensor import from_numpy
 
         format, group = self.format(k)

@@ -17,7 +17,8 @@ from octavo.quantization.plain import FromFloats
 from octavo.quantization.quantized import FromFloatsQuantized
 
 if TYPE_CHECKING:
-    from octavo.kernels.base import Codes, Ops, QuantizedWeight
+    from octavo.kernels.base import Ops
+    from octavo.kernels.weights import Codes, QuantizedWeight
     from octavo.system.tensor import HostTensor
 
 GROUP_SIZE = 64
@@ -65,7 +66,7 @@ class GroupedInt8(Packed, FromFloats):
 
 def _quantize(ops: Ops, weight: HostTensor) -> Codes:
     """Return the codes of rows [N, K], in which the largest magnitude of each group becomes 127."""
-    from octavo.kernels.base import Codes
+    from octavo.kernels.weights import Codes
     from octavo.system.tensor import dense, from_numpy
 
     rows = dense(weight, "float32").numpy()

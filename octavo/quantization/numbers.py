@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.kernels.base import Codes, QuantFormat, QuantizedWeight
 from octavo.kernels.dequantize import INT4_LEVELS, NF4_LEVELS, dequantize
 from octavo.kernels.native import NativeOps
+from octavo.kernels.weights import Codes, QuantFormat, QuantizedWeight
 from octavo.system.tensor import HostTensor, Tensor, dense, empty, from_numpy
 
 _CHUNK = 2**17

@@ -10,7 +10,8 @@ from octavo.kernels.sizes import quantized_nbytes
 from octavo.quantization.base import PackedShape, Part
 
 if TYPE_CHECKING:
-    from octavo.kernels.base import Ops, QuantFormat, QuantizedWeight
+    from octavo.kernels.base import Ops
+    from octavo.kernels.weights import QuantFormat, QuantizedWeight
     from octavo.system.tensor import HostTensor
 
 
@@ -32,8 +33,8 @@ class Packed(ABC):
     def wrap(self, data: HostTensor, shape: PackedShape) -> QuantizedWeight:
         """Implement `WeightForm`."""
         from octavo import _native
-        from octavo.kernels.base import QuantizedWeight
         from octavo.kernels.native import order_of
+        from octavo.kernels.weights import QuantizedWeight
 
         order = order_of(data, shape.k) if self.ordered else None
         format = self.kernel_format(shape)
@@ -47,7 +48,7 @@ class PackedCodes(Packed):
         self, ops: Ops, parts: Sequence[Part], shape: PackedShape, out: HostTensor | None = None
     ) -> QuantizedWeight:
         """Implement `WeightForm`."""
-        from octavo.kernels.base import Codes
+        from octavo.kernels.weights import Codes
 
         codes = (Codes(*map(ops.to_device, part)) for part in parts)
         return ops.pack_quantized(shape.n, shape.k, *self.kernel_format(shape), codes, out)

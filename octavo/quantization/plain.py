@@ -11,7 +11,8 @@ from octavo.kernels.sizes import packed_nbytes
 from octavo.quantization.base import IntArray, PackedShape, Part, select_rows
 
 if TYPE_CHECKING:
-    from octavo.kernels.base import Ops, PackedWeight
+    from octavo.kernels.base import Ops
+    from octavo.kernels.weights import PackedWeight
     from octavo.system.tensor import HostTensor
 
 
@@ -67,7 +68,7 @@ class Plain(FromFloats):
     def wrap(self, data: HostTensor, shape: PackedShape) -> PackedWeight:
         """Implement `WeightForm`."""
         from octavo import _native
-        from octavo.kernels.base import PackedWeight
+        from octavo.kernels.weights import PackedWeight
 
         return PackedWeight(data, shape.n, shape.k, shape.dtype, _native.panel())
 

@@ -10,7 +10,8 @@ from octavo.quantization.packed import Packed
 from octavo.quantization.plain import FromFloats, floats
 
 if TYPE_CHECKING:
-    from octavo.kernels.base import OnlineFormat, Ops, QuantizedWeight
+    from octavo.kernels.base import Ops
+    from octavo.kernels.weights import OnlineFormat, QuantizedWeight
     from octavo.system.tensor import HostTensor
 
 

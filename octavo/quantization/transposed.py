@@ -14,7 +14,8 @@ from octavo.quantization.dequantized import Dequantized, StoredOtherwise
 from octavo.quantization.plain import Plain, floats
 
 if TYPE_CHECKING:
-    from octavo.kernels.base import Ops, PackedWeight
+    from octavo.kernels.base import Ops
+    from octavo.kernels.weights import PackedWeight
     from octavo.system.tensor import HostTensor
 
 

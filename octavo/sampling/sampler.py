@@ -54,7 +54,8 @@ class Sampler:
     def sample(self, logits: Tensor, metadata: SamplingMetadata) -> SamplerOutput:
         """Choose a token for each row.
 
-        Logprobs are vLLM's `raw_logprobs`: of the logits before any processor.
+        Logprobs are vLLM's `raw_logprobs`: of the logits before any processor; for exceptions see
+        `LogitsProcessor.owns_logprobs`.
 
         Args:
             logits: float32 [R, V], contiguous; changed in place.
@@ -95,7 +96,21 @@ class Sampler:
         if len(asking):
             good = np.asarray([row not in errors for row in asking.tolist()])
             self._add_logprobs(raw, raw_rows[good], metadata, asking[good], output)
+        for processor, step in metadata.processors:
+            if processor.owns_logprobs:
+                self._set_own_logprobs(logits, step.at, output)
         return output
+
+    def _set_own_logprobs(self, logits: Tensor, rows: LongArray, output: SamplerOutput) -> None:
+        """Replace the logprobs of the rows' own tokens by those of the processed logits."""
+        asking = np.asarray([row for row in rows.tolist() if row in output.logprobs], np.int64)
+        for some in _chunks(asking, logits.shape[1]):
+            own = self.ops.embedding(logits, self.ops.to_device(some))
+            chosen = self.ops.to_host(output.token_ids)[some]
+            found = self.ops.gather(self.ops.log_softmax(own), chosen[:, None])
+            for row, logprob in zip(some.tolist(), found, strict=True):
+                lists = output.logprobs[row]
+                lists.logprobs = logprob.tobytes() + lists.logprobs[logprob.nbytes :]
 
     def _fail_rows(self, logits: Tensor, errors: dict[int, str], message: str) -> None:
         """Add an error for each row without a finite maximum."""

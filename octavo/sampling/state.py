@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.errors import RequestError
-from octavo.kernels.base import SAMPLING_ROW
+from octavo.kernels.ops_logits import SAMPLING_ROW
 from octavo.messages import CoreSamplingParams
 from octavo.sampling import philox
 from octavo.sampling.logits_processors.base import LogitsProcessor, LongArray, NewRow, StepRows
@@ -21,6 +21,7 @@ from octavo.sampling.logits_processors.builtin import (
 )
 from octavo.sampling.logits_processors.penalties import Penalties
 from octavo.sampling.logits_processors.reasoning_end import ReasoningEnd
+from octavo.sampling.logits_processors.repeated_ngrams import RepeatedNGrams
 from octavo.sampling.logits_processors.whisper import WhisperAnswers
 from octavo.sampling.metadata import NO_LOGPROBS, SamplingMetadata
 
@@ -47,7 +48,10 @@ class SamplingState:
         self._num_logprobs = np.full(max_num_rows, NO_LOGPROBS, np.int64)
         self._logprob_token_ids: dict[int, NDArray[np.int32]] = {}
         """Token ids of the rows that request certain tokens."""
-        small = (ReasoningEnd, AllowedTokenIds, BadWords, MinTokens, LogitBias, WhisperAnswers)
+        small = (
+            *(ReasoningEnd, AllowedTokenIds, BadWords, MinTokens, LogitBias),
+            *(WhisperAnswers, RepeatedNGrams),
+        )
         self.processors: list[LogitsProcessor] = [
             *(processor(max_num_rows, vocab_size) for processor in small),
             *plugins,

@@ -11,7 +11,7 @@ import msgspec
 from octavo.errors import RequestError
 from octavo.kv_cache.encoder_cache import EncoderCacheManager
 from octavo.messages import EncoderSlice, Modality, MultiModalFeatureSpec, SchedulerOutput
-from octavo.request import Request
+from octavo.request import Request, RequestStatus
 from octavo.scheduler.pace import ItemPace, ItemWork
 
 
@@ -25,6 +25,9 @@ class _Run:
     num_pieces: int
     num_done: int = 0
     """Number of pieces in scheduled steps."""
+    num_sent: int = 0
+    """Number of pieces in the steps before the one that is being scheduled; if it is not 0, the
+    workers have the item's data."""
     is_late: bool = False
     """True if it could have ended in an earlier step, and its request had no use for the rows."""
 
@@ -235,12 +238,29 @@ class EncoderInputs:
             )
             self.pace.begin_step(has_texts=self._has_texts)
 
+    def data_for_worker(self, request: Request, start: int) -> list[MultiModalFeatureSpec]:
+        """Return the items of a request that starts at token `start`, for the workers.
+
+        Items before that token have no data, and the one whose run has begun, whose data the
+        workers have.
+        """
+        run = self._run
+        known = run.item.identifier if run is not None and run.num_sent else None
+        return [
+            msgspec.structs.replace(item, data={})
+            if item.identifier == known or 0 < item.mm_position.end <= start
+            else item
+            for item in request.mm_features
+        ]
+
     def end_step(self, output: SchedulerOutput) -> ItemWork:
         """Complete a step, whose requests are all scheduled; return its work for items."""
         if self._run is not None and self._run.request.status.finished:
             self._run = None
         if self._run is not None and self._has_texts and output.scheduled_reqs:
             self._advance(self._run, output)
+        if self._run is not None:
+            self._run.num_sent = self._run.num_done
         if self._run is None or self.pace.may_begin:  # the run has had its turn
             self._is_turn_of_run = False
         output.free_encoder_mm_hashes = self.cache.take_freed()
@@ -293,7 +313,9 @@ class EncoderInputs:
             self.pace.spend(run.item.modality, run.item.num_encoder_tokens)
 
     def _add_slice(self, run: _Run, end: int, output: SchedulerOutput) -> None:
-        item = msgspec.structs.replace(run.item, data={}) if run.num_done else run.item
+        # The workers have the data of a request that runs.
+        is_known = run.num_done or run.request.status == RequestStatus.RUNNING
+        item = msgspec.structs.replace(run.item, data={}) if is_known else run.item
         output.encoder_slice = EncoderSlice(item, run.num_done, end)
         self.pace.spend(item.modality, run.piece * (end - run.num_done))
         run.num_done, self._is_turn_of_run = end, False
@@ -323,16 +345,6 @@ class EncoderInputs:
             found.append(request)
             budget -= tokens
         return found
-
-
-def uncomputed(features: list[MultiModalFeatureSpec], start: int) -> list[MultiModalFeatureSpec]:
-    """Return a request's items for the worker, without the data of those before token `start`."""
-    return [
-        msgspec.structs.replace(feature, data={})
-        if 0 < feature.mm_position.end <= start
-        else feature
-        for feature in features
-    ]
 
 
 def _reads(feature: MultiModalFeatureSpec, start: int, end: int) -> bool:

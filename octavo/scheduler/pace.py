@@ -43,8 +43,11 @@ class ItemPace:
     then none in the next steps until their shares have paid for it. Times are measured. Work is
     paid for when it is scheduled if the time of such work is known, and the difference from the
     measured time when its step ends. A measured time counts up to a multiple of the expected one,
-    so that an outlier changes little. After `_MOST_IN_ROW` steps with items there is one without
-    them, so that the time of such a step is measured also if all work fits.
+    so that an outlier changes little. The first time of a kind of work may be an outlier, since
+    the work uses some memory for the first time: it teaches nothing, and counts up to a multiple of
+    a step's time. Of the first two times of a step without items the shorter one counts. After
+    `_MOST_IN_ROW` steps with items there is one without them, so that the time of such a step is
+    measured also if all work fits.
     """
 
     def __init__(self) -> None:
@@ -52,6 +55,10 @@ class ItemPace:
         """Seconds of a step without items."""
         self._costs: dict[WorkKind, float] = {}
         """Seconds of a token of each kind of work."""
+        self._begun: set[WorkKind] = set()
+        """Kinds of work that have had a first time."""
+        self._has_checked_step = False
+        """True if two steps without items were measured."""
         self._credit = 0.0
         """Seconds that items may still take; negative if they have taken more."""
         self._work = ItemWork()
@@ -117,13 +124,21 @@ class ItemPace:
         step = self._step
         if not work.tokens:
             if not output.scheduled_encoder_inputs:
-                most = _MOST_TIMES * step if step else math.inf
-                self._step = learn(step, min(seconds, most))
+                self._learn_step(seconds)
         elif step:
             if seconds < step:  # without items it takes even less
                 self._step = learn(step, seconds)
             own = self._learn(work, max(seconds - step, 0.0), step)
             self._credit = max(self._credit + work.seconds - own, -_MOST_OWED)
+
+    def _learn_step(self, seconds: float) -> None:
+        """Learn from the time of a step without items."""
+        step = self._step
+        if step is None or self._has_checked_step:
+            most = _MOST_TIMES * step if step else math.inf
+            self._step = learn(step, min(seconds, most))
+        else:
+            self._step, self._has_checked_step = min(step, seconds), True
 
     def _learn(self, work: ItemWork, seconds: float, step: float) -> float:
         """Learn from the time of work; return the time that counts.
@@ -133,12 +148,15 @@ class ItemPace:
         costs, tokens = self._costs, work.tokens
         expected = {kind: costs[kind] * n for kind, n in tokens.items() if kind in costs}
         total, new = sum(expected.values()), tokens.keys() - expected.keys()
-        if new:
+        if new and new <= self._begun:
             if seconds > total:
                 for kind in new:
                     costs[kind] = (seconds - total) / len(new) / tokens[kind]
             return seconds
         seconds = min(seconds, _MOST_TIMES * max(total, step))
+        if new:
+            self._begun |= new
+            return seconds
         for kind, of_kind in expected.items():
             part = of_kind / total if total else 1 / len(expected)
             costs[kind] = learn(costs[kind], part * seconds / tokens[kind])

@@ -44,7 +44,7 @@ from octavo.request import QueueKey, Request, RequestStatus
 from octavo.scheduler.adapters import AdapterSlots, AdapterTurns
 from octavo.scheduler.checks import check_books, check_fits
 from octavo.scheduler.deadlines import Deadlines, describe_expiry
-from octavo.scheduler.encoders import EncoderInputs, uncomputed
+from octavo.scheduler.encoders import EncoderInputs
 from octavo.scheduler.fairness import (
     CREDIT_STEPS,
     ENCODER_WEIGHT,
@@ -390,7 +390,7 @@ class Scheduler:
             if error is not None:
                 if not has_ended:
                     outputs.append(self._fail(request, error, "RequestError"))
-                if request.mm_features:
+                if _has_come_to_items(request):
                     self.kv_cache_manager.forget_items(request)
                     self._encoders.cache.forget(request)
                     if self._connector is not None:
@@ -785,18 +785,18 @@ class Scheduler:
             ):
                 self.hold(request.request_id, RequestStatus.WAITING_FOR_REMOTE_KVS)
                 return self._note_wait(request, WaitReason.REMOTE_KVS)
-            if num_encoded >= step.budget:
+            room = self._room_beside_encoder(step, request, num_encoded)
+            if room <= 0:
                 return self._wait_for_budget(step, request)
             num_new = request.num_tokens - start
             if not whole:
                 num_new = self._cap(num_new)
             # Only a preempted request can be longer than a whole budget; it is split anyway.
             whole &= num_new <= self.max_num_batched_tokens - num_encoded
-            if whole and num_new > step.budget - num_encoded:
+            if whole and num_new > room:
                 return self._wait_for_budget(step, request)
-            num_new = min(num_new, step.budget - num_encoded)
+            num_new = min(num_new, room)
             if request.mm_end:
-                room = step.budget - num_encoded
                 num_new = self._fit_ranges(step, request, start, num_new, room)
                 if not num_new:
                     return self._wait_for_budget(step, request)
@@ -844,12 +844,12 @@ class Scheduler:
             adapter_begin=request.options.adapter_begin,
         )
         if request.mm_features:
-            data.mm_features = uncomputed(request.mm_features, start)
+            data.mm_features = self._encoders.data_for_worker(request, start)
         if manager.cross is not None:
             if manager.cross.is_new(request):
                 inputs = [*range(len(request.mm_features))]
                 step.output.scheduled_encoder_inputs[request.request_id] = inputs
-                step.budget -= num_encoded
+                step.budget = max(num_new, step.budget - num_encoded)
                 if not request.num_charged:
                     self._tenants.charge(options.share, ENCODER_WEIGHT * num_encoded)
             else:
@@ -866,6 +866,25 @@ class Scheduler:
             self._loads.request_started(request, scheduled.new_block_ids, start)
         self._add_to_step(step, request, scheduled, start, request.num_tokens)
         return True
+
+    def _room_beside_encoder(self, step: ScheduledStep, request: Request, num_encoded: int) -> int:
+        """Return the number of tokens that a new request may have in a step with its encoder.
+
+        The first input of a step may exceed the step's budget by the tokens of running requests
+        that generate: otherwise it would hold the queue until enough of them have ended.
+
+        Args:
+            step: the step being scheduled.
+            request: the request.
+            num_encoded: tokens that the encoder computes for it.
+        """
+        room = step.budget - num_encoded
+        if room > 0 or request.options.background or step.output.scheduled_encoder_inputs:
+            return room
+        num_used = self.max_num_batched_tokens - step.budget
+        if num_used > len(step.entries) * (1 + step.drafts_per_request):
+            return room  # prompts, which end soon
+        return min(step.budget, self.max_num_batched_tokens - num_encoded)
 
     def _fit_ranges(
         self, step: ScheduledStep, request: Request, start: int, num_new: int, room: int
@@ -1144,6 +1163,12 @@ class Scheduler:
         for request_id in self._turns.release(self.running):
             if self.requests[request_id].status == RequestStatus.WAITING_FOR_ADAPTER_TURN:
                 self.set_ready(request_id)
+
+
+def _has_come_to_items(request: Request) -> bool:
+    """Return True if a step had tokens of a request's items, also before a preemption."""
+    begins = (item.begin for item in request.mm_features)
+    return request.num_charged > min(begins, default=request.num_prompt_tokens)
 
 
 def _is_first_prefill(request: Request) -> bool:

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.errors import RequestError
-from octavo.outputs import CompletionOutput, RequestOutput
+from octavo.outputs import CompletionOutput
 from octavo.parsers.parts import CallArguments, CallStart, Part, Reasoning
 from octavo.sampling_params import SamplingParams
 from octavo.server import answers, anthropic_answers
@@ -102,12 +102,7 @@ class MessageAnswer(ChatCompletion):
 
     async def answer(self) -> Response:
         """Return the whole answer."""
-        last: RequestOutput | None = None
-        async with aclosing(self._outputs()) as stream:
-            async for _, output in stream:
-                last = output
-        assert last is not None
-        (completion,) = last.outputs
+        (completion,) = (await self._last_output()).outputs
         explanation = await self.explanation()
 
         def whole() -> bytes:

@@ -41,6 +41,7 @@ from octavo.server.batch_input import BatchError, check_input, read_lines
 from octavo.server.batch_journal import Journal
 from octavo.server.batch_line import answer_line, parse_line
 from octavo.server.errors import RouteError, UnavailableError, show
+from octavo.server.file_answers import BatchStatus
 from octavo.server.file_store import FileStore, StorageError, StoredFile, new_file_id
 from octavo.server.middleware import RequestContext
 from octavo.server.state import ServerState
@@ -63,16 +64,6 @@ _LONGEST_RETRY = 30.0
 # Seconds until another attempt to read or write the files of a batch, or to find room for them.
 _DISK_RETRY = 10.0
 
-Status = Literal[
-    "validating",
-    "failed",
-    "in_progress",
-    "finalizing",
-    "completed",
-    "expired",
-    "cancelling",
-    "cancelled",
-]
 FINISHED = ("failed", "completed", "expired", "cancelled")
 
 
@@ -88,7 +79,7 @@ class Batch(msgspec.Struct):
     expires_at: int
     metadata: dict[str, str] | None = None
     output_expires_after: int | None = None
-    status: Status = "validating"
+    status: BatchStatus = "validating"
     ending: Literal["completed", "expired", "cancelled"] | None = None
     """Status that follows once the output file is written."""
     errors: list[BatchError] = []

@@ -6,6 +6,18 @@ from typing import Literal
 
 from octavo.server.answers import Answer
 
+BatchStatus = Literal[
+    "validating",
+    "failed",
+    "in_progress",
+    "finalizing",
+    "completed",
+    "expired",
+    "cancelling",
+    "cancelled",
+]
+"""State of a batch."""
+
 
 class FileObject(Answer):
     """OpenAI's description of a file."""
@@ -74,16 +86,7 @@ class Batch(Answer):
     errors: BatchErrors | None
     input_file_id: str
     completion_window: Literal["24h"]
-    status: Literal[
-        "validating",
-        "failed",
-        "in_progress",
-        "finalizing",
-        "completed",
-        "expired",
-        "cancelling",
-        "cancelled",
-    ]
+    status: BatchStatus
     output_file_id: str | None
     error_file_id: str | None
     created_at: int

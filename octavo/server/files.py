@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from operator import attrgetter
-from typing import BinaryIO, get_args
+from typing import get_args
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
 
 from octavo.errors import RequestError
 from octavo.server import answers, file_answers
@@ -17,9 +15,10 @@ from octavo.server.auth import tenant_of
 from octavo.server.batch_runner import runner_of
 from octavo.server.errors import show
 from octavo.server.file_store import FileStore, Purpose, StorageError, StoredFile
+from octavo.server.large_answers import LargeAnswer
 from octavo.server.middleware import context_of
 from octavo.server.pages import page_of
-from octavo.server.state import ServerState, state_of
+from octavo.server.state import state_of
 from octavo.server.upload import check_origin, receive_form
 
 _MAX_LISTED = 10_000
@@ -84,42 +83,10 @@ async def get_file_content(request: Request) -> Response:
         stream = store.path(file.id).open("rb")
     except OSError as error:
         raise StorageError(error) from None
-    return _FileContent(state_of(request), stream, file.bytes)
-
-
-class _FileContent(Response):
-    """Bytes of a file, as fast as the client reads them.
-
-    Args:
-        state: the server.
-        stream: the open file.
-        nbytes: its size.
-    """
-
-    def __init__(self, state: ServerState, stream: BinaryIO, nbytes: int) -> None:
-        super().__init__(
-            media_type="application/octet-stream", headers={"Content-Length": str(nbytes)}
-        )
-        self._state = state
-        self._stream = stream
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the file until it ends or the client disconnects."""
-
-        async def pump() -> None:
-            await send(
-                {
-                    "type": "http.response.start",
-                    "status": self.status_code,
-                    "headers": self.raw_headers,
-                }
-            )
-            while piece := await asyncio.to_thread(self._stream.read, _PIECE):
-                await send({"type": "http.response.body", "body": piece, "more_body": True})
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-        with self._stream:
-            await self._state.run(receive, pump(), None)
+    pieces = iter(lambda: stream.read(_PIECE), b"")
+    return LargeAnswer(
+        state_of(request), pieces, stream, None, "application/octet-stream", file.bytes
+    )
 
 
 def owner_of(request: Request) -> str | None:

@@ -7,7 +7,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, aclosing, contextmanager
+from contextlib import aclosing, contextmanager
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, cast
 
 import msgspec
@@ -35,6 +35,7 @@ from octavo.server.abilities import check_generates
 from octavo.server.call import Call
 from octavo.server.errors import ClientDisconnectError, error_event, log_unexpected
 from octavo.server.http_state import HttpState
+from octavo.server.large_answers import LargeAnswer
 from octavo.server.load_report import add_load_report
 from octavo.server.parts import Delta
 from octavo.server.prompt_difference import find_difference
@@ -380,6 +381,15 @@ class Generation(Call, ABC, Generic[B]):
             chunks[0] |= fields
         return chunks
 
+    async def _last_output(self) -> RequestOutput:
+        """Return the whole output of the only prompt."""
+        last: RequestOutput | None = None
+        async with aclosing(self._outputs()) as stream:
+            async for _, output in stream:
+                last = output
+        assert last is not None
+        return last
+
     async def _outputs(self) -> AsyncGenerator[IndexedOutput, None]:
         """Yield the outputs of all prompts, as they arrive."""
         count = self.num_prompts * max(1, self.num_answers)
@@ -441,7 +451,7 @@ class Generation(Call, ABC, Generic[B]):
                     reports_progress=bool(self.body.return_progress),
                 )
                 if self.body.use_beam_search:
-                    beams = self.body.beam_params(params.max_tokens)
+                    beams = self.body.beam_params(params.max_tokens, engine.spec.beams)
                     yield (
                         index,
                         await engine.serve_beams(
@@ -607,7 +617,7 @@ def metrics_json(times: RequestMetrics, num_tokens: int) -> generation_answers.P
 async def make_sampling_params(
     body: GenerationBody,
     num_bytes: int,
-    defaults: Mapping[str, float | int | None],
+    defaults: Mapping[str, Any],
     **overrides: object,
 ) -> SamplingParams:
     """Return `GenerationBody.sampling_params` of a body of `num_bytes` bytes."""
@@ -816,45 +826,6 @@ class EventStream(Response):
 def reading(state: ServerState, stream: Stream, number: int) -> EventStream:
     """Return a response with a stream's events from `number` on."""
     return EventStream(state, stream.read(number), None, last=b"")
-
-
-class LargeAnswer(Response):
-    """Response that a thread writes, a choice at a time, as fast as the client reads it.
-
-    As JSON, logprobs occupy twenty times the memory of the numbers.
-    """
-
-    def __init__(
-        self,
-        state: ServerState,
-        parts: Iterator[bytes],
-        held: AbstractContextManager[None],
-        deadline: float | None,
-    ) -> None:
-        super().__init__(media_type="application/json")
-        del self.headers["content-length"]
-        self._state = state
-        self._parts = parts
-        self._held = held
-        self._deadline = deadline
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the parts until they end or the client disconnects."""
-
-        async def pump() -> None:
-            await send(
-                {
-                    "type": "http.response.start",
-                    "status": self.status_code,
-                    "headers": self.raw_headers,
-                }
-            )
-            while (part := await asyncio.to_thread(next, self._parts, None)) is not None:
-                await send({"type": "http.response.body", "body": part, "more_body": True})
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-        with self._held:
-            await self._state.run(receive, pump(), self._deadline)
 
 
 def _join_parts(

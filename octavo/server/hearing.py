@@ -17,8 +17,8 @@ from octavo.system.limited_process import Buffer
 if TYPE_CHECKING:
     from octavo.frontend.async_llm import AsyncLLM
 
-# Helper processes that read sounds, and windows whose features are computed at a time.
-_READERS, _WINDOWS = 2, 2
+# Windows whose features are computed at a time.
+_WINDOWS = 2
 
 
 class Hearing:
@@ -26,8 +26,9 @@ class Hearing:
 
     def __init__(self) -> None:
         self.reader = AudioReader()
+        count = self.reader.num_processes
         # A tenant with many long sounds leaves a process to the others.
-        self._turns = FairSlots(_READERS, _READERS - 1)
+        self._turns = FairSlots(count, count - 1)
         self._reading: set[asyncio.Task[Samples]] = set()
         self.feature_turns = FairSlots(_WINDOWS)
         """Turns of the features of windows, each of which takes some milliseconds."""

@@ -165,11 +165,7 @@ class OllamaAnswer(ChatCompletion):
 
     async def answer(self) -> Response:
         """Return the whole answer."""
-        last: RequestOutput | None = None
-        async with aclosing(self._outputs()) as stream:
-            async for _, output in stream:
-                last = output
-        assert last is not None
+        last = await self._last_output()
         (completion,) = last.outputs
         part = self._new_part(completion)
         return answers.respond({**_head(self.asked), **part, **await self._end(last, completion)})

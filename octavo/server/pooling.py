@@ -27,7 +27,7 @@ from octavo.server import generation_answers
 from octavo.server.body import read_model
 from octavo.server.call import Call
 from octavo.server.chat import render_messages
-from octavo.server.generation import LargeAnswer
+from octavo.server.large_answers import LargeAnswer
 from octavo.server.load_report import add_load_report
 from octavo.server.pooling_schema import InputBody, PooledBody
 from octavo.server.state import state_of

@@ -33,7 +33,10 @@ _FIELDS = [
     and name not in ("truncate_prompt_tokens", "truncation_side")
 ]
 # Fields for which that route, or the model, has other defaults.
-_STATED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens")
+_STATED = (
+    *("temperature", "top_p", "top_k", "min_p"),
+    *("repetition_penalty", "max_tokens", "min_tokens"),
+)
 _DEFAULTS = SamplingParams()
 
 

@@ -14,15 +14,18 @@ from octavo.compat import request_fields as known_fields
 from octavo.errors import RequestError
 from octavo.lora_request import MAX_ADAPTER_NAME
 from octavo.sampling_params import (
+    BEAM_DEFAULTS,
     MAX_BEAM_WIDTH,
     MAX_LOGIT_BIAS,
     MAX_N,
     MAX_STOP_STRINGS,
+    BeamDefaults,
     BeamSearchParams,
     RepetitionGuard,
     RequestOutputKind,
     SamplingParams,
     check_extra_args,
+    fill_defaults,
 )
 from octavo.server.body import Body, validate
 from octavo.server.chat_messages import (
@@ -364,11 +367,14 @@ class GenerationBody(ServedBody, StructuredOutputsBody):
                 )
         self.beam_params(None)
 
-    def beam_params(self, max_tokens: int | None) -> BeamSearchParams:
+    def beam_params(
+        self, max_tokens: int | None, defaults: BeamDefaults = BEAM_DEFAULTS
+    ) -> BeamSearchParams:
         """Return the parameters of the beam search, with n as its width.
 
         Args:
             max_tokens: maximum number of tokens of an answer; None: the rest of the context.
+            defaults: the model's defaults.
 
         Raises:
             RequestError: a value is out of its range.
@@ -384,14 +390,16 @@ class GenerationBody(ServedBody, StructuredOutputsBody):
             beam_width=width,
             max_tokens=max_tokens,
             ignore_eos=bool(self.ignore_eos),
-            length_penalty=1.0 if self.length_penalty is None else self.length_penalty,
+            length_penalty=defaults.length_penalty
+            if self.length_penalty is None
+            else self.length_penalty,
             include_stop_str_in_output=bool(self.include_stop_str_in_output),
-            early_stopping=False if self.early_stopping is None else self.early_stopping,
+            early_stopping=defaults.early_stopping
+            if self.early_stopping is None
+            else self.early_stopping,
         )
 
-    def sampling_params(
-        self, defaults: Mapping[str, float | int | None], **overrides: object
-    ) -> SamplingParams:
+    def sampling_params(self, defaults: Mapping[str, Any], **overrides: object) -> SamplingParams:
         """Return the sampling parameters of this request.
 
         Args:
@@ -409,10 +417,9 @@ class GenerationBody(ServedBody, StructuredOutputsBody):
                 "kv_transfer_params": self.kv_transfer_params,
             }
         given["structured_outputs"] = self.structured_outputs_params()
-        kwargs: dict[str, Any] = {
-            **defaults,
-            **{name: value for name, value in given.items() if value is not None},
-        }
+        kwargs = fill_defaults(
+            {name: value for name, value in given.items() if value is not None}, defaults
+        )
         kwargs["output_kind"] = (
             RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
         )

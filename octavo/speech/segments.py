@@ -30,7 +30,7 @@ class Segment:
     tokens: list[int]
     temperature: float
     avg_logprob: float
-    """Mean logprob of the window's tokens, the end included."""
+    """Mean logprob of the window's tokens, the end included, among those that may follow."""
     compression_ratio: float
     """Of the window's text: bytes by bytes of zlib. Repetitions have a high one."""
     no_speech_prob: float
@@ -74,7 +74,7 @@ class Decoded:
     @property
     def compression_ratio(self) -> float:
         """Bytes of the text by bytes of the compressed text."""
-        data = self.text.encode("utf-8", "replace")
+        data = self.text.strip().encode("utf-8", "replace")
         return len(data) / len(zlib.compress(data))
 
     @property

@@ -29,6 +29,7 @@ from octavo.speech.interface import (
     TranscriptionOptions,
     tokens_of,
 )
+from octavo.speech.joins import join
 from octavo.speech.languages import NAMES, find_language
 from octavo.speech.segments import TEMPERATURES, Decoded, Segment, Transcript
 from octavo.speech.windows import Samples, SplitSound, Window
@@ -120,7 +121,8 @@ class _TextJob(Job):
             model.prompt(None, self.language, self._context)  # raises the error of a wrong one
         self._languages: dict[int, str] = {}
         """Code of the language that the answer for a window tells, by the window's begin."""
-        self._texts: list[str] = []
+        self._text = ""
+        """Text of the windows that were added."""
         self._segments: list[Segment] = []
 
     @property
@@ -165,8 +167,8 @@ class _TextJob(Job):
         if not decoded.text:
             return ""
         begin, end = window.begin / SAMPLE_RATE, window.end / SAMPLE_RATE
-        text = f" {decoded.text}" if self._texts else decoded.text
-        self._texts.append(text)
+        text = join(self._text, decoded.text)
+        self._text += text
         self._segments.append(
             Segment(
                 id=len(self._segments),
@@ -185,10 +187,10 @@ class _TextJob(Job):
 
     def transcript(self) -> Transcript:
         """Implement `Job`."""
-        seconds, text = self.sound.seconds, "".join(self._texts)
+        seconds = self.sound.seconds
         told = (name for _, name in sorted(self._languages.items()) if name)
         language = self.language or next(told, "")
-        return Transcript("transcribe", language, seconds, text, self._segments)
+        return Transcript("transcribe", language, seconds, self._text, self._segments)
 
 
 class Moonshine(TextModel):

@@ -23,6 +23,7 @@ from octavo.speech.interface import (
     TranscriptionOptions,
     tokens_of,
 )
+from octavo.speech.joins import join
 from octavo.speech.model import SpeechModel
 from octavo.speech.segments import (
     TEMPERATURES,
@@ -103,7 +104,8 @@ class Transcription(Job):
         """Code of the language; None until `detect` has found it."""
         text = options.prompt.strip()
         self._previous = model.encode(" " + text) if text else []
-        self._texts: list[str] = []
+        self._text = ""
+        """Text of the windows that were added."""
         self._segments: list[Segment] = []
 
     @property
@@ -174,16 +176,14 @@ class Transcription(Job):
         """Add the answer for the next window; return the text that it adds."""
         if decoded.is_silence:
             return ""
-        rate, text = self._model.features.sampling_rate, decoded.text
-        if not self._texts:
-            text = text.lstrip()
+        rate, text = self._model.features.sampling_rate, join(self._text, decoded.text)
         if self._options.condition_on_previous_text:
             if decoded.temperature > _MAX_CONTEXT_TEMPERATURE:  # the text may be wrong
                 self._previous = []
             else:
                 end = self._model.tokens.end
                 self._previous += [token for token in decoded.tokens if token < end]
-        self._texts.append(text)
+        self._text += text
         self._segments += make_segments(
             decoded,
             self._model.tokens,
@@ -200,7 +200,7 @@ class Transcription(Job):
             self._options.task,
             self.language or "en",
             self.sound.seconds,
-            "".join(self._texts).strip(),
+            self._text,
             self._segments,
         )
 

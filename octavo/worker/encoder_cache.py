@@ -40,6 +40,9 @@ class EncoderCache:
         """Rows of each item, [rows, size], by identifier."""
         self.failed: dict[str, str] = {}
         """Errors of the items whose rows could not be computed, by identifier."""
+        self._begun: MultiModalFeatureSpec | None = None
+        """Item of the last run that began in a slice. Requests that come before its run has ended
+        have it without its data."""
 
     def run_largest(self) -> None:
         """Run each encoder with its longest item, for a measurement of memory."""
@@ -53,13 +56,20 @@ class EncoderCache:
 
         Args:
             work: the step.
-            features: items of the requests by id. Computed ones lose their data here, since a
-                request that starts again brings it again.
+            features: items of the requests by id. Those of new requests get the data that the
+                message lacks. Computed ones lose their data here, since a request that starts again
+                brings it again.
         """
         for identifier in work.free_encoder_mm_hashes:
             self.rows.pop(identifier, None)  # absent if its step failed
             self.failed.pop(identifier, None)
         part = work.encoder_slice
+        if self._begun is not None:
+            for request in work.scheduled_reqs:
+                if request.new is not None:
+                    _give(self._begun, features.get(request.req_id, []))
+        if part is not None and not part.begin:
+            part = self._begin(part, features)
         computed: dict[str, Tensor] = {}
         if part is not None and part.item.modality in self._encoders:
             with span("encode") as note:
@@ -74,6 +84,8 @@ class EncoderCache:
                 features[req_id][index] = msgspec.structs.replace(feature, data={})
                 if feature.identifier not in computed:
                     items.setdefault(feature.modality, []).append(feature)
+                if self._begun is not None and feature.identifier == self._begun.identifier:
+                    self._begun = None  # later requests have its rows, or bring it again
         self.rows |= computed
         for modality, group in items.items():
             if modality not in self._encoders:  # another stage reads its rows
@@ -85,3 +97,21 @@ class EncoderCache:
             for feature, rows in zip(group, results, strict=True):
                 assert len(rows) == feature.num_rows, (feature.identifier, len(rows))
                 self.rows[feature.identifier] = rows
+
+    def _begin(
+        self, part: EncoderSlice, features: Mapping[str, list[MultiModalFeatureSpec]]
+    ) -> EncoderSlice:
+        """Return the first part of a run with the data of its item."""
+        item = part.item
+        if not item.data:
+            same = (it for own in features.values() for it in own if it.data)
+            item = next(it for it in same if it.identifier == part.item.identifier)
+        self._begun = item
+        return msgspec.structs.replace(part, item=item)
+
+
+def _give(begun: MultiModalFeatureSpec, items: list[MultiModalFeatureSpec]) -> None:
+    """Give the data of an item to the items of a request that are the same."""
+    for i, item in enumerate(items):
+        if item.identifier == begun.identifier and not item.data:
+            items[i] = msgspec.structs.replace(item, data=begun.data)

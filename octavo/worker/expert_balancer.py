@@ -29,7 +29,8 @@ from numpy.typing import NDArray
 
 from octavo.config.device import EplbConfig
 from octavo.errors import EngineDeadError
-from octavo.kernels.base import PackedWeight, PlacedExperts, QuantizedWeight
+from octavo.kernels.ops_experts import PlacedExperts
+from octavo.kernels.weights import PackedWeight, QuantizedWeight
 from octavo.layers.experts import Experts
 from octavo.plan.balance_layout import BalanceLayout, LayerSlots
 from octavo.system.distributed import COUNTER_NBYTES, Counter, GroupMemory, Rank

@@ -11,9 +11,9 @@ from typing import Any
 from octavo import _native
 from octavo.attention.base import AttentionBackend
 from octavo.attention.cpu import CPUAttention
-from octavo.kernels.base import PackedWeight, QuantizedWeight
 from octavo.kernels.memory import Arena, placeholder
 from octavo.kernels.native import NativeOps
+from octavo.kernels.weights import PackedWeight, QuantizedWeight
 from octavo.kv_cache.groups import KVCacheConfig
 from octavo.layers.adapter import Adapters
 from octavo.layers.step import Handed

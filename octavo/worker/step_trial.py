@@ -20,9 +20,10 @@ import numpy as np
 
 from octavo import _native
 from octavo.attention.cpu import CPUAttention
-from octavo.kernels.base import SAMPLING_ROW, PackedWeight, QuantizedWeight
 from octavo.kernels.memory import Arena, map_memory, placeholder
 from octavo.kernels.native import NativeOps
+from octavo.kernels.ops_logits import SAMPLING_ROW
+from octavo.kernels.weights import PackedWeight, QuantizedWeight
 from octavo.kv_cache.groups import KVCacheConfig
 from octavo.layers.layer import Layer
 from octavo.layers.seen_lens import SEEN_LENS

@@ -1,6 +1,7 @@
 """A server of an encoder-decoder: texts, errors, and an engine that dies."""
 
 import functools
+import json
 import os
 import signal
 import time
@@ -12,6 +13,7 @@ import pytest
 from octavo import LLM, BeamSearchParams, SamplingParams
 from octavo.config import BUILTIN_DRAFT_MODEL
 from octavo.errors import ConfigError
+from octavo.sampling.logits_processors.repeated_ngrams import KEY
 from octavo.worker.encoder_runner import EncoderRunner
 from tests.e2e.harness import serve
 from tests.models.harness import make_hf
@@ -31,6 +33,9 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("t5")
     sizes = {"vocab_size": 270, "n_positions": 400, "eos_token_id": 269}
     make_hf("T5ForConditionalGeneration", **T5 | sizes).save_pretrained(folder)
+    rules = {"min_length": 9, "no_repeat_ngram_size": 1, "length_penalty": 3.0}
+    file = folder / "generation_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | rules))
     return save(byte_level(), folder)
 
 
@@ -52,7 +57,7 @@ def test_texts_errors_and_a_death(folder, tmp_path):
 
         def complete(text, **fields):
             body = {"model": str(folder), "prompt": text, "max_tokens": 300, "temperature": 0.8}
-            body |= {"seed": 3, "ignore_eos": True}
+            body |= {"seed": 3, "ignore_eos": True, "vllm_xargs": {KEY: 0}}
             return server.post("/v1/completions", body | fields)
 
         answers = complete(TEXTS).json()
@@ -61,6 +66,12 @@ def test_texts_errors_and_a_death(folder, tmp_path):
             len(output.prompt_token_ids) + len(output.encoder_prompt_token_ids)
             for output in outputs
         )
+
+        # The rules of generation_config.json are defaults.
+        for fields, least in (({}, 6), ({"min_tokens": 0, "logit_bias": {"269": 100}}, 1)):
+            body = {"model": str(folder), "prompt": "x", "return_token_ids": True, "max_tokens": 6}
+            answer = server.post("/v1/completions", body | fields).json()["choices"][0]
+            assert len(answer["token_ids"]) == len(set(answer["token_ids"])) == least
 
         # A prompt that is rendered and sent again has the same answer.
         sent = {"model": str(folder), "prompt": TEXTS[0], "max_tokens": 4, "temperature": 0}
@@ -174,7 +185,7 @@ def bits(llm, prompts, extra=None, tokens=20):
             seed=3,
             ignore_eos=True,
             logprobs=2,
-            extra_args=None if extra is None else extra[i],
+            extra_args=({KEY: 3} if i % 2 else None) if extra is None else extra[i],
         )
         for i in range(len(several))
     ]

@@ -31,8 +31,6 @@ def test_layouts(name, tmp_path, monkeypatch):
         assert llm.stats().num_preemptions > 0
     with make_llm(folder, tensor_parallel_size=2, num_threads=1) as llm:
         assert answers(llm, given) == alone
-    if name == "gemma4":  # connectors do not move its blocks
-        return
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     config = {"kv_transfer_config": connected("P2PConnector")}
     with make_llm(folder, **config) as one, make_llm(folder, **config) as two:

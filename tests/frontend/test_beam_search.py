@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 from array import array
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -218,6 +219,7 @@ def test_the_longest_answers_have_a_score():
     assert search._score(-1.0, 2**40) < -1e100
 
 
+SPEC = SimpleNamespace(is_encoder_decoder=False, vocab_size=VOCAB)
 REQUEST = core_request(
     "r",
     [1, 2, 3],
@@ -228,7 +230,7 @@ REQUEST = core_request(
 
 
 def test_requests_of_a_step():
-    search = make_beam_search(params(2), REQUEST, VOCAB)
+    search = make_beam_search(params(2), REQUEST, SPEC)
     (first,) = beam_requests(REQUEST, search)
     assert first.sampling_params.logprobs == search.num_logprobs == 3
     search.step([row_of({7: -1.0, 8: -1.5, 2: -2.0})])
@@ -243,7 +245,7 @@ def test_requests_of_a_step():
 
 def test_memory_grows_with_the_width():
     small, large = (
-        beam_search_nbytes(REQUEST, make_beam_search(params(k), REQUEST, VOCAB), VOCAB)
+        beam_search_nbytes(REQUEST, make_beam_search(params(k), REQUEST, SPEC), VOCAB)
         for k in (1, 32)
     )
     assert large > 20 * small
@@ -278,7 +280,7 @@ class FakeStream:
 
 
 async def run(stream):
-    search = make_beam_search(params(2), REQUEST, VOCAB)
+    search = make_beam_search(params(2), REQUEST, SPEC)
     return await run_beam_search(REQUEST, "hi", search, SamplingParams(), None, stream)
 
 

@@ -282,3 +282,47 @@ def test_a_client_that_leaves_keeps_the_place_of_a_begun_file(chat_media, monkey
         assert chat_media._slots._free == free
 
     asyncio.run(main())
+
+
+def test_a_tenant_leaves_a_helper_process_to_others(chat_media, monkeypatch):
+    """Also files that are known wait for no file that is read."""
+    count = chat_media._files["image"].num_processes
+    known = url(28, 84)
+    monkeypatch.setattr(chat_media._media, "cache", MediaCache(10**6))
+    read(chat_media, known)
+
+    async def main():
+        begun = []
+
+        def start(file, *_):
+            begun.append(Future())
+            begun[-1].set_running_or_notify_cancel()
+            return begun[-1]
+
+        def send(source, share):
+            work = chat_media.read_prompt(["a"], items_of([source]), share=share)
+            return asyncio.create_task(work)
+
+        async def let_others_run():
+            for _ in range(20):
+                await asyncio.sleep(0)
+
+        monkeypatch.setattr(chat_media._files["image"], "read", start)
+        flood = [send(url(31, 40 + i), "flood") for i in range(9)]
+        await let_others_run()
+        assert len(begun) == count - 1
+        other = send(url(32, 40), "other")
+        await let_others_run()
+        assert len(begun) == count
+        begun[-1].set_result(small := SimpleNamespace(num_embeds=1, nbytes=1))
+        assert (await other)["multi_modal_data"]["image"] == [small]
+        await send(known, "other")
+        for task in flood:
+            task.cancel()
+        await asyncio.gather(*flood, return_exceptions=True)
+        for reading in begun[:-1]:
+            reading.set_result(small)
+        await asyncio.gather(*chat_media._keeping)
+        assert (chat_media._slots._free, chat_media._turns["image"]._free) == (4, count)
+
+    asyncio.run(main())

@@ -18,16 +18,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
-from octavo.kernels.base import (
-    Codes,
-    PackedWeight,
-    QuantFormat,
-    StackedWeight,
-    StateRates,
-    Wkv7Inputs,
-    Wkv7Parameters,
-)
 from octavo.kernels.lora import SLICE_WORDS, LoraTable
+from octavo.kernels.ops_states import StateRates, Wkv7Inputs, Wkv7Parameters
 from octavo.kernels.replaced import ReplacedTable
 from octavo.kernels.routing import Routing
 from octavo.kernels.triton import (
@@ -44,6 +36,7 @@ from octavo.kernels.triton import (
 )
 from octavo.kernels.triton.attention import Step, attention, prefill
 from octavo.kernels.triton.ops import TritonOps
+from octavo.kernels.weights import Codes, PackedWeight, QuantFormat, StackedWeight
 from octavo.models.state_cache import StateMetadata
 
 target = GPUTarget("cuda", 0, 32)

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from octavo.kernels import native
-from octavo.kernels.base import QuantizedWeight
 from octavo.kernels.dequantize import dequantize
 from octavo.kernels.sizes import quantized_nbytes
+from octavo.kernels.weights import QuantizedWeight
 from octavo.system.block_types import BLOCK_TYPES
 from tests.torch_ops import native_ops, reference_ops, with_outliers
 

@@ -9,11 +9,13 @@ import pytest
 import torch
 
 from octavo.kernels import native
-from octavo.kernels.base import Ops, PlacedExperts, StackedWeight
+from octavo.kernels.base import Ops
 from octavo.kernels.native import NativeOps
+from octavo.kernels.ops_experts import PlacedExperts
 from octavo.kernels.reference import ReferenceOps
 from octavo.kernels.routing import ExpertActivation, Routing
 from octavo.kernels.torch_tensors import as_torch, from_torch
+from octavo.kernels.weights import StackedWeight
 from octavo.system.tensor import HostTensor, from_numpy
 
 ROUTINGS = [

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from octavo.kernels import native
-from octavo.kernels.base import Codes, QuantizedWeight
 from octavo.kernels.sizes import quantized_nbytes
+from octavo.kernels.weights import Codes, QuantizedWeight
 from tests.torch_ops import native_ops, reference_ops
 
 ops, reference = native_ops(), reference_ops()

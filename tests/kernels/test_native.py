@@ -13,9 +13,11 @@ from torch import Tensor
 
 from octavo import _native
 from octavo.kernels import native
-from octavo.kernels.base import Activation, Gate, PackedWeight, QuantizedWeight, activate
+from octavo.kernels.base import Activation, activate
 from octavo.kernels.native import NativeOps
 from octavo.kernels.reference import ReferenceOps
+from octavo.kernels.routing import Gate
+from octavo.kernels.weights import PackedWeight, QuantizedWeight
 from tests.torch_ops import native_ops, reference_ops
 
 ops, reference = native_ops(), reference_ops()

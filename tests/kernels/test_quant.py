@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from octavo.kernels import native
-from octavo.kernels.base import Codes, QuantFormat, QuantizedWeight
 from octavo.kernels.reference import LEVELS
 from octavo.kernels.sizes import quantized_nbytes
+from octavo.kernels.weights import Codes, QuantFormat, QuantizedWeight
 from tests.torch_ops import native_ops, reference_ops, with_outliers
 
 ops, reference = native_ops(), reference_ops()

@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from octavo import _native
-from octavo.kernels.base import SAMPLING_ROW, Ops, StateRates, Wkv7Inputs, Wkv7Parameters
+from octavo.kernels.base import Ops
 from octavo.kernels.lora import LoraTable
 from octavo.kernels.memory import Arena
 from octavo.kernels.native import NativeOps
+from octavo.kernels.ops_logits import SAMPLING_ROW
+from octavo.kernels.ops_states import StateRates, Wkv7Inputs, Wkv7Parameters
 from octavo.kernels.replaced import ReplacedTable
 from octavo.kernels.routing import ExpertActivation, Routing
 from octavo.models.state_cache import StateMetadata
@@ -295,7 +297,7 @@ CASES: dict[str, Callable[[Tensor], Tensor | tuple[Tensor, ...]]] = {
 
 
 def test_no_operation_is_forgotten() -> None:
-    operations = {name for name, f in vars(Ops).items() if callable(f) and name[0] != "_"}
+    operations = {x for x in dir(Ops) if x[0] != "_" and callable(getattr(Ops, x))}
     assert operations - NOT_IN_STEPS == {*CASES}
 
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.kernels import native
-from octavo.kernels.base import SAMPLING_ROW
+from octavo.kernels.ops_logits import SAMPLING_ROW
 from octavo.kernels.reference import ReferenceOps
 from tests.torch_ops import native_ops
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from octavo.kernels import native
-from octavo.kernels.base import StateRates
+from octavo.kernels.ops_states import StateRates
 from octavo.models.state_cache import StateMetadata
 from tests.torch_ops import native_ops, reference_ops
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from octavo import _native
 from octavo.kernels import native
-from octavo.kernels.base import Codes, QuantizedWeight
+from octavo.kernels.weights import Codes, QuantizedWeight
 from octavo.system.block_types import BLOCK_TYPES
 from tests.kernels.test_blocks import pack, random_blocks
 from tests.kernels.test_quant import FORMATS, random_codes

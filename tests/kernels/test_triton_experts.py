@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from octavo.kernels.base import Codes, Ops, QuantFormat
+from octavo.kernels.base import Ops
 from octavo.kernels.reference import ReferenceOps
 from octavo.kernels.routing import ExpertActivation, Routing
+from octavo.kernels.weights import Codes, QuantFormat
 from octavo.system.tensor import HostTensor
 from tests.kernels.test_experts import CLAMPED, PLAIN, ROUTINGS, SILU, Mixture, router_results
 from tests.kernels.test_triton_quantized import random_codes

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from octavo.kernels.base import Codes, QuantFormat, QuantizedWeight
 from octavo.kernels.reference import to_bytes
 from octavo.kernels.sizes import quantized_nbytes
+from octavo.kernels.weights import Codes, QuantFormat, QuantizedWeight
 from tests.torch_ops import Named, reference_ops
 
 pytest.importorskip("triton", reason="the package triton is not installed")

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from octavo.kernels.base import StateRates, Wkv7Inputs, Wkv7Parameters
+from octavo.kernels.ops_states import StateRates, Wkv7Inputs, Wkv7Parameters
 from tests.kernels.test_delta_rule import rule, state_size
 from tests.kernels.test_state import (
     SLOTS,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from octavo.kernels.base import Wkv7Inputs, Wkv7Parameters
+from octavo.kernels.ops_states import Wkv7Inputs, Wkv7Parameters
 from octavo.models.state_cache import StateMetadata
 from tests.kernels.test_delta_rule import apart
 from tests.kernels.test_state import (

@@ -11,6 +11,7 @@ from octavo.kv_cache.groups import KVCacheConfig, make_kv_cache_groups, max_bloc
 from octavo.kv_cache.hashing import input_keys, make_block_hasher
 from octavo.kv_cache.kinds.cross_attention import row_hashes
 from octavo.kv_cache.manager import KVCacheManager
+from octavo.messages import ModelRunnerOutput
 from octavo.models.cache import AttentionCache, CrossCache
 from octavo.request import Request
 from octavo.scheduler.scheduler import Scheduler
@@ -164,9 +165,10 @@ def test_any_life_of_requests(seed):
             assert [contents[block] for block in ids] == [(own, i) for i in range(len(ids))]
 
 
-def make_scheduler(budget=16, **config):
+def make_scheduler(budget=16, num_blocks=60, **config):
     settings = SchedulerConfig(max_num_seqs=8, **config)
-    return Scheduler(settings, make_config(60), max_model_len=32, max_num_batched_tokens=budget)
+    caches = make_config(num_blocks)
+    return Scheduler(settings, caches, max_model_len=32, max_num_batched_tokens=budget)
 
 
 def test_an_encoders_tokens_are_a_part_of_the_steps_budget():
@@ -185,6 +187,34 @@ def test_an_encoders_tokens_are_a_part_of_the_steps_budget():
     assert item.data == {}  # nothing is computed, so nothing is sent
     assert item.num_rows == 9
     scheduler.check_integrity()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_large_inputs_wait_for_no_request_to_end(seed):
+    """Each request starts in the order of arrival, soon, while others generate."""
+    rng, budget = random.Random(seed), 16
+    scheduler = make_scheduler(budget, num_blocks=200)
+    sizes = [rng.choice([1, 3, 14, 15]) for _ in range(7)]
+    for i, size in enumerate(sizes):
+        tokens = [1] * rng.choice([1, 1, 5])
+        scheduler.add_request(make_request(str(i), [i] * size, tokens, max_tokens=20))
+    started = []
+    for _ in range(12):
+        step = scheduler.schedule()
+        new = [r.req_id for r in step.scheduled_reqs if r.new is not None]
+        encoded = sum(sizes[int(name)] for name in new)
+        tokens = sum(r.num_tokens for r in step.scheduled_reqs)
+        assert encoded <= budget
+        assert tokens <= budget
+        # An input that exceeds the budget is alone, beside requests that generate.
+        assert encoded + tokens <= budget or (len(new) == 1 and tokens < 8 + budget - encoded)
+        started += new
+        names = [r.req_id for r in step.scheduled_reqs]
+        sampled = [[3] * (scheduler.requests[name].num_output_placeholders > 0) for name in names]
+        scheduler.update_from_output(step, ModelRunnerOutput(names, sampled))
+        scheduler.check_integrity()
+    assert started == [str(i) for i in range(7)]
+    assert len(scheduler.running) == 7
 
 
 def test_inputs_that_never_fit_are_refused():

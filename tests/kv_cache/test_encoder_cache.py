@@ -1,4 +1,6 @@
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from octavo.kv_cache.encoder_cache import EncoderCacheManager
 from octavo.request import Request
@@ -55,6 +57,37 @@ def test_items_that_cost_little_are_given_up_before_those_that_cost_much():
     for name in "ghijk":
         use(name, 6)
     assert "dear" not in cache  # others were used since
+
+
+@given(
+    uses=st.lists(st.tuples(st.sampled_from("abcdefgh"), st.booleans()), min_size=1, max_size=200)
+)
+def test_the_least_of_the_values_is_given_up(uses):
+    """A plain search is the reference; the heap stays small."""
+    cache, values, freed = EncoderCacheManager(20), {}, []
+    given_up = 0.0
+    for name, is_kept in uses:
+        request = make(name, picture(name, 0, 6, tokens=6 * (1 + ord(name) % 3)))
+        known = name in values
+        values.pop(name, None)
+        if not known and len(values) == 3:
+            least = min(values, key=values.get)
+            given_up = values.pop(least)
+            freed.append(least)
+        cache.acquire(request, 0)
+        cache.free(request)
+        values[name] = given_up + 1 + ord(name) % 3
+        if not is_kept:
+            cache.forget(request)
+            del values[name]
+            freed.append(name)
+        cache.check_integrity([])
+    assert cache.take_freed() == freed
+    for _ in range(500):
+        request = make("a", picture("a", 0, 6))
+        cache.acquire(request, 0)
+        cache.free(request)
+    assert len(cache._order) <= 2 * 3 + 64 + 1
 
 
 def test_forgotten_items_are_freed_in_the_worker():

@@ -27,11 +27,14 @@ def chirp(seconds, rate=16_000, channels=1):
     return np.repeat(tone[None].astype(np.float32), channels, 0)
 
 
-def encode(samples, kind, rate=16_000, with_pictures=False):
-    """Return a file of float32 [channels, samples]; `with_pictures` adds a stream of pictures."""
+def encode(samples, kind, rate=16_000, with_pictures=False, **options):
+    """Return a file of float32 [channels, samples].
+
+    `with_pictures` adds a stream of pictures; `options` are those of FFmpeg's muxer.
+    """
     container_format, codec = CODECS[kind]
     file = io.BytesIO()
-    with av.open(file, "w", format=container_format) as container:
+    with av.open(file, "w", format=container_format, options=options) as container:
         video = None
         if with_pictures:
             video = container.add_stream("libvpx" if kind == "webm" else "mpeg4", rate=10)
@@ -54,6 +57,17 @@ def encode(samples, kind, rate=16_000, with_pictures=False):
             container.mux(stream.encode(piece))
         container.mux(stream.encode())
     return file.getvalue()
+
+
+def extensible_wav(data, bits, code, rate=16_000, byte_rate=None):
+    """Return a WAV file with the long head: `code` is 1 for integers, 3 for floats."""
+    size = bits // 8
+    byte_rate = rate * size if byte_rate is None else byte_rate
+    head = struct.pack("<HHIIHHHHI", 0xFFFE, 1, rate, byte_rate, size, bits, 22, bits, 4)
+    head += struct.pack("<H", code) + bytes.fromhex("000000001000800000aa00389b71")
+    body = b"WAVEfmt " + struct.pack("<I", len(head)) + head
+    body += b"data" + struct.pack("<I", len(data)) + data
+    return b"RIFF" + struct.pack("<I", len(body)) + body
 
 
 def wav(samples, rate=16_000, nbytes=None, code=1):

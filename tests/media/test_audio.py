@@ -12,7 +12,7 @@ import pytest
 
 from octavo.errors import OctavoError, RequestError
 from octavo.media.audio import AudioParts, AudioReader
-from tests.media.sounds import CODECS, chirp, encode, wav
+from tests.media.sounds import CODECS, chirp, encode, extensible_wav, wav
 
 TONE = chirp(2.0)
 INT16 = (TONE[0] * 2**15).astype("<i2")
@@ -72,10 +72,69 @@ def test_a_wav_that_was_written_as_a_stream(read, nbytes):
     assert len(read(wav(INT16, nbytes=nbytes))) == 32_000
 
 
+@pytest.mark.parametrize(
+    ("bits", "code", "data"),
+    [
+        (8, 1, (TONE[0] * 127 + 128).astype("u1").tobytes()),
+        (24, 1, np.delete((TONE[0] * 2**31).astype("<i4").view("u1").reshape(-1, 4), 0, 1)),
+        (32, 1, (TONE[0] * 2**31).astype("<i4").tobytes()),
+        (32, 3, TONE[0].tobytes()),
+        (64, 3, TONE[0].astype("<f8").tobytes()),
+    ],
+)
+def test_every_wav(read, bits, code, data):
+    samples = read(extensible_wav(bytes(data), bits, code))
+    np.testing.assert_allclose(samples, TONE[0], atol=2.0 ** (2 - min(bits, 24)))
+    # Some programs write a wrong rate of bytes.
+    for byte_rate in (0, 1, 32, 10**9):
+        wrong = extensible_wav(bytes(data), bits, code, byte_rate=byte_rate)
+        assert np.array_equal(read(wrong), samples)
+
+
+def lengths_of_webm(data):
+    """Yield a WebM file whose head announces other lengths: 1 ms, 3 s and 10 hours."""
+    at = data.index(b"\x44\x89\x88") + 3
+    for milliseconds in (1.0, 3000.0, 36e6):
+        yield data[:at] + struct.pack(">d", milliseconds) + data[at + 8 :]
+
+
+def lengths_of_mp3(data):
+    """Yield an MP3 file whose head announces other lengths: 3 frames and 7 hours."""
+    at = data.index(b"Info\0\0\0\x0f") + 8
+    for frames in (3, 10**6):
+        yield data[:at] + struct.pack(">II", frames, 200 * frames) + data[at + 8 :]
+
+
+def test_files_as_browsers_and_streams_write_them(read):
+    """Without a length, or with that of the recording's pauses."""
+    webm, mp3, mp4 = (encode(TONE, kind) for kind in ("webm", "mp3", "m4a"))
+    live = encode(TONE, "webm", live="1")
+    assert b"\x44\x89\x88" not in live
+    for other in (live, *lengths_of_webm(webm)):
+        assert np.array_equal(read(other), read(webm))
+    for other in (encode(TONE, "mp3", write_xing="0"), *lengths_of_mp3(mp3)):
+        assert len(read(other)) == pytest.approx(len(read(mp3)), abs=2100)
+    assert mp4.index(b"mdat") < mp4.index(b"moov")
+    other = encode(TONE, "m4a", movflags="frag_keyframe+empty_moov")
+    assert len(read(other)) == pytest.approx(len(read(mp4)), abs=2100)
+
+
+def test_a_head_that_announces_less_than_there_is(reader):
+    """The limit holds for what is there."""
+    other = bytearray(encode(TONE, "flac"))
+    other[8 + 14 : 8 + 18] = struct.pack(">I", 16_000)
+    files = [other, *lengths_of_webm(encode(TONE, "webm")), *lengths_of_mp3(encode(TONE, "mp3"))]
+    files.append(encode(TONE, "webm", live="1"))
+    for data in files:
+        with pytest.raises(RequestError, match="too long: it has more than the limit of 1 s"):
+            reader.read(data, len, max_seconds=1).result()
+
+
 def test_tags_before_the_sound(read):
     tag = b"ID3\x04\0\0\0\0\x02\x01" + bytes(257)
     assert np.array_equal(read(tag + encode(TONE, "flac")), read(encode(TONE, "flac")))
     assert len(read(tag + encode(TONE, "mp3"))) == 32_000
+    assert np.array_equal(read(tag + encode(TONE, "aac")), read(encode(TONE, "aac")))
 
 
 NAN = TONE[0].copy()

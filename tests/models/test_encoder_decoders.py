@@ -3,10 +3,12 @@
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
+from transformers import GenerationConfig
 
-from octavo import LLM, SamplingParams
+from octavo import LLM, BeamSearchParams, SamplingParams
 from tests.models.harness import make_hf
 
 VOCAB = 97
@@ -145,6 +147,80 @@ def test_same_as_transformers(name, tmp_path):
         for row, found in zip(expected, answer.outputs[0].logprobs, strict=True):
             for token, logprob in found.items():
                 assert abs(row[token].item() - logprob.logprob) < 1e-4
+
+
+RULES: dict[str, dict[str, Any]] = {
+    "bart": {
+        "forced_bos_token_id": 0,
+        "forced_eos_token_id": 2,
+        "min_length": 3,
+        "no_repeat_ngram_size": 3,
+        "early_stopping": "never",
+    },
+    "marian": {"bad_words_ids": [[1], [20], [9, 30]], "forced_eos_token_id": 2}
+    | {"length_penalty": 2.0, "early_stopping": True},
+    "m2m100": {"min_new_tokens": 6, "no_repeat_ngram_size": 1, "early_stopping": False}
+    | {"bad_words_ids": [[1]]},
+    "t5": {"no_repeat_ngram_size": 2, "length_penalty": 0.5, "min_length": 4},
+}
+"""Settings of generation_config.json."""
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_rules_same_as_transformers(name, tmp_path):
+    """Greedy answers and beams follow generation_config.json as in transformers' `generate`."""
+    hf_model, inputs, most = make_model(tmp_path, name), make_inputs(), 16
+    eos = hf_model.config.eos_token_id
+    with torch.no_grad():  # ends and repetitions occur
+        hf_model.get_output_embeddings().weight *= 0.6
+        hf_model.get_output_embeddings().weight[eos] *= -5.0 if name == "marian" else 2.0
+    settings = {"decoder_start_token_id", "bos_token_id", "eos_token_id", "pad_token_id"}
+    fields = {key: getattr(hf_model.generation_config, key) for key in settings}
+    hf_model.generation_config = GenerationConfig(**fields, **RULES[name], num_beams=4)
+    hf_model.save_pretrained(tmp_path)
+    forced = RULES[name].get("forced_bos_token_id")
+    start = (fields["decoder_start_token_id"], *([] if forced is None else [forced]))
+
+    def generate(ids, **settings):
+        return hf_model.generate(
+            torch.tensor([ids]),
+            attention_mask=torch.ones(1, len(ids), dtype=torch.long),
+            do_sample=False,
+            max_new_tokens=most + len(start) - 1,
+            **settings,
+        )
+
+    def text(tokens):
+        """Return the tokens up to the end; a forced one is no part of the answer."""
+        tokens = tokens.tolist()[len(start) :]
+        return tokens[: tokens.index(eos)] if eos in tokens else tokens
+
+    with make_llm(tmp_path, max_logprobs=1) as llm:
+        greedy = msgspec.structs.replace(
+            llm.get_default_sampling_params(), temperature=0.0, max_tokens=most
+        )
+        answers = llm.generate(inputs, greedy, use_tqdm=False)
+        lengths = set()
+        for ids, answer in zip(inputs, answers, strict=True):
+            assert tuple(answer.prompt_token_ids) == start
+            found = [token for token in answer.outputs[0].token_ids if token != eos]
+            expected = text(generate(ids, num_beams=1)[0])
+            assert found[: len(expected)] == expected
+            assert len(found) - len(expected) in (0, "forced_eos_token_id" in RULES[name])
+            lengths.add(len(found))
+        assert llm.generate(inputs, greedy, use_tqdm=False)[1].outputs == answers[1].outputs
+        beams = BeamSearchParams(
+            beam_width=4,
+            max_tokens=most,
+            length_penalty=RULES[name].get("length_penalty", 1.0),
+            early_stopping=RULES[name].get("early_stopping", False),
+        )
+        for ids, search in zip(inputs, llm.beam_search(inputs, beams), strict=True):
+            expected = generate(ids, num_return_sequences=4)
+            for sequence, row in zip(search.sequences, expected, strict=True):
+                assert text(torch.tensor(sequence.tokens)) == text(row)
+                lengths.add(len(text(row)))
+        assert len(lengths) > 2 or name == "m2m100"
 
 
 WHISPER: dict[str, Any] = {"vocab_size": VOCAB, "d_model": 40, "num_mel_bins": 6}

@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from octavo._native import ExpertLayer
 from octavo.checkpoints.registry import open_checkpoint
 from octavo.errors import ConfigError
-from octavo.kernels.base import StackedWeight
 from octavo.kernels.native import NativeOps
 from octavo.kernels.routing import ExpertActivation
+from octavo.kernels.weights import StackedWeight
 from octavo.layers.experts import Experts
 from octavo.models import loader
 from octavo.models.blocks.base import Parts

@@ -17,9 +17,10 @@ from octavo.checkpoints.base import Source
 from octavo.checkpoints.config_json import ConfigJson
 from octavo.checkpoints.registry import open_checkpoint
 from octavo.errors import ConfigError, ModelError, OctavoError
-from octavo.kernels.base import Ops, PackedWeight
+from octavo.kernels.base import Ops
 from octavo.kernels.native import NativeOps
 from octavo.kernels.torch_tensors import as_torch, from_torch
+from octavo.kernels.weights import PackedWeight
 from octavo.models.loader import LoadedWeights
 from octavo.models.weight_cache import WeightCache, weights_key
 from octavo.quantization import methods

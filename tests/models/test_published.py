@@ -12,17 +12,24 @@ from transformers import AutoConfig
 
 from octavo import SamplingParams
 from octavo.checkpoints.registry import open_checkpoint
+from octavo.errors import ModelError
 from octavo.kernels.native import NativeOps
 from octavo.models.loader import LoadedWeights
 from octavo.models.registry import read_spec
+from octavo.sampling_params import BEAM_DEFAULTS
 from tests.models.harness import make_hf
 from tests.models.published_configs import CONFIGS, PHI4MM
 from tests.models.test_encoder_decoders import MODELS, SOUNDS, make_llm, make_model
 from tests.models.test_speech_models import MOONSHINE
 from tests.models.test_towers import CASES, TEXT
 
+NGRAMS = {"no_repeat_ngram_size": 2}
 UNTIED = ("InternVL", "MT5")
 """Models whose published LM head is their own; transformers decides it by the weights."""
+
+
+GENERATION = ("min_length", "min_new_tokens", "no_repeat_ngram_size", "forced_eos_token_id")
+GENERATION += ("length_penalty", "early_stopping")
 
 
 def spec(folder, config):
@@ -39,7 +46,8 @@ def test_configs(name, tmp_path):
     if name in UNTIED:
         complete["tie_word_embeddings"] = False
     # transformers moves these fields to generation_config.json.
-    for field in ("forced_bos_token_id", "bad_words_ids"):
+    for field in (*GENERATION, "forced_bos_token_id", "bad_words_ids"):
+        complete.pop(field, None)
         if field in CONFIGS[name]:
             complete[field] = CONFIGS[name][field]
     assert found == spec(tmp_path / "complete", complete)
@@ -172,18 +180,36 @@ def test_names(name, form, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("fields", "start", "bad"),
+    ("fields", "start", "bad", "rules"),
     [
-        ({"forced_bos_token_id": 5, "bad_words_ids": [[1]]}, (2, 5), ((1,),)),
-        ({"force_bos_token_to_be_generated": True, "suppress_tokens": [4]}, (2, 0), ((4,),)),
-        ({}, (2,), ()),
+        (
+            {"forced_bos_token_id": 5, "bad_words_ids": [[1]], "min_length": 9},
+            (2, 5),
+            ((1,),),
+            {"min_tokens": 7},
+        ),
+        (
+            {"force_bos_token_to_be_generated": True, "suppress_tokens": [4], "min_new_tokens": 3},
+            (2, 0),
+            ((4,),),
+            {"min_tokens": 2},
+        ),
+        ({"min_length": 1, "no_repeat_ngram_size": 2}, (2,), (), {"extra_args": NGRAMS}),
     ],
 )
-def test_generation_settings_in_config(fields, start, bad, tmp_path):
+def test_generation_settings_in_config(fields, start, bad, rules, tmp_path):
     """Older models have the settings of `generate` in config.json."""
-    config = {k: v for k, v in CONFIGS["MBart"].items() if k != "num_beams"}
+    config = {k: v for k, v in CONFIGS["MBart"].items() if k not in ("num_beams", *GENERATION)}
     found = spec(tmp_path / "model", config | fields)
     assert (found.decoder_start_ids, found.bad_words_ids) == (start, bad)
+    assert found.generation_config == rules
+    assert found.beams == BEAM_DEFAULTS
+
+
+def test_wrong_generation_settings(tmp_path):
+    for i, (name, value) in enumerate([("early_stopping", "x"), ("min_length", -1)]):
+        with pytest.raises(ModelError, match=name):
+            spec(tmp_path / str(i), CONFIGS["MBart"] | {name: value})
 
 
 def test_unused_generation_settings(tmp_path, caplog):
@@ -191,8 +217,7 @@ def test_unused_generation_settings(tmp_path, caplog):
     make_model(tmp_path, "bart")
     file = tmp_path / "config.json"
     config = json.loads(file.read_text())
-    unused = {"num_beams": 4, "length_penalty": 2.0, "early_stopping": True}
-    unused |= {"no_repeat_ngram_size": 3, "min_length": 6}
+    unused = {"num_beams": 4, "encoder_no_repeat_ngram_size": 3}
     file.write_text(json.dumps(config | unused | {"forced_bos_token_id": 9, "max_length": 20}))
     (tmp_path / "generation_config.json").unlink(missing_ok=True)
     with caplog.at_level("INFO"), make_llm(tmp_path) as llm:

@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from octavo.kernels.base import Codes, QuantFormat
 from octavo.kernels.native import NativeOps
+from octavo.kernels.weights import Codes, QuantFormat
 from octavo.quantization.numbers import NumberOps
 from octavo.system.block_types import BLOCK_TYPES
 from octavo.system.tensor import from_numpy

@@ -5,7 +5,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from octavo.kernels.base import SAMPLING_ROW, Ops
+from octavo.kernels.base import Ops
+from octavo.kernels.ops_logits import SAMPLING_ROW
 from octavo.kernels.reference import token_numbers
 from octavo.sampling.metadata import SamplingMetadata
 from octavo.sampling.sampler import Sampler

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from octavo.kernels.base import SAMPLING_ROW
 from octavo.kernels.native import NativeOps
+from octavo.kernels.ops_logits import SAMPLING_ROW
 from octavo.kernels.reference import token_numbers
 from octavo.kernels.sampling_weights import sampling_weights
 from octavo.sampling import philox

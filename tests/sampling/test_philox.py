@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from octavo.kernels.base import SAMPLING_ROW
+from octavo.kernels.ops_logits import SAMPLING_ROW
 from octavo.kernels.reference import philox4x32, token_numbers
 from octavo.sampling.philox import uniform
 

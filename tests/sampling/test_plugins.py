@@ -80,11 +80,15 @@ def test_a_resumed_request_and_one_of_many_are_no_others(make_state, sampler, mo
 
 
 def test_a_key_that_nobody_takes(make_state):
-    with pytest.raises(RequestError, match=r"'no_rpeat'.*accepted: whisper_rules") as error:
+    with pytest.raises(
+        RequestError, match=r"'no_rpeat'.*accepted: no_repeat_ngram_size, whis"
+    ) as error:
         SamplingState(1, VOCAB).add_row(0, asks(no_rpeat=1), [1], 1)
     assert error.value.param == "extra_args"
     state = make_state()
-    with pytest.raises(RequestError, match=r"'no_rpeat'.*accepted: no_repeat, whisper_rules"):
+    with pytest.raises(
+        RequestError, match=r"'no_rpeat'.*accepted: no_repeat, no_repeat_ngram_size, whisper_rules"
+    ):
         state.add_row(0, asks(no_repeat=1, no_rpeat=1), [1], 1)
     assert state.metadata(np.array([0])).plain
 

@@ -11,9 +11,10 @@ from transformers import WhisperTimeStampLogitsProcessor
 from octavo.errors import RequestError
 from octavo.kernels.native import NativeOps
 from octavo.sampling.logits_processors.whisper import WhisperRules
+from octavo.sampling.sampler import Sampler
 from octavo.sampling.state import SamplingState
 from tests.params import core_params
-from tests.sampling.harness import random_logits, tensor
+from tests.sampling.harness import random_logits, run, tensor
 
 # Text, the end (40), special tokens up to <|notimestamps|> (44), and the times.
 VOCAB, END, FIRST = 75, 40, 45
@@ -101,3 +102,25 @@ def test_wrong_rules_fail_their_request(rules, message):
     with pytest.raises(RequestError, match=message) as caught:
         add_row(state, 0, [], rules)
     assert caught.value.param == "extra_args"
+
+
+def test_logprobs_count_the_allowed_tokens():
+    """Those of the answer's tokens; the other candidates have those of all tokens."""
+    state = SamplingState(len(OUTPUTS) + 1, VOCAB)
+    for row, output in enumerate(OUTPUTS):
+        add_row(state, row, output, RULES)
+        state._num_logprobs[row] = 2
+    state.add_row(len(OUTPUTS), core_params(VOCAB, logprobs=2), [9], 1)
+    logits = random_logits(len(OUTPUTS) + 1, VOCAB, seed=3)
+    found = run(Sampler(NativeOps()), logits, state.metadata(np.arange(len(OUTPUTS) + 1)))
+    for row, (values, token) in enumerate(zip(logits, found.token_ids.tolist(), strict=True)):
+        lists = found.logprobs[row]
+        own, *others = np.frombuffer(lists.logprobs, np.float32)
+        raw = torch.log_softmax(torch.tensor(values), -1).numpy()
+        np.testing.assert_allclose(others, np.sort(raw)[:-3:-1], atol=1e-5)
+        may = np.ones(VOCAB, np.bool_)
+        if row < len(OUTPUTS):
+            may = RULES.allowed(OUTPUTS[row], values)
+            assert not may.all()
+        allowed = torch.log_softmax(torch.tensor(np.where(may, values, -np.inf)), -1)
+        assert own == pytest.approx(allowed[token].item(), abs=1e-5)

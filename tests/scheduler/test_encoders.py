@@ -1,11 +1,12 @@
-from unittest.mock import ANY
+from unittest.mock import ANY, Mock
 
 import pytest
 
 from octavo.errors import RequestError
-from octavo.request import RequestStatus
-from octavo.scheduler.encoders import uncomputed
+from octavo.request import Request, RequestStatus
+from octavo.scheduler.encoders import EncoderInputs
 from tests.fakes import FakeEngine, pages, picture, scheduled_tokens
+from tests.params import core_params, core_request
 
 
 def make_engine(rows=64, budget=32, **options):
@@ -256,8 +257,40 @@ def test_a_prompt_that_sees_all_of_itself_is_one_step_and_known_as_a_whole():
 
 def test_the_worker_gets_no_data_of_computed_items():
     features = [picture("a", 0, 4), picture("b", 4, 4)]
-    assert [bool(f.data) for f in uncomputed(features, 4)] == [False, True]
-    assert features[0].data
+    request = Request(core_request("p", range(9), core_params(), mm_features=features))
+    inputs = EncoderInputs(8, 8, 1)
+    assert [bool(item.data) for item in inputs.data_for_worker(request, 4)] == [False, True]
+    assert request.mm_features[0].data
+
+
+@pytest.mark.parametrize("begin", [0, 2])
+def test_the_worker_gets_the_data_of_an_item_in_slices_once(begin):
+    """Either with the request, or with the first slice. The executor checks that it has them."""
+    engine = make_cut()
+    engine.add("p", range(20), features=[picture("p", begin, 8)], max_tokens=2)
+    steps = [engine.schedule() for _ in range(5)]
+    parts = [step.encoder_slice for step in steps]
+    given = [part is not None and bool(part.item.data) for part in parts]
+    given += [
+        bool(item.data)
+        for step in steps
+        for request in step.scheduled_reqs
+        if request.new is not None
+        for item in request.new.mm_features
+    ]
+    assert sum(given) == 1
+    engine.run()
+
+
+def test_an_item_whose_run_was_forgotten_is_sent_again():
+    engine = make_cut()
+    engine.add("p", range(20), features=[picture("p", 0, 8)], max_tokens=2)
+    assert slices([engine.schedule()]) == [(0, 1)]
+    engine.scheduler.reset_encoder_cache()
+    step = engine.schedule()
+    assert slices([step]) == [(0, 1)]
+    assert step.encoder_slice.item.data
+    engine.run()
 
 
 @pytest.mark.parametrize("fate", ["running", "preempted", "aborted"])
@@ -292,6 +325,20 @@ def test_all_of_a_range_depends_on_a_failed_item():
     engine.update()
     assert not known
     engine.run()
+
+
+def test_an_error_before_the_first_item_forgets_nothing():
+    engine = make_engine()
+    engine.add("1", range(60), features=[picture("a", 40, 10)])
+    engine.schedule()
+    pool = engine.scheduler.kv_cache_manager.pool
+    forget = engine.scheduler.kv_cache_manager.forget_items = Mock()
+    known = len(pool.cached_blocks(0))
+    engine.in_flight[0][1].errors["1"] = "its sampling parameters cannot be used"
+    engine.update()
+    assert known
+    assert len(pool.cached_blocks(0)) == known
+    assert not forget.called
 
 
 def test_a_request_that_is_too_late_forgets_nothing():
@@ -330,7 +377,6 @@ def test_beside_a_text_a_run_takes_several_steps():
     # The tokens before the picture are computed at once; the others follow with the last slice.
     assert [scheduled_tokens(step).get("p") for step in steps] == [2, None, None, 18, 1]
     assert [step.scheduled_encoder_inputs for step in steps] == [{}, {}, {}, {"p": [0]}, {}]
-    assert [bool(step.encoder_slice.item.data) for step in steps[:4]] == [True] + [False] * 3
     engine.run()
 
 

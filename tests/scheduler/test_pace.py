@@ -1,6 +1,8 @@
 """Pace of the work for items beside texts."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from octavo.messages import ScheduledRequest, SchedulerOutput
 from octavo.scheduler import pace as pace_module
@@ -26,7 +28,11 @@ def make_pace():
     pace = ItemPace()
     assert begin_step(pace) == 1  # nothing is known yet
     pace.step_ended(ONE, ItemWork(), 5.0)
+    pace.step_ended(ONE, ItemWork(), 900.0)
     pace.step_ended(ONE, ItemWork({"image": 20}, seconds=2.0), 7.0)
+    assert pace._costs == {}
+    pace.step_ended(ONE, ItemWork({"image": 20}, seconds=2.0), 7.0)
+    pace._begun.add("prompt")
     return pace
 
 
@@ -82,13 +88,15 @@ def test_a_step_without_time_teaches_nothing():
     pace = ItemPace()
     pace.step_ended(ONE, ItemWork(), 0.0)
     pace.step_ended(ONE, ItemWork({"image": 10}), 5.0)
-    pace.step_ended(ONE, ItemWork(), 5.0)
+    for _ in range(2):
+        pace.step_ended(ONE, ItemWork(), 5.0)
     assert (pace._step, pace._costs) == (pytest.approx(1.0), {})
 
 
 @pytest.mark.parametrize("fate", ["ends", "fails"])
 def test_pieces_of_unknown_time_are_paid_for_once_it_is_known(fate):
     pace = ItemPace()
+    pace._begun.add("image")
     pace.step_ended(ONE, ItemWork(), 5.0)
     works = []
     for _ in range(2):  # both steps are in flight
@@ -106,6 +114,7 @@ def test_pieces_of_unknown_time_are_paid_for_once_it_is_known(fate):
 
 def test_a_piece_that_took_long_stops_items_for_a_bounded_time():
     pace = ItemPace()
+    pace._begun.add("image")
     pace.step_ended(ONE, ItemWork(), 5.0)
     begin_step(pace)
     pace.spend("image", 10)
@@ -164,3 +173,27 @@ def test_a_first_time_that_was_too_long_is_corrected():
     machine.pace._step = 100.0
     machine.run(40)
     assert 30 <= sum(machine.run(100)) <= 50
+
+
+@given(
+    piece=st.floats(0.01, 2.0),
+    factor=st.floats(0.2, 1000.0),
+    step_factor=st.floats(1.0, 1000.0),
+)
+def test_the_first_times_change_little(piece, factor, step_factor):
+    """The clock is simulated: a step has a second, and the first times may be other ones."""
+
+    def spent(first_step, first_piece):
+        machine = Machine(piece)
+        pace = machine.pace = ItemPace()
+        pace.step_ended(ONE, ItemWork(), first_step)
+        pace.step_ended(ONE, ItemWork(), 1.0)
+        assert begin_step(pace) == 1
+        pace.spend("image", 10)
+        pace.step_ended(ONE, pace.end_step(), 1.0 + first_piece)
+        return sum(machine.run(100)) * piece
+
+    # Items owe the time of three steps at most, the shares of 15 steps.
+    usual = spent(1.0, piece)
+    assert usual <= 0.2 * 102 + piece
+    assert abs(spent(step_factor, factor * piece) - usual) <= 3.0 + 2 * piece

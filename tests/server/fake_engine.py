@@ -36,7 +36,7 @@ from octavo.models.blocks.pooler import NO_SENTENCES, PoolerSpec
 from octavo.observability.metrics import EngineMetrics
 from octavo.observability.scheduler_stats import SchedulerStats
 from octavo.quantization.plain import PLAIN
-from octavo.sampling_params import BeamSearchParams, SamplingParams
+from octavo.sampling_params import BEAM_DEFAULTS, BeamSearchParams, SamplingParams
 from octavo.server.adapter_table import AdapterTable
 from octavo.server.app import build_app
 from octavo.server.state import ServerState
@@ -76,6 +76,7 @@ class FakeSpec(SimpleNamespace):
     sees_all = False
     is_encoder_decoder = False
     sentences = NO_SENTENCES
+    beams = BEAM_DEFAULTS
 
     @property
     def generates(self) -> bool:
@@ -198,11 +199,11 @@ class FakeAsyncLLM:
         self, prompt, params, request_id, options, *, add_special_tokens, stages=None
     ):
         self.beam_params.append(params)
-        of_prompt = prompt_params(params)
+        of_prompt = prompt_params(params, self.spec)
         request, text = await self.process(
             prompt, of_prompt, request_id, options, add_special_tokens
         )
-        search = make_beam_search(params, request, self.spec.vocab_size)
+        search = make_beam_search(params, request, self.spec)
         return await run_beam_search(request, text, search, of_prompt, self.tokenizer, self._stream)
 
     async def process(self, prompt, params, request_id, options, add_special_tokens):

@@ -141,3 +141,19 @@ def test_windows_and_temperatures():
     assert transcript.text == "".join(segment.text for segment in transcript.segments)
     assert [segment.id for segment in transcript.segments] == [0, 1]
     assert transcript.segments[0].end <= transcript.segments[1].start
+
+
+@pytest.mark.parametrize(
+    ("texts", "whole"),
+    [
+        (["今天天气", "", "很好。"], "今天天气很好。"),
+        (["สวัสดี", "ครับ", "Hello"], "สวัสดีครับ Hello"),
+        (["one", "two", "three"], "one two three"),
+    ],
+)
+def test_texts_are_joined_as_their_script_is_written(texts, whole):
+    transcript, asked = transcribe(
+        voxtral(), noise(80.0), [(-0.1, text) for text in texts], temperature=0.5
+    )
+    assert len(asked) == 3
+    assert transcript.text == whole == "".join(s.text for s in transcript.segments)

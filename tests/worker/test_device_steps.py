@@ -12,7 +12,7 @@ import torch
 
 from octavo.attention.triton import TritonAttention
 from octavo.checkpoints.registry import open_checkpoint
-from octavo.kernels.base import SAMPLING_ROW
+from octavo.kernels.ops_logits import SAMPLING_ROW
 from octavo.kv_cache.groups import KVCacheConfig, make_kv_cache_groups
 from octavo.layers.step_table import StepSize
 from octavo.messages import CoreSamplingParams, NewRequestData, ScheduledRequest

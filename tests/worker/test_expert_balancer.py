@@ -13,7 +13,7 @@ import pytest
 from octavo import _native
 from octavo.config.device import EplbConfig
 from octavo.errors import EngineDeadError, ModelError
-from octavo.kernels.base import PackedWeight
+from octavo.kernels.weights import PackedWeight
 from octavo.layers.expert_exchange import ExpertExchange
 from octavo.plan.balance_layout import BalanceLayout, LayerSlots
 from octavo.system.distributed import GroupMemory, Rank

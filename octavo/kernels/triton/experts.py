@@ -17,10 +17,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.kernels.base import PackedWeight, QuantizedWeight, StackedWeight
 from octavo.kernels.routing import ExpertActivation
 from octavo.kernels.triton import activation as activations
 from octavo.kernels.triton import gemm, quantized, unpack
+from octavo.kernels.weights import PackedWeight, QuantizedWeight, StackedWeight
 
 _BLOCK = 1024
 

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.kernels.base import PackedWeight
+from octavo.kernels.weights import PackedWeight
 from octavo.system.device import cuda_shared_memory
 
 STEP = 128

@@ -13,25 +13,17 @@ from torch.nn import functional as F
 
 from octavo._native import ExpertLayer
 from octavo.errors import ConfigError
-from octavo.kernels.base import (
-    Codes,
-    Gelu,
-    PackedWeight,
-    PlacedExperts,
-    QuantFormat,
-    QuantizedWeight,
-    StackedWeight,
-    TokenSlots,
-)
+from octavo.kernels.base import Gelu
 from octavo.kernels.lora import LoraTable, LoraWeight
-from octavo.kernels.reference import into
+from octavo.kernels.ops_experts import PlacedExperts, TokenSlots
 from octavo.kernels.replaced import ReplacedTable, ReplacedWeight
 from octavo.kernels.routing import ExpertActivation, Gate, Routing
-from octavo.kernels.torch_tensors import as_torch, torch_dtype
+from octavo.kernels.torch_tensors import as_torch, into, torch_dtype
 from octavo.kernels.triton import activation as _activation
 from octavo.kernels.triton import experts, gemm, lora, norm, quantized, sample
 from octavo.kernels.triton import routing as _routing
 from octavo.kernels.triton.states import TritonStateOps
+from octavo.kernels.weights import Codes, PackedWeight, QuantFormat, QuantizedWeight, StackedWeight
 from octavo.system.tensor import HostTensor
 
 

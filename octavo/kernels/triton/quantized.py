@@ -20,8 +20,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from octavo.kernels.base import Codes, QuantFormat, QuantizedWeight
 from octavo.kernels.triton import gemm, unpack
+from octavo.kernels.weights import Codes, QuantFormat, QuantizedWeight
 
 _PANEL = 64
 _BLOCK = 1024

@@ -14,8 +14,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.kernels.base import ConvActivation, StateRates, StateSlots, Wkv7Inputs, Wkv7Parameters
-from octavo.kernels.reference import ReferenceOps, into
+from octavo.kernels.ops_states import (
+    ConvActivation,
+    StateRates,
+    StateSlots,
+    Wkv7Inputs,
+    Wkv7Parameters,
+)
+from octavo.kernels.reference import ReferenceOps
+from octavo.kernels.torch_tensors import into
 from octavo.kernels.triton.activation import sigmoid, softplus
 
 _CHANNELS = 256  # of a program of `causal_conv` and `token_shift`

@@ -17,7 +17,8 @@ from octavo.system.distributed import Rank
 if TYPE_CHECKING:
     from octavo._native import ExpertLayer
     from octavo.attention.base import AttentionBackend
-    from octavo.kernels.base import Ops, PackedWeight, QuantizedWeight
+    from octavo.kernels.base import Ops
+    from octavo.kernels.weights import PackedWeight, QuantizedWeight
     from octavo.layers.adapter import AdaptedEmbedding, AdaptedLinear, Adapters
     from octavo.layers.cross_attention import CrossAttention
     from octavo.layers.expert_adapter import AdaptedExperts
@@ -281,7 +282,7 @@ class Parts:
 
     def linear(self, name: str) -> PackedWeight | QuantizedWeight:
         """Return a packed weight."""
-        from octavo.kernels.base import PackedWeight, QuantizedWeight
+        from octavo.kernels.weights import PackedWeight, QuantizedWeight
 
         weight = self.any(name)
         assert isinstance(weight, PackedWeight | QuantizedWeight)
@@ -293,7 +294,7 @@ class Parts:
 
     def tensor(self, name: str) -> Tensor:
         """Return a weight that is not linear."""
-        from octavo.kernels.base import PackedWeight, QuantizedWeight
+        from octavo.kernels.weights import PackedWeight, QuantizedWeight
 
         weight = self.any(name)
         assert not isinstance(weight, PackedWeight | QuantizedWeight)

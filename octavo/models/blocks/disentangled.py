@@ -115,7 +115,7 @@ class DisentangledSpec:
 
     def build(self, parts: Parts) -> Disentangled:
         """Return the live block."""
-        from octavo.kernels.base import PackedWeight
+        from octavo.kernels.weights import PackedWeight
         from octavo.layers.disentangled import Disentangled
 
         vectors = []

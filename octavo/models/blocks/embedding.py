@@ -18,7 +18,7 @@ from octavo.quantization.base import WeightForm
 from octavo.quantization.plain import PLAIN
 
 if TYPE_CHECKING:
-    from octavo.kernels.base import PackedWeight, QuantizedWeight
+    from octavo.kernels.weights import PackedWeight, QuantizedWeight
     from octavo.layers.embedding import Embedding, LayerInputs
     from octavo.models.blocks.base import Parts, Table
     from octavo.system.tensor import HostTensor, Tensor

@@ -27,7 +27,7 @@ from octavo.system.tensor import from_numpy
 
 if TYPE_CHECKING:
     from octavo.attention.base import AttentionBackend
-    from octavo.kernels.base import StackedWeight
+    from octavo.kernels.weights import StackedWeight
     from octavo.layers.experts import Experts
     from octavo.models.blocks.base import Parts
 

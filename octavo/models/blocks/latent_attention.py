@@ -166,7 +166,7 @@ class LatentAttentionSpec(BlockSpec):
 
     def build(self, parts: Parts, caches: tuple[int, ...]) -> LatentAttention:
         """Implement `BlockSpec`."""
-        from octavo.kernels.base import PackedWeight
+        from octavo.kernels.weights import PackedWeight
         from octavo.layers.latent_attention import LatentAttention
         from octavo.layers.rotary import build_cos_sin_cache
 

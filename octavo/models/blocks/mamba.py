@@ -107,7 +107,7 @@ class MambaSpec(BlockSpec):
 
     def build(self, parts: Parts, caches: tuple[int, ...]) -> Mamba:
         """Implement `BlockSpec`."""
-        from octavo.kernels.base import StateRates
+        from octavo.kernels.ops_states import StateRates
         from octavo.layers.mamba import Mamba
 
         inputs = results = None

@@ -153,7 +153,7 @@ class Mamba2Spec(BlockSpec):
 
     def build(self, parts: Parts, caches: tuple[int, ...]) -> Mamba2:
         """Implement `BlockSpec`."""
-        from octavo.kernels.base import StateRates
+        from octavo.kernels.ops_states import StateRates
         from octavo.layers.mamba2 import Mamba2
 
         columns, gated, factors = None, None, None

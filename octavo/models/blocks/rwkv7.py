@@ -165,7 +165,7 @@ class TimeMixSpec(BlockSpec):
 
     def build(self, parts: Parts, caches: tuple[int, ...]) -> TimeMix:
         """Implement `BlockSpec`."""
-        from octavo.kernels.base import Wkv7Parameters
+        from octavo.kernels.ops_states import Wkv7Parameters
         from octavo.layers.rwkv7 import TimeMix
 
         columns = None

@@ -22,7 +22,9 @@ from octavo.media.kaldi_mel import KaldiMel
 from octavo.media.log_mel import Floats, LogMel
 from octavo.media.usm_mel import UsmMel
 from octavo.models.blocks import nemo, subsample
-from octavo.models.blocks.spectrogram import CHUNK, num_tokens
+from octavo.models.blocks.frames import FramesInputSpec
+from octavo.models.blocks.spectrogram import CHUNK, SpectrogramInputSpec, num_tokens
+from octavo.models.spec import ModelSpec
 from octavo.models.towers.gemma4_audio import MAX_TOKENS
 from octavo.models.towers.phi4_audio import MAX_SECONDS as PHI4_SECONDS
 from octavo.models.towers.whisper import MAX_SECONDS
@@ -330,6 +332,30 @@ def read_feature_settings(checkpoint: Checkpoint) -> ConfigJson | None:
             if isinstance(section := whole.get(name), dict):
                 return ConfigJson(section, _WHOLE)
     return None if found is None else ConfigJson(found, _FILE)
+
+
+def check_frames(checkpoint: Checkpoint, spec: ModelSpec) -> None:
+    """Check that a model's spectrograms have the bands that its encoder reads.
+
+    Raises:
+        ModelError: they have others.
+    """
+    encoder, found = spec.encoder("audio"), read_feature_settings(checkpoint)
+    if encoder is None or found is None or not found.has("feature_size"):
+        return
+    inputs = encoder.inputs
+    if isinstance(inputs, FramesInputSpec):
+        bands = inputs.frame_size
+    elif isinstance(inputs, SpectrogramInputSpec):
+        bands = inputs.bands
+    else:
+        return
+    if found.integer("feature_size") != bands:
+        raise found.error(
+            "feature_size",
+            f"the encoder reads {bands} bands (num_mel_bins in config.json); use the files of one "
+            "model",
+        )
 
 
 def _read_settings(checkpoint: Checkpoint, token: str) -> ConfigJson:

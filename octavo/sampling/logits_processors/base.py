@@ -74,6 +74,10 @@ class LogitsProcessor(ABC):
     def __init__(self, max_num_rows: int, vocab_size: int) -> None:
         self.max_num_rows, self.vocab_size = max_num_rows, vocab_size
 
+    owns_logprobs: bool = False
+    """True if the logprob of a row's own token counts the tokens that the processors leave; those
+    of the other candidates count all, as always."""
+
     @abstractmethod
     def add_row(self, new: NewRow) -> bool:
         """Add a request, new or resumed.

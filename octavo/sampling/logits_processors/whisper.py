@@ -85,6 +85,7 @@ class WhisperAnswers(LogitsProcessor):
 
     extra_args = frozenset({KEY})
     needs_tokens = True
+    owns_logprobs = True  # as OpenAI's Whisper and transformers compute them
 
     def __init__(self, max_num_rows: int, vocab_size: int) -> None:
         super().__init__(max_num_rows, vocab_size)

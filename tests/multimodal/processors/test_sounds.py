@@ -22,7 +22,9 @@ from octavo.checkpoints.registry import open_checkpoint
 from octavo.errors import ModelError, RequestError
 from octavo.media.log_mel import LogMel
 from octavo.media.usm_mel import UsmMel
-from octavo.multimodal.processors.sounds import read_sound_processor
+from octavo.models.registry import read_spec
+from octavo.multimodal.processors.sounds import check_frames, read_sound_processor
+from tests.models.published_configs import CONFIGS
 from tests.sounds import sound
 
 SETTINGS = {"feature_extractor_type": "WhisperFeatureExtractor", "feature_size": 128}
@@ -233,3 +235,20 @@ def test_phi4_refuses(tmp_path):
     for name, value in (("audio_compression_rate", 4), ("mel_max_frequency", 9000)):
         with pytest.raises(ModelError, match=name):
             make(tmp_path, "phi4_multimodal", settings=settings | {name: value})
+
+
+@pytest.mark.parametrize("kind", ["Whisper", "Voxtral"])
+def test_bands_of_another_model(tmp_path, kind):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS[kind]))
+    checkpoint = open_checkpoint(tmp_path)
+    spec = read_spec(checkpoint)
+    check_frames(checkpoint, spec)  # without the file
+    for bands in (80, 128):
+        settings = json.dumps(SETTINGS | {"feature_size": bands})
+        (tmp_path / "preprocessor_config.json").write_text(settings)
+        checkpoint = open_checkpoint(tmp_path)
+        if bands == spec.encoder("audio").inputs.frame_size:
+            check_frames(checkpoint, spec)
+        else:
+            with pytest.raises(ModelError, match=rf"feature_size={bands} .*use the files of one"):
+                check_frames(checkpoint, spec)
