@@ -3,7 +3,8 @@
 A template is a program that is part of a model, and one filter or operator can exhaust memory or
 time. So it runs in this process, isolated from the server, in a sandbox with the extras that
 Hugging Face transformers provides (`raise_exception`, `strftime_now`, `tojson`, loop controls,
-`generation` blocks), and `from_json` for Octavo's own templates. Data of requests are never run as a template.
+`generation` blocks), and `from_json` for Octavo's own templates. Data of requests are never run as
+a template.
 
 Requests arrive one at a time through the socket that is standard input; its end ends the process.
 Too much memory is an error of the render. Too much processor time ends the process at any point;
