@@ -163,8 +163,8 @@ class AdapterFiles:
             if not self._has_warned:
                 self._has_warned = True
                 logger.warning(
-                    "a prompt has media with different adapters (default_mm_loras): %s; such prompts "
-                    "have none of them",
+                    "a prompt has media with different adapters (default_mm_loras): %s; such "
+                    "prompts have none of them",
                     ", ".join(request.lora_name for request in found.values()),
                 )
             return None
