@@ -154,7 +154,8 @@ class AdapterFiles:
         found = {
             request.lora_path: request
             for name, request in self.defaults.items()
-            if (items := data.get(name)) is not None and not (isinstance(items, list) and not items)
+            if (items := data.get(name)) is not None
+            and not (isinstance(items, list | tuple) and not items)
         }
         if len(found) > 1 and self._config.lora.default_mm_loras:
             logger.warning(
