@@ -385,7 +385,9 @@ def _is_number(host: str) -> bool:
 
 
 def _forbidden(host: str, address: str, param: str) -> RequestError:
-    what = f"the address {address}" if host == address else f"{host} has the address {address}, which"
+    what = f"{host} has the address {address}, which"
+    if host == address:
+        what = f"the address {address}"
     return RequestError(
         f"{param}: {what} is not public; only hosts of the internet are asked. Send the file as a "
         "data: URL.",

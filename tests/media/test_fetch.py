@@ -119,7 +119,9 @@ def test_malformed_urls():
 
 @pytest.mark.parametrize("host", ["169.254.169.254", "[::1]", "127.1", "2130706433"])
 def test_no_option_allows_an_address_that_is_not_public(host):
-    asked = refused(f"the address {host.strip('[]')} is not public", f"http://{host}/a", is_allowed=is_public)
+    asked = refused(
+        f"the address {host.strip('[]')} is not public", f"http://{host}/a", is_allowed=is_public
+    )
     assert asked == []
 
 

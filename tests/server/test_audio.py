@@ -178,7 +178,7 @@ def test_unknown_fields_are_reported(post):
     response = post(mood="good")
     assert response.status_code == 200
     assert response.headers["X-Octavo-Ignored-Fields"] == "mood"
-    response = post(**{"m\u0151\u00f6d": "good"})
+    response = post(mőöd="good")
     assert response.status_code == 200
     assert response.headers["X-Octavo-Ignored-Fields"] == "m??d"
 
