@@ -54,6 +54,7 @@ _NOT_PASSED_ON = frozenset(
         "accept-encoding",
         "x-request-id",
         "cookie",
+        "x-forwarded-for",
     ]
 )
 
@@ -239,6 +240,8 @@ def head_of(request: Request) -> tuple[str, list[tuple[str, str]]]:
         (name, value) for name, value in request.headers.items() if name not in _NOT_PASSED_ON
     ]
     headers += [("accept-encoding", "identity"), ("x-request-id", context.request_id)]
+    if context.address is not None:  # servers share tokens fairly among addresses
+        headers.append(("x-forwarded-for", context.address))
     # Still percent-encoded; a proxy may have prepended its own path.
     path = request.scope.get("raw_path", request.scope["path"].encode()).decode("latin-1")
     return path.removeprefix(state.config.root_path), headers

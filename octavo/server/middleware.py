@@ -48,7 +48,7 @@ class RequestContext:
     arrival: float
     """Arrival in seconds of `time.monotonic`."""
     address: str | None = None
-    """Address of the client's machine, or of the proxy before it; None: a Unix socket."""
+    """Address of the client's machine, or of the proxy before it; None: unknown."""
     api_key: str | None = field(default=None, repr=False)
     is_admin: bool = False
     """True if the key is the operator's."""
@@ -101,9 +101,8 @@ class RequestMiddleware:
             await self.app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        address = (scope.get("client") or [None])[0]
         context = RequestContext(
-            _request_id(headers.get("x-request-id")), time.monotonic(), address
+            _request_id(headers.get("x-request-id")), time.monotonic(), _address(scope, headers)
         )
         scope["octavo"] = context
         token = REQUEST_ID.set(context.request_id)
@@ -169,9 +168,8 @@ class RequestMiddleware:
     async def _serve_socket(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a WebSocket; an error before it is accepted is answered as that of a request."""
         headers = Headers(scope=scope)
-        address = (scope.get("client") or [None])[0]
         context = RequestContext(
-            _request_id(headers.get("x-request-id")), time.monotonic(), address
+            _request_id(headers.get("x-request-id")), time.monotonic(), _address(scope, headers)
         )
         scope["octavo"] = context
         token = REQUEST_ID.set(context.request_id)
@@ -213,6 +211,18 @@ class RequestMiddleware:
         config = self.state.config
         paths = (config.disable_access_log_for_endpoints or "").split(",")
         return config.disable_uvicorn_access_log or path in map(str.strip, paths)
+
+
+def _address(scope: Scope, headers: Headers) -> str | None:
+    """Return the address of the client's machine; None: unknown.
+
+    A client of a Unix socket has no address. It can be a proxy that names its own client, last in
+    the header X-Forwarded-For. uvicorn reads this header of proxies with an address.
+    """
+    if scope.get("client"):
+        address: str = scope["client"][0]
+        return address
+    return headers.get("x-forwarded-for", "").rpartition(",")[2].strip()[:64] or None
 
 
 def _request_id(given: str | None) -> str:

@@ -7,6 +7,8 @@ from collections import Counter, deque
 from collections.abc import AsyncIterator, Hashable
 from contextlib import asynccontextmanager
 
+_NOBODY = object()  # None can be a tenant
+
 
 class FairSlots:
     """Semaphore whose free places go to waiting tenants in turns, to each tenant's tasks in order.
@@ -58,7 +60,7 @@ class FairSlots:
             del self._held[tenant]
         if tenant in self._waiting:  # it has just had a turn
             self._waiting[tenant] = self._waiting.pop(tenant)
-        while (following := next(filter(self._may_hold, self._waiting), None)) is not None:
+        while (following := next(filter(self._may_hold, self._waiting), _NOBODY)) is not _NOBODY:
             tasks = self._waiting.pop(following)
             place = tasks.popleft()
             if tasks:

@@ -185,7 +185,7 @@ def bits(llm, prompts, extra=None, tokens=20):
             seed=3,
             ignore_eos=True,
             logprobs=2,
-            extra_args=({KEY: 3} if i % 2 else None) if extra is None else extra[i],
+            extra_args=({KEY: 3} if i % 2 else {}) | ({} if extra is None else extra[i]),
         )
         for i in range(len(several))
     ]

@@ -247,10 +247,12 @@ async def test_too_many_and_too_large_requests():
 async def test_headers_of_the_connection_stay():
     answer = whole(200, {"connection": "x", "server": "y", "x-other": "z"}, choices=[])
     async with Routed([answer]) as router:
-        got = await router.ask(headers={"cookie": "secret", "x-deadline-ms": "5000"})
+        headers = {"cookie": "secret", "x-deadline-ms": "5000", "x-forwarded-for": "6.6.6.6"}
+        got = await router.ask(headers=headers)
         assert (got.headers.get("server"), got.headers["x-other"]) == (None, "z")
         asked = router.servers[0].asked[0].headers
         assert "cookie" not in asked
+        assert asked.getall("x-forwarded-for") == ["127.0.0.1"]  # no client names another address
         assert 4000 < int(asked["x-deadline-ms"]) <= 5000
 
 

@@ -47,6 +47,29 @@ def test_the_line_of_a_request_says_all_of_it(caplog):
     with_server(scenario)
 
 
+@pytest.mark.parametrize(
+    ("client", "header", "address"),
+    [
+        (None, None, None),
+        (None, b"6.6.6.6, 10.0.0.7", "10.0.0.7"),  # a client adds addresses before its own
+        (("10.0.0.1", 5), b"10.0.0.7", "10.0.0.1"),
+    ],
+)
+def test_a_proxy_at_a_unix_socket_names_its_client(client, header, address):
+    found = []
+
+    async def app(scope, receive, send):
+        found.append(scope["octavo"].address)
+
+    async def main():
+        headers = [] if header is None else [(b"x-forwarded-for", header)]
+        scope = {"type": "http", "method": "GET", "path": "/", "headers": headers, "client": client}
+        await RequestMiddleware(app, HttpState(ServerConfig()))(scope, None, None)
+
+    asyncio.run(main())
+    assert found == [address]
+
+
 def test_a_client_that_has_gone_before_its_session_is_no_error(caplog):
     async def app(scope, receive, send):
         raise WebSocketDisconnect

@@ -42,6 +42,22 @@ def test_tenants_take_turns():
     assert served(["a1", "a2", "a3", "b1"], count=2) == (["a1", "a2", "b1", "a3"], 2)
 
 
+def test_none_is_a_tenant():
+    async def main():
+        slots, ended = FairSlots(1), []
+
+        async def work(tenant):
+            async with slots.hold(tenant):
+                await asyncio.sleep(0)
+                ended.append(tenant)
+
+        async with asyncio.timeout(5):
+            await asyncio.gather(*map(work, [None, None, "a", None]))
+        assert ended == [None, "a", None, None]
+
+    asyncio.run(main())
+
+
 def test_a_tenant_leaves_places_to_others():
     order, most = served(["a1", "a2", "a3", "b1", "c1"], count=2, of_one=1)
     assert (order[:3], most) == (["a1", "b1", "c1"], 2)
