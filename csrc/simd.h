@@ -276,6 +276,9 @@ INLINE void store(T* p, vf v) {
   vh h = narrow(v, T{});
   memcpy(p, &h, sizeof h);
 }
+// GCC, which peels the loop where `load` is inlined, warns of an overrun that `n >= W` excludes.
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Waggressive-loop-optimizations"
 template <class T>
 INLINE vf load(const T* p, int n) {
   if (n >= W) return load(p);
@@ -283,6 +286,7 @@ INLINE vf load(const T* p, int n) {
   for (int i = 0; i < n; i++) a[i] = p[i];
   return load(a);
 }
+#pragma GCC diagnostic pop
 template <class T>
 INLINE void store(T* p, vf v, int n) {
   if (n >= W) return store(p, v);

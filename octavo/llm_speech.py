@@ -177,6 +177,12 @@ def _open(parts: AudioParts, sound: Sound, index: int) -> tuple[float, Iterator[
     name = where
     if isinstance(sound, bytes):
         data: Buffer = sound
+    elif not isinstance(sound, str | os.PathLike):
+        raise RequestError(
+            f"{where} is a {type(sound).__name__}; give a file's name, its bytes, or samples at 16 "
+            "kHz, float32 [samples].",
+            where,
+        )
     else:
         name = str(sound)
         try:

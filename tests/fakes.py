@@ -177,6 +177,7 @@ class _Row:
         self.adapter, self.adapter_begin = adapter, data.adapter_begin
         self.tokens = replace_tokens(data.token_ids, data.mm_features)
         self.features = data.mm_features
+        self.ranges = {pair for feature in data.mm_features for pair in feature.ranges}
         self.slots: list[list[int]] = [[] for _ in block_ids]
         """Expected content of the slots of its tokens for each group, as far as computed."""
         self.prefixes: list[int] = []
@@ -199,6 +200,10 @@ class _Row:
             prefixes.append(prefix)
             for group, slots in enumerate(self.slots):
                 slots.append(prefix + group)
+            for begin, end in self.ranges:
+                if at == end - 1:  # all tokens of the range depend on its last one
+                    for group, slots in enumerate(self.slots):
+                        slots[begin:end] = [hash((slot, prefix)) + group for slot in slots[begin:]]
         return prefixes[position]
 
     def truncate(self, count: int) -> None:
@@ -421,6 +426,8 @@ class FakeWorker:
             place = feature.mm_position
             if place.num_embeds_before(first) < place.num_embeds_before(end):
                 assert feature.identifier in self.encoded, "rows of an item are missing"
+        for begin, last in row.ranges:
+            assert not (first < last and begin < end < last), "a step ends within a range"
         row.prefix(end - 1)
         for group in range(len(self.config.paged_groups)):
             for index in range(first // size, (end - 1) // size + 1):

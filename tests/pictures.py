@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -116,8 +117,8 @@ def hd_arrays(pictures: Sequence[Arrays], vision: dict[str, Any]) -> Arrays:
     }
 
 
-def _join_barred(pictures: Sequence[Arrays]) -> Arrays:
-    joined = hd_arrays(pictures, SIGLIP)
+def _join_barred(pictures: Sequence[Arrays], vision: dict[str, Any] | None = None) -> Arrays:
+    joined = hd_arrays(pictures, SIGLIP if vision is None else vision)
     del joined["seen_patches"]
     return joined
 
@@ -466,6 +467,7 @@ MORE_CASES["phi4"] = Case(
         "image_processor_type": "Phi4MultimodalImageProcessor",
         "size": {"height": 16, "width": 16},
         "dynamic_hd": 6,
+        "feature_size": PHI4_SOUNDS["input_size"],
     },
     _join_barred,
 )
@@ -521,6 +523,19 @@ def _of_tower(name: str, i: int, **changes: Any) -> Case:
         changes["image_grid_pinpoints"] = preprocessor["image_grid_pinpoints"] = points
     config = case.config | {"text_config": text, "vision_config": vision} | changes
     return replace(case, config=config, preprocessor=preprocessor)
+
+
+def _of_phi4(i: int, **vision: Any) -> Case:
+    """Return another shape of Phi-4 multimodal, whose text part has no section of its own."""
+    case, side = MORE_CASES["phi4"], TOWERS[i]["image_size"]
+    vision = {"num_hidden_layers": 2, "crop_size": side} | vision
+    vision = case.config["vision_config"] | TOWERS[i] | vision
+    return replace(
+        case,
+        config=case.config | TEXTS[i] | {"vision_config": vision},
+        preprocessor=case.preprocessor | {"size": {"height": side, "width": side}},
+        join=partial(_join_barred, vision=vision),
+    )
 
 
 def _of_qwen(name: str, i: int, sections: Sequence[int], **changes: Any) -> Case:
@@ -627,6 +642,7 @@ def _shapes() -> dict[str, Case]:
                 for i, (one, two, three) in enumerate(shapes)
             ),
         )
+    add("phi4", _of_phi4(0), _of_phi4(1, num_hidden_layers=5))
     add("qwen2_vl", _of_qwen("qwen2_vl", 0, (3, 3, 2)), _of_qwen("qwen2_vl", 1, (1, 1, 2)))
     windows = (
         {"window_size": 12, "fullatt_block_indexes": [0]},

@@ -66,6 +66,7 @@ def test_files_and_bytes(llm, tmp_path):
         (np.zeros((2, 5), np.float32), r"sounds\[0\] is an array float32 \[2, 5\]"),
         (np.full(5, np.nan, np.float32), r"give finite samples"),
         (np.zeros(0, np.float32), r"sounds\[0\] has no samples"),
+        (5, r"sounds\[0\] is a int; give a file's name"),
     ],
     ids=str,
 )

@@ -126,7 +126,7 @@ class MappedFolder(Folder, ABC):
             read = read_header if file.suffix == ".safetensors" else read_torch_header
             prefix = f"{folder}/linear." if file.suffix == ".pt" else f"{folder}/"
             stored |= {prefix + name: tensor for name, tensor in read(file).items()}
-        return MappedTensors(stored, match_names(self.path, stored, expected))
+        return MappedTensors(stored, match_names(self.config_file, stored, expected))
 
     def read_tensor(self, name: str) -> HostTensor:
         """Return a tensor that is not one of the model's weights.
@@ -271,12 +271,12 @@ def _divide(
 
 
 def match_names(
-    folder: Path, stored: Mapping[str, StoredTensor], expected: Expected
+    config: Path, stored: Mapping[str, StoredTensor], expected: Expected
 ) -> dict[str, str]:
     """Return the stored name of each expected tensor; compare names, shapes and types.
 
     Args:
-        folder: for error messages.
+        config: file in the model's folder that describes the model, for error messages.
         stored: the tensors of all files.
         expected: tensors that the model expects.
 
@@ -292,12 +292,12 @@ def match_names(
     missing = [s.name for s in sources if s.name not in names and not s.optional]
     if missing:
         raise ModelError(
-            f"{folder} lacks {len(missing)} tensors of {expected.architecture}: "
-            f"{shorten_names(missing)}. The download may be incomplete, or config.json belongs "
+            f"{config.parent} lacks {len(missing)} tensors of {expected.architecture}: "
+            f"{shorten_names(missing)}. The download may be incomplete, or {config.name} belongs "
             "to another checkpoint."
         )
     used = set(names.values()) | {find(name) for name in expected.elsewhere}
-    require_no_more(folder, [name for name in stored if name not in used], expected)
+    require_no_more(config, [name for name in stored if name not in used], expected)
     for source in sources:
         if source.name not in names:
             continue
@@ -306,11 +306,11 @@ def match_names(
         shapes = source.shape, *source.other_shapes
         if not any(_fits(tensor.shape, shape) for shape in shapes):
             raise ModelError(
-                f"{tensor.file}: {name} has shape {list(tensor.shape)}, but config.json requires "
-                f"{' or '.join(str(list(shape)) for shape in shapes)}; correct config.json, or "
-                "download the model again."
+                f"{tensor.file}: {name} has shape {list(tensor.shape)}, but {config.name} "
+                f"requires {' or '.join(str(list(shape)) for shape in shapes)}; correct "
+                f"{config.name}, or download the model again."
             )
-        require_dtype(name, tensor, source)
+        require_dtype(config, name, tensor, source)
     return names
 
 
@@ -319,8 +319,8 @@ def _fits(found: tuple[int, ...], expected: tuple[int, ...]) -> bool:
     return same and all(b in (a, -1) for a, b in zip(found, expected, strict=True))
 
 
-def require_no_more(folder: Path, unused: list[str], expected: Expected) -> None:
-    """Check that all unused tensors are known tensors without weights.
+def require_no_more(config: Path, unused: list[str], expected: Expected) -> None:
+    """Check that all unused tensors are known tensors without weights; see `match_names`.
 
     Raises:
         ModelError: some unused tensors are unknown.
@@ -329,14 +329,14 @@ def require_no_more(folder: Path, unused: list[str], expected: Expected) -> None
     extra = [name for name in unused if not any(p.fullmatch(name) for p in ignored)]
     if extra:
         raise ModelError(
-            f"{folder} holds {len(extra)} tensors that {expected.architecture} with this "
-            f"config.json does not have: {shorten_names(extra)}. Correct config.json, or download "
-            "the model again."
+            f"{config.parent} holds {len(extra)} tensors that {expected.architecture} with this "
+            f"{config.name} does not have: {shorten_names(extra)}. Correct {config.name}, or "
+            "download the model again."
         )
 
 
-def require_dtype(name: str, stored: StoredTensor, source: Source) -> None:
-    """Check the type of a stored tensor.
+def require_dtype(config: Path, name: str, stored: StoredTensor, source: Source) -> None:
+    """Check the type of a stored tensor; see `match_names`.
 
     Raises:
         ModelError: the model does not support the type.
@@ -344,5 +344,5 @@ def require_dtype(name: str, stored: StoredTensor, source: Source) -> None:
     if stored.dtype not in source.dtypes:
         raise ModelError(
             f"{stored.file}: {name} has type {stored.dtype}; supported: "
-            f"{', '.join(source.dtypes)}. Correct config.json, or download the model again."
+            f"{', '.join(source.dtypes)}. Correct {config.name}, or download the model again."
         )

@@ -30,8 +30,10 @@ def model_hash(checkpoint: Checkpoint, tokenizer_path: Path) -> str:
     """
     found = hashlib.sha256()
     gguf = tokenizer_path if tokenizer_path.is_file() else find_gguf(tokenizer_path)
-    tokenizer = sorted(tokenizer_path.glob("tokenizer*")) if gguf is None else [gguf]
-    tokenizer = tokenizer or [tokenizer_path / "tekken.json"]
+    if gguf is None:
+        tokenizer = [*sorted(tokenizer_path.glob("tokenizer*")), tokenizer_path / "tekken.json"]
+    else:
+        tokenizer = [gguf]
     files = [checkpoint.config_file, *tokenizer, *checkpoint.weight_files]
     for file in dict.fromkeys(files):
         if file.is_file():

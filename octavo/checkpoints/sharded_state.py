@@ -78,7 +78,7 @@ class ShardedTensors(Tensors):
     def __init__(
         self, folder: Path, ranks: list[dict[str, StoredTensor]], expected: Expected
     ) -> None:
-        self._ranks = ranks
+        self._ranks, self._config = ranks, folder / "config.json"
         self._shapes = {source.name: source.shape for source in expected.sources}
         used: set[str | None] = {self._stored_name(name) for name in expected.elsewhere}
         for source in expected.sources:
@@ -89,7 +89,7 @@ class ShardedTensors(Tensors):
                     "may be incomplete, or config.json belongs to another checkpoint."
                 )
             used.add(name)
-        require_no_more(folder, sorted(set().union(*ranks) - used), expected)
+        require_no_more(self._config, sorted(set().union(*ranks) - used), expected)
         for source in expected.sources:
             self._plan(source)
 
@@ -124,7 +124,7 @@ class ShardedTensors(Tensors):
         assert name is not None
         stored = [rank[name] for rank in self._ranks if name in rank]
         for part in stored:
-            require_dtype(name, part, source)
+            require_dtype(self._config, name, part, source)
         pieces = [_Piece(part, name, *self._rows(source, name, part.shape[0])) for part in stored]
         rows = [piece.end - piece.begin for piece in pieces]
         if stored[0].shape[1:] == source.shape[1:]:

@@ -86,6 +86,8 @@ class AdapterFiles:
         self._downloaders = ThreadPoolExecutor(_THREADS, "octavo-adapter-downloads")
         self._known: dict[_Key, _Found] = {}
         """Adapters that have been read, or are."""
+        self._has_warned = False
+        """True after the warning of a prompt whose media have different adapters."""
 
     def resolve(self, request: LoRARequest | None, root: Path | None = None) -> AdapterRef | None:
         """Return the adapter of a request; None: the request has none.
@@ -154,14 +156,17 @@ class AdapterFiles:
         found = {
             request.lora_path: request
             for name, request in self.defaults.items()
-            if (items := data.get(name)) is not None and not (isinstance(items, list) and not items)
+            if (items := data.get(name)) is not None
+            and not (isinstance(items, list | tuple) and not items)
         }
         if len(found) > 1 and self._config.lora.default_mm_loras:
-            logger.warning(
-                "a prompt has media with different adapters (default_mm_loras): %s; it has none "
-                "of them",
-                ", ".join(request.lora_name for request in found.values()),
-            )
+            if not self._has_warned:
+                self._has_warned = True
+                logger.warning(
+                    "a prompt has media with different adapters (default_mm_loras): %s; such "
+                    "prompts have none of them",
+                    ", ".join(request.lora_name for request in found.values()),
+                )
             return None
         return next(iter(found.values()), None)
 

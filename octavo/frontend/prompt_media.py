@@ -293,7 +293,7 @@ class PromptMedia:
                 f"{DATA} is a {type(data).__name__}; give a dict such as {{{names[0]}: [...]}}.",
                 DATA,
             )
-        others = [name for name, items in data.items() if name not in self.readers and items]
+        others = [name for name in data if name not in self.readers and not _is_none(data[name])]
         if others:
             raise UnsupportedError(
                 f"{DATA}: {others[0]!r} is not supported by this model; give {' or '.join(names)}.",
@@ -381,3 +381,8 @@ def _identifier(digest: str, salt: str | None) -> str:
     if salt is None:
         return digest
     return hashlib.sha256(msgspec.msgpack.encode((digest, salt))).hexdigest()
+
+
+def _is_none(items: object) -> bool:
+    """Return True if the value of a modality has no items."""
+    return items is None or (isinstance(items, list | tuple) and not items)

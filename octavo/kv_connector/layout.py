@@ -18,7 +18,7 @@ from octavo.models.cache import Pages
 
 SUM_NBYTES = 8
 _LINE = 64
-_VERSION = 2
+_VERSION = 3
 # Bytes of a state in a copy, and the number of its layers, if a rank has no pages of blocks.
 _PIECE_NBYTES, _PIECE_SLICES = 2**16, 64
 
@@ -35,8 +35,8 @@ class KVPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     chunk_nbytes: list[int]
     """Bytes of a head's keys, or values, of a block, for each group."""
     sums_offset: int
-    copy_nbytes: int = msgspec.field(name="image_nbytes")
-    """Bytes of a copy; the encoded name is that of earlier versions' files."""
+    copy_nbytes: int
+    """Bytes of a copy."""
 
     def cells(self) -> set[tuple[int, int, int]]:
         """Return (group, layer, head) of all contents."""

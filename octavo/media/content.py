@@ -164,7 +164,8 @@ def read_media(messages: Sequence[Any], kinds: Mapping[Modality, MediaKind]) -> 
             modality = MEDIA_PARTS[part["type"]]
             known = kinds.get(modality)
             if known is None:
-                reads = " and ".join(["text", *(f"{NAMES[kind]}s" for kind in kinds)])
+                *others, last = ["text", *(f"{NAMES[kind]}s" for kind in kinds)]
+                reads = f"{', '.join(others)} and {last}" if others else last
                 raise UnsupportedError(
                     f"{where} is of type {part['type']!r}, which is not supported here; send "
                     f"{reads} only.",
@@ -273,7 +274,7 @@ def _read_part(part: Mapping[str, Any], where: str) -> tuple[Any, str | None]:
             value = value.get("url")
         if detail is not None and detail not in _DETAILS:
             raise RequestError(
-                f"{where}: detail is not allowed; use {', '.join(_DETAILS)}. It has no effect.",
+                f"{where}: this detail is not allowed; use {', '.join(_DETAILS)}, or leave it out.",
                 "messages",
             )
         source = value

@@ -40,6 +40,7 @@ MAX_SECONDS = 10.0
 """Maximum time of one fetch, redirects included."""
 MAX_REDIRECTS = 5
 _MAX_URL_CHARS = 8192
+_MAX_HOST_CHARS = 253  # of names in DNS
 # Before the comma of a data: URL.
 _MAX_HEAD_CHARS = 256
 _ODD = re.compile(r"^\s|\s$|[\x00-\x1f\x7f\\]")
@@ -182,21 +183,21 @@ class MediaFetcher:
                 f"{param}: the URL has no host, or has a user name before it; leave that out.",
                 param,
             )
+        # aiohttp asks no resolver for addresses, and older versions of it for no number either,
+        # which the system reads as an address: 127.1, 2130706433.
+        if _is_number(host) and not self._is_allowed(host):
+            raise _forbidden(host, host, param)
         if host not in self._domains:
+            if len(host) > _MAX_HOST_CHARS:
+                raise RequestError(
+                    f"{param}: the host of the URL has more than {_MAX_HOST_CHARS} characters.",
+                    param,
+                )
             raise RequestError(
                 f"{param}: the host {host} is not allowed; start the server with "
                 f"--allowed-media-domains {host}, or send the file as a data: URL.",
                 param,
             )
-        # aiohttp asks no resolver for addresses, and older versions of it for no number either,
-        # which the system reads as an address: 127.1, 2130706433.
-        try:
-            ipaddress.ip_address(host.partition("%")[0])
-        except ValueError:
-            if not host.replace(".", "").isdigit():
-                return host
-        if not self._is_allowed(host):
-            raise _forbidden(host, host, param)
         return host
 
     def _open(self) -> aiohttp.ClientSession:
@@ -274,7 +275,7 @@ def read_base64(text: str, param: str) -> bytes:
     except (binascii.Error, ValueError) as error:
         raise RequestError(f"{param}: the base64 is malformed ({error}).", param) from None
     if not data:
-        raise RequestError(f"{param}: the file is empty.", param)
+        raise RequestError(f"{param}: the file is empty; send one with content.", param)
     return data
 
 
@@ -374,10 +375,22 @@ def _too_large(what: str, param: str) -> RequestError:
     return RequestError(f"{param}: {what} has more than {MAX_NBYTES} bytes, the limit.", param)
 
 
+def _is_number(host: str) -> bool:
+    """Return True if the system reads a host as an address without asking a name server."""
+    try:
+        ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return host.replace(".", "").isdigit()
+    return True
+
+
 def _forbidden(host: str, address: str, param: str) -> RequestError:
+    what = f"{host} has the address {address}, which"
+    if host == address:
+        what = f"the address {address}"
     return RequestError(
-        f"{param}: {host} has the address {address}, which is not public; only hosts of the "
-        "internet are asked. Send the file as a data: URL.",
+        f"{param}: {what} is not public; only hosts of the internet are asked. Send the file as a "
+        "data: URL.",
         param,
     )
 

@@ -159,14 +159,14 @@ def to_rgb(image: Image.Image) -> NDArray[np.uint8]:
 
 
 def _other_format(data: bytes) -> str | None:
-    """Return the name of a known format that is refused, with its article."""
+    """Return what a file of a known format that is refused is, such as "in the format PDF"."""
     for name, magic in _REFUSED:
         if data.startswith(magic):
-            return f"a file of the format {name}"
+            return f"in the format {name}"
     if data[4:8] == b"ftyp":
         brand = data[8:12].decode("latin-1")
         kinds = {"avif": "AVIF", "avis": "AVIF", "heic": "HEIC", "heix": "HEIC", "mif1": "HEIF"}
-        return f"a file of the format {kinds.get(brand, 'MP4')}"
+        return f"in the format {kinds.get(brand, 'MP4')}"
     if data[:4] == b"RIFF":
         return "a RIFF file, but no WebP picture"
     start = data[:1024].lstrip(b"\xef\xbb\xbf \t\r\n").lower()

@@ -225,8 +225,8 @@ def _read_index(container: av.container.InputContainer, name: str) -> VideoIndex
     fps = float(rate) if rate else _DEFAULT_FPS
     if not 0 < fps <= _MAX_FPS or count / fps > MAX_SECONDS:
         raise RequestError(
-            f"the video has {count} frames, {fps:g} a second; at most {_MAX_FPS:g} a second and "
-            f"{MAX_SECONDS} s are allowed. Send a part of it."
+            f"the video has {count} frames at {fps:g} a second; it may have at most {_MAX_FPS:g} a "
+            f"second, and last at most {MAX_SECONDS} s. Send a part of it."
         )
     known = sorted({time for time in times if time is not None})
     if name not in _SEEKABLE or len(known) != count:

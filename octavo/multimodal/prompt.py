@@ -60,9 +60,10 @@ def expand_prompt(
     for token, given in placeholders.items():
         if counts[token] != len(given.items):
             raise RequestError(
-                f"The prompt has {counts[token]} placeholders for {given.name}s, and the request "
-                f"has {len(given.items)} {given.name}s; give as many of one as of the other. A "
-                "text counts, too, if the tokenizer reads it as a placeholder.",
+                f"The prompt has {counts[token]} placeholders for {given.name}s "
+                f"({tokenizer.decode([token], skip_special_tokens=False)}), and the request has "
+                f"{len(given.items)} {given.name}s; give as many of one as of the other. A text "
+                "counts, too, if the tokenizer reads it as a placeholder.",
                 "prompt",
             )
     writer = _Writer(tokenizer)

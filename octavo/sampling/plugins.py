@@ -197,7 +197,7 @@ class _Plugin(LogitsProcessor):
         _import_torch()
         self._name, self._inner = name, inner
         self.extra_args, self.needs_tokens = inner.extra_args, inner.needs_tokens
-        self.takes_all = inner.takes_all
+        self.takes_all, self.owns_logprobs = inner.takes_all, inner.owns_logprobs
         self._rows: set[int] = set()
         self._failed: dict[int, BaseException] = {}
         """Exceptions by row; their requests fail when the processor is applied."""

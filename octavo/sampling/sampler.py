@@ -9,6 +9,7 @@ times less probable than all together is hardly ever drawn: numbers have 32 bits
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -24,8 +25,11 @@ from octavo.sampling.metadata import NO_LOGPROBS, SamplingMetadata
 from octavo.sampling.sizes import rows_per_chunk
 from octavo.system.tensor import Tensor
 
+logger = logging.getLogger(__name__)
+
 LongArray = NDArray[np.int64]
 
+_FAULT = "its sampling parameters could not be applied, which is a fault of Octavo; see the log"
 NOT_FINITE = "the model's logits for it are not finite (NaN or infinity)"
 
 
@@ -38,7 +42,7 @@ class SamplerOutput:
     logprobs: dict[int, LogprobsLists] = field(default_factory=dict)
     """Logprobs of each row that requests them: one position, the chosen token, then candidates."""
     errors: dict[int, str] = field(default_factory=dict)
-    """Errors of single rows: logits that are not finite, no token left, or a plug-in."""
+    """Errors of single rows: logits that are not finite, no token left, or a logits processor."""
 
 
 class Sampler:
@@ -75,9 +79,15 @@ class Sampler:
             try:
                 processor.apply(self.ops, logits, step)
             except RequestError as error:  # a plug-in's
-                self.ops.set_at_(logits, step.at, None, math.nan)
-                for row in step.at.tolist():
-                    errors.setdefault(row, error.message)
+                message = error.message
+            except Exception:
+                logger.exception("the logits processor %s failed", type(processor).__name__)
+                message = _FAULT
+            else:
+                continue
+            self.ops.set_at_(logits, step.at, None, math.nan)
+            for row in step.at.tolist():
+                errors.setdefault(row, message)
         if changes:
             self._fail_rows(
                 logits,

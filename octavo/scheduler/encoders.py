@@ -58,7 +58,7 @@ class EncoderInputs:
     time. Its request waits until the step with the last slice, which has the item's rows. If the
     request cannot use them then, the last piece waits, and the next item that has room may take the
     place of the run, so that no request waits for another for ever. Without texts the rest of the
-    run is one slice.
+    run is one slice. Items whose tokens see each other are not cut: a step needs all their rows.
 
     Prompts have the same pace up to their last item: beside texts they are computed in short
     chunks. A run and the prompts of other requests take turns, so that neither waits for ever.
@@ -178,11 +178,12 @@ class EncoderInputs:
                 has_room = rows <= (0 if self._is_full else room)
                 left = self._budget if whole else budget
                 has_time = tokens <= max(budget, 0) or left == self._max_num_tokens
-                if not (known or whole) and self._is_cut(feature):
+                is_cut = self._is_cut(request, feature)
+                if is_cut and not (known or whole):
                     has_time &= self._may_end(request, feature, has_room=has_room)
                 if not has_room or not has_time:
                     self._is_full |= not has_room
-                    if not has_time and not self._is_cut(feature) and self._late is None:
+                    if not has_time and not is_cut and self._late is None:
                         self._late = request
                     return 0 if whole else max(feature.begin - start, 0)
                 room, budget = room - rows, budget - tokens
@@ -273,9 +274,13 @@ class EncoderInputs:
         self._run = None
         self.pace.forget_debts()
 
-    def _is_cut(self, item: MultiModalFeatureSpec) -> bool:
-        """Return True if the run for an item is cut in this step."""
-        return self._has_texts and item.modality in self._num_pieces
+    def _is_cut(self, request: Request, item: MultiModalFeatureSpec) -> bool:
+        """Return True if the run for an item of a request is cut in this step."""
+        return (
+            self._has_texts
+            and item.modality in self._num_pieces
+            and not (item.reaches_text and _sees_another(request, item))
+        )
 
     def _may_end(self, request: Request, item: MultiModalFeatureSpec, *, has_room: bool) -> bool:
         """Return True if the run for an item can end in this step; begin it if there is no other.
@@ -345,6 +350,16 @@ class EncoderInputs:
             found.append(request)
             budget -= tokens
         return found
+
+
+def _sees_another(request: Request, item: MultiModalFeatureSpec) -> bool:
+    """Return True if tokens of an item see those of another item of its request."""
+    return any(
+        begin <= other.mm_position.offset < end
+        for other in request.mm_features
+        if other.identifier != item.identifier
+        for begin, end in item.ranges
+    )
 
 
 def _reads(feature: MultiModalFeatureSpec, start: int, end: int) -> bool:

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from octavo.compat.request_fields import Unsupported
 from octavo.errors import RequestError, UnsupportedError
-from octavo.server.body import Body, validate
+from octavo.server.body import Body, shown_name, validate
 from octavo.server.errors import show
 from octavo.server.schema import Int, Milliseconds, RequestId
 from octavo.speech.formats import ResponseFormat
@@ -82,7 +82,7 @@ def read_fields(fields: Mapping[str, bytes]) -> tuple[AudioBody, list[str]]:
     """Read the fields of a form.
 
     Returns:
-        The fields, and the names of those that are unknown.
+        The fields, and the names of those that are unknown, shortened and valid in a header.
 
     Raises:
         RequestError: a field is wrong.
@@ -101,7 +101,7 @@ def read_fields(fields: Mapping[str, bytes]) -> tuple[AudioBody, list[str]]:
         elif name in AudioBody.model_fields:
             values[name] = _value(name, text)
         else:
-            unknown.append(name)
+            unknown.append(shown_name(name))
     body = validate(AudioBody, values)
     body.check()
     return body, unknown

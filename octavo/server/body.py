@@ -177,7 +177,12 @@ def unknown_fields(model: type[Body], body: dict[str, Any]) -> list[str]:
     """
     found: dict[str, None] = {}
     _look_for_unknown(model, body, "", found)
-    return [re.sub(r"[^!-+\--~]", "?", name)[:_MAX_SHOWN_NAME] for name in found]
+    return [shown_name(name) for name in found]
+
+
+def shown_name(name: str) -> str:
+    """Return a client's name of a field, shortened and valid in a header."""
+    return re.sub(r"[^!-+\--~]", "?", name[:_MAX_SHOWN_NAME])
 
 
 @cache

@@ -133,8 +133,9 @@ def _parts(value: object, where: str, kind: str) -> list[Item]:
             parts.append(_picture(part, at))
             continue
         if given not in _TEXTS:
+            allowed = "input_text or input_image" if kind == "input_text" else kind
             raise UnsupportedError(
-                f"{at}.type={show(given)} is not supported; send {kind}.", f"{at}.type"
+                f"{at}.type={show(given)} is not supported; send {allowed}.", f"{at}.type"
             )
         parts.append(_part(kind, _text(part, "text", at)))
     return parts
@@ -151,6 +152,10 @@ def _picture(part: Mapping[str, Any], where: str) -> Item:
             )
         name = _text(part, "file_id", where)
         return {"type": "input_image", "detail": detail or "auto", "file_id": name}
+    if part.get("image_url") is None:
+        raise RequestError(
+            f"{where} has neither image_url nor file_id; give one of them.", f"{where}.image_url"
+        )
     url = _text(part, "image_url", where)
     return {"type": "input_image", "detail": detail or "auto", "image_url": url}
 

@@ -6,7 +6,7 @@ import asyncio
 from typing import Protocol
 from urllib.parse import urlsplit
 
-from python_multipart.exceptions import MultipartParseError
+from python_multipart.exceptions import FormParserError, MultipartParseError
 from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.requests import Request
 
@@ -265,7 +265,7 @@ async def receive_form(request: Request, writer: FileSink) -> tuple[str, dict[st
         given = request.headers.get("content-type")
         raise MediaTypeError(
             f"Content-Type is {'missing' if given is None else show(given)}; send the file as "
-            "`multipart/form-data`."
+            "`multipart/form-data; boundary=...`, which HTTP libraries set for forms with a file."
         )
     if request.headers.get("content-encoding", "identity").strip().lower() not in ("", "identity"):
         raise MediaTypeError("Content-Encoding is not supported; send the form uncompressed.")
@@ -273,7 +273,11 @@ async def receive_form(request: Request, writer: FileSink) -> tuple[str, dict[st
     announced = request.headers.get("content-length", "0")
     if announced.isdecimal() and int(announced[:20]) > limit:
         raise writer.too_large()
-    form, nbytes = _Form(boundary, writer), 0
+    try:
+        form = _Form(boundary, writer)
+    except FormParserError as error:
+        raise _bad_form(str(error)) from None
+    nbytes = 0
     loop = asyncio.get_running_loop()
     begin = loop.time()
     while True:

@@ -10,10 +10,12 @@ import re
 
 # Marks that East Asian texts share with others.
 _SHARED_MARKS = "\"'()“”‘’…—·"  # noqa: RUF001
+# Marks that belong to the text before them; "..." and ".5" may begin one.
+_CLOSING = re.compile(r"[,;:!?%)\]}]|\.(?![.\d])")
 # Letters, marks and forms of Chinese and Japanese.
 _EAST = re.compile(
     "[\u3000-\u312f\u31a0-\u31ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\ufe10-\ufe1f\ufe30-\ufe4f"
-    "\uff00-\uff9f\U00020000-\U0003ffff]"
+    "\uff00-\uff9f\uffe0-\uffe6\U00020000-\U0003ffff]"
 )
 # Letters of Thai, Lao, Burmese and Khmer, whose spaces divide phrases.
 _SOUTH = re.compile(
@@ -35,7 +37,7 @@ def join(before: str, text: str) -> str:
     text = text.rstrip()
     if not before:
         return text.lstrip()
-    if not text or text[0].isspace():
+    if not text or text[0].isspace() or _CLOSING.match(text):
         return text
     left = before.rstrip(_SHARED_MARKS)[-1:] or before[-1]
     right = text.lstrip(_SHARED_MARKS)[:1] or text[0]
@@ -49,5 +51,5 @@ def _are_joined(left: str, right: str) -> bool:
         # A mark of full width has its own space; a number belongs to the character beside it.
         others = [c for c, is_east in zip((left, right), east, strict=True) if not is_east]
         is_mark = any(e and not c.isalnum() for c, e in zip((left, right), east, strict=True))
-        return is_mark or all(char.isdecimal() for char in others)
+        return is_mark or all(char.isdecimal() or char == "%" for char in others)
     return all(_SOUTH.match(char) for char in (left, right))

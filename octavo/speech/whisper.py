@@ -184,7 +184,7 @@ class Transcription(Job):
                 end = self._model.tokens.end
                 self._previous += [token for token in decoded.tokens if token < end]
         self._text += text
-        self._segments += make_segments(
+        segments = make_segments(
             decoded,
             self._model.tokens,
             self._model.decode,
@@ -192,6 +192,11 @@ class Transcription(Job):
             (window.end - window.begin) / rate,
             len(self._segments),
         )
+        if segments:  # their texts make up the whole, with the spaces that `join` adds and drops
+            if text[:1].isspace() and not decoded.text[:1].isspace():
+                segments[0].text = f" {segments[0].text}"
+            segments[-1].text = segments[-1].text.rstrip()
+        self._segments += segments
         return text
 
     def transcript(self) -> Transcript:

@@ -28,9 +28,7 @@ _CALLS = (
     "~ '[ARGS]' ~ written(call.function.arguments) }}{%- endfor %}"
 )
 _OLD_RESULT = (
-    "{%- set result = plain(message.content) %}"
-    "{%- if result | int | string == result %}{%- set result = result | int %}"
-    "{%- elif result | float | string == result %}{%- set result = result | float %}{%- endif %}"
+    "{%- set result = plain(message.content) | from_json %}"
     "{{- {'content': result, 'call_id': message.tool_call_id} | tojson }}"
 )
 _RESULT = "{{- message.tool_call_id ~ '[TOOL_CONTENT]' ~ plain(message.content) }}"
@@ -38,7 +36,7 @@ _TEMPLATE = """
 {%- set ns = namespace(system=[], turns=[], tools_at=-1, last=-1, after_text=false) %}
 {%- macro plain(content) %}
 {%- if content is string %}{{- content }}
-{%- else %}{%- for part in content %}{{- part.text }}{%- endfor %}{%- endif %}
+{%- else %}{{- content | map(attribute='text') | join('\\n\\n') }}{%- endif %}
 {%- endmacro %}
 {%- macro written(arguments) %}
 {{- arguments if arguments is string else arguments | tojson }}

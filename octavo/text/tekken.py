@@ -16,6 +16,8 @@ from octavo.errors import ModelError
 from octavo.system.byte_chars import CHAR_OF_BYTE
 from octavo.text.mistral_template import chat_template
 
+_MOST_SPECIAL, _LONGEST = 2**16, 1024
+"""Most special tokens, and most bytes of a token, which bound memory and time."""
 _OLD_SPECIAL: tuple[str, ...] = ("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]")
 _OLD_SPECIAL += ("[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]", "[TOOL_CALLS]")
 _OLD_SPECIAL += ("[IMG]", "<pad>", "[IMG_BREAK]", "[IMG_END]", "[PREFIX]", "[MIDDLE]", "[SUFFIX]")
@@ -58,8 +60,10 @@ def read_tekken(text: str, where: str) -> tuple[str, dict[str, Any]]:
     """
     try:
         file = msgspec.json.decode(text, type=_File)
-        count = file.config.default_num_special_tokens
-        entries = file.vocab[: file.config.default_vocab_size - count]
+        count, size = file.config.default_num_special_tokens, file.config.default_vocab_size
+        if not 0 < count <= min(size, _MOST_SPECIAL):
+            raise ValueError(f"default_num_special_tokens={count}, and default_vocab_size={size}")
+        entries = file.vocab[: size - count]
         tokens = [base64.b64decode(entry.token_bytes, validate=True) for entry in entries]
     except ValueError as error:  # also msgspec's
         raise ModelError(f"{where} is damaged: {error}.") from None
@@ -67,8 +71,16 @@ def read_tekken(text: str, where: str) -> tuple[str, dict[str, Any]]:
         tokens
     ):
         raise ModelError(f"{where} is damaged: the ranks of its tokens are not 0, 1, 2 ....")
+    if tokens[:256] != [bytes([i]) for i in range(256)]:
+        raise ModelError(f"{where} is damaged: its first 256 tokens are not the single bytes.")
+    if any(not 0 < len(token) <= _LONGEST for token in tokens):
+        raise ModelError(
+            f"{where} is not supported: a token has no bytes, or more than {_LONGEST}."
+        )
     special = [f"<SPECIAL_{i}>" for i in range(count)]
     listed = file.special_tokens or [_Special(i, name) for i, name in enumerate(_OLD_SPECIAL)]
+    if len({token.rank for token in listed}) < len(listed):
+        raise ModelError(f"{where} is damaged: two special tokens have one rank.")
     for token in listed:
         if not 0 <= token.rank < count:
             raise ModelError(f"{where} is damaged: {token.token_str!r} is no special token.")
@@ -77,6 +89,8 @@ def read_tekken(text: str, where: str) -> tuple[str, dict[str, Any]]:
     if len(ids) < count or not {"<s>", "</s>"} <= ids.keys():
         raise ModelError(f"{where} is damaged: its special tokens are not different ones with <s>.")
     written = ["".join(CHAR_OF_BYTE[byte] for byte in token) for token in tokens]
+    if same := ids.keys() & set(written):
+        raise ModelError(f"{where} is damaged: {min(same)!r} is a special token and a text's.")
     added: dict[str, Any] = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     tokenizer = {
         "version": "1.0",

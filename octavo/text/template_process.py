@@ -3,7 +3,8 @@
 A template is a program that is part of a model, and one filter or operator can exhaust memory or
 time. So it runs in this process, isolated from the server, in a sandbox with the extras that
 Hugging Face transformers provides (`raise_exception`, `strftime_now`, `tojson`, loop controls,
-`generation` blocks). Data of requests are never run as a template.
+`generation` blocks), and `from_json` for Octavo's own templates. Data of requests are never run as
+a template.
 
 Requests arrive one at a time through the socket that is standard input; its end ends the process.
 Too much memory is an error of the render. Too much processor time ends the process at any point;
@@ -389,6 +390,7 @@ def _make_environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
         extensions=[_GenerationTag, jinja2.ext.loopcontrols],
     )
     environment.filters["tojson"] = _tojson
+    environment.filters["from_json"] = _from_json
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
     return environment
@@ -415,6 +417,14 @@ def _tojson(
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
+
+
+def _from_json(text: str) -> Any:
+    """Return the value that a JSON text has; a text that is no JSON is returned unchanged."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
 
 
 def _plain(value: Any, name: str) -> Any:

@@ -185,14 +185,16 @@ class Tokenizer:
         checkpoint = open_checkpoint(Path(path))
         if mode == "mistral":
             return cls._of_tekken(checkpoint)
+        where = str(checkpoint.path / "tokenizer.json")
         text, config = checkpoint.read_text("tokenizer.json"), dict[str, Any]()
         if text is None and (tekken := checkpoint.read_text("tekken.json")) is not None:
             from octavo.text.tekken import read_tekken  # few models have such a file
 
-            text, config = read_tekken(tekken, str(checkpoint.path / "tekken.json"))
+            where = str(checkpoint.path / "tekken.json")
+            text, config = read_tekken(tekken, where)
         for name in ("special_tokens_map.json", "tokenizer_config.json"):
             config |= {k: v for k, v in _read_json(checkpoint, name).items() if v is not None}
-        divider, where = None, f"{checkpoint.path / 'tokenizer.json'}"
+        divider = None
         if text is None:
             from octavo.text.sentencepiece_families import Built, build_tokenizer  # few need it
 

@@ -38,6 +38,15 @@ def test_other_bytes_are_another_model(folder, name, small, monkeypatch):
     assert hash_of(folder) != found
 
 
+def test_both_tokenizers_count(folder):
+    """`tokenizer_mode` chooses the one that is read."""
+    found = {hash_of(folder)}
+    for text in ("{}", "[]"):
+        (folder / "tekken.json").write_text(text)
+        found.add(hash_of(folder))
+    assert len(found) == 3
+
+
 def test_weights_that_nobody_reads_do_not_count(folder):
     found = hash_of(folder, "dummy")
     (folder / "model.safetensors").unlink()

@@ -128,7 +128,7 @@ def test_placeholders_of_users_are_text(llm):
 @pytest.mark.parametrize(
     ("content", "match"),
     [
-        ([{"type": "audio_url", "audio_url": {"url": "x"}}], "send text and pictures and videos"),
+        ([{"type": "audio_url", "audio_url": {"url": "x"}}], "send text, pictures and videos"),
         ([{"type": "image_url", "image_url": "http://a.example/"}], "--allowed-media-domains a.ex"),
         ([{"type": "image_url", "image_url": "file:///etc/passwd"}], "--allowed-local-media-path"),
         ([{"type": "image_url", "image_url": "data:;base64,AAAA"}], "picture 1: the file is no"),
@@ -373,7 +373,7 @@ def test_bad_pictures_harm_nobody(server, expected, stream):
 
     url = {"type": "image_url", "image_url": {"url": "http://169.254.169.254/latest"}}
     for content, words in (
-        ([url], "--allowed-media-domains 169.254.169.254"),
+        ([url], "address 169.254.169.254 is not public"),
         ([part(FIRST)] * 4, "more than 3 pictures"),
         ([{"type": "image_url", "image_url": {"url": "data:;base64,AAAA"}}], "is no picture"),
     ):

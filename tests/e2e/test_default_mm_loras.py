@@ -71,7 +71,8 @@ def test_adapters_of_settings(phi4, tmp_path):
         assert [found] == answers(llm, one, 8, second)
         assert [found] != answers(llm, one, 8, first)
         engine = llm.llm_engine.adapters
-        assert engine.of_media({"prompt": "a", "multi_modal_data": {"image": []}}) is None
+        for none in ([], (), None):
+            assert engine.of_media({"prompt": "a", "multi_modal_data": {"image": none}}) is None
         assert engine.of_media("a") is None
         output = llm.generate(one, use_tqdm=False)[0]
         assert (output.lora_request.lora_name, output.lora_request.lora_int_id) == ("image", 1)

@@ -139,6 +139,7 @@ def test_errors(one):
         refuse("3 sounds; at most 2 are allowed", {"audio": [noise] * 3})
         refuse("1 placeholders for sounds.* 2 sounds", {"audio": [noise] * 2})
         refuse("'image' is not supported", {"image": [noise]}, error=UnsupportedError)
+        refuse("'image' is not supported", {"image": noise}, error=UnsupportedError)
         refuse("sound 1: it is a str", {"audio": "file.wav"})
         refuse("sound 1: it is an array int16", {"audio": np.zeros(999, np.int16)})
         refuse(r"array float32 \[2, 9\]", {"audio": np.zeros((2, 9), np.float32)})

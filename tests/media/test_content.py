@@ -81,7 +81,10 @@ def test_other_forms_of_parts():
         (url(""), r"image_url is not allowed"),
         (url("a", uuid=5), r"uuid is not allowed"),
         (url("a", uuid="x" * 300), r"uuid is not allowed"),
-        ({"type": "image_url", "image_url": {"url": "a", "detail": "no"}}, "detail is not allowed"),
+        (
+            {"type": "image_url", "image_url": {"url": "a", "detail": "no"}},
+            "detail is not allowed",
+        ),
         ({"type": "input_audio", "input_audio": {"data": "x"}}, "input_audio is not allowed"),
         ({"type": "input_audio", "input_audio": {**AUDIO, "format": "a/b,"}}, "is not allowed"),
         ({"type": "image"}, "send image_url"),

@@ -117,6 +117,14 @@ def test_malformed_urls():
     refused("at most 8192", "http://files.example/" + "a" * 9000)
 
 
+@pytest.mark.parametrize("host", ["169.254.169.254", "[::1]", "127.1", "2130706433"])
+def test_no_option_allows_an_address_that_is_not_public(host):
+    asked = refused(
+        f"the address {host.strip('[]')} is not public", f"http://{host}/a", is_allowed=is_public
+    )
+    assert asked == []
+
+
 def test_address_that_is_connected_to_must_be_public():
     asked = refused(
         "files.example has the address 127.0.0.1, which is not public",

@@ -9,7 +9,7 @@ from octavo.errors import RequestError
 from octavo.kernels.native import NativeOps
 from octavo.messages import CoreSamplingParams
 from octavo.sampling.logits_processors.base import NewRow, StepRows
-from octavo.sampling.logits_processors.repeated_ngrams import KEY, RepeatedNGrams
+from octavo.sampling.logits_processors.repeated_ngrams import KEY, NGrams, RepeatedNGrams
 
 VOCAB = 5
 
@@ -40,6 +40,25 @@ def test_same_as_transformers(size):
         processor.apply(ops, found := ops.to_device(logits), StepRows(at, np.arange(3), at))
         assert np.array_equal(ops.to_host(found), expected)
         processor.append(np.arange(3), tokens[:, count])
+
+
+def test_tokens_without_logits():
+    """A prompt's placeholders of pictures may be beyond the vocabulary."""
+    ops, processor = NativeOps(), RepeatedNGrams(1, VOCAB)
+    processor.add_row(new_row(0, 1, [VOCAB + 7, 2], 2))
+    logits = ops.to_device(np.zeros((1, VOCAB), np.float32))
+    processor.apply(ops, logits, StepRows(np.arange(1), np.arange(1), np.arange(1)))
+    assert np.flatnonzero(np.isinf(ops.to_host(logits)[0])).tolist() == [2]
+
+
+@pytest.mark.parametrize("size", [20, 10**30])
+def test_long_sequences_of_one_token(size):
+    found = NGrams(size, [7] * 1000)
+    for _ in range(100):
+        found.append(7)
+    assert found.banned().tolist() == ([7] if size == 20 else [])
+    found.append(8)
+    assert not len(found.banned())
 
 
 @pytest.mark.parametrize("size", [-1, 1.5, True, "2"])

@@ -5,7 +5,7 @@ import pytest
 from scipy import stats
 from scipy.special import log_softmax
 
-from octavo.sampling.logits_processors.builtin import GrammarBitmask
+from octavo.sampling.logits_processors.builtin import BadWords, GrammarBitmask
 from octavo.sampling.sampler import Sampler, prompt_logprobs
 from tests.params import Params, unpack_logprobs
 from tests.sampling.harness import (
@@ -292,6 +292,21 @@ def test_rows_that_cannot_be_sampled_fail_alone(sampler):
     assert sorted(out.logprobs) == [0, 6]
     good = sample(sampler, logits[[0, 5, 6]], [rows[i] for i in (0, 5, 6)])
     assert good.token_ids.tolist() == out.token_ids[[0, 5, 6]].tolist()
+
+
+def test_processor_that_fails_harms_no_other_request(sampler, monkeypatch, caplog):
+    def apply(self, ops, logits, step):
+        raise IndexError("a fault")
+
+    monkeypatch.setattr(BadWords, "apply", apply)
+    logits = random_logits(3, 40, seed=0)
+    rows = [Row(p) for p in (GREEDY, Params(seed=1, bad_words_token_ids=[[3]]), Params(seed=2))]
+    out = sample(sampler, logits, rows)
+    assert list(out.errors) == [1]
+    assert "a fault of Octavo" in out.errors[1]
+    assert "BadWords failed" in caplog.text
+    good = sample(sampler, logits[[0, 2]], [rows[0], rows[2]])
+    assert out.token_ids[[0, 2]].tolist() == good.token_ids.tolist()
 
 
 def test_penalty_that_overflows_fails_its_row(sampler):

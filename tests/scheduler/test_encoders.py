@@ -368,6 +368,16 @@ def slices(steps):
     return [None if part is None else (part.begin, part.end) for part in parts]
 
 
+def test_pictures_that_see_each_other_are_computed_in_one_step_beside_a_text():
+    engine = make_cut()
+    pictures = [picture(name, at, 8, ranges=((0, 20),)) for name, at in (("p", 0), ("q", 8))]
+    engine.add("p", range(20), features=pictures, max_tokens=2)
+    step = engine.schedule()
+    assert scheduled_tokens(step) == {"text": 1, "p": 20}
+    assert step.scheduled_encoder_inputs == {"p": [0, 1]}
+    engine.run()
+
+
 def test_beside_a_text_a_run_takes_several_steps():
     engine = make_cut()
     engine.add("p", range(20), features=[picture("p", 2, 8)], max_tokens=2)

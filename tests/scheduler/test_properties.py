@@ -3,6 +3,7 @@
 import dataclasses
 from unittest.mock import patch
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -101,6 +102,10 @@ class Prompt:
     def tokens(self):
         shared = [(self.family * 17 + i * i) % VOCAB for i in range(self.length)]
         return (shared + self.own)[: MAX_MODEL_LEN - 1]
+
+    def ending_with(self, token):
+        """Return a prompt of this length with another last token."""
+        return Prompt(self.family, self.length - (not self.own), [*self.own[:-1], token])
 
 
 prompts = st.builds(
@@ -423,7 +428,10 @@ class AdapterMachine(SchedulerMachine):
 
 
 class EncoderMachine(SchedulerMachine):
-    """Machine whose prompts contain pictures, some of them the same."""
+    """Machine whose prompts contain pictures, some of them the same.
+
+    Tokens of a picture may see each other, or also the text before it, or all of the prompt.
+    """
 
     @initialize(data=st.data(), rows=st.integers(12, 60))
     def start(self, data, rows):
@@ -446,22 +454,47 @@ class EncoderMachine(SchedulerMachine):
             max_size=4,
         ),
         patches=st.sampled_from([1, 1, 4]),
-        n=st.integers(1, 3),
+        sight=st.sampled_from(["causal", "picture", "text", "prompt"]),
+        lasts=st.lists(st.none() | st.integers(0, VOCAB - 1), min_size=1, max_size=3),
     )
-    def requests_with_pictures_arrive(self, prompt, params, places, patches, n):
+    def requests_with_pictures_arrive(self, prompt, params, places, patches, sight, lasts):
         features, end = [], 0
         for gap, length, name, broken in places:
-            offset = end + gap
+            offset, before = end + gap, end
             if offset + length > len(prompt.tokens):
                 break
             end = offset + length
+            ranges = {
+                "causal": (),
+                "picture": ((offset, end),),
+                "text": ((before, end),),
+                "prompt": ((0, len(prompt.tokens)),),
+            }[sight]
             is_embed = bytes([1, 0, 1] * 4)[:length] if broken else None
             name = f"{name}{length}{broken}"
             rows = length if is_embed is None else is_embed.count(1)
-            features.append(picture(name, offset, length, is_embed, rows * patches))
+            features.append(picture(name, offset, length, is_embed, rows * patches, ranges))
+        features = self.that_fit(features)
         params = params | {"prompt_logprobs": None}
-        for _ in range(n):
-            self.add(prompt, params, features=features)
+        for last in lasts:
+            its_prompt = prompt if last is None else prompt.ending_with(last)
+            self.add(its_prompt, params, features=features)
+
+    def that_fit(self, features):
+        """Return items; without their ranges if these need more of a step or of the cache than it
+        has, or if the text within a picture sees only that picture: its name does not contain it.
+        """
+        scheduler = self.scheduler
+        rows = scheduler._encoders.cache.num_rows
+        room = scheduler.max_num_batched_tokens - scheduler.config.max_num_seqs + 1
+        lengths = [end - begin for item in features for begin, end in item.ranges]
+        encoded = sum(item.num_encoder_tokens for item in features)
+        fits = max(lengths, default=0) <= room and encoded <= min(rows, room)
+        if fits and not any(
+            item.mm_position.is_embed is not None and not item.reaches_text for item in features
+        ):
+            return features
+        return [msgspec.structs.replace(item, ranges=()) for item in features]
 
     def teardown(self):
         super().teardown()
@@ -512,6 +545,58 @@ def test_everyone_is_served_from_a_tiny_pool(data, jobs):
     for request in requests:
         prompt = request.all_token_ids[: request.num_prompt_tokens]
         alone = expected_output(request.sampling_params, prompt, MAX_MODEL_LEN)
+        assert engine.tokens(request.request_id) == alone
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    num_blocks=st.integers(9, 40),
+    jobs=st.lists(
+        st.tuples(
+            st.integers(0, 1),  # the token that differs
+            st.sampled_from([5, 11, 20, 29]),  # its place
+            st.sampled_from([12, 20, 30]),  # end of the range
+            st.sampled_from([None, None, "s"]),
+            st.sampled_from([None, None, 4, 12]),  # begin of an adapter
+        ),
+        min_size=4,
+        max_size=12,
+    ),
+)
+def test_prompts_whose_tokens_see_each_other(num_blocks, jobs):
+    """Blocks are shared only by prompts with the same range: the worker checks their contents."""
+    lora = LoRAConfig(enable_lora=True, max_loras=1, max_cpu_loras=1)
+    engine = FakeEngine(
+        num_blocks=num_blocks,
+        block_size=8,
+        max_model_len=MAX_MODEL_LEN,
+        max_num_batched_tokens=40,
+        max_num_seqs=4,
+        encoder_cache_size=40,
+        lora=lora,
+    )
+    requests = []
+    for i, (token, place, end, salt, begin) in enumerate(jobs):
+        tokens = [0] * 30
+        tokens[place] = token
+        fields = {} if begin is None else {"adapter": "a", "adapter_begin": begin}
+        item = picture("a", 2, 8, ranges=((0, end),))
+        fields |= {"features": [item], "max_tokens": 20, "salt": salt}
+        requests.append(engine.add(f"r{i}", tokens, **fields))
+        if i % 2:
+            engine.step()
+            engine.finish_reading()
+    for _ in range(1000):
+        engine.step()
+        engine.finish_reading()
+        if not engine.scheduler.requests:
+            break
+    for request in requests:
+        prompt = request.all_token_ids[: request.num_prompt_tokens]
+        prompt = replace_tokens(prompt, request.mm_features)
+        begin = request.options.adapter_begin
+        params, adapter = request.sampling_params, key_of(request)
+        alone = expected_output(params, prompt, MAX_MODEL_LEN, None, adapter, begin)
         assert engine.tokens(request.request_id) == alone
 
 

@@ -178,6 +178,9 @@ def test_unknown_fields_are_reported(post):
     response = post(mood="good")
     assert response.status_code == 200
     assert response.headers["X-Octavo-Ignored-Fields"] == "mood"
+    response = post(mőöd="good")
+    assert response.status_code == 200
+    assert response.headers["X-Octavo-Ignored-Fields"] == "m??d"
 
 
 def test_a_model_that_hears_writes_no_text_without_a_sound(server):

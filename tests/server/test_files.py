@@ -195,6 +195,7 @@ def test_a_file_may_have_all_bytes_in_all_pieces(tmp_path):
         ({"content-type": "application/json"}, 415, "unsupported_media_type"),
         ({"content-type": "multipart/form-data"}, 415, "unsupported_media_type"),
         ({"content-type": "multipart/form-data; boundary="}, 415, "unsupported_media_type"),
+        ({"content-type": "multipart/form-data; boundary=" + "x" * 300}, 400, "invalid_form"),
         ({"content-encoding": "gzip"}, 415, "unsupported_media_type"),
         ({"content-length": str(2 * 2**30)}, 413, "file_too_large"),
         ({"origin": "http://evil.example"}, 403, "origin_not_allowed"),

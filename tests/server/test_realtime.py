@@ -135,6 +135,18 @@ def test_commits_of_the_client(session):
     assert "input_audio_buffer.cleared" in [event["type"] for event in events]
 
 
+def test_the_texts_of_windows_make_up_the_transcript(session):
+    """A long item has several windows; each adds what the transcript has in its place."""
+    samples = np.concatenate([sound(0.5, 4.0)] * 8)
+    for part in np.array_split(samples, 8):
+        send(session, "input_audio_buffer.append", audio=encoded(part))
+    send(session, "input_audio_buffer.commit")
+    events = receive_all(session, COMPLETED)
+    deltas = [event["delta"] for event in events if event["type"].endswith(".delta")]
+    assert len(deltas) > 2
+    assert "".join(deltas) == events[-1]["transcript"] == " ".join([TEXT] * 8)
+
+
 def update(**fields):
     return {"type": "session.update", "session": {"type": "transcription", **fields}}
 

@@ -87,6 +87,7 @@ def transcribe(script, seconds=5.0, tokens=ENGLISH, **options):
     texts, other = asyncio.run(async_run())
     assert other == transcript
     assert "".join(texts) == transcript.text
+    assert "".join(segment.text for segment in transcript.segments).strip() == transcript.text
     return transcript, asks
 
 

@@ -126,10 +126,41 @@ def test_chats_by_version(tmp_path, version):
         template.render([{"role": "critic", "content": "x"}])
 
 
+def test_results_of_tools_are_json(tmp_path):
+    """The oldest form has the values of JSON texts; mistral-common 1.13 writes the same."""
+    (tmp_path / "config.json").write_text("{}")
+    write_tekken(tmp_path, "v3", thinks=False)
+    template = ChatTemplate.from_tokenizer(Tokenizer.from_folder(tmp_path))
+    for content, written in (
+        ('{"x":[1,2.50,true,null,"é"]}', '{"x": [1, 2.5, true, null, "é"]}'),
+        ("1e5", "100000.0"),
+        ("nan", '"nan"'),
+        ("{", '"{"'),
+        ("", '""'),
+    ):
+        chat = [*CHAT[:3], {"role": "tool", "content": content, "tool_call_id": "abcdefghi"}]
+        rendered = template.render(chat)
+        assert f'[TOOL_RESULTS]{{"content": {written}, "call_id": "abcdefghi"}}[/' in rendered
+    parts = [{"type": "text", "text": text} for text in ("Be", "brief.")]
+    chat = [{"role": "system", "content": parts}, {"role": "user", "content": "Hi"}]
+    assert template.render(chat) == "<s>[INST]Be\n\nbrief.\n\nHi[/INST]"
+
+
 def test_a_version_without_a_template(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     write_tekken(tmp_path, "v15")
     assert Tokenizer.from_folder(tmp_path).chat_template is None
+
+
+CONFIG = tekken()["config"]
+
+
+def vocab(tokens):
+    entries = [
+        {"rank": i, "token_bytes": base64.b64encode(token).decode()}
+        for i, token in enumerate(tokens)
+    ]
+    return {"vocab": entries, "config": CONFIG | {"default_vocab_size": COUNT + len(tokens)}}
 
 
 @pytest.mark.parametrize(
@@ -140,6 +171,14 @@ def test_a_version_without_a_template(tmp_path):
         ({"config": {}}, "pattern"),
         ({"special_tokens": [{"rank": 10, "token_str": "x"}]}, "'x' is no special token"),
         ({"special_tokens": [{"rank": 0, "token_str": "x"}]}, "with <s>"),
+        ({"special_tokens": [{"rank": 1, "token_str": x} for x in "ab"]}, "have one rank"),
+        ({"config": CONFIG | {"default_num_special_tokens": 10**9}}, "default_num_special_tok"),
+        ({"config": CONFIG | {"default_vocab_size": 3}}, "default_vocab_size=3"),
+        ({"config": CONFIG | {"pattern": "["}}, r"tekken\.json is damaged"),
+        (vocab(TOKENS[1:]), "the single bytes"),
+        (vocab([*TOKENS, b""]), "no bytes"),
+        (vocab([*TOKENS, b"a" * 2000]), "more than 1024"),
+        (vocab([*TOKENS, b"<s>"]), "'<s>' is a special token and a text's"),
     ],
 )
 def test_damaged_files(tmp_path, changes, message):

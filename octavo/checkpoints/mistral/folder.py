@@ -79,17 +79,15 @@ class MistralFolder(SafetensorsFolder):
                     "Download the model again."
                 )
             stored |= found
-        made: dict[str, HostTensor] = {}
-        for source in expected.sources:
-            if source.name == _POSITIONS and not any(
-                name in stored for name in expected.stored_names(source.name)
-            ):
-                made[source.name] = from_numpy(_sinusoids(*source.shape))
-        all_known = stored | {
-            name: StoredTensor(files[0], tuple(tensor.shape), tensor.dtype)
-            for name, tensor in made.items()
+        made = {
+            source.name: StoredTensor(files[0], source.shape, "float32")
+            for source in expected.sources
+            if source.name == _POSITIONS
+            and not any(name in stored for name in expected.stored_names(source.name))
         }
-        return MistralTensors(stored, match_names(self.path, all_known, expected), made)
+        names = match_names(self.config_file, stored | made, expected)
+        tables = {name: from_numpy(_sinusoids(*it.shape)) for name, it in made.items()}
+        return MistralTensors(stored, names, tables)
 
 
 class MistralTensors(MappedTensors):

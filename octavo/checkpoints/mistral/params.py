@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from octavo.checkpoints.config_json import ConfigJson
+from octavo.checkpoints.config_json import MOST_LAYERS, ConfigJson
 from octavo.checkpoints.mistral.files import PARAMS
 from octavo.errors import ModelError
 
@@ -69,6 +69,8 @@ _SOUND_NEUTRAL = {"causal": False, "use_biases": True, "pos_embed": "sinusoidal"
 _FEATURES = {"num_mel_bins": "feature_size", "window_size": "n_fft", "hop_length": "hop_length"}
 _FEATURES |= {"sampling_rate": "sampling_rate", "chunk_length_s": "chunk_length"}
 """Fields of audio_encoding_args, and their names in preprocessor_config.json."""
+_MOST_POSITIONS = 2**14
+"""Most positions of sounds, whose vectors are made."""
 _AUDIO_TOKEN, _IMAGE_TOKEN = 24, 10
 _TOWERS = ["vision_tower", "multi_modal_projector", "audio_tower"]
 """Modules that are never quantized."""
@@ -142,9 +144,13 @@ def _check_fields(config: ConfigJson, known: tuple[str, ...], neutral: Mapping[s
 def _text_part(params: ConfigJson) -> dict[str, Any]:
     """Return the config.json of the text part."""
     text = {new: params.get(old) for old, new in _TEXT.items() if params.has(old)}
-    for old, new in _TEXT.items():
-        if new not in text and old != "n_kv_heads":
-            params.integer(old)  # raises the error for an absent field
+    for old in _TEXT:  # the errors of later readers would name other fields
+        if old == "norm_eps":
+            params.number(old)
+        elif old == "n_layers":
+            params.integer(old, most=MOST_LAYERS)
+        elif old != "n_kv_heads" or params.has(old):
+            params.integer(old)
     text["rope_theta"] = params.number("rope_theta", default=1e4)
     text["max_position_embeddings"] = params.integer(
         "max_position_embeddings", "max_seq_len", default=128_000
@@ -174,13 +180,15 @@ def _windows(params: ConfigJson) -> dict[str, Any]:
     if not isinstance(windows, list):
         return {"sliding_window": params.optional_integer("sliding_window", least=1)}
     layers = params.integer("n_layers")
-    sizes = {size for size in windows if size is not None}
-    if not windows or layers % len(windows) or len(sizes) > 1:
+    sizes = [size for size in windows if size is not None]
+    if not windows or layers % len(windows) or any(size != sizes[0] for size in sizes):
         raise params.error(
             "sliding_window", "a list must divide the layers, and have one window beside null"
         )
+    window = params.replaced("sliding_window", sizes[0] if sizes else None).optional_integer(
+        "sliding_window", least=1
+    )
     kinds = ["full_attention" if size is None else "sliding_attention" for size in windows]
-    window = next(iter(sizes), None)
     return {"sliding_window": window, "layer_types": kinds * (layers // len(kinds))}
 
 
@@ -277,6 +285,8 @@ def _sound_part(sound: ConfigJson, text: dict[str, Any]) -> dict[str, Any]:
     _check_fields(encoder, known, _SOUND_NEUTRAL)
     _check_fields(joined, ("downsample_factor",), {})
     tower: dict[str, Any] = {new: encoder.integer(old) for old, new in _SOUND.items()}
+    if tower["hidden_size"] % 2 or tower["hidden_size"] < 4:
+        raise encoder.error("dim", "it must be an even number >= 4")
     size = tower["hidden_size"] // tower["num_attention_heads"]
     if encoder.integer("head_dim", default=size) != size:
         raise encoder.error("head_dim", f"it must be {size}, dim divided by n_heads")
@@ -289,7 +299,9 @@ def _sound_part(sound: ConfigJson, text: dict[str, Any]) -> dict[str, Any]:
         "model_type": "voxtral_encoder",
         "activation_function": "gelu",
         "num_mel_bins": features.integer("num_mel_bins"),
-        "max_source_positions": encoder.integer("max_source_positions", default=1500),
+        "max_source_positions": encoder.integer(
+            "max_source_positions", default=1500, most=_MOST_POSITIONS
+        ),
     }
     return {
         "model_type": "voxtral",

@@ -25,6 +25,9 @@ from octavo.models.phi4mm import sound_prefixes
 MAX_SECONDS = 600
 """Longest sound, which bounds the memory of the encoder."""
 
+_MOST_BLOCKS = 256
+"""Most layers: each has names of its own, with which each tensor's is compared."""
+
 _AUDIO: dict[str, Any] = {"hidden_size": 1024, "intermediate_size": 1536, "num_blocks": 24}
 _AUDIO |= {"num_attention_heads": 16, "input_size": 80, "kernel_size": 3}
 _AUDIO |= {"nemo_conv_channels": 1024, "bias_max_distance": 1000}
@@ -101,6 +104,7 @@ def read_phi4_audio(config: ConfigJson) -> EncoderSpec:
         final_norm=LayerNormSpec("layer_norm", size, _EPS),
     )
     outer = config.integer("hidden_size")
+    num_blocks = audio.integer("num_blocks", most=_MOST_BLOCKS)
 
     def project(mode: str) -> tuple[tuple[LinearSpec, ProjectorActivation | None], ...]:
         up = linear(f"{_PREFIX}up_proj_for_{mode}", outer)
@@ -109,13 +113,13 @@ def read_phi4_audio(config: ConfigJson) -> EncoderSpec:
     return EncoderSpec(
         "audio",
         _read_inputs(audio, size, f"{prefix}"),
-        (layer,) * audio.integer("num_blocks"),
+        (layer,) * num_blocks,
         f"{prefix}encoders.{{}}.",
         size,
         None,
         ProjectorSpec(project("speech"), gathers=True, beside=project("vision_speech")),
         max_num_tokens=-(-num_tokens(100 * MAX_SECONDS) // SEGMENT) * SEGMENT,
-        prefixes=sound_prefixes(audio.integer("num_blocks")),
+        prefixes=sound_prefixes(num_blocks),
     )
 
 

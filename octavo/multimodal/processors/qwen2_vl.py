@@ -6,7 +6,8 @@ Source: `Qwen2VLImageProcessorPil` and `Qwen2VLProcessor` of transformers.
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +27,13 @@ from octavo.multimodal.processors.base import (
 MAX_RATIO = 200
 """Maximum ratio of the sides of a picture."""
 _MOST_PIXELS = 2**26
+
+
+def with_size(given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a request's settings; its `size` precedes the older names in the model's files."""
+    if given.get("size") is None:
+        return given
+    return {"min_pixels": None, "max_pixels": None, **given}
 
 
 class Qwen2VLProcessor(ImageProcessor):
@@ -61,10 +69,17 @@ class Qwen2VLProcessor(ImageProcessor):
             else settings.integer("max_pixels", most=_MOST_PIXELS)
         )
         if self._min_pixels > self._max_pixels:
-            raise settings.error("min_pixels", f"it must be at most {self._max_pixels}")
+            reason = f"it must be at most {self._max_pixels}"
+            if least is None:
+                raise size.error("shortest_edge", reason)
+            raise settings.error("min_pixels", reason)
         self._patch = settings.integer("patch_size", most=1024)
         self._frames = settings.integer("temporal_patch_size", most=64)
         self._merge = settings.integer("merge_size", most=64)
+
+    def changed(self, given: Mapping[str, Any]) -> Self:
+        """Implement `Processor`."""
+        return super().changed(with_size(given))
 
     @classmethod
     def read_settings(cls, files: ModelFiles) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from octavo.media.kaldi_mel import KaldiMel
 from octavo.media.log_mel import Floats, LogMel
 from octavo.media.usm_mel import UsmMel
 from octavo.models.blocks import nemo, subsample
+from octavo.models.blocks.encoder_input import VectorInputSpec
 from octavo.models.blocks.frames import FramesInputSpec
 from octavo.models.blocks.spectrogram import CHUNK, SpectrogramInputSpec, num_tokens
 from octavo.models.spec import ModelSpec
@@ -32,6 +33,7 @@ from octavo.multimodal.items import Item, Part, make_part
 from octavo.multimodal.processors.base import Place, Processor, read_token
 
 _FILE, _WHOLE = "preprocessor_config.json", "processor_config.json"
+_SAMPLES_OF_FRAME = 640
 _FRAMES_ONLY = "Gemma4UnifiedAudioFeatureExtractor"
 _TOKENIZER = "tokenizer_config.json"
 
@@ -225,7 +227,9 @@ class Gemma4UnifiedSoundProcessor(SoundProcessor):
         super().__init__(settings)
         settings.refuse("feature_extractor_type", _FRAMES_ONLY, f"only {_FRAMES_ONLY} is supported")
         settings.refuse("sampling_rate", SAMPLE_RATE, f"only {SAMPLE_RATE} is supported")
-        self._frame = settings.integer("audio_samples_per_token", default=640, most=SAMPLE_RATE)
+        self._frame = settings.integer(
+            "audio_samples_per_token", default=_SAMPLES_OF_FRAME, most=SAMPLE_RATE
+        )
 
     @property
     def max_seconds(self) -> int:
@@ -335,26 +339,34 @@ def read_feature_settings(checkpoint: Checkpoint) -> ConfigJson | None:
 
 
 def check_frames(checkpoint: Checkpoint, spec: ModelSpec) -> None:
-    """Check that a model's spectrograms have the bands that its encoder reads.
+    """Check that a model's sounds have the bands, or the samples of a frame, of its encoder.
 
     Raises:
         ModelError: they have others.
     """
     encoder, found = spec.encoder("audio"), read_feature_settings(checkpoint)
-    if encoder is None or found is None or not found.has("feature_size"):
+    if encoder is None or found is None:
         return
-    inputs = encoder.inputs
-    if isinstance(inputs, FramesInputSpec):
-        bands = inputs.frame_size
-    elif isinstance(inputs, SpectrogramInputSpec):
-        bands = inputs.bands
-    else:
-        return
-    if found.integer("feature_size") != bands:
-        raise found.error(
-            "feature_size",
-            f"the encoder reads {bands} bands (num_mel_bins in config.json); use the files of one "
-            "model",
+    inputs, name, what = encoder.inputs, "feature_size", "bands"
+    match inputs:
+        case FramesInputSpec():
+            size, default, field = inputs.frame_size, LogMel.feature_size, "num_mel_bins"
+        case SpectrogramInputSpec():
+            size, default, field = inputs.bands, LogMel.feature_size, "num_mel_bins"
+        case subsample.SubsampleInputSpec():
+            size, default, field = inputs.bands, UsmMel.feature_size, "subsampling_conv_channels"
+        case nemo.NemoInputSpec():
+            size, default, field = inputs.bands, KaldiMel.feature_size, "input_size"
+        case VectorInputSpec():
+            size, default, field = inputs.size, _SAMPLES_OF_FRAME, "audio_embed_dim"
+            name, what = "audio_samples_per_token", "samples of a frame"
+        case _:
+            return
+    if found.integer(name, default=default) != size:
+        raise found.filled({name: default}).error(
+            name,
+            f"the encoder reads {size} {what} ({field} in "
+            f"{checkpoint.config_file.name}); use the files of one model",
         )
 
 

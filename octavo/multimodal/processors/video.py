@@ -12,7 +12,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,7 +25,7 @@ from octavo.multimodal.processors.gemma4 import Gemma4Processor, Gemma4UnifiedPr
 from octavo.multimodal.processors.idefics3 import Idefics3Processor
 from octavo.multimodal.processors.internvl import InternVLProcessor
 from octavo.multimodal.processors.llava_next import OneVisionProcessor
-from octavo.multimodal.processors.qwen2_vl import Qwen2VLProcessor
+from octavo.multimodal.processors.qwen2_vl import Qwen2VLProcessor, with_size
 
 MAX_FRAMES = 768
 """Most frames of a video that a model reads."""
@@ -160,6 +160,10 @@ class QwenVideoProcessor(VideoProcessor):
         self._merge = settings.integer("merge_size", most=64)
         self._per_patch = settings.integer("temporal_patch_size", most=64)
         self._rate = settings.get("tokens_per_second")
+
+    def changed(self, given: Mapping[str, Any]) -> Self:
+        """Implement `Processor`."""
+        return super().changed(with_size(given))
 
     @classmethod
     def read_settings(cls, files: ModelFiles) -> dict[str, Any]:

@@ -70,13 +70,12 @@ class LogitsProcessor(ABC):
     needs_tokens: bool = False
     """True if the effect depends on the generated tokens; only then `append` is called. Such rows
     are slower: on a GPU they wait for their tokens, and drafts are sampled one after the other."""
+    owns_logprobs: bool = False
+    """True if the logprob of a row's chosen token is that among the tokens that the processors
+    leave. The logprobs of the other candidates are those before any processor, as always."""
 
     def __init__(self, max_num_rows: int, vocab_size: int) -> None:
         self.max_num_rows, self.vocab_size = max_num_rows, vocab_size
-
-    owns_logprobs: bool = False
-    """True if the logprob of a row's own token counts the tokens that the processors leave; those
-    of the other candidates count all, as always."""
 
     @abstractmethod
     def add_row(self, new: NewRow) -> bool:

@@ -163,7 +163,13 @@ VISION = "vision_encoder."
         ("use_biases", True, "use_biases=True is not supported; only False is"),
         ("activation", "gelu", "activation='gelu'"),
         ("dim", None, "the field dim is missing"),
-        ("dim", "x", "hidden_size='x'"),
+        ("dim", "x", r"params\.json: dim='x'"),
+        ("n_layers", 2**31 - 1, "n_layers=2147483647 .* <= 4096"),
+        ("sliding_window", [[1]], r"sliding_window=\[1\]"),
+        ("sliding_window", [0], "sliding_window=0"),
+        ("n_layers", 1, r"with this params\.json does not have: model\.layers\.1"),
+        ("n_layers", 3, r"lacks 9 tensors .* or params\.json belongs"),
+        ("hidden_dim", 9, r"but params\.json requires \[9, 32\]"),
         ("n_heads", 5, "is missing|divide"),
         ("norm_eps", 1e-6, "norm_eps=1e-06 is not supported; only 1e-05"),
         ("sliding_window", [3, 4], "a list must divide the layers, and have one window"),
@@ -187,6 +193,23 @@ def test_what_is_not_known_is_refused_by_name(files, tmp_path, field, value, mes
     (tmp_path / "params.json").write_text(json.dumps(params))
     (tmp_path / "consolidated.safetensors").symlink_to(own / "consolidated.safetensors")
     refuse(message, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"max_source_positions": 2**31 - 4}, "max_source_positions=2147483644"),
+        ({"dim": 2, "head_dim": 2, "n_heads": 1, "hidden_dim": 8}, "dim=2 .* even number >= 4"),
+        ({"dim": 2**19, "n_heads": 2**16, "hidden_dim": 2**21}, r"but params\.json requires"),
+    ],
+)
+def test_sizes_of_sounds(tmp_path, fields, message):
+    """No memory is taken before the sizes are compared with the weights."""
+    _, own = save_both(make_hf(*CASES["voxtral"][:1], **CASES["voxtral"][1]), tmp_path)
+    params = json.loads((own / "params.json").read_text())
+    params["multimodal"]["whisper_model_args"]["encoder_args"] |= fields
+    (own / "params.json").write_text(json.dumps(params))
+    refuse(message, own)
 
 
 def test_damaged_weights(files, tmp_path):

@@ -108,6 +108,7 @@ def test_defaults():
         ("downsample_rate", 2),
         ("ext_pw_out_channel", 512),
         ("kernel_size", 9),
+        ("num_blocks", 65_536),
         ("num_attention_heads", 3),
     ],
 )

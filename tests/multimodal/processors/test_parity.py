@@ -172,6 +172,13 @@ CASES = {
         "request": {"min_pixels": 50_000, "max_pixels": 90_000},
         "sizes": SIZES[:3],
     },
+    "qwen2_vl-size": {
+        "model": "qwen2_vl",
+        "config": {},
+        "preprocessor": {"min_pixels": 3136, "max_pixels": 12_845_056},
+        "request": {"size": {"shortest_edge": 50_000, "longest_edge": 90_000}},
+        "sizes": SIZES[:3],
+    },
     "pixtral": {
         "model": "llava",
         "config": {"vision_config": {"model_type": "pixtral", "patch_size": 16}},
@@ -553,6 +560,14 @@ def test_settings_of_a_request(name, tmp_path):
     for field in ours.request_settings:
         with pytest.raises(RequestError, match=field):
             ours.changed({field: "huge"})
+
+
+def test_size_of_a_request_is_checked(tmp_path):
+    ours = make("qwen2_vl-request", tmp_path)
+    assert ours.changed({"size": None}).place(40, 40) == ours.place(40, 40)
+    for least in ({}, {"shortest_edge": -1}, {"shortest_edge": 6000}):
+        with pytest.raises(RequestError, match="shortest_edge"):
+            ours.changed({"size": {"longest_edge": 5000, **least}})
 
 
 def test_narrow_picture_is_refused_before_it_is_enlarged(tmp_path):

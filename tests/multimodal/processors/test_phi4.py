@@ -20,6 +20,7 @@ from octavo.multimodal.processors.registry import make_processor, read_processor
 SIDE, PATCH, TILES = 64, 2, 6  # 32 patches a side, for which transformers counts the rows
 SIZES = [(37, 53), (64, 64), (128, 64), (101, 400), (1, 1), (150, 170), (30, 60), (333, 90)]
 SIZES += [(500, 40), (63, 129), (2000, 1500), (96, 64)]
+ATOL = 1e-6  # of numbers from -1.4 to 1.4
 
 
 @pytest.fixture(scope="module")
@@ -94,8 +95,8 @@ def test_pixels_masks_and_tokens_equal_transformers(tiles, tmp_path, theirs):
         found = ours.process(pixels)
         values = expected["image_pixel_values"][0].numpy()
         np.testing.assert_array_equal(found["image_pixel_values"][1:], values[1:])
-        # Exact where torch's kernel fuses products and sums.
-        np.testing.assert_array_equal(found["image_pixel_values"][0], values[0])
+        # Some of torch's kernels do not fuse products and sums.
+        np.testing.assert_allclose(found["image_pixel_values"][0], values[0], rtol=0, atol=ATOL)
         size, seen = (found[name].tolist() for name in ("image_sizes", "seen_patches"))
         assert size == expected["image_sizes"][0].tolist()
         rows, columns = (n // SIDE for n in size)

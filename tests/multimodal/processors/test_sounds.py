@@ -25,7 +25,7 @@ from octavo.media.usm_mel import UsmMel
 from octavo.models.registry import read_spec
 from octavo.multimodal.processors.sounds import check_frames, read_sound_processor
 from tests.models.published_configs import CONFIGS
-from tests.sounds import sound
+from tests.sounds import CASES, sound
 
 SETTINGS = {"feature_extractor_type": "WhisperFeatureExtractor", "feature_size": 128}
 
@@ -251,4 +251,31 @@ def test_bands_of_another_model(tmp_path, kind):
             check_frames(checkpoint, spec)
         else:
             with pytest.raises(ModelError, match=rf"feature_size={bands} .*use the files of one"):
+                check_frames(checkpoint, spec)
+
+
+@pytest.mark.parametrize(
+    ("name", "field"),
+    [
+        ("gemma4", "feature_size"),
+        ("gemma4_unified wide", "audio_samples_per_token"),
+        ("phi4", "feature_size"),
+        ("qwen3_asr", "feature_size"),
+    ],
+)
+def test_other_inputs_of_another_model(tmp_path, name, field):
+    """Spectrograms of other encoders, and frames of samples; an absent field has a default."""
+    case = CASES[name]
+    config = {"architectures": [case.architecture], **case.config}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for size, fits in ((case.mel, True), (case.mel + 8, False), (None, False)):
+        settings = {} if size is None else {field: size}
+        settings["feature_extractor_type"] = "any"
+        (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings))
+        checkpoint = open_checkpoint(tmp_path)
+        spec = read_spec(checkpoint)
+        if fits:
+            check_frames(checkpoint, spec)
+        else:
+            with pytest.raises(ModelError, match=rf"{field}=\d+ .* reads {case.mel} "):
                 check_frames(checkpoint, spec)
