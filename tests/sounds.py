@@ -176,16 +176,19 @@ def _cases() -> dict[str, Case]:
 CASES = _cases()
 
 
-def save_model(name: str, folder: Path, **audio: Any) -> Any:
+def save_model(name: str, folder: Path, *, seconds: int = SECONDS, **audio: Any) -> Any:
     """Save a model with its files; return transformers' model.
 
     Args:
         name: its case.
         folder: the folder.
+        seconds: length of a window of Whisper's encoder.
         audio: other fields of audio_config.
     """
     case = CASES[name]
     own = case.config["audio_config"] | audio
+    if "max_source_positions" in own:
+        own["max_source_positions"] = 50 * seconds
     case = replace(case, config=case.config | {"audio_config": own})
     model = make_hf(case.architecture, **case.config)
     if name.split()[0] == "gemma4":
@@ -193,7 +196,7 @@ def save_model(name: str, folder: Path, **audio: Any) -> Any:
     model.save_pretrained(folder)
     kind = "Qwen3ASRFeatureExtractor" if "asr" in name else "WhisperFeatureExtractor"
     preprocessor = {"feature_extractor_type": kind, "feature_size": case.mel}
-    preprocessor |= {"chunk_length": SECONDS}
+    preprocessor |= {"chunk_length": seconds}
     if "gemma4" in name:
         kind = "Unified" if "unified" in name else ""
         preprocessor = {"image_processor_type": f"Gemma4{kind}ImageProcessor", "patch_size": 2}
