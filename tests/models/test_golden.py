@@ -208,6 +208,7 @@ LATER: dict[str, tuple[int, str]] = {
     "jamba-moe": (3231056, "191ee9a15e4c8a8e"),
     "nemotron-h-moe": (2450496, "1179d33e8db1b1e7"),
     "mistral4": (3280516, "60259f41203589a2"),
+    "phi4-multimodal": (1514272, "098241f728e99497"),
     "kimi-linear": (3177764, "a7a9efda35489a11"),
     "kimi-linear-groups": (3153628, "1c62109276c3f98e"),
     "nemotron-h-latent": (2257856, "e91a673fe829bce2"),

@@ -92,7 +92,7 @@ def capture(eager: EagerSteps, dtype: str, prompt_embeds: bool) -> CapturedSteps
     scratch = measure_scratch(setup, CPUAttention())
     activations, logits = Arena(scratch.activations), Arena(scratch.logits)
     steps = CapturedSteps(
-        eager, OPS, activations=activations, logits=logits, prompt_embeds=prompt_embeds
+        eager, OPS, activations=activations, logits=logits, prompt_embeds=setup.has_embeds
     )
     assert (activations.peak, logits.peak) == (scratch.activations, scratch.logits)
     return steps
