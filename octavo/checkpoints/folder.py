@@ -80,7 +80,7 @@ class Folder:
             raise ModelError(f"{file} cannot be read: {reason_of(error)}.") from error
 
     def _made_text(self, name: str) -> str | None:
-        """Return a text that Mistral's form describes in params.json; None: there is none."""
+        """Return a file's text that Mistral's params.json describes; None: it does not."""
         if not self.is_mistral or name != "preprocessor_config.json":
             return None
         from octavo.checkpoints.mistral.params import read_preprocessor  # few models need it

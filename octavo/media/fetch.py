@@ -389,7 +389,7 @@ def _forbidden(host: str, address: str, param: str) -> RequestError:
     if host == address:
         what = f"the address {address}"
     return RequestError(
-        f"{param}: {what} is not public; only hosts of the internet are asked. Send the file as a "
+        f"{param}: {what} is not public; Octavo fetches only from public hosts. Send the file as a "
         "data: URL.",
         param,
     )

@@ -45,7 +45,7 @@ class HelperSetup(msgspec.Struct):
     max_nbytes: int
     """Address space that compiling and matching one grammar may add."""
     tokenizer_mode: Literal["auto", "mistral"] = "auto"
-    """How the tokenizer is read; see `Tokenizer.from_folder`."""
+    """Setting `tokenizer_mode`; see `Tokenizer.from_folder`."""
 
 
 class Loaded(msgspec.Struct):

@@ -52,8 +52,8 @@ class EncoderItem:
         positions: int64 [T], position of each token; None: its index.
         rotary: float32 [T, rotary_dim], cosines and sines of each token, for `StepRope`; if parts
             of a head turn separately, [T, parts, rotary_dim].
-        seen: int64 [segments]: tokens of each segment see only so many tokens, its first ones (if
-            all layers use the first kind of segments); None: they see all tokens of the segment.
+        seen: int64 [segments], number of tokens, the first ones of each segment, that the tokens of
+            the segment see (if all layers use the first kind of segments); None: all of them.
         size: number of rows of the item's arrays, for blocks that compute one item at a time.
     """
 

@@ -91,7 +91,7 @@ class Processor:
     each other (PaliGemma); None: prompts have any form. See `arrange_prefix`."""
     beside: Modality | None = None
     """Modality whose items change the rows of this one's items in the same prompt; see
-    `Part.beside`. None: there is none."""
+    `Part.beside`. None: no modality does."""
     request_settings: tuple[str, ...] = ()
     """Settings that a request may change (`mm_processor_kwargs`)."""
 

@@ -106,7 +106,8 @@ def nearest_grid(
 ) -> tuple[int, int]:
     """Return the columns and rows of tiles that are nearest to a picture's ratio of sides.
 
-    Of equal ones the later is taken if the picture has more than half of its pixels.
+    Of two grids that are equally near, the later one counts if the picture has more than half of
+    its pixels.
 
     Args:
         height: height of the picture in pixels.
