@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -66,10 +67,19 @@ class Server:
         return min(engines, key=psutil.Process.create_time)  # a spare one is younger
 
 
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+def free_port(count: int = 1) -> int:
+    """Return the first of `count` free ports in a row.
+
+    They are below the range from which systems give ports to clients (32768 on Linux), so that no
+    connection of another test takes one before the caller does.
+    """
+    while True:
+        port = random.randrange(10_000, 32_000)
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+            for offset in range(count):
+                s = stack.enter_context(socket.socket())
+                s.bind(("127.0.0.1", port + offset))
+            return port
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ class Cluster:
     def __init__(self, folder, size=2, local=1, settings=FLAGS, model=""):
         self.folder = folder
         self.key = self.make_key("key", "k" * 40)
-        self.port = harness.free_port()
+        self.port = harness.free_port(2)  # one for experts, too
         self.logs = []
         self.size, self.local, self.settings, self.model = size, local, settings, model
 
