@@ -8,14 +8,14 @@ of a frame of its codec, and none if that is unknown.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import av.container
 from av.audio.codeccontext import AudioCodecContext
 from av.packet import Packet
 
 # Seconds of a packet.
-_Length: TypeAlias = Callable[[Packet], float]
+_Length: TypeAlias = Callable[[Packet[Any]], float]
 
 _MOST_OPUS_SECONDS = 0.12
 # Samples a second by the index in the head of a frame of AAC (ADTS), and samples of a frame.
@@ -44,11 +44,11 @@ def least_seconds(container: av.container.InputContainer, demuxer: str, enough: 
     codec = stream.codec_context
     time_base = float(stream.time_base or 0)
 
-    def by_content(packet: Packet) -> float:
+    def by_content(packet: Packet[Any]) -> float:
         # FFmpeg's demuxers of these formats compute it from the packet itself.
         return (packet.duration or 0) * time_base
 
-    def by_frame(packet: Packet) -> float:
+    def by_frame(packet: Packet[Any]) -> float:
         return min(by_content(packet), most)
 
     length: _Length = by_content
@@ -78,7 +78,7 @@ def _frame_samples(codec: AudioCodecContext) -> int:
     return codec.frame_size
 
 
-def _opus_seconds(packet: Packet) -> float:
+def _opus_seconds(packet: Packet[Any]) -> float:
     """Return the seconds of an Opus packet; RFC 6716, section 3.1."""
     data = memoryview(packet)
     config, code = data[0] >> 3, data[0] & 3
@@ -96,7 +96,7 @@ def _opus_seconds(packet: Packet) -> float:
     return seconds if seconds < _MOST_OPUS_SECONDS + 1e-6 else 0.0
 
 
-def _adts_seconds(packet: Packet) -> float:
+def _adts_seconds(packet: Packet[Any]) -> float:
     """Return the seconds of a frame of AAC by its own head: joined files differ."""
     data = memoryview(packet)
     index = data[2] >> 2 & 15 if len(data) > 2 else len(_ADTS_RATES)
