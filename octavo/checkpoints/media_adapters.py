@@ -1,0 +1,13 @@
+"""Adapters of media that some models have in folders of their own beside their weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+_PHI4 = {"image": "vision-lora", "audio": "speech-lora"}
+MEDIA_ADAPTERS: Mapping[str, Mapping[str, str]] = {
+    "Phi4MMForCausalLM": _PHI4,
+    "Phi4MultimodalForCausalLM": _PHI4,
+}
+"""Architectures -> folders in that of the model with the adapters of its media, by modality. A
+prompt with several kinds of media has the first adapter."""
