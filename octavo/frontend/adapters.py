@@ -13,7 +13,6 @@ from typing import TypeAlias
 
 import msgspec
 
-from octavo.checkpoints.media_adapters import MEDIA_ADAPTERS
 from octavo.checkpoints.tasks import TASKS
 from octavo.config import EngineConfig
 from octavo.errors import AdapterError, RequestError, UnsupportedError
@@ -24,6 +23,7 @@ from octavo.models.adapters import open_adapter
 from octavo.models.blocks.base import is_adaptable
 from octavo.models.forms import without_forms
 from octavo.models.hub import local_adapter, resolve_adapter, resolve_folders
+from octavo.models.media_adapters import MEDIA_ADAPTERS
 from octavo.models.spec import ModelSpec
 from octavo.plan.memory_plan import resolve_dtype
 from octavo.pooling_params import PoolingParams

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from octavo.checkpoints.gguf.folder import choose_mmproj, find_gguf, is_mmproj
-from octavo.checkpoints.media_adapters import MEDIA_ADAPTERS
 from octavo.checkpoints.mistral.files import PARAMS, WEIGHTS, has_params_only
 from octavo.checkpoints.model_files import require_file
 from octavo.checkpoints.tasks import TASKS
@@ -40,6 +39,7 @@ from octavo.errors import (
     UnknownRepoError,
     reason_of,
 )
+from octavo.models.media_adapters import MEDIA_ADAPTERS
 
 _BUILTIN_FOLDER = Path(__file__).parent.parent / "builtin"
 _BUILTIN = {

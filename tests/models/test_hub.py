@@ -10,7 +10,6 @@ import huggingface_hub
 import pytest
 from huggingface_hub import errors
 
-from octavo.checkpoints.media_adapters import MEDIA_ADAPTERS
 from octavo.checkpoints.registry import open_checkpoint
 from octavo.config import (
     BUILTIN_ADAPTERS,
@@ -32,6 +31,7 @@ from octavo.errors import (
 )
 from octavo.models import hub
 from octavo.models.hub import resolve_adapter, resolve_model
+from octavo.models.media_adapters import MEDIA_ADAPTERS
 
 
 @pytest.fixture

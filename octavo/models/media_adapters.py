@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-_PHI4 = {"image": "vision-lora", "audio": "speech-lora"}
-MEDIA_ADAPTERS: Mapping[str, Mapping[str, str]] = {
+from octavo.messages import Modality
+
+_PHI4: Mapping[Modality, str] = {"image": "vision-lora", "audio": "speech-lora"}
+MEDIA_ADAPTERS: Mapping[str, Mapping[Modality, str]] = {
     "Phi4MMForCausalLM": _PHI4,
     "Phi4MultimodalForCausalLM": _PHI4,
 }
