@@ -15,7 +15,7 @@ from av.audio.codeccontext import AudioCodecContext
 from av.packet import Packet
 
 # Seconds of a packet.
-_Length: TypeAlias = Callable[[Packet[Any]], float]
+_Length: TypeAlias = "Callable[[Packet[Any]], float]"
 
 _MOST_OPUS_SECONDS = 0.12
 # Samples a second by the index in the head of a frame of AAC (ADTS), and samples of a frame.
