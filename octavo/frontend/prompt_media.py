@@ -13,6 +13,7 @@ import msgspec
 
 from octavo.errors import ContextLengthError, RequestError, UnsupportedError
 from octavo.frontend.media_cache import MediaCache, MediaKey
+from octavo.frontend.media_embeds import is_embeds, mm_embeds_off, read_embeds
 from octavo.media.content import MAX_UUID_CHARS, NAMES, UNKNOWN_UUID, Modality, is_uuid
 from octavo.messages import MultiModalFeatureSpec, RequestOptions
 from octavo.models.encoder import EncoderSpec
@@ -141,6 +142,7 @@ class PromptMedia:
         tokenizer: its tokenizer.
         max_num_embeds: most tokens of the items of a prompt.
         cache_nbytes: most bytes of the items that are kept by their uuids and files.
+        enable_mm_embeds: accept the rows of encoders in place of items.
 
     Raises:
         RequestError: a placeholder is not one token.
@@ -152,7 +154,10 @@ class PromptMedia:
         tokenizer: Tokenizer,
         max_num_embeds: int,
         cache_nbytes: int = 0,
+        *,
+        enable_mm_embeds: bool = False,
     ) -> None:
+        self._enable_mm_embeds = enable_mm_embeds
         self.cache = MediaCache(cache_nbytes)
         """Items of files, and those that clients sent with a uuid."""
         self._max_num_embeds = max_num_embeds
@@ -210,8 +215,8 @@ class PromptMedia:
             UnsupportedError: the data holds items that the model does not read.
             ContextLengthError: the items have more tokens than the context.
         """
-        given = self._given(prompt)
         settings = _settings_of(prompt)
+        given = self._given(prompt, settings)
         items: dict[int, list[Item]] = {}
         placeholders: dict[int, Placeholders] = {}
         kept: list[tuple[MediaKey, Item]] = []
@@ -268,6 +273,23 @@ class PromptMedia:
             self.cache.put(key, item, item.nbytes, options.share)
         return ids, features
 
+    def read_embeds(
+        self, source: Any, modality: Modality, settings: Mapping[str, Any]
+    ) -> list[Item]:
+        """Return the items whose rows a caller gives; see `media_embeds.read_embeds`.
+
+        Args:
+            source: rows, or a dict with them.
+            modality: modality of the items.
+            settings: other values of the processor's settings, those of the modality only.
+
+        Raises:
+            RequestError: they are wrong, or not accepted here.
+        """
+        if not self._enable_mm_embeds:
+            raise RequestError(mm_embeds_off(modality), DATA)
+        return read_embeds(source, self.readers[modality].processor.changed(settings), modality)
+
     def _recall(self, key: MediaKey, reader: MediaReader[Any], index: int) -> Item:
         """Return the item that was sent with a uuid before."""
         found: Item | None = self.cache.get(key)
@@ -284,8 +306,15 @@ class PromptMedia:
             )
         return found
 
-    def _given(self, prompt: Mapping[str, Any]) -> dict[Modality, Sequence[object]]:
-        """Return the items in a prompt's dict, of all modalities that the model reads."""
+    def _given(
+        self, prompt: Mapping[str, Any], settings: Mapping[str, Any]
+    ) -> dict[Modality, Sequence[object]]:
+        """Return the items in a prompt's dict, of all modalities that the model reads.
+
+        Args:
+            prompt: the dict.
+            settings: its mm_processor_kwargs.
+        """
         data = prompt[DATA]
         names = [repr(modality) for modality in self.readers]
         if not isinstance(data, Mapping):
@@ -302,7 +331,15 @@ class PromptMedia:
         found: dict[Modality, Sequence[object]] = {}
         for modality, reader in self.readers.items():
             value = data.get(modality)
-            items = [] if value is None else reader.items_of(value)
+            items: list[object] = []
+            if value is not None:
+                sources = [value] if is_embeds(value, modality) else reader.items_of(value)
+                for source in sources:
+                    if is_embeds(source, modality):
+                        own = self.settings_of(modality, settings)
+                        items += self._named_embeds(reader, source, own, len(items))
+                    else:
+                        items.append(source)
             if len(items) > reader.limit:
                 raise RequestError(
                     f"The prompt has {len(items)} {reader.name}s; at most {reader.limit} are "
@@ -311,6 +348,15 @@ class PromptMedia:
                 )
             found[modality] = items
         return found
+
+    def _named_embeds(
+        self, reader: MediaReader[Any], source: object, own: Mapping[str, Any], index: int
+    ) -> list[Item]:
+        """Return `read_embeds`; an error names the index of the first item."""
+        try:
+            return self.read_embeds(source, reader.modality, own)
+        except RequestError as error:
+            raise reader.named(error, index, source) from None
 
     def _embed_token(self, reader: MediaReader[Any]) -> int:
         """Return the token that rows replace.
