@@ -1,5 +1,10 @@
 """Rows of encoders in place of pictures and sounds: the same bits as with these, or an error."""
 
+import base64
+import io
+import json
+import pickle
+
 import numpy as np
 import pytest
 import torch
@@ -7,11 +12,17 @@ import torch
 from octavo.errors import RequestError
 from octavo.worker.encoder_runner import EncoderRunner
 from tests import sounds
+from tests.e2e.harness import serve
+from tests.e2e.test_chat_pictures import FIRST, PLAIN, SECOND, TEMPLATE
+from tests.e2e.test_chat_pictures import part as picture_part
 from tests.e2e.test_pictures import PICTURES, answers, budget, prompt
 from tests.e2e.test_sounds import LONG, SOUNDS
 from tests.e2e.test_sounds import answers as sound_answers
 from tests.e2e.test_sounds import prompt as sound_prompt
 from tests.pictures import make_llm, params, save_model
+
+NAMES = ["smolvlm", "qwen2_5_vl", "qwen3_vl", "llava", "llava_next", "gemma3", "gemma4"]
+NAMES += ["paligemma", "internvl", "pixtral", "phi4"]
 
 
 def prompts(name):
@@ -48,22 +59,7 @@ def sizes(images):
     return [(image.shape[1], image.shape[0]) for image in images]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "smolvlm",
-        "qwen2_5_vl",
-        "qwen3_vl",
-        "llava",
-        "llava_next",
-        "gemma3",
-        "gemma4",
-        "paligemma",
-        "internvl",
-        "pixtral",
-        "phi4",
-    ],
-)
+@pytest.mark.parametrize("name", NAMES)
 def test_pictures(name, tmp_path, monkeypatch):
     """A prompt with rows has the bits of the prompt with pictures: in one batch, in chunks, beside
     pictures, and from the prefix cache."""
@@ -171,7 +167,7 @@ def test_forms_of_rows(tmp_path, monkeypatch):
 def test_errors(tmp_path):
     """Bad rows harm only their own request; the error says what is wrong with them."""
     save_model("qwen3_vl", tmp_path)
-    good = np.ones((2, 128), np.float32)
+    good = np.ones((2, 96), np.float32)
     grid = [1, 2, 4]
     text = prompt("qwen3_vl", 0, text="{}")["prompt"]
 
@@ -202,12 +198,12 @@ def test_errors(tmp_path):
         wrong(llm, "is a int, not a torch tensor", 4)
         refuse(
             llm,
-            "has 1 items, and .* has 2|has 3 items, and .* has 2",
+            "has 3 items, and .* has 2",
             {"image_embeds": [good] * 3, "image_grid_thw": [grid, grid]},
         )
-        wrong(llm, "not finite", np.where(np.arange(128) == 127, np.nan, good))
-        wrong(llm, "not finite", torch.full((2, 128), np.inf, dtype=torch.bfloat16))
-        wrong(llm, "layout torch.sparse_coo", torch.ones(2, 128).to_sparse())
+        wrong(llm, "not finite", np.where(np.arange(96) == 95, np.nan, good))
+        wrong(llm, "not finite", torch.full((2, 96), np.inf, dtype=torch.bfloat16))
+        wrong(llm, "layout torch.sparse_coo", torch.ones(2, 96).to_sparse())
         wrong(llm, "image_embeds.size is unknown", good, size=4)
         wrong(llm, "exclude each other", good, image_sizes=[4, 4])
         wrong(llm, "image_grid_thw must be positive integers", good, image_grid_thw=[1, 2])
@@ -216,7 +212,7 @@ def test_errors(tmp_path):
         wrong(llm, r"image_grid_thw is \[2, 2, 2\]", good, image_grid_thw=[2, 2, 2])
         wrong(llm, r"image_grid_thw is \[1, 3, 4\]", good, image_grid_thw=[1, 3, 4])
         wrong(llm, "3 pictures; at most 2", [good] * 3, image_grid_thw=[grid] * 3)
-        many = np.ones((500, 128), np.float32)
+        many = np.ones((500, 96), np.float32)
         wrong(
             llm, "have 500 tokens; the model's context has 400", many, image_grid_thw=[1, 2, 1000]
         )
@@ -224,3 +220,94 @@ def test_errors(tmp_path):
         given = {"prompt": text, "multi_modal_data": {"image": data}}
         (output,) = llm.generate(given, params(), use_tqdm=False)
         assert output.outputs[0].token_ids
+
+
+def npy(array):
+    file = io.BytesIO()
+    np.save(file, array)
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def saved(tensor):
+    file = io.BytesIO()
+    torch.save(tensor, file)
+    return base64.b64encode(file.getvalue()).decode()
+
+
+class Evil:
+    def __reduce__(self):
+        return print, ("this must not run",)
+
+
+def test_chats(tmp_path, tmp_path_factory, monkeypatch):
+    """Chats, offline and over HTTP, have files of tensors in base64; nothing in them is run."""
+    save_model("smolvlm", tmp_path)
+    file = tmp_path / "tokenizer_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "chat_template": TEMPLATE}))
+    content = [picture_part(FIRST), {"type": "text", "text": "and"}, picture_part(SECOND)]
+    chat = [{"role": "user", "content": content}]
+    with make_llm(tmp_path, enable_prefix_caching=False) as llm:
+        given = {"prompt": "user:<image>and<image>;"}
+        given |= {"multi_modal_data": {"image": [FIRST, SECOND]}}
+        _, found = with_rows(llm, given, monkeypatch)
+        (output,) = llm.chat(chat, params(8), use_tqdm=False)
+        expected = output.outputs[0].text
+        first, second = (row for _, _, row in found)
+        off = {"type": "image_embeds", "image_embeds": npy(first)}
+        with pytest.raises(RequestError, match=r"picture 1: image_embeds.*--enable-mm-embeds"):
+            llm.chat([{"role": "user", "content": [off]}], params(), use_tqdm=False)
+
+    def part(value, **more):
+        return {"type": "image_embeds", "image_embeds": value, **more}
+
+    as_npy = part({"image_embeds": npy(first), "image_sizes": [30, 48]}, uuid="a")
+    as_torch = {"image_embeds": saved(torch.from_numpy(second))}
+    as_torch = part(as_torch | {"image_sizes": saved(torch.tensor([[40, 20]]))})
+    with_tensors = part({"image_embeds": torch.from_numpy(second), "image_sizes": [(40, 20)]})
+    text = content[1]
+    with make_llm(tmp_path, enable_mm_embeds=True) as llm:
+        for last in (as_torch, with_tensors, content[2]):
+            chat = [{"role": "user", "content": [as_npy, text, last]}]
+            (output,) = llm.chat(chat, params(8), use_tqdm=False)
+            assert output.outputs[0].text == expected
+    flags = ["--dtype", "float32", "--max-model-len", "400", "--served-model-name", "m"]
+    flags += ["--enable-mm-embeds"]
+    with serve(tmp_path_factory.mktemp("server"), *flags, model=str(tmp_path)) as server:
+
+        def send(*content):
+            body = {"model": "m", "messages": [{"role": "user", "content": content}], **PLAIN}
+            return server.post("/v1/chat/completions", body)
+
+        for parts in (
+            (as_npy, text, as_torch),
+            (part(None, uuid="a"), text, as_torch),
+            (content[0], text, as_torch),
+        ):
+            response = send(*parts)
+            assert response.status_code == 200, response.text
+            assert response.json()["choices"][0]["message"]["content"] == expected
+        objects = np.array([Evil()] * 2, object)
+        evil = base64.b64encode(pickle.dumps(Evil())).decode()
+        size = {"image_sizes": [30, 48]}
+        for value, words in (
+            (npy(first), "rows alone do not say which picture they are"),
+            ({"image_embeds": npy(objects), **size}, "holds an array of type object"),
+            ({"image_embeds": saved(Evil()), **size}, "saved with torch.save or numpy.save"),
+            ({"image_embeds": evil, **size}, "saved with torch.save or numpy.save"),
+            ({"image_embeds": "?", **size}, "is not valid base64"),
+            ({"image_embeds": npy(first)[:-8], **size}, "damaged file of numpy.save"),
+            ({"image_embeds": npy(first[:, :8]), **size}, "have 8 numbers in a row"),
+            ({"image_embeds": npy(first * np.nan), **size}, "not finite"),
+            ({"image_embeds": [1, 2], **size}, "is a int, not a torch tensor"),
+            ({"image_embeds": npy(first[None].repeat(2, 0)), **size}, "has 2 items"),
+            ({"image_embeds": npy(first), "image_sizes": {}}, "image_sizes"),
+            (None, "image_embeds is missing"),
+            (4, "image_embeds is a int"),
+        ):
+            response = send(part(value))
+            assert response.status_code == 400, response.text
+            error = response.json()["error"]
+            assert words in error["message"]
+            assert "messages" in error["param"]
+        response = send(content[0], text, as_torch)
+        assert response.json()["choices"][0]["message"]["content"] == expected
