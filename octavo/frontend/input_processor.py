@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import operator
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NotRequired, Protocol, TypedDict
 
 import msgspec
@@ -245,8 +246,17 @@ def open_media(
     spec: ModelSpec,
     tokenizer: Tokenizer | None,
     max_model_len: int,
+    shared: Path | None = None,
 ) -> PromptMedia | None:
     """Return the reader of the media in a model's prompts; None: the model reads none.
+
+    Args:
+        checkpoint: folder of the model.
+        settings: its settings.
+        spec: the model.
+        tokenizer: its tokenizer.
+        max_model_len: most tokens of prompt and answer together.
+        shared: folder in which several front ends keep media by their uuids; None: there is one.
 
     Raises:
         ModelError: a file of the model is missing or wrong.
@@ -257,6 +267,7 @@ def open_media(
     # Few models read media.
     from octavo.frontend.pictures import Pictures
     from octavo.frontend.prompt_media import PromptMedia
+    from octavo.frontend.shared_media import SharedMedia
     from octavo.frontend.sounds import Sounds
     from octavo.frontend.videos import Videos
 
@@ -277,6 +288,7 @@ def open_media(
         max_model_len,
         cache_nbytes,
         enable_mm_embeds=settings.enable_mm_embeds,
+        shared=None if shared is None else SharedMedia(shared, cache_nbytes),
     )
 
 
@@ -812,7 +824,7 @@ class InputProcessor:
     def reset_mm_cache(self) -> None:
         """Forget the media that are kept by their files and uuids."""
         if self._media is not None:
-            self._media.cache.clear()
+            self._media.clear()
 
     def _read_media(
         self,

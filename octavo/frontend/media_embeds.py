@@ -31,7 +31,6 @@ GRID, SIZES = "image_grid_thw", "image_sizes"
 _DIMS = 2
 
 
-
 def mm_embeds_off(modality: Modality) -> str:
     """Return the message of the error for rows that are not accepted."""
     return (

@@ -14,6 +14,7 @@ import msgspec
 from octavo.errors import ContextLengthError, RequestError, UnsupportedError
 from octavo.frontend.media_cache import MediaCache, MediaKey
 from octavo.frontend.media_embeds import is_embeds, mm_embeds_off, read_embeds
+from octavo.frontend.shared_media import SharedMedia
 from octavo.media.content import MAX_UUID_CHARS, NAMES, UNKNOWN_UUID, Modality, is_uuid
 from octavo.messages import MultiModalFeatureSpec, RequestOptions
 from octavo.models.encoder import EncoderSpec
@@ -143,6 +144,7 @@ class PromptMedia:
         max_num_embeds: most tokens of the items of a prompt.
         cache_nbytes: most bytes of the items that are kept by their uuids and files.
         enable_mm_embeds: accept the rows of encoders in place of items.
+        shared: items that several front ends keep by their uuids; None: this one keeps its own.
 
     Raises:
         RequestError: a placeholder is not one token.
@@ -156,10 +158,12 @@ class PromptMedia:
         cache_nbytes: int = 0,
         *,
         enable_mm_embeds: bool = False,
+        shared: SharedMedia | None = None,
     ) -> None:
         self._enable_mm_embeds = enable_mm_embeds
         self.cache = MediaCache(cache_nbytes)
-        """Items of files, and those that clients sent with a uuid."""
+        """Items of files, and, if they are not shared, those that clients sent with a uuid."""
+        self._named: MediaCache | SharedMedia = self.cache if shared is None else shared
         self._max_num_embeds = max_num_embeds
         self.readers: Mapping[Modality, MediaReader[Any]] = {
             reader.modality: reader for reader in readers
@@ -270,8 +274,13 @@ class PromptMedia:
                 raise reader.named(error, i, given[item.modality][i]) from None
             features.append(feature)
         for key, item in kept:
-            self.cache.put(key, item, item.nbytes, options.share)
+            self._named.put(key, item, item.nbytes, options.share)
         return ids, features
+
+    def clear(self) -> None:
+        """Forget the media that are kept by their files and uuids."""
+        self.cache.clear()
+        self._named.clear()
 
     def read_embeds(
         self, source: Any, modality: Modality, settings: Mapping[str, Any]
@@ -292,15 +301,13 @@ class PromptMedia:
 
     def _recall(self, key: MediaKey, reader: MediaReader[Any], index: int) -> Item:
         """Return the item that was sent with a uuid before."""
-        found: Item | None = self.cache.get(key)
+        found: Item | None = self._named.get(key)
         if found is None:
             name = reader.name
             raise RequestError(
                 f"{name} {index + 1}: no {name} with the uuid {key.name!r} is kept here for this "
                 f"client and these mm_processor_kwargs; send the {name} together with the uuid. "
-                "Each server, and each of its front ends (--api-server-count), keeps its own, and "
-                "gives up old ones "
-                "(--mm-processor-cache-gb).",
+                "Each server keeps its own, and gives up old ones (--mm-processor-cache-gb).",
                 DATA,
                 UNKNOWN_UUID,
             )
