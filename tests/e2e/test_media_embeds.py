@@ -291,7 +291,7 @@ def test_chats(tmp_path, tmp_path_factory, monkeypatch):
         size = {"image_sizes": [30, 48]}
         for value, words in (
             (npy(first), "rows alone do not say which picture they are"),
-            ({"image_embeds": npy(objects), **size}, "holds an array of type object"),
+            ({"image_embeds": npy(objects), **size}, "holds no array of numbers"),
             ({"image_embeds": saved(Evil()), **size}, "saved with torch.save or numpy.save"),
             ({"image_embeds": evil, **size}, "saved with torch.save or numpy.save"),
             ({"image_embeds": "?", **size}, "is not valid base64"),
