@@ -58,7 +58,7 @@ def with_header(text, data=b"\0" * 16):
         ),
         (
             with_header(
-                "{'descr': '<f4', 'fortran_order': False, 'shape': (0, 999999999999, 999999999999)}",
+                "{'descr': '<f4', 'fortran_order': False, 'shape': (0, 999999999999, 99999999999)}",
                 b"",
             ),
             "has 0 bytes",
