@@ -127,7 +127,8 @@ def test_forms_of_rows(tmp_path, monkeypatch):
     model rounds."""
     save_model("qwen2_vl", tmp_path)
     first, second = PICTURES[:2]
-    both, one = prompt("qwen2_vl", first, second), prompt("qwen2_vl", second, text="{}")
+    both = prompt("qwen2_vl", first, second)
+    one = prompt("qwen2_vl", second, text="{} and a text that fills a block")
     with make_llm(tmp_path, enable_mm_embeds=True) as llm:
         expected, found = with_rows(llm, both, monkeypatch)
         (alone,), _ = with_rows(llm, one, monkeypatch)
