@@ -132,6 +132,7 @@ class AsyncLLM(AsyncPooling):
         metrics_prefix: prefix of the metrics' names.
         record: settings of the recording; None: no recording.
         front_end: number of this front end among several with one coordinator, never reused.
+        shared_media: folder in which they keep media by their uuids.
     """
 
     def __init__(
@@ -145,6 +146,7 @@ class AsyncLLM(AsyncPooling):
         metrics_prefix: str = "octavo",
         record: RecordSettings | None = None,
         front_end: int | None = None,
+        shared_media: Path | None = None,
     ) -> None:
         config.parallel.check(headless=False)
         config = msgspec.structs.replace(config, parallel=config.parallel.of_server())
@@ -159,7 +161,7 @@ class AsyncLLM(AsyncPooling):
         if not model.skip_tokenizer_init:
             self.tokenizer = Tokenizer.from_folder(tokenizer_path, model.tokenizer_mode)
         self._media = open_media(
-            self.checkpoint, model, self.spec, self.tokenizer, self.max_model_len
+            self.checkpoint, model, self.spec, self.tokenizer, self.max_model_len, shared_media
         )
         self.chat_media = open_chat_media(self._media, model, self.tokenizer, self.max_model_len)
         """Reader of the media in chats; None: the model reads none."""
@@ -642,7 +644,7 @@ class AsyncLLM(AsyncPooling):
         """Forget the media that this front end and the engines keep; see `LLM.reset_mm_cache`."""
         self._attach()
         if self._media is not None:
-            self._media.cache.clear()
+            self._media.clear()
         await self._client.call_utility("reset_mm_cache")
 
     async def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:

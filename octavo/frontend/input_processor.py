@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import operator
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NotRequired, Protocol, TypedDict
 
 import msgspec
@@ -26,6 +27,7 @@ from octavo.frontend.encoder_prompt import (
     scoped,
     text_feature,
 )
+from octavo.frontend.media_embeds import mm_embeds_off
 from octavo.frontend.prompt_embeds import PROMPT_EMBEDS_OFF, check_embeds, read_tensor
 from octavo.messages import (
     CoreSamplingParams,
@@ -62,7 +64,8 @@ class TextPrompt(TypedDict):
     cache_salt: NotRequired[str]
     """Scope of the prefix cache, as in `SamplingParams.cache_salt`."""
     multi_modal_data: NotRequired[Mapping[str, Any]]
-    """Media, in order of their placeholders in the prompt: {"image": one or a list}."""
+    """Media, in order of their placeholders in the prompt: {"image": one or a list}. With
+    `enable_mm_embeds` an item may be the rows of the model's encoder, see `read_embeds`."""
     mm_processor_kwargs: NotRequired[Mapping[str, Any]]
     """Settings of the processors of media for this prompt."""
     multi_modal_uuids: NotRequired[Mapping[str, Any]]
@@ -243,8 +246,17 @@ def open_media(
     spec: ModelSpec,
     tokenizer: Tokenizer | None,
     max_model_len: int,
+    shared: Path | None = None,
 ) -> PromptMedia | None:
     """Return the reader of the media in a model's prompts; None: the model reads none.
+
+    Args:
+        checkpoint: folder of the model.
+        settings: its settings.
+        spec: the model.
+        tokenizer: its tokenizer.
+        max_model_len: most tokens of prompt and answer together.
+        shared: folder in which several front ends keep media by their uuids; None: there is one.
 
     Raises:
         ModelError: a file of the model is missing or wrong.
@@ -255,6 +267,7 @@ def open_media(
     # Few models read media.
     from octavo.frontend.pictures import Pictures
     from octavo.frontend.prompt_media import PromptMedia
+    from octavo.frontend.shared_media import SharedMedia
     from octavo.frontend.sounds import Sounds
     from octavo.frontend.videos import Videos
 
@@ -269,7 +282,14 @@ def open_media(
     if not found:
         return None
     cache_nbytes = int(settings.mm_processor_cache_gb * 2**30)
-    return PromptMedia(found, tokenizer, max_model_len, cache_nbytes)
+    return PromptMedia(
+        found,
+        tokenizer,
+        max_model_len,
+        cache_nbytes,
+        enable_mm_embeds=settings.enable_mm_embeds,
+        shared=None if shared is None else SharedMedia(shared, cache_nbytes),
+    )
 
 
 def open_chat_media(
@@ -309,7 +329,8 @@ class InputProcessor:
 
     Args:
         model_config: settings of the model; the processor reads `max_logprobs`, `seed`,
-            `guided_decoding_backend`, `allow_additional_properties` and `enable_prompt_embeds`.
+            `guided_decoding_backend`, `allow_additional_properties`, `enable_prompt_embeds` and
+            `enable_mm_embeds`.
         spec: vocabulary size, end-of-sequence ids and size of the embeddings of the model.
         tokenizer: encodes prompts; None if prompts are token ids only (`skip_tokenizer_init`).
         max_model_len: most tokens of prompt and answer together.
@@ -334,6 +355,7 @@ class InputProcessor:
         self._grammar_backend = model_config.guided_decoding_backend
         self._additional_properties = model_config.allow_additional_properties
         self._enable_prompt_embeds = model_config.enable_prompt_embeds
+        self._enable_mm_embeds = model_config.enable_mm_embeds
         eos = set(spec.eos_token_ids)
         if tokenizer is not None and tokenizer.eos_token_id is not None:
             eos.add(tokenizer.eos_token_id)
@@ -714,6 +736,9 @@ class InputProcessor:
         else:
             for feature in features:
                 self._spec.check_item(feature)
+                if feature.is_embeds and not self._enable_mm_embeds:
+                    assert feature.modality != "text"
+                    raise RequestError(mm_embeds_off(feature.modality), "multi_modal_data")
         return replace(made, options=options, prompt_embeds=embeds, mm_features=features)
 
     def _read_encoder_decoder(
@@ -799,7 +824,7 @@ class InputProcessor:
     def reset_mm_cache(self) -> None:
         """Forget the media that are kept by their files and uuids."""
         if self._media is not None:
-            self._media.cache.clear()
+            self._media.clear()
 
     def _read_media(
         self,
