@@ -53,18 +53,14 @@ from octavo.frontend.beam_search import (
 from octavo.frontend.engines import EngineRecords
 from octavo.frontend.environment import apply_environment
 from octavo.frontend.forecast import Forecast
-from octavo.frontend.input_processor import (
-    InputProcessor,
-    Prompt,
-    open_chat_media,
-    open_media,
-    processing_time,
-)
+from octavo.frontend.input_processor import InputProcessor
+from octavo.frontend.open_media import open_chat_media, open_media
 from octavo.frontend.output_processor import (
     LiveAnswer,
     OutputProcessor,
     RequestOutputCollector,
 )
+from octavo.frontend.prompts import Prompt, processing_time
 from octavo.frontend.request_memory import (
     RequestMemory,
     request_nbytes,
