@@ -254,6 +254,7 @@ def test_a_picture_of_files(server, expected):
     parts[0]["file_id"] = "file-absent"
     response = server.post("/v1/responses", body)
     assert (response.status_code, response.json()["error"]["code"]) == (404, "file_not_found")
+    assert "send the picture as image_url" in response.json()["error"]["message"]
 
 
 def test_a_video_over_http(server, llm):

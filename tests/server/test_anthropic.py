@@ -225,6 +225,39 @@ def test_count_tokens():
         ({"messages": []}, 400, "invalid_request_error", "messages"),
         ({"messages": ["x"]}, 400, "invalid_request_error", "messages[0]"),
         (
+            {"messages": [{"role": "user", "content": [{"type": "document", "source": {}}]}]},
+            400,
+            "invalid_request_error",
+            "messages[0].content[0].type='document' is not supported here; use text, image or "
+            "tool_result.",
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": [{"type": "document"}]}]},
+            400,
+            "invalid_request_error",
+            "type='document' is not supported here; use text, image, tool_use or thinking.",
+        ),
+        (
+            {
+                "messages": [
+                    {
+                        "role": "user",
+                        "content": [
+                            {
+                                "type": "tool_result",
+                                "tool_use_id": "a",
+                                "content": [{"type": "document"}],
+                            }
+                        ],
+                    }
+                ]
+            },
+            400,
+            "invalid_request_error",
+            "messages[0].content[0].content[0].type='document' is not supported here; use text or "
+            "image.",
+        ),
+        (
             {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
             400,
             "invalid_request_error",
