@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable
 from octavo.config import SchedulerConfig
 from octavo.errors import ContextLengthError, RequestError
 from octavo.kv_cache.groups import KVCacheConfig, max_blocks_per_request
+from octavo.kv_connector.base import KVConnectorScheduler
 from octavo.request import Request, RequestStatus
 from octavo.scheduler.step import ScheduledStep
 
@@ -127,3 +128,33 @@ def check_books(
     keys = [request.queue_key for request in running]
     if keys != sorted(keys) or len(keys) > max_num_seqs:
         raise AssertionError("too many requests run, or not in order")
+
+
+def check_transfer(request: Request, connector: KVConnectorScheduler | None) -> None:
+    """Check the parameters that a request has for the KV connector; None: there is none.
+
+    Raises:
+        RequestError: the connector rejects them, or there is no connector.
+    """
+    if connector is not None:
+        connector.check_request(request)
+    elif request.options.kv_transfer_params is not None:
+        raise RequestError(
+            "kv_transfer_params: this server has no KV connector; leave them out, or start it "
+            "with --kv-transfer-config.",
+            "kv_transfer_params",
+        )
+
+
+def check_adapter(request: Request, *, enabled: bool) -> None:
+    """Check that a request has no adapter, unless adapters are enabled.
+
+    Raises:
+        RequestError: it has one.
+    """
+    if request.options.adapter is not None and not enabled:
+        raise RequestError(
+            f"The adapter {request.options.adapter.name!r} cannot be used: adapters are off; "
+            "start the engine with enable_lora (--enable-lora).",
+            "lora_request",
+        )

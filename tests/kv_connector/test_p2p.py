@@ -12,6 +12,7 @@ from octavo.kv_connector.p2p import P2PScheduler
 from octavo.messages import KVConnectorOutput
 from octavo.models.state_cache import StateCache
 from octavo.request import RequestStatus
+from octavo.scheduler.checks import check_transfer
 from tests.fakes import STATE, FakeEngine, expected_output, pages
 from tests.params import set_options
 from tests.transfers import FakeTransfers, make_layout
@@ -86,7 +87,7 @@ def prefill(engine, name="a", prompt=PROMPT):
 def ask(engine, params, name="x"):
     request = engine.add(name, PROMPT)
     set_options(request, kv_transfer_params=params)
-    engine.scheduler._check_transfer(request)
+    check_transfer(request, engine.scheduler._connector)
     return request
 
 

@@ -301,7 +301,7 @@ def test_what_depends_on_a_failed_item_is_forgotten(fate):
     engine.schedule()
     engine.schedule()
     if fate == "preempted":
-        engine.scheduler._preempt_all()
+        engine.scheduler._table.preempt_all()
     elif fate == "aborted":
         engine.scheduler.finish_requests(["1"], RequestStatus.FINISHED_ABORTED)
     pool, items = engine.scheduler.kv_cache_manager.pool, engine.scheduler._encoders.cache
@@ -598,4 +598,4 @@ def test_a_line_saves_no_tokens_alone():
         "line", range(30), features=[picture("a", 0, 28, ranges=((0, 28),))], background=True
     )
     assert scheduled_tokens(engine.schedule()) == {"line": 30}
-    assert engine.scheduler._num_saved == 0
+    assert engine.scheduler._builder._background.num_saved == 0

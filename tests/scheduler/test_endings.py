@@ -1,4 +1,4 @@
-"""Ends of requests: stops, aborts, deadlines, and steps that fail."""
+"""Ends of requests: aborts, deadlines, and steps that fail."""
 
 from collections import deque
 
@@ -7,43 +7,6 @@ import pytest
 from octavo.messages import FinishReason, ModelRunnerOutput
 from octavo.request import RequestStatus
 from tests.fakes import FakeEngine
-
-
-class TestStop:
-    def outputs(self, **params):
-        engine = FakeEngine()
-        engine.add("a", range(8), **params)  # its first ten tokens differ from one another
-        engine.run()
-        return engine.tokens("a"), engine.outputs["a"][-1]
-
-    def test_max_tokens(self):
-        tokens, last = self.outputs(max_tokens=5)
-        assert len(tokens) == 5
-        assert (last.finish_reason, last.stop_reason) == (FinishReason.LENGTH, None)
-
-    def test_stop_token_of_the_request(self):
-        free, _ = self.outputs(max_tokens=10)
-        tokens, last = self.outputs(max_tokens=10, stop_token_ids=[free[4]])
-        assert tokens == free[:5]
-        assert (last.finish_reason, last.stop_reason) == (FinishReason.STOP, free[4])
-
-    def test_end_of_sequence(self):
-        free, _ = self.outputs(max_tokens=10)
-        tokens, last = self.outputs(max_tokens=10, stop=[free[4]])
-        assert tokens == free[:5]
-        assert (last.finish_reason, last.stop_reason) == (FinishReason.STOP, None)
-
-    def test_min_tokens(self):
-        free, _ = self.outputs(max_tokens=10)
-        tokens, _ = self.outputs(max_tokens=10, min_tokens=4, stop=[free[3]])
-        assert tokens == free  # the fourth token may not end it yet
-        tokens, _ = self.outputs(max_tokens=10, min_tokens=4, stop=[free[4]])
-        assert tokens == free[:5]
-
-    def test_a_stop_token_that_is_the_last_allowed_is_a_stop(self):
-        free, _ = self.outputs(max_tokens=10)
-        _, last = self.outputs(max_tokens=5, stop=[free[4]])
-        assert last.finish_reason == FinishReason.STOP
 
 
 class TestFinish:

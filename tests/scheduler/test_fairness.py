@@ -17,7 +17,7 @@ from tests.fakes import FakeEngine, expected_output, picture, scheduled_tokens
 
 
 def served(engine, tenant):
-    return engine.scheduler._tenants.rank(tenant)[0]
+    return engine.scheduler._table.tenants.rank(tenant)[0]
 
 
 class TestCounters:
@@ -147,10 +147,10 @@ class TestCharges:
         if status is not None:
             engine.scheduler.hold("a", status)
         engine.step()
-        assert engine.scheduler._tenants.several_compete
+        assert engine.scheduler._table.tenants.several_compete
         engine.scheduler.finish_requests("ab", RequestStatus.FINISHED_ABORTED)
         engine.run()
-        tenants = engine.scheduler._tenants
+        tenants = engine.scheduler._table.tenants
         assert not tenants._competing
         assert not tenants._live
 
@@ -235,7 +235,7 @@ def test_who_always_wants_more_gets_as_much_as_others(jobs, budget, seats, depth
             prompt = [(hash((tenant, i)) + j) % 50 for j in range(length)]
             engine.add(f"{tenant}{i}", prompt, max_tokens=max_tokens, tenant=tenant)
     bound = 2 * max(60 * PROMPT_WEIGHT, seats * 12 * OUTPUT_WEIGHT)
-    while engine.scheduler._tenants.several_compete:
+    while engine.scheduler._table.tenants.several_compete:
         engine.step()
         if all(any(r.options.tenant == t for r in engine.scheduler.waiting) for t in jobs):
             assert abs(served(engine, "a") - served(engine, "b")) <= bound

@@ -6,6 +6,7 @@ from octavo.errors import RequestError
 from octavo.messages import FinishReason
 from octavo.models.state_cache import StateCache
 from octavo.request import RequestStatus
+from octavo.scheduler.checks import check_transfer
 from octavo.scheduler.costs import PrefillCosts
 from tests.fakes import STATE, FakeEngine, expected_output, pages
 from tests.params import core_params, set_options
@@ -452,7 +453,7 @@ def test_transfer_params_without_who_takes_them():
 def check(engine):
     request = engine.add("a", PROMPT)
     set_options(request, kv_transfer_params={"do_remote_decode": True})
-    engine.scheduler._check_transfer(request)
+    check_transfer(request, engine.scheduler._connector)
 
 
 def test_costs():

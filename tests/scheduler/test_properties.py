@@ -188,10 +188,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         name = self.add(prompt, params)
         self.scheduler.hold(name, RequestStatus.WAITING_FOR_FSM)
 
-    @precondition(lambda self: self.scheduler._held)
+    @precondition(lambda self: self.scheduler._table.held)
     @rule(data=st.data())
     def be_ready(self, data):
-        self.scheduler.set_ready(data.draw(st.sampled_from(sorted(self.scheduler._held))))
+        self.scheduler.set_ready(data.draw(st.sampled_from(sorted(self.scheduler._table.held))))
 
     @precondition(lambda self: self.scheduler.requests)
     @rule(data=st.data())
@@ -216,12 +216,13 @@ class SchedulerMachine(RuleBasedStateMachine):
             or not self.scheduler._encoders.pace.may_begin  # or for the pace of its prompt
         )
         # Prompts of several tenants take turns: this step may be another one's.
-        takes_turns = self.scheduler._tenants.several_compete and not self.scheduler._in_order
+        builder, tenants = self.scheduler._builder, self.scheduler._table.tenants
+        takes_turns = tenants.several_compete and not builder._in_order
         work = self.engine.schedule()
         if first and first.status == RequestStatus.RUNNING and not may_stand_still:
             scheduled = {r.req_id for r in work.scheduled_reqs}
             assert first.request_id in scheduled or (
-                takes_turns and (scheduled or self.scheduler._in_order)
+                takes_turns and (scheduled or builder._in_order)
             )
 
     @precondition(lambda self: self.engine.in_flight)
@@ -284,7 +285,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not hasattr(self, "engine"):
             return
         self.scheduler.resume()
-        for name in list(self.scheduler._held):
+        for name in list(self.scheduler._table.held):
             self.scheduler.set_ready(name)
         self.engine.run()
         for name, request in self.requests.items():
@@ -360,7 +361,7 @@ class ConnectorMachine(SchedulerMachine):
 
     def waiting_for_nothing(self):
         remote = RequestStatus.WAITING_FOR_REMOTE_KVS
-        return sorted(i for i, r in self.scheduler._held.items() if r.status != remote)
+        return sorted(i for i, r in self.scheduler._table.held.items() if r.status != remote)
 
     @rule(count=st.integers(1, 6))
     def steps(self, count):
@@ -502,7 +503,7 @@ class EncoderMachine(SchedulerMachine):
             cache = self.scheduler._encoders.cache
             assert not cache.num_used_rows
             assert self.scheduler._encoders._run is None
-            assert not self.scheduler._awaiting_encoder
+            assert not self.scheduler._builder.has_waits
 
 
 TestEncoderMachine = EncoderMachine.TestCase

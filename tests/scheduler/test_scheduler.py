@@ -1,4 +1,4 @@
-"""Requests in steps: the budget, what arrives, and what comes out."""
+"""Arrival of requests, steps ahead of their results, and checks of the state."""
 
 import msgspec
 import pytest
@@ -7,69 +7,6 @@ from octavo.errors import ContextLengthError, RequestError
 from octavo.messages import FinishReason, ModelRunnerOutput
 from octavo.request import RequestStatus
 from tests.fakes import FakeEngine, scheduled_tokens
-from tests.params import unpack_logprobs
-
-
-class TestBudget:
-    def test_running_requests_come_first_then_prompts_in_chunks(self):
-        engine = FakeEngine(max_num_batched_tokens=10)
-        engine.add("a", range(4))
-        engine.step()
-        engine.add("b", range(20, 35))
-        engine.add("c", range(40, 50))
-        engine.step()
-        assert scheduled_tokens(engine.steps[-1]) == {"a": 1, "b": 9}
-        engine.step()
-        assert scheduled_tokens(engine.steps[-1]) == {"a": 1, "b": 6, "c": 3}
-        assert engine.steps[-1].total_num_scheduled_tokens == 10
-        engine.run()
-
-    def test_prompts_stay_whole_without_chunked_prefill(self):
-        engine = FakeEngine(max_num_batched_tokens=16, enable_chunked_prefill=False)
-        engine.add("a", range(12))
-        engine.add("b", range(20, 30))
-        engine.add("c", range(2))
-        engine.step()
-        assert scheduled_tokens(engine.steps[-1]) == {"a": 12}  # no request overtakes b
-        engine.step()
-        assert scheduled_tokens(engine.steps[-1]) == {"a": 1, "b": 10, "c": 2}
-        engine.run()
-
-    def test_a_preempted_request_longer_than_the_budget_is_split_all_the_same(self):
-        engine = FakeEngine(
-            max_num_batched_tokens=16,
-            enable_chunked_prefill=False,
-            num_blocks=7,
-            max_num_seqs=2,
-        )
-        a = engine.add("a", range(14), max_tokens=30)
-        b = engine.add("b", range(20, 34), max_tokens=30)
-        engine.run()
-        assert b.num_preemptions > 0
-        engine.check_tokens(a, b)
-        assert any(
-            r.req_id == "b" and r.new is not None and len(r.new.token_ids) > 16
-            for work in engine.steps
-            for r in work.scheduled_reqs
-        )
-
-    def test_long_prompts_are_limited(self):
-        engine = FakeEngine(max_num_batched_tokens=40, long_prefill_token_threshold=6)
-        engine.add("a", range(20))
-        engine.add("b", range(30, 35))
-        engine.step()
-        assert scheduled_tokens(engine.steps[-1]) == {"a": 6, "b": 5}
-        engine.step()
-        assert scheduled_tokens(engine.steps[-1]) == {"a": 6, "b": 1}
-
-    def test_max_num_seqs(self):
-        engine = FakeEngine(max_num_seqs=2)
-        for name in "abc":
-            engine.add(name, range(4), max_tokens=3)
-        engine.step()
-        assert engine.running_ids() == ["a", "b"]
-        assert engine.scheduler.make_stats().num_waiting_reqs == 1
-        engine.run()
 
 
 class TestArrival:
@@ -113,127 +50,6 @@ class TestArrival:
         assert len(engine.tokens("a")) == 8
         assert engine.finish_reason("a") == FinishReason.LENGTH
         engine.check_tokens(a)
-
-
-class TestOutputs:
-    def test_logprobs_are_passed_on(self):
-        engine = FakeEngine(max_num_batched_tokens=4)
-        engine.add("a", range(10), max_tokens=3, logprobs=1, prompt_logprobs=1)
-        engine.run()
-        outputs = engine.outputs["a"]
-        prompt_rows = [o.new_prompt_logprobs for o in outputs if o.new_prompt_logprobs]
-        assert [t for rows in prompt_rows for (t,) in unpack_logprobs(rows)[0]] == list(
-            range(1, 10)
-        )
-        assert len(prompt_rows) == 3
-        rows = [o.new_logprobs for o in outputs if o.new_logprobs]
-        assert [t for r in rows for (t,) in unpack_logprobs(r)[0]] == engine.tokens("a")
-        assert [o.new_token_ids for o in outputs][:2] == [[], []]
-
-    def test_prompt_logprobs_come_once_after_a_preemption(self):
-        engine = FakeEngine(num_blocks=7, max_num_batched_tokens=16)
-        a = engine.add("a", range(20), max_tokens=20)
-        b = engine.add("b", range(20, 40), max_tokens=20, prompt_logprobs=1)
-        engine.run()
-        assert b.num_preemptions > 0
-        rows = [o.new_prompt_logprobs for o in engine.outputs["b"] if o.new_prompt_logprobs]
-        assert [t for r in rows for (t,) in unpack_logprobs(r)[0]] == list(range(21, 40))
-        engine.check_tokens(a, b)
-
-    def test_what_a_request_is_told_about_itself(self):
-        engine = FakeEngine()
-        engine.now = 7.0
-        engine.add("a", range(20), max_tokens=2)
-        engine.step()
-        engine.now = 9.0
-        engine.add("b", range(20), max_tokens=2)
-        engine.run()
-        assert [(o.num_cached_tokens, o.first_scheduled_time) for o in engine.outputs["a"]] == [
-            (0, 7.0)
-        ] * 2
-        assert [(o.num_cached_tokens, o.first_scheduled_time) for o in engine.outputs["b"]] == [
-            (16, 9.0)
-        ] * 2
-
-    def test_statistics(self):
-        engine = FakeEngine()
-        engine.add("a", range(20), max_tokens=2)
-        engine.add("b", range(20), max_tokens=2)
-        engine.step()
-        stats = engine.scheduler.make_stats()
-        assert stats.num_running_reqs == 2
-        assert stats.num_used_blocks == 4  # two shared and one each
-        assert stats.num_total_blocks == 63
-        assert stats.kv_cache_usage == 4 / 63
-        assert (stats.prefix_cache_queries, stats.prefix_cache_hits) == (40, 16)
-        assert (stats.num_steps, stats.num_scheduled_tokens) == (1, 24)
-        engine.run()
-        stats = engine.scheduler.make_stats()
-        assert (stats.num_steps, stats.num_scheduled_tokens) == (2, 26)
-        assert stats.num_used_blocks == 0
-
-    def test_an_error_fails_its_request_only(self):
-        engine = FakeEngine(fail=["b"], depth=2)
-        a, b, c = (engine.add(name, range(20)) for name in "abc")
-        engine.run()
-        engine.check_tokens(a, c)
-        (last,) = engine.outputs["b"]
-        assert last.finish_reason == FinishReason.ERROR
-        assert (last.error, last.error_kind) == ("made to fail", "RequestError")
-        assert (b.status, b.error) == (RequestStatus.FINISHED_ERROR, "made to fail")
-
-
-class TestProgress:
-    """Steps with a part of a prompt make outputs, if the request wants to know them."""
-
-    def make(self, depth=1, caching=True, **options):
-        engine = FakeEngine(max_num_batched_tokens=10, depth=depth, caching=caching)
-        return engine, engine.add("a", range(35), **options)
-
-    def computed(self, engine, name="a"):
-        return [(o.num_computed_tokens, len(o.new_token_ids)) for o in engine.outputs[name]]
-
-    @pytest.mark.parametrize("depth", [1, 2])
-    def test_each_part_of_the_prompt(self, depth):
-        engine, request = self.make(depth, progress=True, max_tokens=2)
-        engine.run()
-        assert self.computed(engine) == [(10, 0), (20, 0), (30, 0), (0, 1), (0, 1)]
-        assert engine.outputs["a"][0].first_scheduled_time is not None
-        engine.check_tokens(request)
-
-    def test_nothing_without_being_asked(self):
-        engine, _ = self.make(max_tokens=2)
-        engine.run()
-        assert self.computed(engine) == [(0, 1), (0, 1)]
-
-    def test_cached_tokens_count(self):
-        engine, _ = self.make(max_tokens=2)
-        engine.run()
-        engine.add("b", range(60), progress=True, max_tokens=1)
-        engine.run()
-        cached = engine.outputs["b"][0].num_cached_tokens
-        assert cached > 20
-        parts = [count for count, _ in self.computed(engine, "b")]
-        assert parts == [*range(cached + 10, 60, 10), 0]
-
-    def test_only_the_leader_of_several_answers(self):
-        engine, request = self.make(caching=False, progress=True, max_tokens=2)
-        engine.add("follower", range(35), progress=True, leader=request, max_tokens=2)
-        engine.run()
-        assert self.computed(engine)[0] == (10, 0)
-        assert sum("follower" in scheduled_tokens(step) for step in engine.steps) > 4
-        assert all(count == 0 for count, _ in self.computed(engine, "follower"))
-
-    def test_nothing_of_what_is_computed_again(self):
-        engine, request = self.make(progress=True, max_tokens=6)
-        while not request.num_output_tokens:
-            engine.step()
-        engine.scheduler.pause("keep")
-        engine.scheduler.kv_cache_manager.reset_prefix_cache()
-        engine.scheduler.resume()
-        engine.run()
-        assert self.computed(engine)[4:] == [(0, 1)] * 5
-        engine.check_tokens(request)
 
 
 class TestAsync:
@@ -284,39 +100,6 @@ class TestAsync:
             engine.scheduler.update_from_output(*engine.in_flight[1])
 
 
-class TestStages:
-    """Pipeline parallelism: steps of different requests follow one another."""
-
-    @pytest.mark.parametrize(("stages", "requests"), [(2, 6), (2, 5), (3, 7), (4, 8)])
-    def test_requests_that_decode_are_divided_among_the_stages(self, stages, requests):
-        engine = FakeEngine(num_stages=stages, depth=stages, num_blocks=200)
-        for i in range(requests):
-            engine.add(f"r{i}", [1, 2, 3, i], max_tokens=40)
-        for _ in range(2 * stages + 2):
-            engine.step()
-        steps = [{r.req_id for r in step.scheduled_reqs} for step in engine.steps[-2 * stages :]]
-        engine.run()
-        most = -(-requests // stages)
-        assert all(len(step) <= most for step in steps)
-        for i in range(stages):  # each of the steps in a row has other requests, and together all
-            window = steps[i : i + stages]
-            assert sum(map(len, window)) == len(set().union(*window)) == requests
-
-    def test_what_is_in_flight_goes_on_if_there_is_nothing_else(self):
-        engine = FakeEngine(num_stages=2, depth=3)
-        engine.add("a", [1, 2, 3], max_tokens=20)
-        engine.run()
-        assert all(step.scheduled_reqs for step in engine.steps[:20])
-
-    def test_a_prompt_fills_the_stages_in_parts(self):
-        engine = FakeEngine(num_stages=2, depth=3, max_num_batched_tokens=8)
-        engine.add("a", list(range(40)), max_tokens=2)
-        for _ in range(3):
-            engine.schedule()
-        assert [step.total_num_scheduled_tokens for step in engine.steps] == [8, 8, 8]
-        engine.run()
-
-
 class TestIntegrity:
     @pytest.fixture
     def engine(self):
@@ -346,27 +129,8 @@ class TestIntegrity:
             engine.scheduler.check_integrity()
 
 
-def test_a_worker_that_samples_nothing_is_a_bug():
-    engine = FakeEngine()
-    engine.add("a", range(4))
-    work, result = engine.schedule(), engine.in_flight[0][1]
-    broken = msgspec.structs.replace(result, sampled_token_ids=[[]])
-    with pytest.raises(AssertionError, match="a got 0 tokens"):
-        engine.scheduler.update_from_output(work, broken)
-
-
 def test_an_empty_step_brings_nothing():
     engine = FakeEngine()
     work = engine.scheduler.schedule()
     assert work.scheduled_reqs == []
     assert engine.scheduler.update_from_output(work, ModelRunnerOutput()) == []
-
-
-def test_what_a_resumed_request_has_is_not_counted_as_cached_prompt():
-    engine = FakeEngine(num_blocks=64)
-    engine.add("a", list(range(10)), max_tokens=40)
-    engine.run()
-    output = [token for o in engine.outputs["a"] for token in o.new_token_ids]
-    engine.add("b", list(range(10)), output=output[:30], max_tokens=40)
-    engine.run()
-    assert engine.outputs["b"][0].num_cached_tokens == 10
