@@ -1,7 +1,6 @@
 """Servers with an external load balancer: each has its engines and their numbers."""
 
 import signal
-import time
 
 from tests.e2e import harness
 
@@ -20,11 +19,17 @@ def test_external(tmp_path):
     with harness.serve(tmp_path, *size, "-dpn", "5", "-dpe", *FLAGS) as server:
         assert server.post("/v1/completions", BODY).status_code == 200
         assert engines_shown(server, "octavo:num_requests_running") == ["5"]
-        server.engine_process().send_signal(signal.SIGKILL)
-        reasons = set()
-        while (reason := server.get("/health").json()["reason"]) != "ok" or not reasons:
-            reasons |= {reason} - {"ok"}
-            time.sleep(0.01)
+        reasons, deaths = set(), 0
+
+        def look():
+            reason = server.get("/health").json()["reason"]
+            reasons.update({reason} - {"ok"})
+            return reason == "ok" and server.metric("octavo:engine_restarts_total") == deaths
+
+        while not reasons:  # it may start between two looks
+            deaths += 1
+            server.engine_process().send_signal(signal.SIGKILL)
+            harness.wait_until(look, server.log.read_text)
         assert reasons == {"starting engine 5 again"}
         lines = server.log.read_text().splitlines()
         assert all("engine=5" in line for line in lines if "model loaded" in line)

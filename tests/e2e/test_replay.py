@@ -63,7 +63,6 @@ PROMPTS = [
 
 
 async def ask(engine: AsyncLLM, i: int) -> None:
-    await asyncio.sleep(0.005 * i)
     prompt = f"{i % 7} {PROMPTS[i % len(PROMPTS)]}"
     if i % 40 == 39:
         params = BeamSearchParams(beam_width=3, max_tokens=6)
@@ -73,33 +72,40 @@ async def ask(engine: AsyncLLM, i: int) -> None:
     params = SamplingParams(output_kind=RequestOutputKind.DELTA, **settings)
     options: dict[str, Any] = {"tenant": (None, "a secret key", "b")[i % 3]}
     if i % 10 == 7:  # both are in the future; in a replay both would have passed
-        options["deadline"] = options["first_token_deadline"] = time.monotonic() + 30
+        options["deadline"] = options["first_token_deadline"] = time.monotonic() + 240
     if i % 20 == 3 and settings.keys().isdisjoint({"prompt_logprobs"}):
         prompt = {"prompt_embeds": np.full((9, EMBED_SIZE), 0.01 * (i - 40), np.float32)}
     if i == 13:  # so long that its deadline passes
         prompt, params = "On", SamplingParams(max_tokens=240, ignore_eos=True)
         options["deadline"] = time.monotonic() + 0.3
+    leaves = i % 20 == 9  # the client disconnects in the middle of a long answer
+    if leaves:
+        params = SamplingParams(max_tokens=240, ignore_eos=True, output_kind=params.output_kind)
     if i == 14:
         params = SamplingParams(structured_outputs=StructuredOutputsParams(grammar="root ::= ("))
-    count = 0
     try:
         async for _ in engine.generate(prompt, params, str(i), **options):
-            count += 1
-            if i % 50 == 49 and count == 3:
-                return  # the client disconnects
+            if leaves:
+                return
     except RequestError:
         assert i in (13, 14)
 
 
 async def record(path: Path) -> None:
-    """Send all requests, and kill the engine while they are in flight."""
+    """Send all requests, a few at a time, and kill the engine while they are in flight."""
+    places = asyncio.Semaphore(24)
+
+    async def take_place(i: int) -> None:
+        async with places:
+            await ask(engine, i)
+
     engine = await AsyncLLM.start(
         EngineConfig.from_kwargs(**SETTINGS),
         EngineProcesses(warm_spare=False, record=RecordSettings(str(path))),
     )
     try:
         await engine.wait_ready()
-        tasks = [asyncio.create_task(ask(engine, i)) for i in range(NUM_REQUESTS)]
+        tasks = [asyncio.create_task(take_place(i)) for i in range(NUM_REQUESTS)]
         while sum(task.done() for task in tasks) < NUM_REQUESTS // 4:
             await asyncio.sleep(0.01)
         os.kill(engine._client.pid, signal.SIGKILL)
