@@ -303,8 +303,8 @@ def test_streams_go_on_after_a_sleep_or_say_that_they_were_ended(server):
             assert server.get("/ready").json()["reason"] == "asleep"
             metrics = server.get("/metrics").text
             assert 'sleep_state="weights_offloaded"} 1.0' in metrics
+            timeout = httpx.Timeout(120, read=0.5)
             with pytest.raises(httpx.ReadTimeout):  # it waits, and ends with its client
-                timeout = httpx.Timeout(120, read=0.5)
                 server.post("/v1/completions", {"prompt": "x", "max_tokens": 3}, timeout)
             late = server.post(
                 "/v1/completions", {"prompt": "x", "max_tokens": 3, "deadline_ms": 300}
