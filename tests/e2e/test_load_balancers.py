@@ -1,6 +1,7 @@
 """Servers with an external load balancer: each has its engines and their numbers."""
 
 import signal
+from functools import partial
 
 from tests.e2e import harness
 
@@ -40,6 +41,7 @@ def test_hybrid(tmp_path):
     flags = ["-dp", "4", "-dph", "-dpl", "2", "-dpr", "2", *FLAGS]
     with harness.serve(tmp_path, *flags) as server:
         assert server.post("/v1/completions", BODY).status_code == 200
-        assert sorted(engines_shown(server, "octavo:num_requests_running")) == ["2", "3"]
+        shown = partial(engines_shown, server, "octavo:num_requests_running")
+        harness.wait_until(lambda: sorted(shown()) == ["2", "3"], shown)
         lines = [line for line in server.log.read_text().splitlines() if "model loaded" in line]
         assert sorted(line.split("engine=")[1][0] for line in lines) == ["2", "3"]
