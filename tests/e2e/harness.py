@@ -98,7 +98,7 @@ def processes(ancestor: int, module: str) -> list[psutil.Process]:
 
 
 def wait_until(
-    look: Callable[[], T], tell: Callable[[], object] = lambda: "", seconds: float = 120
+    look: Callable[[], T | None], tell: Callable[[], object] = lambda: "", seconds: float = 120
 ) -> T:
     """Return the first true result of `look`; fail with the result of `tell` after some seconds.
 

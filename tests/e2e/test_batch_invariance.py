@@ -1,8 +1,7 @@
 """Batch invariance: one request, one answer, bit for bit, with any other requests."""
 
-import os
+import contextlib
 import random
-import signal
 import threading
 from dataclasses import dataclass
 
@@ -435,11 +434,16 @@ def save_mixture(case, folder):
 
 def check_deaths(llm, requests, expected):
     """Kill engines while they compute."""
+
+    def kill(engine, is_worker):
+        """Kill an engine, or one of its workers if it has some."""
+        with contextlib.suppress(psutil.NoSuchProcess):  # it is being replaced
+            process = psutil.Process(llm._client.pids[engine])
+            workers = process.children() if is_worker else []
+            max(workers, key=lambda it: it.pid, default=process).kill()
+
     for engine, seconds in ((0, 0.05), (1, 0.3), (0, 0.3)):
-        victim = llm._client.pids[engine]
-        if seconds == 0.3:  # one of its workers, if it has some
-            victim = max((it.pid for it in psutil.Process(victim).children()), default=victim)
-        timer = threading.Timer(seconds, os.kill, (victim, signal.SIGKILL))
+        timer = threading.Timer(seconds, kill, (engine, seconds == 0.3))
         timer.start()
         assert answers(llm, requests * 2) == expected * 2
         timer.join()

@@ -10,6 +10,7 @@ import pytest
 from octavo import LLM, SamplingParams
 from octavo.config import BUILTIN_DRAFT_MODEL
 from octavo.errors import ConfigError, SleepError
+from tests.e2e.harness import wait_until
 from tests.models.harness import make_hf
 
 TEXT = "Once upon a time there was a little dog who liked to run in the park with his friend. "
@@ -292,11 +293,12 @@ def test_prefill_here_and_decode_there(first, second, dtype, plain):
     assert min(cached(outputs)) >= 64
     assert two.llm_engine.stats().num_failed_loads == 0
     scheduler = one.llm_engine.client.core.scheduler._connector
-    end = time.monotonic() + 10
-    while scheduler._kept:  # until the message of the other one has arrived
-        assert time.monotonic() < end
+
+    def is_released():  # once the message of the other one has arrived
         one.llm_engine.client.core.step()
-        time.sleep(0.01)
+        return not scheduler._kept
+
+    wait_until(is_released)
     assert not scheduler._memory._pins
     one.llm_engine.shutdown()
     outputs = [go_on(two, prompt, params) for prompt, params in zip(PROMPTS, handed, strict=True)]
