@@ -412,7 +412,7 @@ def test_experts_that_move_between_steps(case, redundant, processes, tmp_path):
         assert answers(llm, requests[3:4]) == expected[3:4]
         stats = llm.stats()
         assert stats.num_expert_rearrangements > 5
-        assert 0.5 <= stats.eplb_balancedness <= 1
+        assert 1 / 4 <= stats.eplb_balancedness <= 1  # of at most four processes
         if "data_parallel_size" in processes:
             check_deaths(llm, requests, expected)
 
