@@ -33,9 +33,9 @@ class Server:
     log: Path
 
     def get(self, path: str) -> httpx.Response:
-        return httpx.get(self.url + path, timeout=30)
+        return httpx.get(self.url + path, timeout=60)
 
-    def post(self, path: str, body: object, timeout: float = 120) -> httpx.Response:
+    def post(self, path: str, body: object, timeout: float = 240) -> httpx.Response:
         return httpx.post(self.url + path, json=body, timeout=timeout)
 
     def metric(self, name: str) -> float:
@@ -98,7 +98,7 @@ def processes(ancestor: int, module: str) -> list[psutil.Process]:
 
 
 def wait_until(
-    look: Callable[[], T], tell: Callable[[], object] = lambda: "", seconds: float = 120
+    look: Callable[[], T | None], tell: Callable[[], object] = lambda: "", seconds: float = 120
 ) -> T:
     """Return the first true result of `look`; fail with the result of `tell` after some seconds.
 
