@@ -45,9 +45,9 @@ _CULPRIT = 2
 # Steps with output that clear a request. Some requests kill the engine at a certain token: they
 # reach it each time, and the token before it may be new.
 _CLEARED = 3
-# Timeout of a replacement's start: the progress timeout, plus the time of an interpreter's start
-# and imports on a busy machine, plus this multiple of the first engine's loading time. That engine has
-# started earlier, as a spare one.
+# Timeout of a replacement's start: the progress timeout, plus the time of the interpreter and
+# its imports on a busy machine, plus this multiple of the first engine's loading time. That engine
+# has started earlier, as a spare one.
 _START_SECONDS = 30.0
 _LOADING = 4
 _HEARTBEAT_INTERVAL = 1.0
