@@ -189,6 +189,7 @@ class Records(dict):
 def quick(monkeypatch):
     monkeypatch.setattr(supervisor, "AsyncMPClient", Client)
     monkeypatch.setattr(supervisor, "_FIRST_DELAY", 0.001)
+    monkeypatch.setattr(supervisor, "_START_SECONDS", 0.0)
 
 
 @pytest.fixture
