@@ -952,7 +952,7 @@ def test_loaded_objects_count_as_bodies(monkeypatch):
 
     async def scenario(served):
         first = (await create(served, "x" * 2**16))["id"]
-        served.engine.step_time = 0.01
+        served.engine.paused = True
         running = await create(served, background=True, previous_response_id=first)
         while served.state.background.running and not served.engine.requests[1:]:
             await asyncio.sleep(0.001)
