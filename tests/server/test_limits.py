@@ -22,7 +22,7 @@ def body(**fields):
     return json.dumps({"prompt": "hi", "max_tokens": 200, "ignore_eos": True, **fields}).encode()
 
 
-async def until(condition, timeout=20.0):
+async def until(condition, timeout=60.0):
     async with asyncio.timeout(timeout):
         while not condition():
             await asyncio.sleep(0.001)
@@ -214,7 +214,7 @@ def test_a_client_that_goes_away_frees_the_engine(stream, fields):
         else:
             await until(lambda: served.engine.num_unfinished_requests)
         call.disconnect()
-        await asyncio.wait_for(call.task, 1)
+        await asyncio.wait_for(call.task, 60)
         assert served.engine.num_unfinished_requests == 0
         ids = {child for r in served.engine.requests for child in r.child_ids}
         assert set(served.engine.aborted) == ids
@@ -225,7 +225,7 @@ def test_a_client_that_goes_away_frees_the_engine(stream, fields):
 def test_a_client_that_goes_away_before_its_request_is_complete():
     async def scenario(served):
         call = Call(served, "/v1/completions", body(), chunks=3, cut_after=2)
-        await asyncio.wait_for(call.task, 1)
+        await asyncio.wait_for(call.task, 60)
         assert call.sent == []
         assert not served.engine.requests
 
