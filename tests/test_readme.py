@@ -41,7 +41,7 @@ def here(words):
 
 def octavo(*words, **kwargs):
     return subprocess.run(
-        [sys.executable, "-m", "octavo", *words], timeout=120, text=True, check=True, **kwargs
+        [sys.executable, "-m", "octavo", *words], timeout=250, text=True, check=True, **kwargs
     )
 
 
@@ -77,7 +77,7 @@ def server(tmp_path_factory):
 def run_python(text):
     done = subprocess.run(
         [sys.executable, "-c", text],
-        timeout=120,
+        timeout=250,
         text=True,
         capture_output=True,
         check=True,
