@@ -1,15 +1,14 @@
 """Engine view in a browser: the map under load, held time, a recording, a death."""
 
+import contextlib
 import hashlib
 import json
-import os
 import re
 import signal
 import threading
 
 import httpx
 import pytest
-from psutil import Process
 
 from octavo import cli
 from tests.browser.test_page import find_violations
@@ -30,24 +29,30 @@ def shown(page, number):
     return page.get_by_role("paragraph").filter(has_text=f"Step {number} of engine 0")
 
 
-def complete(url, count, tokens=200):
-    """Send requests; return the thread that waits for the answers."""
+def send(url, i=0, tokens=200):
+    prompt = f"Once upon a time {i} girls saw a dog. " * 8
+    body = {"prompt": prompt, "max_tokens": tokens, "ignore_eos": True}
+    httpx.post(f"{url}/v1/completions", json=body, timeout=100).raise_for_status()
 
-    def send(i):
-        prompt = f"Once upon a time {i} girls saw a dog. " * 8
-        body = {"prompt": prompt, "max_tokens": tokens, "ignore_eos": True}
-        httpx.post(f"{url}/v1/completions", json=body, timeout=60).raise_for_status()
 
-    def send_all():
-        threads = [threading.Thread(target=send, args=(i,)) for i in range(count)]
-        for thread in threads:
-            thread.start()
+@contextlib.contextmanager
+def busy(url, count, tokens=200):
+    """Keep some requests running inside of a `with` block, however slow the page is."""
+    ends = threading.Event()
+
+    def send_always(i):
+        while not ends.is_set():
+            send(url, i, tokens)
+
+    threads = [threading.Thread(target=send_always, args=(i,)) for i in range(count)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        ends.set()
         for thread in threads:
             thread.join()
-
-    thread = threading.Thread(target=send_all)
-    thread.start()
-    return thread
 
 
 @pytest.fixture(scope="module")
@@ -66,18 +71,19 @@ def test_the_view_follows_the_engine(recorded, open_page):
     canvas.wait_for()
     empty, label = picture(canvas), canvas.get_attribute("aria-label")
     assert "0 in use" in label
-    sending = complete(server.url, 24, 400)  # most wait for a seat, longer than between two ticks
-    page.get_by_text("all seats are taken").first.wait_for()
-    rows = page.get_by_role("table").last.get_by_role("row")
-    rows.filter(has_text="answer").nth(3).wait_for()
-    rows.filter(has_text="waiting").first.wait_for()
-    page.wait_for_function(
-        "() => !document.querySelector('canvas[aria-label^=\"Map of 399\"]')"
-        ".ariaLabel.includes(' 0 in use')"
-    )
-    assert picture(canvas) != empty
-    assert re.search(r"running\s*[1-8]\b", page.locator("dl.figures").inner_text())
-    sending.join()
+    with busy(server.url, 24):  # most wait for a seat
+        page.get_by_text("all seats are taken").first.wait_for()
+        rows = page.get_by_role("table").last.get_by_role("row")
+        rows.filter(has_text="answer").nth(3).wait_for()
+        rows.filter(has_text="waiting").first.wait_for()
+        page.wait_for_function(
+            "() => !document.querySelector('canvas[aria-label^=\"Map of 399\"]')"
+            ".ariaLabel.includes(' 0 in use')"
+        )
+        while picture(canvas) == empty:  # before the first block is full
+            continue
+        running = re.compile(r"running\s*[1-8]\b")
+        page.locator("dl.figures").filter(has_text=running).wait_for()
     page.get_by_text("There are none.").wait_for()
     page.get_by_role("img", name=re.compile(" 0 in use, 0 shared, [1-9]")).wait_for()
 
@@ -86,14 +92,14 @@ def test_time_can_be_held_and_stepped_through(recorded, open_page):
     server, _ = recorded
     page = open_page("/#/engine", server.url)
     page.get_by_role("img", name=re.compile("Map of 399 blocks")).wait_for()
-    sending = complete(server.url, 4, 900)
-    page.get_by_role("row").filter(has_text="answer").first.wait_for()
-    # There are three steps to go back.
-    page.wait_for_function(
-        "() => { const {min, max} = document.querySelector('.time'); return max - min > 3; }"
-    )
-    page.get_by_role("button", name="Hold").click()
-    page.get_by_role("button", name="Live", exact=True).wait_for()  # the next frame draws it
+    with busy(server.url, 4, 300):
+        page.get_by_role("row").filter(has_text="answer").first.wait_for()
+        # There are three steps to go back.
+        page.wait_for_function(
+            "() => { const {min, max} = document.querySelector('.time'); return max - min > 3; }"
+        )
+        page.get_by_role("button", name="Hold").click()
+        page.get_by_role("button", name="Live", exact=True).wait_for()  # the next frame draws it
     text = page.get_by_role("paragraph").filter(has_text=re.compile(r"^Step \d+ of engine 0"))
     number = int(re.search(r"\d+", text.inner_text())[0])
     canvas = page.get_by_role("img", name="Time of each step")  # the bars scroll with the step
@@ -106,7 +112,6 @@ def test_time_can_be_held_and_stepped_through(recorded, open_page):
     assert picture(canvas) != held
     page.keyboard.press("ArrowLeft")
     shown(page, number - 3).wait_for()
-    sending.join()
     page.wait_for_timeout(500)
     assert shown(page, number - 3).is_visible()  # nothing has moved
     assert page.get_by_role("row").filter(has_text="answer").count() > 0
@@ -115,34 +120,32 @@ def test_time_can_be_held_and_stepped_through(recorded, open_page):
     # A new page knows the steps from before.
     other = open_page("/#/engine", server.url)
     other.get_by_role("slider", name="Step").wait_for()
-    other.wait_for_function("() => Number(document.querySelector('.time').max) > 200")
-    other.wait_for_function("() => Number(document.querySelector('.time').min) < 20")
+    other.wait_for_function(
+        "() => { const {min, max} = document.querySelector('.time'); return max - min > 200; }"
+    )
 
 
 def test_a_request_leads_to_its_story(recorded, open_page):
     server, _ = recorded
     page = open_page("/#/engine", server.url)
     page.get_by_role("img", name=re.compile("Map of 399 blocks")).wait_for()
-    sending = complete(server.url, 1, 900)
-    link = page.get_by_role("link", name=re.compile("^cmpl-"))
-    name = link.inner_text()
-    link.click()
-    answer, _index, _number = name.rsplit("-", 2)
-    page.get_by_role("heading", name=answer).wait_for()
-    page.get_by_text("the prompt was computed").first.wait_for()
-    sending.join()
+    with busy(server.url, 1, 300):
+        link = page.get_by_role("link", name=re.compile("^cmpl-"))
+        link.wait_for()
+        page.get_by_role("button", name="Hold").click()  # the request may end meanwhile
+        page.get_by_role("button", name="Live", exact=True).wait_for()
+        name = link.inner_text()
+        link.click()
+        answer, _index, _number = name.rsplit("-", 2)
+        page.get_by_role("heading", name=answer).wait_for()
+        page.get_by_text("the prompt was computed").first.wait_for()
 
 
 def test_a_death_and_the_revival_are_shown(recorded, open_page):
     server, _ = recorded
     page = open_page("/#/engine", server.url)
     page.get_by_role("img", name=re.compile("Map of 399 blocks")).wait_for()
-    (engine,) = [
-        child
-        for child in Process(server.process.pid).children(recursive=True)
-        if "octavo.engine.core_process" in " ".join(child.cmdline()) and child.num_threads() > 4
-    ][:1]
-    os.kill(engine.pid, signal.SIGKILL)
+    server.engine_process().send_signal(signal.SIGKILL)
     # With the spare interpreter the engine may be back before the page draws "starting again".
     page.get_by_text(re.compile(r"engine 0 died .* continued after \d")).wait_for()
     page.get_by_text(re.compile("starting the engine again")).wait_for(state="hidden")
@@ -151,7 +154,7 @@ def test_a_death_and_the_revival_are_shown(recorded, open_page):
 def test_a_recording_can_be_opened(recorded, open_page, tmp_path):
     server, path = recorded
     out = tmp_path / "run.view"
-    complete(server.url, 2, 20).join()
+    send(server.url, tokens=20)
     assert cli.main(["replay", str(path), "--view", str(out)]) == 0
     page = open_page("/#/engine", server.url)
     page.get_by_label("Open a file of octavo replay --view").set_input_files(out)
@@ -177,11 +180,11 @@ def test_axe_finds_nothing(recorded, open_page, scheme):
     server, _ = recorded
     page = open_page("/#/engine", server.url, color_scheme=scheme)
     page.get_by_role("img", name=re.compile("Map of 399 blocks")).wait_for()
-    sending = complete(server.url, 3, 800)  # longer than between two ticks
-    page.get_by_role("row").filter(has_text="answer").first.wait_for()
-    page.get_by_role("button", name="Hold").click()
+    with busy(server.url, 3):
+        page.get_by_role("row").filter(has_text="answer").first.wait_for()
+        page.get_by_role("button", name="Hold").click()
+        page.get_by_role("button", name="Live", exact=True).wait_for()
     assert find_violations(page) == []
-    sending.join()
 
 
 def event(name, **data):

@@ -455,7 +455,7 @@ def test_a_step_is_counted_before_its_tokens_reach_the_request(monkeypatch):
 
 
 def test_what_cannot_be_met_is_refused(monkeypatch):
-    """Steps take 10 s; a deadline of 8 s for a token, or of 80 s for 9 tokens, cannot be met."""
+    """Steps take 10 s; a deadline of 5 s for a token, or of 80 s for 9 tokens, cannot be met."""
 
     async def test(engine, client):
         async def ask(request_id, limit=None, answer=None, **params):
@@ -476,8 +476,9 @@ def test_what_cannot_be_met_is_refused(monkeypatch):
             client.said.put_nowait(EngineCoreOutputs([], stats, timestamp=10.0 * step))
         await until(lambda: engine.stats.num_steps == 6)
         with pytest.raises(UnmetDeadlineError) as caught:
-            await ask("late", limit=8.0)
-        assert (caught.value.param, caught.value.retry_after) == ("max_ttft_ms", 10)
+            await ask("late", limit=5.0)
+        assert caught.value.param == "max_ttft_ms"
+        assert 6 <= caught.value.retry_after <= 10  # the first one, if no time passes meanwhile
         with pytest.raises(UnmetDeadlineError, match="deadline_ms"):
             await ask("long", answer=80.0, max_tokens=9, ignore_eos=True)
         assert b'reason="deadline_unmet"} 2.0' in engine.metrics.render()
