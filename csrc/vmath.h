@@ -64,7 +64,7 @@ INLINE vf exp_or_zero(vf x) {
 constexpr float kLog2E = 1.44269504f;
 
 // 2^x for x up to about 0 if that is a normal number, else zero. NaN stays NaN. c: polynomial of 2^r
-// within [-1/2, 1/2]. The defaults are within 1 ulp.
+// for r within [-1/2, 1/2]; the default is within 1 ulp.
 constexpr float kExp2[] = {1.0f, 6.931471825e-01f, 2.402264774e-01f, 5.550332367e-02f,
                            9.618436918e-03f, 1.339887385e-03f, 1.535336196e-04f};
 template <int N = 7>
