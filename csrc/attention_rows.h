@@ -17,11 +17,11 @@ struct Row {
   int64_t begin, end;  // visible positions
   float slope;
   const float* bias;  // of position_bias, at distance 0
-  float max, sum;  // of the current segment
+  float max, sum;  // of the current segment, see Partial
 };
 
-// Result of a row for some positions, without the values: maximum, and sum of exponentials
-// relative to it.
+// Result of a row for some positions, without the values: largest logit, in units of ln 2, and sum of
+// exponentials relative to it.
 struct Partial {
   float max, sum;
 };
@@ -36,8 +36,8 @@ INLINE void fold(Partial& total, float* total_acc, const Partial& part, const fl
     return;
   }
   const float m = max(total.max, part.max);
-  const float old = exp_or_zero(splat(total.max - m))[0];
-  const float now = exp_or_zero(splat(part.max - m))[0];
+  const float old = exp2_or_zero(splat(total.max - m))[0];
+  const float now = exp2_or_zero(splat(part.max - m))[0];
   total = {m, total.sum * old + part.sum * now};
   for (int64_t d = 0; d < acc_stride; d += W)
     store(total_acc + d, fma(load(total_acc + d), splat(old), load(acc + d) * now));
@@ -58,6 +58,8 @@ struct Attention {
   const int64_t span;  // adjacent positions of a tile
   const int block_shift;  // block sizes are powers of two
   const int64_t key_stride;  // distance of the keys of successive steps of dimensions, in steps
+  const bool plain;  // logits are products times a scale
+  const float unit;  // factor of plain products, or of other logits, that makes them powers of two
 
   explicit Attention(const AttentionArgs& args)
       : a(args),
@@ -68,7 +70,10 @@ struct Attention {
         query_stride(kOnTiles<T> ? ceil_div(a.head_size, 2 * W) * 2 * W : a.head_size),
         span(min<int64_t>(kTile, a.block_size)),
         block_shift(__builtin_ctzll(a.block_size)),
-        key_stride(a.latent ? kTile : kBytes ? span : a.block_size) {}
+        key_stride(a.latent ? kTile : kBytes ? span : a.block_size),
+        plain(!kScales && !a.product_columns && a.soft_cap == 0.0f && !a.alibi_slopes &&
+              !a.position_bias && a.scale > 0.0f),
+        unit(plain ? a.scale * kLog2E : kLog2E) {}
 
   // Pointers to the keys and values of a tile; of latents to the rows, as values.
   struct Tile {
@@ -104,6 +109,7 @@ struct Attention {
     alignas(64) Q query[kTileRows * kMaxHeadSize];
     alignas(64) float scores[kStepRows * kTile];
     alignas(64) P probs[kStepRows * kTile];
+    alignas(64) float sums[kTileRows * W];  // lane by lane, of the current segment's probabilities
     alignas(64) float acc[kTileRows * kMaxHeadSize];
     T* keys;  // buffer for transposed latents, for vectors
     std::conditional_t<kBytes, Widened, Nothing> wide;
@@ -263,7 +269,8 @@ struct Attention {
 
   // Computes one segment for all rows: leaves max and sum in the rows, values in acc.
   void walk_segment(Task& t, int64_t segment) const {
-    for (int i = 0; i < t.count; i++) t.rows[i].max = -INFINITY, t.rows[i].sum = 0.0f;
+    for (int i = 0; i < t.count; i++) t.rows[i].max = -INFINITY;
+    memset(t.sums, 0, t.count * W * sizeof(float));
     static_assert(kSegment % kTile == 0);
     memset(t.acc, 0, padded(t.count) * acc_stride * sizeof(float));
     const int64_t begin = max(t.begin, segment), end = min(t.end, segment + kSegment);
@@ -280,6 +287,7 @@ struct Attention {
         walk_tile(t, here, ahead ? &next : nullptr, tile, from, to);
       }
     }
+    for (int i = 0; i < t.count; i++) t.rows[i].sum = reduce_sum(load(t.sums + i * W));
   }
 
   // Computes positions [begin, end) of a tile: all that are visible to any of the rows.
@@ -418,16 +426,16 @@ struct Attention {
       if (row.first >= row.last) continue;
       old_max[i] = row.max;
       const float most = finish_scores<V>(row, t.wide, tile, t.scores + i * kTile);
-      row.max = new_max[i] = max(row.max, most);
+      row.max = new_max[i] = max(row.max, most * unit);
     }
     for (int i = 0; i < count; i += W)
-      store(old_max + i, exp_of_negative(load(old_max + i) - load(new_max + i)));
+      store(old_max + i, exp2_or_zero(load(old_max + i) - load(new_max + i)));
     for (int i = 0; i < count; i++) {
       Row& row = t.rows[at + i];
       P* probs = t.probs + i * kTile;
       if (row.first < row.last)
         softmax_step<V>(row, t.wide, t.scores + i * kTile, old_max[i], probs,
-                     t.acc + (at + i) * acc_stride);
+                        t.sums + (at + i) * W, t.acc + (at + i) * acc_stride);
       else if constexpr (kOnTiles<T>)
         memset(probs, 0, kTile * sizeof(P));
     }
@@ -490,15 +498,20 @@ struct Attention {
     if (a.key_products) add(a.key_products, row.token + before, a.products_stride);
   }
 
-  // Turns dot products into logits, -inf at invisible positions; returns the largest.
-  // `wide`: holds the scales of the positions, if any.
+  // Turns dot products into logits, unless these are plain, and sets -inf at invisible positions;
+  // returns the largest. `wide`: holds the scales of the positions, if any.
   template <int V, class Wide>
   INLINE float finish_scores(const Row& row, const Wide& wide, int64_t tile, float* s) const {
     vf v[V];
+    if (plain && sees_all<V>(row)) {
+      vf m = load(s);
+      UNROLL for (int i = 1; i < V; i++) m = vmax(load(s + i * W), m);
+      return reduce_max(m);
+    }
     UNROLL for (int i = 0; i < V; i++) {
       v[i] = load(s + i * W);
       if constexpr (kScales) v[i] *= load(wide.key_scales + i * W);
-      v[i] *= a.scale;
+      if (!plain) v[i] *= a.scale;
     }
     if (a.product_columns) add_products(row, tile, v);
     if (a.soft_cap != 0.0f)
@@ -520,18 +533,18 @@ struct Attention {
 
   // Turns logits into probabilities relative to the maximum; scales the previous sums by `old`.
   template <int V, class Wide>
-  INLINE void softmax_step(Row& row, const Wide& wide, const float* s, float old, P* probs,
-                           float* acc) const {
-    vf v[V], sum{};
+  INLINE void softmax_step(const Row& row, const Wide& wide, const float* s, float old, P* probs,
+                           float* sums, float* acc) const {
+    vf v[V], sum = load(sums) * old;
     UNROLL for (int i = 0; i < V; i++)
-      sum += v[i] = exponential<P>(load(s + i * W) - row.max);
+      v[i] = power_of_two<P>(fma(load(s + i * W), splat(unit), splat(-row.max)));
+    UNROLL for (int i = 0; i < V; i += 2) sum += v[i] + v[i + 1];
+    store(sums, sum);
     if constexpr (kScales) {
       UNROLL for (int i = 0; i < V; i++) v[i] *= load(wide.value_scales + i * W);
       if (!sees_all<V>(row)) hide(row, v, 0.0f);  // a scale there may be NaN
     }
     UNROLL for (int i = 0; i < V; i += 2) keep(probs + i * W, v[i], v[i + 1]);
-    row.sum = row.sum * old + reduce_sum(sum);
-    if (old == 1.0f) return;
     for (int64_t d = 0; d < acc_stride; d += W) store(acc + d, load(acc + d) * old);
   }
 
@@ -566,7 +579,10 @@ struct Attention {
     T* out =
         static_cast<T*>(a.out) + t.rows[row].token * a.out_stride + head * a.out_head_stride;
     float sum = total.sum;
-    if (a.sinks) sum += exp(load(static_cast<const T*>(a.sinks) + head, 1) - total.max)[0];
+    if (a.sinks) {
+      const vf sink = load(static_cast<const T*>(a.sinks) + head, 1);
+      sum += exp((sink * kLog2E - total.max) * 0.693147181f)[0];
+    }
     if (t.rows[row].begin >= t.rows[row].end) sum = 1.0f;  // the result is 0
     Sums::write(acc, sum, out, a.value_size);
   }

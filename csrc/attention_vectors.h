@@ -11,7 +11,7 @@ template <class T>
 struct Extent {
   // Key positions of a softmax step; a multiple of every block size, or divides it. More of them
   // load and store the sums less often; their logits need W = 16 to fit into the registers.
-  static constexpr int kTile = kOnTiles<T> ? kPositionsOnTiles : W == 16 ? 128 : 64;
+  static constexpr int kTile = kOnTiles<T> ? kPositionsOnTiles : W == 16 ? 256 : 64;
   // Rows that share the tiles: full sets of 6 and of 4.
   static constexpr int kTileRows = kOnTiles<T> ? kRowsOnTiles : 36;
   // Rows that share a softmax step.
@@ -120,26 +120,20 @@ INLINE void score_kernels(int rows, const typename Keys<T>::Q* q, int64_t q_stri
     score_kernels<T, N, R - 1, V>(rows, q, q_stride, keys, next, at, block_size, head_size, scores);
 }
 
-// Computes and stores probabilities of type P: e^x for x <= 0, and a store of two vectors.
+// Computes and stores probabilities of type P: 2^x for x up to about 0, and a store of two vectors.
 template <class P>
-INLINE vf exponential(vf x) {
-  return exp_of_negative(x);
+INLINE vf power_of_two(vf x) {
+  return exp2_or_zero(x);
 }
 template <class P>
 INLINE void keep(P* p, vf low, vf high) {
   store(p, low), store(p + W, high);
 }
 #if defined(__AVX512BF16__)
-// Error within 3e-6, a hundredth of the rounding to bfloat16; below 2^-126 zero, as exp_or_zero.
+// Error within 3e-6, a hundredth of the rounding to bfloat16
 template <>
-INLINE vf exponential<bf16>(vf x) {
-  const __m512 power = (__m512)(x * 1.44269504f), least = _mm512_set1_ps(-126.0f);
-  const __mmask16 normal = _mm512_cmp_ps_mask(power, least, _CMP_NLT_UQ);
-  const __m512 t = _mm512_max_ps(least, power);
-  const __m512 whole = _mm512_roundscale_ps(t, _MM_FROUND_TO_NEAREST_INT);
-  const float c[] = {1.0f, 6.931241751e-01f, 2.402409911e-01f, 5.590642616e-02f, 9.582852945e-03f};
-  const __m512 part = (__m512)polynomial(c, (vf)_mm512_sub_ps(t, whole));
-  return (vf)_mm512_maskz_scalef_ps(normal, part, whole);
+INLINE vf power_of_two<bf16>(vf x) {
+  return exp2_or_zero(x, {1.0f, 6.931241751e-01f, 2.402409911e-01f, 5.590642616e-02f, 9.582852945e-03f});
 }
 template <>
 INLINE void keep(bf16* p, vf low, vf high) {

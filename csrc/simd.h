@@ -204,12 +204,12 @@ INLINE vu widen_bits(vh h) {
 
 INLINE vf widen(vh h, bf16) { return (vf)(widen_bits(h) << 16); }
 
-INLINE vh narrow(vf v, bf16) {  // to nearest, ties to even
+// Returns numbers whose high halves are v as bfloat16, to nearest, ties to even.
+INLINE vu round_halves(vf v) {
   vu u = (vu)v;
-  vu rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
-  vu quiet = vu{} + 0x7fc0u;
-  return __builtin_convertvector((u & 0x7fffffffu) > 0x7f800000u ? quiet : rounded, vh);
+  return (u & 0x7fffffffu) > 0x7f800000u ? vu{} + 0x7fc00000u : u + 0x7fffu + ((u >> 16) & 1u);
 }
+INLINE vh narrow(vf v, bf16) { return __builtin_convertvector(round_halves(v) >> 16, vh); }
 
 INLINE vf widen(vh h, f16) {
 #if defined(__AVX512F__)
@@ -297,6 +297,7 @@ INLINE void store(T* p, vf v, int n) {
 
 // Returns v rounded as by a store as T and a load
 INLINE vf round_to(vf v, float) { return v; }
+INLINE vf round_to(vf v, bf16) { return (vf)(round_halves(v) & 0xffff0000u); }
 template <class T>
 INLINE vf round_to(vf v, T) {
   return widen(narrow(v, T{}), T{});

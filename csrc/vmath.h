@@ -61,11 +61,23 @@ INLINE vf exp_or_zero(vf x) {
   return x < least ? vf{} : e;
 }
 
-// As exp_or_zero, with the same bits, for x <= 0.
-INLINE vf exp_of_negative(vf x) {
-  const float least = -0x1.5d589ep+6f;
-  const vf e = exp_within(vmax(splat(least), x));
-  return x < least ? vf{} : e;
+constexpr float kLog2E = 1.44269504f;
+
+// 2^x for x up to about 0 if that is a normal number, else zero. NaN stays NaN. c: polynomial of 2^r
+// for r within [-1/2, 1/2]; the default is within 1 ulp.
+constexpr float kExp2[] = {1.0f, 6.931471825e-01f, 2.402264774e-01f, 5.550332367e-02f,
+                           9.618436918e-03f, 1.339887385e-03f, 1.535336196e-04f};
+template <int N = 7>
+INLINE vf exp2_or_zero(vf x, const float (&c)[N] = kExp2) {
+  const float magic = 0x1.8p23f + 127;  // leaves an exponent with its bias in the low mantissa bits
+  const vf shifted = x + magic;
+  const vf part = polynomial(c, x - (shifted - magic)), power = (vf)((vi)shifted << 23);
+#if defined(__AVX512F__)
+  const __mmask16 normal = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);
+  return (vf)_mm512_maskz_mul_ps(normal, (__m512)part, (__m512)power);
+#else
+  return x < -126.0f ? vf{} : part * power;
+#endif
 }
 
 INLINE vf log(vf x) {
@@ -121,8 +133,9 @@ INLINE vf relu(vf x) { return x < 0.0f ? vf{} : x; }
 INLINE vf silu(vf x) { return x / (1.0f + exp(-x)); }
 INLINE vf sigmoid(vf x) { return 1.0f / (1.0f + exp(-x)); }
 INLINE vf gelu(vf x) { return 0.5f * x * (1.0f + erf(x * 0.70710678f)); }
+// x / 2 * (1 + tanh(u)) with u = sqrt(2 / pi) * (x + 0.044715 * x^3), which is x * sigmoid(2 * u)
 INLINE vf gelu_tanh(vf x) {
-  return 0.5f * x * (1.0f + tanh(0.79788456f * fma(0.044715f * x * x, x, x)));
+  return x / (1.0f + exp(x * fma(x * x, splat(-0.0713548128f), splat(-1.59576912f))));
 }
 INLINE vf soft_cap(vf x, float cap) { return cap * tanh(x / cap); }
 

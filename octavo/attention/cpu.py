@@ -22,7 +22,7 @@ from octavo.kernels.native_base import DTYPE_CODES
 from octavo.system.tensor import HostTensor, Tensor
 
 BLOCK_SIZES = (8, 16, 32, 64, 128)
-"""Block sizes that the kernel supports: they fit its tiles of 64 or 128 positions."""
+"""Block sizes that the kernel supports: they fit its tiles of 64 to 256 positions."""
 
 MAX_HEAD_SIZE = 576
 """Largest head size: kMaxHeadSize in csrc/kernels.h."""
@@ -31,7 +31,7 @@ MAX_HEAD_SIZE = 576
 _SEGMENT, _SHARED_ROWS, _PARTS_NBYTES, _LANES = 512, 36, 64 << 20, 32
 
 # Largest kTileRows, kStepRows and kTile of csrc/attention.h.
-_TILE_ROWS, _STEP_ROWS, _TILE = 128, 36, 128
+_TILE_ROWS, _STEP_ROWS, _TILE = 128, 36, 256
 
 _CACHE_CODES = {"float8_e4m3fn": 1, "float8_e5m2": 2, "int8": 3}
 """Codes of CacheType in csrc/args.h."""
@@ -85,6 +85,7 @@ class CPUAttention:
         """
         width = -(-largest.head_size // _LANES) * _LANES
         rows = _TILE_ROWS * width * (2 + 4 + 4)  # queries; sums of a segment and of all of them
+        rows += _TILE_ROWS * 4 * _LANES // 2  # sums of probabilities
         tiles = 4 * _TILE * width * 2  # keys and values, widened from bytes and in AMX layout
         step = _STEP_ROWS * _TILE * (4 + 4)  # scores and probabilities
         tasks = min(4 * largest.num_threads, largest.num_tokens * largest.num_kv_heads)
