@@ -289,7 +289,9 @@ def _run_nicely(function: Callable[[], T]) -> T:
     ended: Future[T] = Future()
 
     def work() -> None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGVTALRM])  # the other thread waits for it
+        signal.pthread_sigmask(
+            signal.SIG_BLOCK, [signal.SIGVTALRM]
+        )  # the other thread waits for it
         try:
             ended.set_result(function())
         except BaseException as error:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from octavo.frontend.async_llm import AsyncLLM
 
 # Requests of a tenant at a time for each request of another one.
-_MULTIPLE = 3
+_MULTIPLE = 2
 # Windows whose features are computed at a time; a tenant leaves one place to the others.
 _WINDOWS = 2
 

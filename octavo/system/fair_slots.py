@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Hashable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
 _STAY_SECONDS = 0.1
+_PAUSE_SECONDS = 0.02
 _NOBODY = object()  # None can be a tenant
 
 
@@ -76,8 +78,9 @@ class FairShares:
 
     A tenant that is present alone begins any number of tasks. Beside others it begins a task while
     it has fewer than `multiple` times the tasks of the one that has the fewest, or of one with a
-    single task. So a tenant with little work meets little work of the others, and tenants with much
-    work hardly limit each other. A tenant is still present for a while after its work, so that its
+    single task, and one task every `_PAUSE_SECONDS` beyond these. So a tenant with little work meets
+    few tasks of the others, tenants with much work hardly limit each other, and long tasks, which
+    gain from each other's company, are hardly limited. A tenant is still present for a while after its work, so that its
     next piece of work does not meet all that the others have begun meanwhile. The tasks of a tenant
     that is not present limit nobody.
 
@@ -98,6 +101,10 @@ class FairShares:
         """Number of tasks of each tenant that has some."""
         self._waiting: dict[Hashable, deque[asyncio.Future[None]]] = {}
         """Tasks that wait, by tenant; the first tenant that may begin one is next."""
+        self._begun_at: dict[Hashable, float] = {}
+        """Time at which each tenant that has tasks, or had some lately, began its last one."""
+        self._timer: asyncio.TimerHandle | None = None
+        """Timer of the next task that begins after a pause."""
         self._has_begun_one = False
         """True if a task that has waited begins in this round of the event loop."""
 
@@ -114,7 +121,7 @@ class FairShares:
     async def hold(self, tenant: Hashable) -> AsyncIterator[None]:
         """Wait until a task of a tenant may begin; count it until it ends."""
         if self._may_begin(tenant) and not self._has_begun_one:
-            self._held[tenant] += 1
+            self._note_begin(tenant)
             self._begin_next()  # others may have more tasks now
         else:
             begun = asyncio.get_running_loop().create_future()
@@ -133,7 +140,14 @@ class FairShares:
 
     def _may_begin(self, tenant: Hashable) -> bool:
         others = [max(1, self._held[other]) for other in self._present if other != tenant]
-        return not others or self._held[tenant] < self._multiple * min(others)
+        if not others or self._held[tenant] < self._multiple * min(others):
+            return True
+        now = asyncio.get_running_loop().time()
+        return now >= self._begun_at.get(tenant, -math.inf) + _PAUSE_SECONDS
+
+    def _note_begin(self, tenant: Hashable) -> None:
+        self._held[tenant] += 1
+        self._begun_at[tenant] = asyncio.get_running_loop().time()
 
     def _end(self, tenant: Hashable) -> None:
         _decrease(self._held, tenant)
@@ -141,6 +155,8 @@ class FairShares:
 
     def _leave(self, tenant: Hashable) -> None:
         _decrease(self._present, tenant)
+        if tenant not in self._present and tenant not in self._held:
+            self._begun_at.pop(tenant, None)
         self._begin_next()
 
     def _begin_next(self) -> None:
@@ -149,16 +165,23 @@ class FairShares:
             return
         tenant = next(filter(self._may_begin, self._waiting), _NOBODY)
         if tenant is _NOBODY:
+            if self._waiting and self._timer is None:
+                loop = asyncio.get_running_loop()
+                self._timer = loop.call_later(_PAUSE_SECONDS, self._end_pause)
             return
         tasks = self._waiting.pop(tenant)
         begun = tasks.popleft()
         if tasks:  # the others are next
             self._waiting[tenant] = tasks
         if not begun.cancelled():
-            self._held[tenant] += 1
+            self._note_begin(tenant)
             begun.set_result(None)
         self._has_begun_one = True
         asyncio.get_running_loop().call_soon(self._begin_another)
+
+    def _end_pause(self) -> None:
+        self._timer = None
+        self._begin_next()
 
     def _begin_another(self) -> None:
         self._has_begun_one = False

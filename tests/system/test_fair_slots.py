@@ -2,6 +2,7 @@
 
 import asyncio
 
+from octavo.system import fair_slots
 from octavo.system.fair_slots import FairShares, FairSlots
 
 
@@ -90,7 +91,8 @@ def test_a_task_that_is_cancelled_when_it_gets_a_place_passes_it_on():
 class Shares:
     """Tasks of tenants that begin by `FairShares` and end when a test says so."""
 
-    def __init__(self, multiple):
+    def __init__(self, multiple, monkeypatch):
+        monkeypatch.setattr(fair_slots, "_PAUSE_SECONDS", 1000)
         self.shares, self.begun, self.tasks = FairShares(multiple, 0), [], {}
 
     async def start(self, *names):
@@ -117,9 +119,9 @@ class Shares:
             await asyncio.Event().wait()
 
 
-def test_a_tenant_with_one_task_meets_few_of_others():
+def test_a_tenant_with_one_task_meets_few_of_others(monkeypatch):
     async def main():
-        it = Shares(2)
+        it = Shares(2, monkeypatch)
         with it.shares.be_present("a"):
             assert await it.start("a1", "a2", "a3", "a4") == ["a1", "a2", "a3", "a4"]
             with it.shares.be_present("b"):
@@ -133,6 +135,17 @@ def test_a_tenant_with_one_task_meets_few_of_others():
                 assert await it.start("a0") == []
             await asyncio.sleep(0.01)
             assert await it.settle() == ["a0"]  # b has left
+
+    asyncio.run(main())
+
+
+def test_beside_others_tasks_begin_after_pauses(monkeypatch):
+    async def main():
+        it = Shares(1, monkeypatch)
+        with it.shares.be_present("b"):
+            assert await it.start("a1", "a2", "a3") == ["a1"]
+            monkeypatch.setattr(fair_slots, "_PAUSE_SECONDS", 0)
+            assert await it.end("a1") == ["a2", "a3"]
 
     asyncio.run(main())
 
