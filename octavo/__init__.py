@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
     from octavo.config.engine_args import AsyncEngineArgs, EngineArgs
     from octavo.frontend.async_llm import AsyncLLM, AsyncLLMEngine
-    from octavo.frontend.input_processor import EmbedsPrompt, TextPrompt, TokensPrompt
     from octavo.frontend.llm_engine import LLMEngine
+    from octavo.frontend.prompts import EmbedsPrompt, TextPrompt, TokensPrompt
     from octavo.llm import LLM
     from octavo.lora_request import LoRARequest
     from octavo.outputs import (
@@ -74,7 +74,7 @@ _LAZY = {
     "CompletionOutput": "octavo.outputs",
     "EmbeddingOutput": "octavo.outputs",
     "EmbeddingRequestOutput": "octavo.outputs",
-    "EmbedsPrompt": "octavo.frontend.input_processor",
+    "EmbedsPrompt": "octavo.frontend.prompts",
     "EngineArgs": "octavo.config.engine_args",
     "LLM": "octavo.llm",
     "LLMEngine": "octavo.frontend.llm_engine",
@@ -88,8 +88,8 @@ _LAZY = {
     "ScoringOutput": "octavo.outputs",
     "ScoringRequestOutput": "octavo.outputs",
     "SentenceEncoder": "octavo.sentence_encoder",
-    "TextPrompt": "octavo.frontend.input_processor",
-    "TokensPrompt": "octavo.frontend.input_processor",
+    "TextPrompt": "octavo.frontend.prompts",
+    "TokensPrompt": "octavo.frontend.prompts",
 }
 
 

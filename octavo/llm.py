@@ -24,13 +24,10 @@ from octavo.frontend.beam_search import (
     prompt_params,
     step_params,
 )
-from octavo.frontend.input_processor import (
-    Prompt,
-    check_processor_kwargs,
-    with_processor_kwargs,
-)
 from octavo.frontend.interrupts import late_interrupts
 from octavo.frontend.llm_engine import LLMEngine, failed_output
+from octavo.frontend.open_media import check_processor_kwargs
+from octavo.frontend.prompts import Prompt, with_processor_kwargs
 from octavo.llm_pooling import PoolingMethods, as_list
 from octavo.llm_speech import SpeechMethods
 from octavo.lora_request import LoRARequest

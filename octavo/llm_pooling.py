@@ -11,7 +11,6 @@ import msgspec
 
 from octavo.errors import RequestError
 from octavo.frontend.adapters import LoRARequests
-from octavo.frontend.input_processor import Prompt
 from octavo.frontend.llm_engine import LLMEngine
 from octavo.frontend.pooling import (
     find_comparison,
@@ -19,6 +18,7 @@ from octavo.frontend.pooling import (
     windows_output,
     with_result,
 )
+from octavo.frontend.prompts import Prompt
 from octavo.messages import AdapterRef
 from octavo.models.blocks.pooler import PoolerSpec
 from octavo.outputs import (
@@ -112,7 +112,7 @@ class PoolingMethods(ABC):
             poolers.append(pooler)
             return self.llm_engine.start(request, passed[id(its_params)], None)
 
-        divide = self.llm_engine.input_processor.windows
+        divide = self.llm_engine.input_processor.pooling.windows
         parts: list[list[tuple[Prompt, int]]] = [
             [*divide(text, its, add_special_tokens=special)] if its.windows else [(text, 1)]
             for text, its in zip(texts, params, strict=True)

@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.errors import RequestError, reason_of
-from octavo.frontend.input_processor import Prompt
 from octavo.frontend.llm_engine import LLMEngine
+from octavo.frontend.prompts import Prompt
 from octavo.media.audio import SAMPLE_RATE, AudioParts, Samples
 from octavo.outputs import RequestOutput
 from octavo.sampling_params import SamplingParams

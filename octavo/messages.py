@@ -224,6 +224,10 @@ class TensorData(msgspec.Struct, array_like=True, frozen=True):
 
 Modality: TypeAlias = Literal["image", "video", "audio", "text"]
 
+EMBEDS = "embeds"
+"""Key of `MultiModalFeatureSpec.data` for the rows themselves, [rows, size]: no encoder computes
+them, and there is no other array."""
+
 
 class MultiModalFeatureSpec(msgspec.Struct, array_like=True, frozen=True):
     """One item of a prompt for an encoder: a picture, a video, a sound, or a text."""
@@ -238,7 +242,8 @@ class MultiModalFeatureSpec(msgspec.Struct, array_like=True, frozen=True):
     data: dict[str, TensorData]
     """Input of the encoder, by name."""
     num_encoder_tokens: int
-    """Number of tokens in the encoder's layers: patches, frames, or tokens of a text."""
+    """Number of tokens in the encoder's layers: patches, frames, or tokens of a text; 0 if `data`
+    has the rows themselves."""
     grid: tuple[int, int, int] | None = None
     """Sizes of the rows in time, height and width, for models whose positions have sections
     (m-RoPE): the row of the item's n-th placeholder is the n-th of this grid, width first."""
@@ -250,6 +255,11 @@ class MultiModalFeatureSpec(msgspec.Struct, array_like=True, frozen=True):
     ranges: tuple[tuple[int, int], ...] = ()
     """Ranges (begin, end) of the prompt's tokens that see each other in both directions, in order.
     A step that computes a token of a range also computes all later ones of the range."""
+
+    @property
+    def is_embeds(self) -> bool:
+        """True if its data are the rows themselves (`EMBEDS`)."""
+        return not self.num_encoder_tokens
 
     @property
     def num_rows(self) -> int:

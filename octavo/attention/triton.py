@@ -17,7 +17,9 @@ from octavo.attention.base import (
 )
 from octavo.errors import ConfigError
 from octavo.kernels.torch_tensors import torch_dtype
-from octavo.kernels.triton.attention import MOST_SPLITS, Step, attention, prefill
+from octavo.kernels.triton.attention import MOST_SPLITS, attention
+from octavo.kernels.triton.attention_prefill import prefill
+from octavo.kernels.triton.attention_step import Step
 from octavo.kernels.triton.fp8 import E4M3, E5M2
 from octavo.kernels.triton.kv_write import write_kv, write_latents
 from octavo.system.device import cuda_capability, cuda_cores

@@ -244,7 +244,6 @@ FOREIGN: dict[str, Foreign] = {
         ),
         _group(
             "there is no such setting for pictures and sounds; leave it out",
-            enable_mm_embeds=False,
             interleave_mm_strings=False,
             mm_encoder_only=False,
             mm_encoder_fp8_scale_save_path=None,

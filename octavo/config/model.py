@@ -169,6 +169,13 @@ class ModelConfig(Section, frozen=True):
     enable_prompt_embeds: Annotated[
         bool, Meta(description="Accept embeddings as prompts (prompt_embeds).")
     ] = False
+    enable_mm_embeds: Annotated[
+        bool,
+        Meta(
+            description="Accept the rows of the model's encoders in place of pictures and sounds"
+            " (image_embeds, audio_embeds)."
+        ),
+    ] = False
     allowed_media_domains: Annotated[
         list[str],
         Meta(

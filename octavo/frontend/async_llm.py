@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import logging
 import math
-import re
-import time
 from collections.abc import (
     AsyncGenerator,
     Awaitable,
@@ -20,7 +17,6 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import aclosing
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,13 +29,9 @@ from octavo.config import EngineConfig
 from octavo.engine.checks import check_recording
 from octavo.errors import (
     ConfigError,
-    DeadlineError,
     EngineDeadError,
-    FirstTokenError,
-    ScalingBusyError,
-    ScalingError,
 )
-from octavo.fleet.core_client import ElasticClient, WatchedClient
+from octavo.fleet.core_client import WatchedClient
 from octavo.fleet.start import EngineProcesses, OnRecovery, Unfinished, start_engines
 from octavo.fleet.supervisor import Recovery
 from octavo.frontend.adapters import AdapterFiles, no_pins
@@ -50,26 +42,21 @@ from octavo.frontend.beam_search import (
     prompt_params,
     run_beam_search,
 )
+from octavo.frontend.engine_states import EngineStates
 from octavo.frontend.engines import EngineRecords
 from octavo.frontend.environment import apply_environment
 from octavo.frontend.forecast import Forecast
-from octavo.frontend.input_processor import (
-    InputProcessor,
-    Prompt,
-    open_chat_media,
-    open_media,
-    processing_time,
-)
-from octavo.frontend.output_processor import (
-    LiveAnswer,
-    OutputProcessor,
-    RequestOutputCollector,
-)
+from octavo.frontend.health import Health, engine_health
+from octavo.frontend.input_processor import InputProcessor
+from octavo.frontend.open_media import open_chat_media, open_media
+from octavo.frontend.output_processor import LiveAnswer, OutputProcessor
+from octavo.frontend.prompts import Prompt, processing_time
 from octavo.frontend.request_memory import (
     RequestMemory,
     request_nbytes,
     trim_when_idle,
 )
+from octavo.frontend.request_streams import RequestStreams
 from octavo.frontend.step_log import EngineDeath, StepLog
 from octavo.frontend.time_line import Stages
 from octavo.frontend.traces import make_tracer, read_trace_headers
@@ -103,17 +90,6 @@ logger = logging.getLogger(__name__)
 
 # Most steps that are processed in a row before waiting requests get a turn.
 _MOST_FOLLOWING = 7
-# Seconds between two checks whether the last requests have finished before a sleep.
-_SLEEP_POLL = 0.02
-_LIKE_A_CHILD = re.compile(r"_*\d+_")
-
-
-@dataclass(frozen=True)
-class Health:
-    """State of the engine; not `ok` if it makes no progress, for `reason`."""
-
-    ok: bool
-    reason: str
 
 
 class AsyncLLM(AsyncPooling):
@@ -132,6 +108,7 @@ class AsyncLLM(AsyncPooling):
         metrics_prefix: prefix of the metrics' names.
         record: settings of the recording; None: no recording.
         front_end: number of this front end among several with one coordinator, never reused.
+        shared_media: folder in which they keep media by their uuids.
     """
 
     def __init__(
@@ -145,6 +122,7 @@ class AsyncLLM(AsyncPooling):
         metrics_prefix: str = "octavo",
         record: RecordSettings | None = None,
         front_end: int | None = None,
+        shared_media: Path | None = None,
     ) -> None:
         config.parallel.check(headless=False)
         config = msgspec.structs.replace(config, parallel=config.parallel.of_server())
@@ -159,7 +137,7 @@ class AsyncLLM(AsyncPooling):
         if not model.skip_tokenizer_init:
             self.tokenizer = Tokenizer.from_folder(tokenizer_path, model.tokenizer_mode)
         self._media = open_media(
-            self.checkpoint, model, self.spec, self.tokenizer, self.max_model_len
+            self.checkpoint, model, self.spec, self.tokenizer, self.max_model_len, shared_media
         )
         self.chat_media = open_chat_media(self._media, model, self.tokenizer, self.max_model_len)
         """Reader of the media in chats; None: the model reads none."""
@@ -193,19 +171,8 @@ class AsyncLLM(AsyncPooling):
             self.metrics.watch_adapters(config.lora.max_loras, adapter_names)
         self.request_memory = RequestMemory(request_memory)
         """Memory of unfinished requests, and of answers on their way to a client."""
-        self._sleep_level: int | None = None
-        """Level at which the engines sleep; None: they are awake."""
-        self._sleep_lock = asyncio.Lock()
-        # References to tasks that no caller may wait for.
-        self._falling_asleep: asyncio.Task[None] | None = None
-        self.cache_emptied_at: float | None = None
-        """Second of `time.monotonic` at which an engine's prefix cache was emptied last."""
-        self._change_of_size: asyncio.Task[None] | None = None
         self._shutdown: asyncio.Task[None] | None = None
         self._dead: EngineDeadError | None = None
-        self._numbers = itertools.count()
-        """Numbers of core requests."""
-        self._front_end = front_end
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: list[asyncio.Task[None]] = []
         default_batched_tokens = get_platform(config.device.device).server_batched_tokens
@@ -219,12 +186,16 @@ class AsyncLLM(AsyncPooling):
         )
         # Last, so that a failure before it leaves no process.
         self._client = start_client(self._output_processor.unfinished, self._note_recovery)
+        self._streams = RequestStreams(self._client, self._output_processor, front_end)
         self._engines = EngineRecords(
             self._client,
             config.parallel.data_parallel_size,
             self.metrics,
             make_forecast,
             shows_stats=front_end is None,
+        )
+        self._states = EngineStates(
+            self._call, self._client.elastic, self._engines, config.scales_experts
         )
         with contextlib.suppress(RuntimeError):  # there is no event loop yet
             self._attach()
@@ -343,21 +314,7 @@ class AsyncLLM(AsyncPooling):
         """Return the state: ok if an engine works or will soon be started; see `Supervisor`."""
         if self._dead is not None:
             return Health(False, f"the engine is dead: {self._dead}")
-        if self.loading:
-            reason = "loading the model"
-            if missing := self._client.missing:
-                engines = ", ".join(map(str, missing))
-                reason = f"waiting for a node (octavo serve --headless) for engine {engines}"
-            return Health(True, reason)
-        if len(self._engines) > 1 and (down := self._client.down):
-            engines = ", ".join(f"engine {number} {why}" for number, why in down.items())
-            they = "wait for it" if self.config.divides_experts else "serve"
-            return Health(True, f"{engines}; the others {they}" if self.ready else engines)
-        if not self.ready:
-            parallel = self.config.parallel
-            number = f"engine {parallel.first_engine}" if parallel.numbered else "the engine"
-            return Health(True, f"starting {number} again")
-        return Health(True, "ok")
+        return engine_health(self._client, len(self._engines), self.config)
 
     async def generate(
         self,
@@ -556,7 +513,7 @@ class AsyncLLM(AsyncPooling):
         """End a request, or several, within one step; ignore unknown ids."""
         self._attach()
         ids = [request_id] if isinstance(request_id, str) else list(request_id)
-        await self._client.abort_requests(self._output_processor.abort_requests(ids))
+        await self._streams.abort(ids)
 
     def get_tokenizer(self) -> Tokenizer:
         """Return the model's tokenizer.
@@ -630,7 +587,7 @@ class AsyncLLM(AsyncPooling):
         args = reset_running_requests, reset_connector
         was_reset = bool(await self._client.call_utility("reset_prefix_cache", *args))
         if was_reset:
-            self.cache_emptied_at = time.monotonic()
+            self._states.note_cache_emptied()
         return was_reset
 
     async def reset_encoder_cache(self) -> bool:
@@ -642,7 +599,7 @@ class AsyncLLM(AsyncPooling):
         """Forget the media that this front end and the engines keep; see `LLM.reset_mm_cache`."""
         self._attach()
         if self._media is not None:
-            self._media.cache.clear()
+            self._media.clear()
         await self._client.call_utility("reset_mm_cache")
 
     async def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
@@ -652,29 +609,14 @@ class AsyncLLM(AsyncPooling):
 
         Args and Raises: as for `LLMEngine.sleep`.
         """
-        async with self._sleep_lock:
-            while not await self._change_sleep("sleep", level, mode):
-                try:
-                    await asyncio.sleep(_SLEEP_POLL)
-                except asyncio.CancelledError:  # no other call will follow
-                    await self._change_sleep("wake_up", None)
-                    raise
-            self._sleep_level = level
-            if level:
-                self.cache_emptied_at = time.monotonic()
-            self._engines.record_sleep_state(level)
+        await self._states.sleep(level, mode)
 
     async def wake_up(self, tags: list[str] | None = None) -> bool:
         """Allocate memory again and continue; return True if the engine is awake.
 
         Args and Raises: as for `LLMEngine.wake_up`.
         """
-        async with self._sleep_lock:
-            awake = await self._change_sleep("wake_up", tags)
-            if awake:
-                self._sleep_level = None
-                self._engines.record_sleep_state(None)
-            return awake
+        return await self._states.wake_up(tags)
 
     async def pause_generation(
         self, *, mode: PauseMode = "abort", clear_cache: bool = True
@@ -716,24 +658,26 @@ class AsyncLLM(AsyncPooling):
     @property
     def asleep(self) -> bool:
         """True if the engines sleep, at any level."""
-        return self._sleep_level is not None
+        return self._states.asleep
 
     async def is_sleeping(self) -> bool:
         """Return True if the engine sleeps, at any level, or is about to."""
-        await self.check_health()
-        self._attach()
-        return bool(await self._client.call_utility("is_sleeping"))
+        return bool(await self._call("is_sleeping"))
 
-    async def _change_sleep(self, method: str, *args: Any) -> bool:
-        await self.check_health()
-        self._attach()
-        return bool(await self._client.call_utility(method, *args))
+    async def _call(self, method: str, *args: Any) -> Any:
+        """Call a method of the engines, unless they have ended."""
+        self._begin()
+        return await self._client.call_utility(method, *args)
 
     @property
     def scaling(self) -> bool:
         """True while engines are being added or ended."""
-        elastic = self._client.elastic
-        return elastic is not None and elastic.scaling
+        return self._states.scaling
+
+    @property
+    def cache_emptied_at(self) -> float | None:
+        """Second of `time.monotonic` at which an engine's prefix cache was emptied last."""
+        return self._states.cache_emptied_at
 
     async def scale(self, size: int) -> None:
         """Change the number of engines while requests continue; this needs `enable_elastic_ep`.
@@ -741,26 +685,8 @@ class AsyncLLM(AsyncPooling):
         Raises:
             ScalingError: the number cannot be changed, or not now; nothing has changed.
         """
-        await self.check_health()
-        self._attach()
-        elastic = self._client.elastic
-        if elastic is None:
-            raise ScalingError(
-                "The number of engines is fixed; start the server with --enable-elastic-ep."
-            )
-        if elastic.scaling:
-            raise ScalingBusyError
-        # The change continues even if the caller is cancelled.
-        self._change_of_size = asyncio.create_task(self._change_size(elastic, size))
-        await asyncio.shield(self._change_of_size)
-
-    async def _change_size(self, elastic: ElasticClient, size: int) -> None:
-        async with self._sleep_lock:  # new engines are awake
-            if self.asleep:
-                raise ScalingError("The engines sleep; wake them up first.")
-            await self._engines.scale(elastic, size)
-        if self.config.scales_experts:  # all engines are new
-            self.cache_emptied_at = time.monotonic()
+        self._begin()
+        await self._states.scale(size)
 
     async def start_profile(self) -> None:
         """Record spans of steps and kernels in the engine process; this needs `profiler_dir`.
@@ -879,65 +805,17 @@ class AsyncLLM(AsyncPooling):
             self._engines.check_deadlines(request, params, waiting, num_running)
         return request, text
 
-    async def _stream(
+    def _stream(
         self,
         request: EngineCoreRequest,
         params: SamplingParams,
         text: str | None = None,
         stages: Stages | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Stream the outputs of a processed request; closing the stream aborts it."""
+        """Stream the outputs of a processed request; see `RequestStreams.stream`."""
         if self._dead is not None:
             raise self._dead
-        queue = RequestOutputCollector(params.output_kind)
-        name = request.request_id
-        # Late outputs of an earlier request with the same id must not reach this one.
-        number = str(next(self._numbers))
-        if self._front_end is not None:
-            number = f"{self._front_end}.{number}"
-        # An id that begins with a number and "_" is that of one of several answers.
-        escaped = f"_{name}" if _LIKE_A_CHILD.match(name) else name
-        request = msgspec.structs.replace(request, request_id=f"{escaped}#{number}")
-        self._output_processor.add_request(request, params, text, queue, name)
-        finished, timed = False, request.options.due < math.inf
-        try:
-            await self._client.add_request(request)
-            if stages is not None:
-                stages.end("to_engine")
-                stages.holder = self._client.holder_of(request.child_ids[0])
-            while not finished:
-                output = queue.get_nowait()
-                if output is None:
-                    output = await (self._wait(request, name, queue) if timed else queue.get())
-                finished = output.finished
-                yield output
-        finally:
-            # Its id may belong to another request by now.
-            if not finished and self._output_processor.is_live(name, queue):
-                await self.abort(name)
-
-    async def _wait(
-        self, request: EngineCoreRequest, name: str, queue: RequestOutputCollector
-    ) -> RequestOutput:
-        """Return the next output of a request; enforce its deadlines even without an engine.
-
-        Raises:
-            DeadlineError: one of the deadlines has passed.
-        """
-        options = request.options
-        while True:
-            due: float | None = options.due
-            if self._output_processor.has_first_tokens(name):
-                due = options.deadline
-            if due is None:
-                return await queue.get()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(max(0.0, due - clock.now())):
-                    return await queue.get()
-            if options.deadline is not None and options.deadline <= clock.now():
-                raise DeadlineError("The deadline passed.")
-            if not self._output_processor.has_first_tokens(name):
-                raise FirstTokenError("The first token did not arrive in time.")
+        return self._streams.stream(request, params, text, stages)
 
     def _make_input_processor(self) -> InputProcessor:
         return InputProcessor(
@@ -988,12 +866,10 @@ class AsyncLLM(AsyncPooling):
         self.step_log.deaths.append(
             EngineDeath(clock.now(), recovery.seconds, recovery.engine_index, recovery.reason)
         )
-        self.cache_emptied_at = time.monotonic()
+        self._states.note_recovery()
         self.metrics.for_engine(recovery.engine_index).record_recovery(
             recovery.num_requests, recovery.seconds
         )
-        if self._sleep_level is not None:  # its memory must stay free
-            self._falling_asleep = asyncio.create_task(self.sleep(self._sleep_level, "keep"))
 
     def _became_ready(self, ready: asyncio.Future[Any]) -> None:
         if ready.cancelled() or ready.exception() is not None:

@@ -12,8 +12,9 @@ import msgspec
 
 from octavo.errors import RequestError
 from octavo.frontend.adapters import AdapterFiles
-from octavo.frontend.input_processor import InputProcessor, Prompt, processing_time
+from octavo.frontend.input_processor import InputProcessor
 from octavo.frontend.pooling import pooling_output, windows_output
+from octavo.frontend.prompts import Prompt, processing_time
 from octavo.frontend.request_memory import RequestMemory, pooling_nbytes
 from octavo.frontend.time_line import Stages
 from octavo.lora_request import LoRARequest
@@ -136,7 +137,7 @@ class AsyncPooling(ABC):
         """Return the result of a text that is computed in parts, one after the other."""
         parts = await offload(
             processing_time(prompt, params.as_sampling_params()),
-            self._input_processor.windows,
+            self._input_processor.pooling.windows,
             prompt,
             params,
             add_special_tokens=add_special_tokens,
@@ -164,7 +165,7 @@ class AsyncPooling(ABC):
         passed = params.as_sampling_params()
         request, pooler = await offload(
             processing_time(prompt, passed),
-            self._input_processor.process_pooling,
+            self._input_processor.pooling.process,
             request_id,
             prompt,
             params,

@@ -12,6 +12,7 @@ from typing import Any
 
 from octavo.config import ModelConfig
 from octavo.errors import ContextLengthError, RequestError
+from octavo.frontend.media_embeds import nbytes_of
 from octavo.frontend.prompt_media import (
     DATA,
     KWARGS,
@@ -33,6 +34,8 @@ from octavo.text.tokenizer import MAX_TOKENS, Tokenizer
 _MOST_FILES, _MOST_OF_HOSTS = (4, 3), (16, 12)
 # Bytes that SHA-256 reads in a microsecond.
 _DIGEST_SPEED = 500
+# Bytes of tensors that are decoded, copied and hashed in a microsecond.
+_DECODING_SPEED = 100
 
 
 class ChatMedia:
@@ -119,8 +122,11 @@ class ChatMedia:
         num_embeds = 0
         for item in items:
             source = item.source
-            if isinstance(source, str):
-                read = await self._read(item, mm_processor_kwargs or {}, share, scope)
+            if isinstance(source, str | Mapping):
+                if isinstance(source, str):
+                    read = await self._read(item, mm_processor_kwargs or {}, share, scope)
+                else:
+                    read = await self._read_embeds(item, mm_processor_kwargs or {})
                 num_embeds += read.num_embeds
                 if num_embeds > self._max_model_len:
                     count = len(found.get(item.modality, ())) + 1
@@ -177,6 +183,23 @@ class ChatMedia:
                     error.message = f"{item.name}: {error.message}"
                     error.args = (error.message,)
             raise
+
+    async def _read_embeds(self, item: MediaItem, settings: Mapping[str, Any]) -> Item:
+        """Return an item for which a chat has the rows of the encoder."""
+        own = self._media.settings_of(item.modality, settings)
+        try:
+            found = await offload(
+                nbytes_of(item.source) // _DECODING_SPEED,
+                self._media.read_embeds,
+                item.source,
+                item.modality,
+                own,
+            )
+            if len(found) != 1:
+                raise RequestError(f"it has {len(found)} items; send a part for each.")
+        except RequestError as error:
+            raise type(error)(f"{item.name}: {error.message}", "messages") from None
+        return found[0]
 
     def _keep(self, places: AsyncExitStack, reading: Future[Item]) -> None:
         """Keep the places of a file whose client has gone until its helper process is free.

@@ -11,7 +11,10 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.errors import RequestError
+from octavo.errors import ContextLengthError, RequestError, UnsupportedError
+from octavo.frontend.input_spec import InputSpec
+from octavo.frontend.prompt_tokens import PromptTokens
+from octavo.frontend.prompts import Prompt, read_prompt
 from octavo.messages import (
     ALIGNMENT,
     AlignmentSpec,
@@ -19,8 +22,11 @@ from octavo.messages import (
     MultiModalFeatureSpec,
     PlaceholderRange,
     PoolingSpec,
+    RequestOptions,
     TensorData,
 )
+from octavo.sampling_params import SamplingParams
+from octavo.text.tokenizer import MAX_TOKENS, is_longer
 
 PARTS = ("encoder_prompt", "decoder_prompt")
 """Keys of a prompt with both parts."""
@@ -54,6 +60,105 @@ def read_parts(prompt: Any) -> EncoderDecoderPrompt:
             "'encoder_prompt' is missing: the encoder needs an input.", "encoder_prompt"
         )
     return EncoderDecoderPrompt(prompt["encoder_prompt"], prompt.get("decoder_prompt"))
+
+
+class EncoderPrompts:
+    """Reader of the prompts of an encoder-decoder.
+
+    Args:
+        spec: the model.
+        tokens: encoder and checker of its tokens.
+    """
+
+    def __init__(self, spec: InputSpec, tokens: PromptTokens) -> None:
+        self._spec, self._tokens = spec, tokens
+
+    def read(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        options: RequestOptions,
+        add_special_tokens: bool,
+    ) -> tuple[str | None, list[int], list[MultiModalFeatureSpec]]:
+        """Return the text of an encoder's input, the decoder's first tokens, and the input.
+
+        Args:
+            prompt: the encoder's input, or an `EncoderDecoderPrompt`.
+            params: the parameters of the answer.
+            options: the options of the request; the input has their scope of the prefix cache.
+            add_special_tokens: True to let the tokenizer add its special tokens to a text.
+
+        Raises:
+            RequestError: a part is wrong, or the model reads no such part.
+            ContextLengthError: a part is too long.
+        """
+        parts, start = read_parts(prompt), list(self._spec.decoder_start_ids)
+        for part in (parts.encoder, parts.decoder):
+            if isinstance(part, Mapping) and part.get("multi_modal_data"):
+                raise UnsupportedError(
+                    f"multi_modal_data: this model ({self._spec.architecture}) reads "
+                    f"{self._spec.encoder_modality} only here; leave it out. A sound is given as "
+                    "its 'input_features'; LLM.transcribe reads files.",
+                    "multi_modal_data",
+                )
+        text, feature = self._read_encoder(parts.encoder, params, options, add_special_tokens)
+        if parts.decoder is None:
+            return text, start, [feature]
+        of_decoder, ids = read_prompt(parts.decoder)
+        if ids is None:
+            assert of_decoder is not None
+            ids = self._tokens.encode(of_decoder, params, add_special_tokens=False)
+        self._tokens.check_ids("decoder_prompt", ids)
+        if ids[:1] != start[:1]:  # as in transformers
+            ids = start[:1] + ids
+        return text, ids, [feature]
+
+    def _read_encoder(
+        self,
+        prompt: Any,
+        params: SamplingParams,
+        options: RequestOptions,
+        add_special_tokens: bool,
+    ) -> tuple[str | None, MultiModalFeatureSpec]:
+        """Return the text of an encoder's input, if it is one, and the input."""
+        limit, salt = self._spec.max_encoder_len, options.cache_salt
+        features = prompt.get("input_features") if isinstance(prompt, Mapping) else None
+        if (self._spec.encoder_modality == "audio") != (features is not None):
+            raise RequestError(
+                f"The encoder of this model ({self._spec.architecture}) reads "
+                f"{self._spec.encoder_modality}; give it as "
+                + ("'input_features'." if features is None else "text or token ids."),
+                "encoder_prompt",
+            )
+        if features is not None:
+            shape, count = self._spec.encoder_frames, self._spec.num_encoder_tokens
+            feature = audio_feature(features, shape, count, salt)
+            self._spec.check_item(feature)
+            return None, feature
+        text, ids = read_prompt(prompt)
+        if ids is None:
+            assert text is not None
+            keep = params.truncate_prompt_tokens
+            if keep is None and is_longer(text, limit):
+                raise self._too_long(f"your text of {len(text)} characters is longer")
+            tokenizer = self._tokens.require_tokenizer()
+            ids = tokenizer.encode(text, add_special_tokens, max(limit, MAX_TOKENS))
+        if (keep := params.truncate_prompt_tokens) is not None:
+            keep = limit if keep == -1 else keep
+            ids = ids[-keep:] if params.truncation_side == "left" else ids[:keep]
+        self._tokens.check_ids("encoder_prompt", ids, self._spec.encoder_vocab_size)
+        if not ids:
+            raise RequestError("The encoder's prompt is empty; give at least one token.", "prompt")
+        if len(ids) > limit:
+            raise self._too_long(f"your prompt has {len(ids)}")
+        return text, text_feature(ids, salt)
+
+    def _too_long(self, found: str) -> ContextLengthError:
+        return ContextLengthError(
+            f"The encoder of this model reads at most {self._spec.max_encoder_len} tokens; "
+            f"{found}. Shorten it or set truncate_prompt_tokens.",
+            "prompt",
+        )
 
 
 def text_feature(token_ids: list[int], cache_salt: str | None) -> MultiModalFeatureSpec:

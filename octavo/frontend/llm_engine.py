@@ -21,14 +21,11 @@ from octavo.errors import EngineDeadError, OctavoError, RequestError, Unsupporte
 from octavo.fleet.core_client import InprocClient
 from octavo.frontend.adapters import AdapterFiles, no_pins
 from octavo.frontend.environment import apply_environment
-from octavo.frontend.input_processor import (
-    InputProcessor,
-    Prompt,
-    open_chat_media,
-    open_media,
-)
+from octavo.frontend.input_processor import InputProcessor
 from octavo.frontend.interrupts import late_interrupts
+from octavo.frontend.open_media import open_chat_media, open_media
 from octavo.frontend.output_processor import OutputProcessor
+from octavo.frontend.prompts import Prompt
 from octavo.frontend.traces import make_tracer, read_trace_headers
 from octavo.lora_request import LoRARequest
 from octavo.messages import AdapterRef, EngineCoreRequest, PauseMode, RequestOptions
@@ -509,9 +506,9 @@ class LLMEngine:
         add_special_tokens: bool = True,
         adapter: AdapterRef | None = None,
     ) -> tuple[EngineCoreRequest, PoolerSpec]:
-        """Return the core request of a text; see `InputProcessor.process_pooling`."""
+        """Return the core request of a text; see `PoolingInputs.process`."""
         request_id = next(i for i in map(str, self._request_ids) if i not in self._added)
-        return self.input_processor.process_pooling(
+        return self.input_processor.pooling.process(
             request_id,
             prompt,
             params,

@@ -11,16 +11,14 @@ from typing import Any
 import numpy as np
 
 from octavo.errors import ContextLengthError, RequestError
-from octavo.messages import EMBEDS_DTYPES, EmbedsDtype, PromptEmbeds
+from octavo.messages import EMBEDS_DTYPES, EmbedsDtype, PromptEmbeds, TensorData
+from octavo.system.finite import is_finite
 
 NAME = "prompt_embeds"
 PROMPT_EMBEDS_OFF = (
     "prompt_embeds is not accepted here; start the engine with --enable-prompt-embeds "
     "(enable_prompt_embeds=True), or give the prompt as text or token ids."
 )
-# Bytes that are checked in one call, so that the temporary memory is small.
-_PIECE = 2**22
-_EXPONENT_BFLOAT16 = 0x7F80
 
 
 def read_tensor(tensor: Any) -> PromptEmbeds:
@@ -34,23 +32,39 @@ def read_tensor(tensor: Any) -> PromptEmbeds:
     """
     if isinstance(tensor, PromptEmbeds):
         return tensor
+    found = to_tensor(tensor, NAME)
+    dtype, size = check_form(found.shape, found.dtype)
+    return PromptEmbeds(found.data, dtype, size)
+
+
+def is_torch(value: object) -> bool:
+    """Return True if a value is a tensor of torch."""
+    return type(value).__module__.partition(".")[0] == "torch" and hasattr(value, "layout")
+
+
+def to_tensor(tensor: Any, name: str) -> TensorData:
+    """Return a torch tensor or a numpy array of numbers as data.
+
+    Args:
+        tensor: the tensor, of any shape.
+        name: its field, for errors.
+
+    Raises:
+        RequestError: the object is something else.
+    """
     if isinstance(tensor, np.ndarray):
-        shape, dtype = tensor.shape, str(tensor.dtype)
-    elif type(tensor).__module__.partition(".")[0] == "torch" and hasattr(tensor, "layout"):
-        shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
-        if str(tensor.layout) != "torch.strided":
-            raise RequestError(
-                f"{NAME} is a tensor of layout {tensor.layout}; call to_dense().", NAME
-            )
-    else:
+        array = np.asarray(tensor, tensor.dtype.newbyteorder("<"))
+        return TensorData(str(tensor.dtype.name), tensor.shape, array.tobytes())
+    if not is_torch(tensor):
         raise RequestError(
-            f"{NAME} is a {type(tensor).__name__}, not a torch tensor or a numpy array.", NAME
+            f"{name} is a {type(tensor).__name__}, not a torch tensor or a numpy array.", name
         )
-    its_dtype, size = check_form(shape, dtype)
-    if not isinstance(tensor, np.ndarray):
-        torch = sys.modules["torch"]
-        tensor = tensor.detach().cpu().contiguous().view(torch.uint8).numpy()
-    return PromptEmbeds(np.ascontiguousarray(tensor).tobytes(), its_dtype, size)
+    if str(tensor.layout) != "torch.strided":
+        raise RequestError(f"{name} is a tensor of layout {tensor.layout}; call to_dense().", name)
+    torch = sys.modules["torch"]
+    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return TensorData(dtype, tuple(tensor.shape), flat.numpy().tobytes())
 
 
 def check_form(shape: tuple[int, ...], dtype: str) -> tuple[EmbedsDtype, int]:
@@ -98,12 +112,5 @@ def check_embeds(embeds: PromptEmbeds, size: int, max_model_len: int) -> None:
             f"{embeds.num_tokens}, which leaves no room for an answer. Shorten it.",
             NAME,
         )
-    for begin in range(0, embeds.nbytes, _PIECE):
-        piece = memoryview(embeds.data)[begin : begin + _PIECE]
-        if embeds.dtype == "bfloat16":
-            bits = np.frombuffer(piece, np.uint16) & _EXPONENT_BFLOAT16
-            finite = (bits != _EXPONENT_BFLOAT16).all()
-        else:
-            finite = np.isfinite(np.frombuffer(piece, embeds.dtype)).all()
-        if not finite:
-            raise RequestError(f"{NAME} holds numbers that are not finite (NaN, infinity).", NAME)
+    if not is_finite(embeds.data, embeds.dtype):
+        raise RequestError(f"{NAME} holds numbers that are not finite (NaN, infinity).", NAME)

@@ -13,6 +13,8 @@ import msgspec
 
 from octavo.errors import ContextLengthError, RequestError, UnsupportedError
 from octavo.frontend.media_cache import MediaCache, MediaKey
+from octavo.frontend.media_embeds import is_embeds, mm_embeds_off, read_embeds
+from octavo.frontend.shared_media import SharedMedia
 from octavo.media.content import MAX_UUID_CHARS, NAMES, UNKNOWN_UUID, Modality, is_uuid
 from octavo.messages import MultiModalFeatureSpec, RequestOptions
 from octavo.models.encoder import EncoderSpec
@@ -141,6 +143,8 @@ class PromptMedia:
         tokenizer: its tokenizer.
         max_num_embeds: most tokens of the items of a prompt.
         cache_nbytes: most bytes of the items that are kept by their uuids and files.
+        enable_mm_embeds: accept the rows of encoders in place of items.
+        shared: items that several front ends keep by their uuids; None: this one keeps its own.
 
     Raises:
         RequestError: a placeholder is not one token.
@@ -152,9 +156,14 @@ class PromptMedia:
         tokenizer: Tokenizer,
         max_num_embeds: int,
         cache_nbytes: int = 0,
+        *,
+        enable_mm_embeds: bool = False,
+        shared: SharedMedia | None = None,
     ) -> None:
+        self._enable_mm_embeds = enable_mm_embeds
         self.cache = MediaCache(cache_nbytes)
-        """Items of files, and those that clients sent with a uuid."""
+        """Items of files, and, if they are not shared, those that clients sent with a uuid."""
+        self._named: MediaCache | SharedMedia = self.cache if shared is None else shared
         self._max_num_embeds = max_num_embeds
         self.readers: Mapping[Modality, MediaReader[Any]] = {
             reader.modality: reader for reader in readers
@@ -210,8 +219,8 @@ class PromptMedia:
             UnsupportedError: the data holds items that the model does not read.
             ContextLengthError: the items have more tokens than the context.
         """
-        given = self._given(prompt)
         settings = _settings_of(prompt)
+        given = self._given(prompt, settings)
         items: dict[int, list[Item]] = {}
         placeholders: dict[int, Placeholders] = {}
         kept: list[tuple[MediaKey, Item]] = []
@@ -265,27 +274,54 @@ class PromptMedia:
                 raise reader.named(error, i, given[item.modality][i]) from None
             features.append(feature)
         for key, item in kept:
-            self.cache.put(key, item, item.nbytes, options.share)
+            self._named.put(key, item, item.nbytes, options.share)
         return ids, features
+
+    def clear(self) -> None:
+        """Forget the media that are kept by their files and uuids."""
+        self.cache.clear()
+        self._named.clear()
+
+    def read_embeds(
+        self, source: Any, modality: Modality, settings: Mapping[str, Any]
+    ) -> list[Item]:
+        """Return the items whose rows a caller gives; see `media_embeds.read_embeds`.
+
+        Args:
+            source: rows, or a dict with them.
+            modality: modality of the items.
+            settings: other values of the processor's settings, those of the modality only.
+
+        Raises:
+            RequestError: they are wrong, or not accepted here.
+        """
+        if not self._enable_mm_embeds:
+            raise RequestError(mm_embeds_off(modality), DATA)
+        return read_embeds(source, self.readers[modality].processor.changed(settings), modality)
 
     def _recall(self, key: MediaKey, reader: MediaReader[Any], index: int) -> Item:
         """Return the item that was sent with a uuid before."""
-        found: Item | None = self.cache.get(key)
+        found: Item | None = self._named.get(key)
         if found is None:
             name = reader.name
             raise RequestError(
                 f"{name} {index + 1}: no {name} with the uuid {key.name!r} is kept here for this "
                 f"client and these mm_processor_kwargs; send the {name} together with the uuid. "
-                "Each server, and each of its front ends (--api-server-count), keeps its own, and "
-                "gives up old ones "
-                "(--mm-processor-cache-gb).",
+                "Each server keeps its own, and gives up old ones (--mm-processor-cache-gb).",
                 DATA,
                 UNKNOWN_UUID,
             )
         return found
 
-    def _given(self, prompt: Mapping[str, Any]) -> dict[Modality, Sequence[object]]:
-        """Return the items in a prompt's dict, of all modalities that the model reads."""
+    def _given(
+        self, prompt: Mapping[str, Any], settings: Mapping[str, Any]
+    ) -> dict[Modality, Sequence[object]]:
+        """Return the items in a prompt's dict, of all modalities that the model reads.
+
+        Args:
+            prompt: the dict.
+            settings: its mm_processor_kwargs.
+        """
         data = prompt[DATA]
         names = [repr(modality) for modality in self.readers]
         if not isinstance(data, Mapping):
@@ -302,7 +338,15 @@ class PromptMedia:
         found: dict[Modality, Sequence[object]] = {}
         for modality, reader in self.readers.items():
             value = data.get(modality)
-            items = [] if value is None else reader.items_of(value)
+            items: list[object] = []
+            if value is not None:
+                sources = [value] if is_embeds(value, modality) else reader.items_of(value)
+                for source in sources:
+                    if is_embeds(source, modality):
+                        own = self.settings_of(modality, settings)
+                        items += self._named_embeds(reader, source, own, len(items))
+                    else:
+                        items.append(source)
             if len(items) > reader.limit:
                 raise RequestError(
                     f"The prompt has {len(items)} {reader.name}s; at most {reader.limit} are "
@@ -311,6 +355,15 @@ class PromptMedia:
                 )
             found[modality] = items
         return found
+
+    def _named_embeds(
+        self, reader: MediaReader[Any], source: object, own: Mapping[str, Any], index: int
+    ) -> list[Item]:
+        """Return `read_embeds`; an error names the index of the first item."""
+        try:
+            return self.read_embeds(source, reader.modality, own)
+        except RequestError as error:
+            raise reader.named(error, index, source) from None
 
     def _embed_token(self, reader: MediaReader[Any]) -> int:
         """Return the token that rows replace.

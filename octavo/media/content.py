@@ -27,10 +27,14 @@ MEDIA_PARTS: Mapping[str, Modality] = {
     "input_audio": "audio",
     "audio_url": "audio",
     "video_url": "video",
+    "image_embeds": "image",
+    "audio_embeds": "audio",
 }
 """Types of parts that hold media."""
 HTTP_PARTS = frozenset(MEDIA_PARTS) - {"image_pil"}
 """Types of parts that JSON can hold."""
+_EMBEDS = ("image_embeds", "audio_embeds")
+"""Types of parts that hold rows of the model's encoder."""
 NAMES: Mapping[Modality, str] = {"image": "picture", "audio": "sound", "video": "video"}
 _DETAILS = ("auto", "low", "high", "original")
 MAX_UUID_CHARS = 256
@@ -45,8 +49,8 @@ class MediaItem:
 
     modality: Modality
     source: Any
-    """URL as text; of an offline caller also an image of Pillow; None: it was sent before, with the
-    same uuid."""
+    """URL as text; for rows of the model's encoder a dict, such as {"image_embeds": ...}; of an
+    offline caller also an image of Pillow; None: it was sent before, with the same uuid."""
     uuid: str | None
     """Name that the client gives to its content."""
     name: str
@@ -248,7 +252,8 @@ def _read_part(part: Mapping[str, Any], where: str) -> tuple[Any, str | None]:
 
     Args:
         part: as OpenAI or vLLM defines it: {"type": "image_url", "image_url": {"url": ...}} (or the
-            URL itself), input_image, input_audio, audio_url, video_url; image_pil.
+            URL itself), input_image, input_audio, audio_url, video_url; image_embeds, audio_embeds;
+            image_pil.
         where: name of the part, for errors.
 
     Raises:
@@ -262,6 +267,15 @@ def _read_part(part: Mapping[str, Any], where: str) -> tuple[Any, str | None]:
             "messages",
         )
     value = part.get("image_url" if kind == "input_image" else kind)
+    if kind in _EMBEDS:
+        if value is None and uuid is None:
+            raise RequestError(
+                f"{where}.{kind} is missing; give the base64 of a file of torch.save or "
+                f'numpy.save, or a dict {{"{kind}": base64, ...}}.',
+                "messages",
+            )
+        is_dict = value is None or isinstance(value, Mapping)
+        return value if is_dict else {kind: value}, uuid
     if kind == "image_pil":
         source = value
     elif kind == "input_audio":

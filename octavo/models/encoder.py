@@ -8,7 +8,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from octavo.errors import ConfigError, RequestError
-from octavo.messages import Modality, MultiModalFeatureSpec, PlaceholderRange
+from octavo.messages import (
+    EMBEDS,
+    EMBEDS_DTYPES,
+    Modality,
+    MultiModalFeatureSpec,
+    PlaceholderRange,
+)
 from octavo.models.blocks.attention import AttentionSpec
 from octavo.models.blocks.base import LargestStep, Parts, Table
 from octavo.models.blocks.embedding import EmbedSpec
@@ -21,6 +27,7 @@ from octavo.models.blocks.wave import WaveInputSpec
 from octavo.models.cache import EncoderCache
 from octavo.models.weights import Names, Weight
 from octavo.system.distributed import Rank
+from octavo.system.finite import is_finite
 
 if TYPE_CHECKING:
     from octavo.attention.base import AttentionBackend
@@ -184,6 +191,9 @@ class EncoderSpec:
         Raises:
             RequestError: the item does not fit the model.
         """
+        if item.is_embeds:
+            self._check_embeds(item)
+            return
         try:
             arrays = {name: array_of(tensor) for name, tensor in item.data.items()}
             tokens, rows = self.inputs.sizes(arrays)
@@ -202,6 +212,42 @@ class EncoderSpec:
                 f"it is prepared as {said[0]} patches or tokens and {said[1]} embeddings, and the "
                 f"model's encoder computes {tokens} and {rows}; the model's config.json and "
                 "preprocessor_config.json must describe the same pictures."
+            )
+
+    def _check_embeds(self, item: MultiModalFeatureSpec) -> None:
+        """Check the rows that a caller gives in place of an item.
+
+        Raises:
+            RequestError: the model's rows have another form, or numbers are not finite.
+        """
+        embeds, kind = item.data.get(EMBEDS), f"{item.modality}_embeds"
+        if embeds is None or len(item.data) > 1 or embeds.dtype not in EMBEDS_DTYPES:
+            raise RequestError(f"{kind} are no array of {', '.join(EMBEDS_DTYPES)}.")
+        count, size = item.num_rows, self.out_size
+        if (
+            len(embeds.shape) != 2
+            or embeds.shape[0] != count
+            or len(embeds.data) != (math.prod(embeds.shape) * EMBEDS_DTYPES[embeds.dtype])
+        ):
+            raise RequestError(
+                f"{kind} have the shape {list(embeds.shape)[:8]} and {len(embeds.data)} bytes, and "
+                f"the prompt has {count} places for them; give [{count}, {size}]."
+            )
+        if embeds.shape[1] != size:
+            more = [projector.size for _, projector in self.taps]
+            columns = f"{size - sum(more)} of the last layer, then {more} of DeepStack, in order"
+            raise RequestError(
+                f"{kind} have {embeds.shape[1]} numbers in a row, and this model's rows have "
+                f"{size}{f': {columns}' if more else ''}. Give the rows of this model's encoder."
+            )
+        if item.grid is not None and math.prod(item.grid) != count:
+            raise RequestError(
+                f"{kind} have {count} rows, and the grid {list(item.grid)} has "
+                f"{math.prod(item.grid)}; give the rows and the grid of one picture."
+            )
+        if not is_finite(embeds.data, embeds.dtype):
+            raise RequestError(
+                f"{kind} hold numbers that are not finite (NaN, infinity); send finite ones."
             )
 
     def weights(self, names: Names) -> list[Weight]:

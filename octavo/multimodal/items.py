@@ -11,7 +11,7 @@ import numpy as np
 
 from octavo.media.content import Modality
 from octavo.media.process import Array
-from octavo.messages import MultiModalFeatureSpec, PlaceholderRange, TensorData
+from octavo.messages import EMBEDS, MultiModalFeatureSpec, PlaceholderRange, TensorData
 from octavo.multimodal.processors.base import Place
 
 
@@ -29,8 +29,11 @@ class Part:
     def beside(self) -> Part:
         """Return the part in a prompt that also has items of another modality.
 
-        Its input has another array: `beside`, int64 [1], 1.
+        Its input has another array: `beside`, int64 [1], 1. Rows that a caller gives stay as they
+        are.
         """
+        if EMBEDS in self.fields:
+            return self
         mark = TensorData("int64", (1,), np.ones(1, np.int64).tobytes())
         digest = hashlib.sha256(f"beside {self.digest}".encode()).hexdigest()
         return Part(self.place, {**self.fields, "beside": mark}, digest)
@@ -79,13 +82,22 @@ class Item:
 
 def make_part(place: Place, fields: Mapping[str, Array]) -> Part:
     """Return a part from its place and the encoder's input."""
-    data = {
-        name: TensorData(array.dtype.name, array.shape, array.tobytes())
-        for name, array in fields.items()
-    }
+    return make_part_of_data(
+        place,
+        {
+            name: TensorData(array.dtype.name, array.shape, array.tobytes())
+            for name, array in fields.items()
+        },
+    )
+
+
+def make_part_of_data(place: Place, data: dict[str, TensorData]) -> Part:
+    """Return a part from its place and the data of the message."""
     digest = hashlib.sha256(b"octavo-item")
     for name, tensor in data.items():
         digest.update(msgspec.msgpack.encode((name, tensor.dtype, tensor.shape)))
         digest.update(tensor.data)
     digest.update(msgspec.msgpack.encode((place.follows, place.time)))
+    if EMBEDS in data and place.grid is not None:  # other inputs have their grid
+        digest.update(msgspec.msgpack.encode(place.grid))
     return Part(place, data, digest.hexdigest())

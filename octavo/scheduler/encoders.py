@@ -223,7 +223,7 @@ class EncoderInputs:
         for index in new:
             if self._run is not None and self._run.item.identifier == features[index].identifier:
                 self._end_run(self._run, output)
-            elif self._has_texts:
+            elif self._has_texts and not features[index].is_embeds:
                 self.pace.spend(features[index].modality, features[index].num_encoder_tokens)
         self._chosen = []
         if self._has_texts and num_new > 1:
@@ -311,6 +311,7 @@ class EncoderInputs:
         return (
             self._has_texts
             and item.modality in self._num_pieces
+            and not item.is_embeds
             and not (item.reaches_text and _sees_another(request, item))
         )
 

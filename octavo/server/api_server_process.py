@@ -91,6 +91,7 @@ def _make_engine(setup: APIServerSetup, coordinator: CoordinatorProcess) -> Asyn
         request_memory=setup.config.request_memory_bytes,
         metrics_prefix=setup.config.metrics_prefix,
         front_end=setup.number,
+        shared_media=Path(setup.media),
     )
     return engine
 

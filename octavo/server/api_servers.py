@@ -51,6 +51,8 @@ class APIServerSetup(msgspec.Struct):
     """Folder of the sockets."""
     adapters: str
     """File of the table of adapters that the front ends share."""
+    media: str
+    """Folder of the media with uuids that the front ends share."""
     listener: int
     """Descriptor of the listening socket."""
     created: int
@@ -135,6 +137,8 @@ async def serve_by_api_servers(
         adapters = make_table(engine_config.lora, names[0], file)
     else:
         adapters = AdapterTable(file)
+    media = folder.path / "media"
+    media.mkdir()
     setup = APIServerSetup(
         config,
         engine_config,
@@ -142,6 +146,7 @@ async def serve_by_api_servers(
         str(tokenizer_path),
         str(folder.path),
         str(file),
+        str(media),
         listener=listener.fileno(),
         created=int(time.time()),
         clock_epoch=clock.epoch(),
@@ -184,7 +189,8 @@ class _Processes:
         self._whole = config = setup.config
         self._engine_config = engine = setup.engine_config
         model = engine.model
-        cache = model.mm_processor_cache_gb / count
+        # The media that they share have a part of the limit, too.
+        cache = model.mm_processor_cache_gb / (count + 1)
         self._setup = msgspec.structs.replace(
             setup,
             engine_config=msgspec.structs.replace(

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.errors import RequestError, UnsupportedError
-from octavo.frontend.input_processor import check_processor_kwargs
+from octavo.frontend.open_media import check_processor_kwargs
 from octavo.media.content import MediaItem, MediaKind, Modality, read_media, with_media_io
 from octavo.messages import RequestOptions
 from octavo.outputs import CompletionOutput, Logprob, RequestOutput

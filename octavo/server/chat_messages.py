@@ -90,8 +90,8 @@ class ContentPart(Body):
     """Part of a message's content."""
 
     type: str
-    """Kind of the part: text, image_url, input_audio, audio_url or video_url. A model refuses the
-    media that it does not read."""
+    """Kind of the part: text, image_url, input_audio, audio_url, video_url, image_embeds or
+    audio_embeds. A model refuses the media that it does not read."""
     text: str | None = None
     """Text of a part of type text."""
     image_url: str | dict[str, Any] | None = None
@@ -103,6 +103,12 @@ class ContentPart(Body):
     """Sound of a part of type audio_url: {"url": ...}."""
     video_url: str | dict[str, Any] | None = None
     """Video of a part of type video_url: {"url": ...}."""
+    image_embeds: str | dict[str, Any] | None = None
+    """Rows of the encoder in place of a picture, for a part of type image_embeds, with
+    --enable-mm-embeds: a tensor saved with torch.save or numpy.save, in base64, or an object with
+    it and image_grid_thw or image_sizes."""
+    audio_embeds: str | dict[str, Any] | None = None
+    """Rows of the encoder in place of a sound, for a part of type audio_embeds."""
     detail: str | None = None
     """Resolution of a picture; no effect."""
     uuid: str | None = None

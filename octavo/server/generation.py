@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from octavo.errors import RequestError
 from octavo.frontend.encoder_prompt import encoder_token_ids
-from octavo.frontend.input_processor import EmbedsPrompt
+from octavo.frontend.prompts import EmbedsPrompt
 from octavo.frontend.request_memory import logprobs_nbytes
 from octavo.messages import MultiModalFeatureSpec
 from octavo.outputs import (

@@ -19,7 +19,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.errors import RequestError
-from octavo.frontend.input_processor import Prompt
+from octavo.frontend.prompts import Prompt
 from octavo.frontend.time_line import Stages
 from octavo.outputs import PoolingOutput, PoolingRequestOutput
 from octavo.pooling_params import PoolingParams

@@ -9,8 +9,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo import __version__
-from octavo.frontend.input_processor import Prompt
 from octavo.frontend.pooling import cosine, sparse_vector
+from octavo.frontend.prompts import Prompt
 from octavo.outputs import PoolingOutput, PoolingRequestOutput
 from octavo.plan.memory_plan import resolve_dtype
 from octavo.pooling_params import PoolingTask

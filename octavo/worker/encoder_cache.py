@@ -15,6 +15,9 @@ from octavo.system.tensor import Tensor
 class Encoder(Protocol):
     """Part of an `EncoderRunner` that the cache uses."""
 
+    def rows_of(self, item: MultiModalFeatureSpec) -> Tensor:
+        """Return the rows that an item has in place of an input (`EMBEDS`)."""
+
     def run_apart(
         self, items: Sequence[MultiModalFeatureSpec]
     ) -> tuple[list[Tensor], dict[int, str]]:
@@ -89,6 +92,12 @@ class EncoderCache:
         self.rows |= computed
         for modality, group in items.items():
             if modality not in self._encoders:  # another stage reads its rows
+                continue
+            for feature in group:
+                if feature.is_embeds:
+                    self.rows[feature.identifier] = self._encoders[modality].rows_of(feature)
+            group = [feature for feature in group if not feature.is_embeds]
+            if not group:
                 continue
             with span("encode") as note:
                 note(rows=sum(feature.num_encoder_tokens for feature in group))

@@ -18,7 +18,7 @@ from octavo.kernels.base import Ops
 from octavo.kernels.memory import Arena, map_memory, placeholder
 from octavo.kernels.native import NativeOps
 from octavo.layers.step import StepContext, StepRotary
-from octavo.messages import EncoderSlice, MultiModalFeatureSpec
+from octavo.messages import EMBEDS, EncoderSlice, MultiModalFeatureSpec
 from octavo.models.blocks.encoder_input import EncoderItem, LongArray, array_of
 from octavo.models.encoder import EncoderModel, EncoderSpec, Piece
 from octavo.system.distributed import group_failure
@@ -284,6 +284,15 @@ class EncoderRunner:
             return ops.to_device(map_memory(blocks * nbytes).view(blocks, nbytes))
 
         self._caches, _ = _make_caches(spec, model.dtype, backend, allocate)
+
+    def rows_of(self, item: MultiModalFeatureSpec) -> Tensor:
+        """Return the rows that an item has in place of an input, in the model's type.
+
+        They are on the device of the model: [rows, out_size].
+        """
+        embeds = item.data[EMBEDS]
+        given = from_numpy(np.frombuffer(embeds.data, np.uint8)).view(embeds.dtype)
+        return self._ops.to_device(dense(given.view(*embeds.shape), self._model.dtype))
 
     def run(self, items: Sequence[MultiModalFeatureSpec]) -> list[Tensor]:
         """Return the rows of each item: [rows, out_size], in the model's type.

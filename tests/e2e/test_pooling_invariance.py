@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from octavo import LLM, SamplingParams
-from octavo.frontend.input_processor import TokensPrompt
+from octavo.frontend.prompts import TokensPrompt
 from octavo.pooling_params import PoolingParams
 from tests.models.configs.sizes import SIZES, VOCAB, WIDE_HEADS
 from tests.models.harness import make_hf, make_prompts

@@ -27,7 +27,8 @@ from octavo.fleet import data_parallel, start
 from octavo.fleet.start import EngineProcesses
 from octavo.fleet.supervisor import Recovery
 from octavo.frontend import request_memory
-from octavo.frontend.async_llm import AsyncLLM, Health
+from octavo.frontend.async_llm import AsyncLLM
+from octavo.frontend.health import Health
 from octavo.messages import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from octavo.observability.recording import RecordSettings, read_records
 from octavo.observability.scheduler_stats import SchedulerStats
@@ -301,13 +302,13 @@ def test_the_cache_is_empty_after(monkeypatch):
 
     async def test(engine, client):
         async def emptied_by(call):
-            before, engine.cache_emptied_at = engine.cache_emptied_at, None
+            before, engine._states.cache_emptied_at = engine._states.cache_emptied_at, None
             if (made := call()) is not None:
                 await made
-            found, engine.cache_emptied_at = engine.cache_emptied_at, before
+            found, engine._states.cache_emptied_at = engine._states.cache_emptied_at, before
             return found
 
-        assert engine.cache_emptied_at is None
+        assert engine._states.cache_emptied_at is None
         assert await emptied_by(lambda: engine.pause_generation(clear_cache=False)) is None
         await engine.resume_generation()
         for call in (

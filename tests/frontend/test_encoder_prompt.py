@@ -9,7 +9,8 @@ from msgspec.structs import replace
 from octavo.config import ModelConfig
 from octavo.errors import ContextLengthError, RequestError, UnsupportedError
 from octavo.frontend.encoder_prompt import encoder_token_ids
-from octavo.frontend.input_processor import InputProcessor, check_processor_kwargs
+from octavo.frontend.input_processor import InputProcessor
+from octavo.frontend.open_media import check_processor_kwargs
 from octavo.messages import RequestOptions
 from octavo.sampling_params import SamplingParams
 from tests.frontend.test_input_processor import byte_level

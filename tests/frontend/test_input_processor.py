@@ -9,7 +9,6 @@ import torch
 
 from octavo.config import ModelConfig
 from octavo.errors import ContextLengthError, RequestError, UnsupportedError
-from octavo.frontend import input_processor
 from octavo.frontend.input_processor import InputProcessor
 from octavo.messages import (
     NO_TOKEN,
@@ -404,25 +403,6 @@ def test_what_lies_just_within_the_bounds():
     assert run(cache_salt="s" * 1024)[0].options.cache_salt == "1024:" + "s" * 1024
     longest = "x" * 64
     assert params_of(bad_words=[longest], processor=make(max_model_len=64)).bad_words is not None
-
-
-@pytest.mark.parametrize(
-    ("prompt", "fields", "microseconds"),
-    [
-        ("x" * 1000, {}, 1000),
-        ({"prompt": "x" * 1000}, {}, 1000),
-        ([5] * 1000, {}, 500),
-        ({"prompt_token_ids": [5]}, {}, 0),
-        ("", {"bad_words": ["x" * 60] * 10}, 600),
-        ("", {"stop_token_ids": [5] * 1000}, 500),
-        ("", {"allowed_token_ids": [5] * 1000}, 500),
-        ("", {"logit_bias": dict.fromkeys(range(1000), 1.0)}, 500),
-    ],
-)
-def test_how_long_it_takes_is_known_before(prompt, fields, microseconds):
-    """Long work is done on a thread; a factor of two does not matter, one of ten would."""
-    found = input_processor.processing_time(prompt, SamplingParams(**fields))
-    assert microseconds / 2 <= found <= 2 * microseconds + len(prompt) + 1
 
 
 def test_a_whole_request():

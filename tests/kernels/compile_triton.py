@@ -34,7 +34,9 @@ from octavo.kernels.triton import (
     sample,
     tokens,
 )
-from octavo.kernels.triton.attention import Step, attention, prefill
+from octavo.kernels.triton.attention import attention
+from octavo.kernels.triton.attention_prefill import prefill
+from octavo.kernels.triton.attention_step import Step
 from octavo.kernels.triton.ops import TritonOps
 from octavo.kernels.weights import Codes, PackedWeight, QuantFormat, StackedWeight
 from octavo.models.state_cache import StateMetadata

@@ -19,9 +19,10 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from octavo.config import EngineConfig, ServerConfig
 from octavo.errors import AdapterError, EngineDeadError, ProfilerError, ScalingError
 from octavo.frontend.beam_search import make_beam_search, prompt_params, run_beam_search
-from octavo.frontend.input_processor import InputProcessor, processing_time
+from octavo.frontend.input_processor import InputProcessor
 from octavo.frontend.output_processor import OutputProcessor, RequestOutputCollector
 from octavo.frontend.pooling import pooling_output
+from octavo.frontend.prompts import processing_time
 from octavo.frontend.request_memory import RequestMemory
 from octavo.frontend.step_log import StepLog
 from octavo.kv_cache.block_map import BlockMap
@@ -185,7 +186,7 @@ class FakeAsyncLLM:
     ):
         if self.dead is not None:
             raise self.dead
-        request, pooler = self._input.process_pooling(
+        request, pooler = self._input.pooling.process(
             request_id, prompt, params, options, add_special_tokens=add_special_tokens
         )
         if stages is not None:

@@ -40,10 +40,10 @@ def test_what_only_one_would_know(name, value):
 def test_front_ends_divide_memory():
     engine = EngineConfig.from_kwargs(mm_processor_cache_gb=1.0)
     config = ServerConfig(request_memory_bytes=2**30)
-    setup = APIServerSetup(config, engine, "", "", "", "", 0, 0, 0.0)
+    setup = APIServerSetup(config, engine, "", "", "", "", "", 0, 0, 0.0)
     processes = _Processes(setup, 4)
     assert processes._setup.config.request_memory_bytes == 2**28
-    assert processes._setup.engine_config.model.mm_processor_cache_gb == 0.25
+    assert processes._setup.engine_config.model.mm_processor_cache_gb == 0.2  # and what they share
     assert processes._engine_config is engine  # of the coordinator, which plans for all
 
 
@@ -69,6 +69,7 @@ def test_a_process_is_told_all_settings():
         *("path", "tokenizer"),
         "folder",
         "adapters",
+        "media",
         slot=1,
         number=2,
         life=5,

@@ -27,7 +27,7 @@ from octavo.compat.vllm.absent import sentence
 from octavo.compat.vllm.utils import FlexibleArgumentParser, cleanup_dist_env_and_memory
 from octavo.config.engine_args import AsyncEngineArgs, EngineArgs
 from octavo.errors import OctavoError
-from octavo.frontend import async_llm, input_processor, llm_engine
+from octavo.frontend import async_llm, llm_engine, prompts
 from octavo.llm import LLM
 from octavo.observability import metrics_reader
 from octavo.sampling.vllm_config import VllmConfig
@@ -42,10 +42,10 @@ _ENGINE = {"LLMEngine": llm_engine.LLMEngine}
 _ASYNC_ENGINE = {"AsyncLLM": async_llm.AsyncLLM, "AsyncLLMEngine": async_llm.AsyncLLMEngine}
 _ARGS = {"AsyncEngineArgs": AsyncEngineArgs, "EngineArgs": EngineArgs}
 _INPUTS = {
-    "EmbedsPrompt": input_processor.EmbedsPrompt,
-    "PromptType": input_processor.Prompt,
-    "TextPrompt": input_processor.TextPrompt,
-    "TokensPrompt": input_processor.TokensPrompt,
+    "EmbedsPrompt": prompts.EmbedsPrompt,
+    "PromptType": prompts.Prompt,
+    "TextPrompt": prompts.TextPrompt,
+    "TokensPrompt": prompts.TokensPrompt,
 }
 _OUTPUTS = {
     "ClassificationOutput": outputs.ClassificationOutput,

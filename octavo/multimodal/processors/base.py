@@ -38,7 +38,7 @@ class Place:
     pieces: tuple[Piece, ...]
     """Replacement of the placeholder that the chat template writes."""
     num_encoder_tokens: int
-    """Patches or frames in the layers of the encoder."""
+    """Patches or frames in the layers of the encoder; 0 if a caller gives the rows."""
     grid: tuple[int, int, int] | None = None
     """Sizes of the encoder's rows in time, height and width, for models with m-RoPE."""
     follows: int = 0
@@ -100,6 +100,14 @@ class Processor:
         self.placeholder: str = settings.get("placeholder")
         self.embed_token: str = settings.get("embed_token")
 
+    def place_of_rows(self, num_rows: int) -> Place | None:
+        """Return the place of an item whose rows a caller gives.
+
+        Returns:
+            The place; None: it depends on more than the number of rows.
+        """
+        return None
+
     def changed(self, given: Mapping[str, Any]) -> Self:
         """Return the processor for a request's `mm_processor_kwargs`.
 
@@ -159,6 +167,20 @@ class ImageProcessor(Processor, ABC):
         Raises:
             RequestError: the model reads no picture with this size.
         """
+
+    def place_of_grid(self, grid: tuple[int, int, int]) -> Place | None:
+        """Return the place of a picture whose rows a caller gives with `image_grid_thw`.
+
+        Args:
+            grid: numbers of its patches in time, height and width.
+
+        Returns:
+            The place; None: the model's pictures have no such grids.
+
+        Raises:
+            RequestError: no picture has this grid.
+        """
+        return None
 
     @abstractmethod
     def process(self, image: Image) -> dict[str, NDArray[Any]]:

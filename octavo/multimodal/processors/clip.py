@@ -84,6 +84,10 @@ class ClipProcessor(ImageProcessor):
             "embed_token": "<image>",
         }
 
+    def place_of_rows(self, num_rows: int) -> Place | None:
+        """Implement `Processor`."""
+        return Place((num_rows,), 0)
+
     def place(self, height: int, width: int) -> Place:
         """Return the place of a picture, which is the same for every size."""
         rows = (self._size[0] // self._patch_size) * (self._size[1] // self._patch_size)

@@ -57,6 +57,14 @@ class TransformersProcessor(ImageProcessor):
         settings = self.settings.replaced("own_fields", own.settings.fields)
         return type(self)(own, settings.replaced("fields", {**self._fields, **given}))
 
+    def place_of_rows(self, num_rows: int) -> Place | None:
+        """Implement `Processor`."""
+        return self.own.place_of_rows(num_rows)
+
+    def place_of_grid(self, grid: tuple[int, int, int]) -> Place | None:
+        """Implement `ImageProcessor`."""
+        return self.own.place_of_grid(grid)
+
     def place(self, height: int, width: int) -> Place:
         """Return the place of a picture with this size."""
         return self.own.place(height, width)

@@ -22,6 +22,8 @@ from octavo.multimodal.processors.base import (
     read_square,
 )
 
+_AFTER = "<end_of_image>\n\n"
+
 
 class Gemma3Processor(ImageProcessor):
     """Processor of Gemma 3."""
@@ -70,9 +72,15 @@ class Gemma3Processor(ImageProcessor):
             "embed_token": "<image_soft_token>",
         }
 
+    def place_of_rows(self, num_rows: int) -> Place | None:
+        """Implement `Processor`; a picture with crops has more rows."""
+        if num_rows != self._rows:
+            return None
+        return Place((f"\n\n{self.placeholder}", num_rows, _AFTER), 0)
+
     def place(self, height: int, width: int) -> Place:
         """Return the place of a picture with this size."""
-        before, after = f"\n\n{self.placeholder}", "<end_of_image>\n\n"
+        before, after = f"\n\n{self.placeholder}", _AFTER
         rows, columns = self._cut(height, width)
         num_crops = rows * columns
         pieces: list[Piece] = [before, self._rows, after]

@@ -50,6 +50,10 @@ class Gemma4Processor(ImageProcessor):
         tokens = {"placeholder": "<|image|>", "embed_token": "<|image|>"}
         return {**super().read_settings(files), **tokens}
 
+    def place_of_rows(self, num_rows: int) -> Place | None:
+        """Implement `Processor`."""
+        return Place(("<|image>", num_rows, "<image|>"), 0)
+
     def place(self, height: int, width: int) -> Place:
         """Return the place of a picture with this size."""
         rows, columns = self._squares(height, width)

@@ -70,6 +70,10 @@ class InternVLProcessor(ImageProcessor):
             "embed_token": "<IMG_CONTEXT>",
         }
 
+    def place_of_rows(self, num_rows: int) -> Place | None:
+        """Implement `Processor`."""
+        return Place(("<img>", num_rows, "</img>"), 0)
+
     def place(self, height: int, width: int) -> Place:
         """Return the place of a picture with this size."""
         columns, rows = self._grid(height, width)

@@ -71,6 +71,10 @@ class LlavaNextProcessor(ImageProcessor):
             "embed_token": "<image>",
         }
 
+    def place_of_rows(self, num_rows: int) -> Place | None:
+        """Implement `Processor`."""
+        return Place((num_rows,), 0)
+
     def place(self, height: int, width: int) -> Place:
         """Return the place of a picture with this size."""
         packing = self.layout.packing(height, width)

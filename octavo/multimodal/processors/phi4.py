@@ -85,6 +85,10 @@ class Phi4Processor(ImageProcessor):
             "embed_token": token,
         }
 
+    def place_of_rows(self, num_rows: int) -> Place | None:
+        """Implement `Processor`."""
+        return Place((num_rows,), 0)
+
     def place(self, height: int, width: int) -> Place:
         """Return the place of a picture with this size."""
         grid, _, seen = self._fit(height, width)

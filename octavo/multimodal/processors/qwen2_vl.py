@@ -90,6 +90,17 @@ class Qwen2VLProcessor(ImageProcessor):
             "embed_token": "<|image_pad|>",
         }
 
+    def place_of_grid(self, grid: tuple[int, int, int]) -> Place:
+        """Implement `ImageProcessor`."""
+        time, rows, columns = grid
+        if time != 1 or min(rows, columns) < 1 or rows % self._merge or columns % self._merge:
+            raise RequestError(
+                f"image_grid_thw is {list(grid)}; give [1, h, w], the patches of a picture in "
+                f"height and width, which are multiples of {self._merge}."
+            )
+        rows, columns = rows // self._merge, columns // self._merge
+        return Place((rows * columns,), 0, (1, rows, columns))
+
     def place(self, height: int, width: int) -> Place:
         """Return the place of a picture with this size."""
         rows, columns = self.grid(height, width)

@@ -89,6 +89,10 @@ class SoundProcessor(Processor, ABC):
         self.check_length(len(samples) / self.sampling_rate)
         return Item("audio", self.parts(samples))
 
+    def place_of_rows(self, num_rows: int) -> Place | None:
+        """Implement `Processor`."""
+        return Place((num_rows,), 0)
+
     @abstractmethod
     def parts(self, samples: Floats) -> tuple[Part, ...]:
         """Return the parts of a sound; see `process`."""
@@ -205,6 +209,10 @@ class Gemma4SoundProcessor(SoundProcessor):
         """Seconds of a sound with the most tokens."""
         return 4 * MAX_TOKENS * self.features.hop_length // self.sampling_rate
 
+    def place_of_rows(self, num_rows: int) -> Place | None:
+        """Implement `Processor`."""
+        return _marked_place(num_rows, 0)
+
     def parts(self, samples: Floats) -> tuple[Part, ...]:
         """Return one part."""
         features = self.features
@@ -236,6 +244,10 @@ class Gemma4UnifiedSoundProcessor(SoundProcessor):
         """Seconds of a sound with the most tokens."""
         return MAX_TOKENS * self._frame // self.sampling_rate
 
+    def place_of_rows(self, num_rows: int) -> Place | None:
+        """Implement `Processor`."""
+        return _marked_place(num_rows, 0)
+
     def parts(self, samples: Floats) -> tuple[Part, ...]:
         """Return one part; silence fills the last frame."""
         filled = np.pad(samples, (0, -len(samples) % self._frame))
@@ -246,7 +258,11 @@ class Gemma4UnifiedSoundProcessor(SoundProcessor):
 def _marked_part(frames: Floats, count: int) -> Part:
     """Return a sound of Gemma 4, between its two tokens."""
     data = {"input_features": np.ascontiguousarray(frames)}
-    return make_part(Place(("<|audio>", count, "<audio|>"), count), data)
+    return make_part(_marked_place(count, count), data)
+
+
+def _marked_place(num_rows: int, num_tokens: int) -> Place:
+    return Place(("<|audio>", num_rows, "<audio|>"), num_tokens)
 
 
 class Phi4SoundProcessor(SoundProcessor):

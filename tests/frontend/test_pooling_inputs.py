@@ -1,4 +1,4 @@
-"""Options and truncation of texts for pooling models in the input processor."""
+"""Options and truncation of texts for pooling models."""
 
 from dataclasses import dataclass
 
@@ -27,7 +27,7 @@ class Spec:
 
 def run(prompt, options=None, **params):
     processor = InputProcessor(ModelConfig(), Spec(), byte_level(), 8)
-    request, _ = processor.process_pooling(
+    request, _ = processor.pooling.process(
         "r", prompt, PoolingParams(**params), options or RequestOptions(0.0)
     )
     return request
