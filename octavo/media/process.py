@@ -288,20 +288,20 @@ def _run_nicely(function: Callable[[], T]) -> T:
     """
     ended: Future[T] = Future()
 
-    def work() -> None:
-        signal.pthread_sigmask(
-            signal.SIG_BLOCK, [signal.SIGVTALRM]
-        )  # the other thread waits for it
+    def work(ended: Future[T]) -> None:
+        # The other thread waits for this signal.
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGVTALRM])
         try:
             ended.set_result(function())
         except BaseException as error:
             ended.set_exception(error)
+            del ended  # else the error keeps itself alive, and the memory of the job
 
     def make_nice(*_: object) -> None:
         with contextlib.suppress(OSError):  # it has ended
             os.setpriority(os.PRIO_PROCESS, thread.native_id or 0, _NICENESS)
 
-    thread = threading.Thread(target=work, daemon=True)
+    thread = threading.Thread(target=work, args=(ended,), daemon=True)
     signal.signal(signal.SIGVTALRM, make_nice)
     thread.start()
     signal.setitimer(signal.ITIMER_VIRTUAL, _QUICK_SECONDS)
@@ -309,7 +309,7 @@ def _run_nicely(function: Callable[[], T]) -> T:
         return ended.result()
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        del ended  # an error would keep itself alive, and the memory of the job
+        del ended  # as in `work`
 
 
 def _do(job: Job, request: _Request, body: memoryview, limits: Limits) -> list[Buffer]:

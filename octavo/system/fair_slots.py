@@ -78,11 +78,11 @@ class FairShares:
 
     A tenant that is present alone begins any number of tasks. Beside others it begins a task while
     it has fewer than `multiple` times the tasks of the one that has the fewest, or of one with a
-    single task, and one task every `_PAUSE_SECONDS` beyond these. So a tenant with little work meets
-    few tasks of the others, tenants with much work hardly limit each other, and long tasks, which
-    gain from each other's company, are hardly limited. A tenant is still present for a while after its work, so that its
-    next piece of work does not meet all that the others have begun meanwhile. The tasks of a tenant
-    that is not present limit nobody.
+    single task, and one task every `_PAUSE_SECONDS` beyond these. So a tenant with little work
+    meets few tasks of the others. Tenants with much work hardly limit each other, nor are long
+    tasks, which gain from each other's company, limited much. A tenant is still present for a
+    while after its work, so that its next piece of work does not meet all that the others have
+    begun meanwhile. The tasks of a tenant that is not present limit nobody.
 
     Tasks of the same tenant begin in order. Those that have waited begin one by one, in different
     rounds of the event loop, which does other work between them. All methods belong to one event
