@@ -42,7 +42,7 @@ class Collector(ThreadingHTTPServer):
 
     def wait_for(self, number):
         """Return the spans as soon as there are `number`."""
-        end = time.monotonic() + 30
+        end = time.monotonic() + 120
         while len(self.spans) < number:
             assert time.monotonic() < end, self.spans
             time.sleep(0.02)

@@ -34,8 +34,13 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 # The imports of all tests create permanent objects only.
 gc.disable()
 
-# A busy machine makes no example wrong.
-hypothesis.settings.register_profile("octavo", deadline=None)
+# A busy machine makes no example wrong, and all runs of a test have the same examples.
+hypothesis.settings.register_profile(
+    "octavo",
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
 hypothesis.settings.load_profile("octavo")
 
 

@@ -14,7 +14,7 @@ SPECIAL = ("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/
 SPECIAL += ("[TOOL_RESULTS]", "[/TOOL_RESULTS]", "[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]")
 SPECIAL += ("[IMG_END]", "[PREFIX]", "[MIDDLE]", "[SUFFIX]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]")
 SPECIAL += ("[TOOL_CONTENT]", "[ARGS]", "[CALL_ID]", "[THINK]", "[/THINK]", "[AUDIO]")
-SPECIAL += ("[BEGIN_AUDIO]", "[TRANSCRIBE]")
+SPECIAL += ("[BEGIN_AUDIO]", "[TRANSCRIBE]", "[MODEL_SETTINGS]", "[/MODEL_SETTINGS]")
 """Special tokens, at the ids that Mistral's models have for most of them."""
 COUNT = 32
 VOCAB = COUNT + 256
@@ -73,8 +73,10 @@ _NAMES = (
 """Replacements that turn a name of Hugging Face's form into Mistral's, one after the other."""
 
 
-def write_tekken(folder: Path, version: str = "v13", *, thinks: bool = True) -> None:
-    """Write a tekken.json with a token for each byte."""
+def write_tekken(
+    folder: Path, version: str = "v13", *, thinks: bool = True, settings: Any = None
+) -> None:
+    """Write a tekken.json with a token for each byte; `settings` are those of the model."""
     known = [name for name in SPECIAL if thinks or "THINK" not in name]
     config = {"pattern": r" ?[^\s]+|\s+", "default_vocab_size": VOCAB, "version": version}
     config |= {"default_num_special_tokens": COUNT}
@@ -84,6 +86,7 @@ def write_tekken(folder: Path, version: str = "v13", *, thinks: bool = True) -> 
     ]
     special = [{"rank": i, "token_str": name, "is_control": True} for i, name in enumerate(known)]
     found = {"config": config, "vocab": vocab, "special_tokens": special}
+    found |= {} if settings is None else {"model_settings_builder": settings}
     (folder / "tekken.json").write_text(json.dumps(found))
 
 

@@ -98,7 +98,7 @@ def test_it_tells_what_tests_find_and_goes_on_where_it_stopped(tmp_path: Path):
         (tmp_path / name).write_text(text)
     # A separate tree; libraries of other tests are not loaded, and runs may take less time.
     tool = Path(mutate.__file__).read_text()
-    for setting, other in (("WARM = [", "WARM = []; ["), ("SLACK = 10.0", "SLACK = 2.0")):
+    for setting, other in (("WARM = [", "WARM = []; ["), ("SLACK = 10.0", "SLACK = 4.0")):
         assert setting in tool
         tool = tool.replace(setting, other)
     (tmp_path / "tests/mutate.py").write_text(tool)

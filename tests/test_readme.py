@@ -8,7 +8,6 @@ their own tests run them.
 import os
 import re
 import shlex
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +17,7 @@ import pytest
 
 from octavo import cli
 from octavo.config import BUILTIN_MODEL
+from tests.e2e.harness import free_port
 from tests.gguf_files import convert
 from tests.models.harness import make_hf
 
@@ -41,7 +41,7 @@ def here(words):
 
 def octavo(*words, **kwargs):
     return subprocess.run(
-        [sys.executable, "-m", "octavo", *words], timeout=120, text=True, check=True, **kwargs
+        [sys.executable, "-m", "octavo", *words], timeout=250, text=True, check=True, **kwargs
     )
 
 
@@ -49,8 +49,7 @@ def octavo(*words, **kwargs):
 def server(tmp_path_factory):
     """Return the address of the README's server, on a free port."""
     (words,) = (here(words) for words in OCTAVO if words[0] == "serve")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     words[words.index("8000")] = str(port)
     words += ["--host", "127.0.0.1"]
     log = tmp_path_factory.mktemp("server") / "log"
@@ -58,12 +57,12 @@ def server(tmp_path_factory):
         process = subprocess.Popen([sys.executable, "-m", "octavo", *words], stderr=file)
         try:
             url = f"http://localhost:{port}"
-            for _ in range(600):
+            for _ in range(2000):
                 assert process.poll() is None, log.read_text()
                 try:
-                    if httpx.get(url + "/ready").status_code == 200:
+                    if httpx.get(url + "/ready", timeout=60).status_code == 200:
                         break
-                except httpx.ConnectError:
+                except httpx.TransportError:
                     pass
                 try:
                     process.wait(0.1)
@@ -72,13 +71,13 @@ def server(tmp_path_factory):
             yield url
         finally:
             process.terminate()
-            process.wait(30)
+            process.wait(100)
 
 
 def run_python(text):
     done = subprocess.run(
         [sys.executable, "-c", text],
-        timeout=120,
+        timeout=250,
         text=True,
         capture_output=True,
         check=True,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -135,10 +136,16 @@ def running_server(
 
 
 def free_port() -> int:
-    """Return a port of this machine without a listener."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Return a port of this machine without a listener.
+
+    It is below the range from which systems give ports to clients (32768 on Linux), so that no
+    connection takes it before a server does.
+    """
+    while True:
+        port = random.randrange(10_000, 32_000)
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def _check_free(base_url: str) -> None:

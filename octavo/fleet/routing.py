@@ -9,7 +9,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from octavo.kv_cache.hashing import adapter_keys, hash_block, mm_keys, root_hash
+from octavo.kv_cache.hashing import MediaKeys, adapter_keys, hash_block, root_hash
 from octavo.messages import EngineCoreRequest
 
 # Maximum number of hashed blocks of a prompt, since hashing blocks the event loop: 15 ms for these.
@@ -198,10 +198,11 @@ class Router:
         options, hashes, size = request.options, [], self._block_size
         parent = root_hash(options.cache_salt)
         tokens = request.prompt_token_ids
+        media = MediaKeys(options, request.mm_features, tokens)
         for index in range(min(len(tokens) // size, _MOST_HASHED)):
             begin, end = index * size, (index + 1) * size
             extra = adapter_keys(options, begin, end)
-            extra += mm_keys(options, request.mm_features, tokens, begin, end)
+            extra += media.of_block(begin, end)
             parent = hash_block(parent, tokens[begin:end], extra)
             hashes.append(parent)
         return hashes

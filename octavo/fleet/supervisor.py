@@ -45,8 +45,10 @@ _CULPRIT = 2
 # Steps with output that clear a request. Some requests kill the engine at a certain token: they
 # reach it each time, and the token before it may be new.
 _CLEARED = 3
-# Timeout of a replacement's start: the progress timeout, plus this multiple of the first engine's
-# loading time.
+# Timeout of a replacement's start: the progress timeout, plus the time of the interpreter and
+# its imports on a busy machine, plus this multiple of the first engine's loading time. That engine
+# has started earlier, as a spare one.
+_START_SECONDS = 30.0
 _LOADING = 4
 _HEARTBEAT_INTERVAL = 1.0
 # Interval of replacing dead spares: the cause may kill the next one, too.
@@ -551,7 +553,7 @@ class Supervisor:
 
     async def _wait_for_model(self, client: AsyncMPClient, interval: float) -> None:
         """Wait for the model; kill a stopped process, or a replacement that is too slow."""
-        limit = self._progress_timeout + _LOADING * self._load_seconds
+        limit = self._progress_timeout + _START_SECONDS + _LOADING * self._load_seconds
         waited = 0.0
         while not (await asyncio.wait({client.ready}, timeout=interval))[0]:
             waited += interval if self._listening else 0.0

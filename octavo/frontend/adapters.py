@@ -17,12 +17,13 @@ from octavo.checkpoints.tasks import TASKS
 from octavo.config import EngineConfig
 from octavo.errors import AdapterError, RequestError, UnsupportedError
 from octavo.lora_request import LoRARequest
-from octavo.messages import AdapterRef, Modality
+from octavo.messages import AdapterRef
 from octavo.models.adaptable_model import EMBED, AdaptableModel
 from octavo.models.adapters import open_adapter
 from octavo.models.blocks.base import is_adaptable
 from octavo.models.forms import without_forms
 from octavo.models.hub import local_adapter, resolve_adapter, resolve_folders
+from octavo.models.media_adapters import MEDIA_ADAPTERS
 from octavo.models.spec import ModelSpec
 from octavo.plan.memory_plan import resolve_dtype
 from octavo.pooling_params import PoolingParams
@@ -34,10 +35,6 @@ LoRARequests: TypeAlias = (
 
 logger = logging.getLogger(__name__)
 
-_PHI4: Mapping[Modality, str] = {"image": "vision-lora", "audio": "speech-lora"}
-_IN_FOLDERS = {"Phi4MMForCausalLM": _PHI4, "Phi4MultimodalForCausalLM": _PHI4}
-"""Architectures -> folders in that of the model with the adapters of its media, by modality. A
-prompt with several kinds of media has the first adapter."""
 _MOST_KNOWN = 10_000
 """Most adapters whose content is remembered; older ones are read again."""
 _THREADS = 16
@@ -127,7 +124,7 @@ class AdapterFiles:
             # The numbers are vLLM's.
             pairs = enumerate(sorted(lora.default_mm_loras.items()), 1)
             return {name: LoRARequest(name, i, path) for i, (name, path) in pairs}
-        own = _IN_FOLDERS.get(self._spec.architecture, {})
+        own = MEDIA_ADAPTERS.get(self._spec.architecture, {})
         reads = [name for name in own if any(it.reads(name) for it in self._spec.encoders)]
         paths = {name: self._folder / own[name] for name in reads}
         if not lora.enable_lora and reads:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from array import array
 from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -66,7 +67,8 @@ class BeamRules:
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Sequences of tokens that no beam contains."""
     forced_eos_token_id: int | None = None
-    """Token with which a beam that has the most tokens ends."""
+    """Token with which a beam that has the most tokens ends; as in transformers, the beam's only
+    candidate there, with the logprob 0."""
 
     def banned(self, token_ids: Sequence[int], eos_token_ids: Collection[int]) -> set[int]:
         """Return the tokens that may not continue a beam.
@@ -160,6 +162,7 @@ class BeamSearch:
         forced = self._rules.forced_eos_token_id
         if forced in self._eos_token_ids and length == self._max_tokens:
             found = [(beam.cum_logprob, -i, -forced) for i, beam in enumerate(self.live)]
+            rows = [_certain(forced, row) for row in rows]
         else:
             found = [
                 (beam.cum_logprob + logprob, -i, -token_id)
@@ -205,6 +208,15 @@ class BeamSearch:
 
     def _score(self, cum_logprob: float, length: int) -> float:
         return cum_logprob / math.pow(length + self._rules.num_counted, self._length_penalty)
+
+
+def _certain(token_id: int, row: FlatLogprobs) -> FlatLogprobs:
+    """Return one position whose only candidate is a token, with the texts of `row`."""
+    certain = FlatLogprobs(row.text_of)
+    certain.append_rows(
+        array("i", [token_id]).tobytes(), array("f", [0.0]).tobytes(), array("i", [1]).tobytes()
+    )
+    return certain
 
 
 def prompt_params(params: BeamSearchParams, spec: ModelSpec) -> SamplingParams:

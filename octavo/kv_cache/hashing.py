@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Callable, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Sequence
 
 from octavo.messages import MultiModalFeatureSpec, RequestOptions
 from octavo.request import BlockHasher, Request
 
 # Functions that return the data besides token ids that determine a block's KV (such as the hashes
-# of media), for the positions from the second argument up to the third.
-ExtraKeys = Callable[[Request, int, int], Sequence[bytes]]
+# of media), for the positions from the first argument up to the second.
+BlockKeys = Callable[[int, int], Sequence[bytes]]
+ExtraKeys = Callable[[Request], BlockKeys]
 
 
 def root_hash(cache_salt: str | None, cache_scope: str | None = None) -> bytes:
@@ -50,7 +52,7 @@ def adapter_keys(options: RequestOptions, start: int, end: int) -> list[bytes]:
 
 
 def prompt_embeds_keys(request: Request, start: int, end: int) -> list[bytes]:
-    """Implement `ExtraKeys`: a digest of the embeddings that replace tokens."""
+    """Return the extra key of a block: a digest of the embeddings that replace tokens."""
     embeds = request.prompt_embeds
     if embeds is None or start >= embeds.num_tokens:
         return []
@@ -60,9 +62,9 @@ def prompt_embeds_keys(request: Request, start: int, end: int) -> list[bytes]:
 
 
 def encoder_keys(request: Request, start: int, end: int) -> list[bytes]:
-    """Implement `ExtraKeys`: the encoder's inputs that all tokens attend to, in the first block.
+    """Return the extra keys of a block: the encoder's inputs, in the first one.
 
-    Later blocks depend on them through the chain.
+    All tokens attend to them. Later blocks depend on them through the chain.
     """
     if start:
         return []
@@ -73,59 +75,73 @@ def encoder_keys(request: Request, start: int, end: int) -> list[bytes]:
     ]
 
 
-def mm_keys(
-    options: RequestOptions,
-    features: Sequence[MultiModalFeatureSpec],
-    tokens: Sequence[int],
-    start: int,
-    end: int,
-) -> list[bytes]:
-    """Return the extra keys of a block with items: their content, and the places of their rows.
+class MediaKeys:
+    """Extra keys of the blocks of a prompt with items: their content, and the places of their rows.
 
     If texts and items see each other in a range, the block in which the range begins also has a
     digest of the whole range as a key. Later blocks depend on it through the chain.
+
+    Args:
+        options: options of the request.
+        features: items, in order of their places, which do not overlap.
+        tokens: tokens of the prompt.
     """
-    begun = dict.fromkeys(
-        pair
-        for feature in features
-        for pair in feature.ranges
-        if start <= pair[0] < end and feature.reaches_text
-    )
-    keys = [b"range: " + _hash_range(options, features, tokens, *pair) for pair in begun]
-    for feature in features:
-        place = feature.mm_position
-        if place.offset < end and start < place.end:
+
+    def __init__(
+        self,
+        options: RequestOptions,
+        features: Sequence[MultiModalFeatureSpec],
+        tokens: Sequence[int],
+    ) -> None:
+        self._options, self._features, self._tokens = options, features, tokens
+        self._ends = [feature.mm_position.end for feature in features]
+        self._ranges = sorted({pair for it in features if it.reaches_text for pair in it.ranges})
+
+    def of_block(self, start: int, end: int) -> list[bytes]:
+        """Implement `BlockKeys`."""
+        first, stop = (bisect_left(self._ranges, (at,)) for at in (start, end))
+        keys = [b"range: " + self._hash_range(*pair) for pair in self._ranges[first:stop]]
+        for feature in self._within(start, end):
+            place = feature.mm_position
             key = f"item {feature.identifier} at {place.offset - start}:".encode()
             if place.is_embed is not None:
-                first = max(start - place.offset, 0)
-                key += place.is_embed[first : end - place.offset]
+                begin = max(start - place.offset, 0)
+                key += place.is_embed[begin : end - place.offset]
             keys.append(key)
-    return keys
+        return keys
+
+    def _hash_range(self, begin: int, end: int) -> bytes:
+        """Return a digest of all that determines the KV of tokens that see each other."""
+        keys = adapter_keys(self._options, begin, end)
+        for feature in self._within(begin, end):
+            place = feature.mm_position
+            keys.append(f"{feature.identifier} at {place.offset}, {place.length}".encode())
+            keys.append(b"" if place.is_embed is None else place.is_embed)
+        return hash_block(struct.pack("<qq", begin, end), self._tokens[begin:end], keys)
+
+    def _within(self, begin: int, end: int) -> Iterator[MultiModalFeatureSpec]:
+        """Yield the items that have tokens from `begin` up to, but not including, `end`."""
+        for i in range(bisect_right(self._ends, begin), len(self._features)):
+            if self._features[i].mm_position.offset >= end:
+                break
+            yield self._features[i]
 
 
-def _hash_range(
-    options: RequestOptions,
-    features: Sequence[MultiModalFeatureSpec],
-    tokens: Sequence[int],
-    begin: int,
-    end: int,
-) -> bytes:
-    """Return a digest of all that determines the KV of tokens that see each other."""
-    keys = adapter_keys(options, begin, end)
-    for feature in features:
-        place = feature.mm_position
-        keys.append(f"{feature.identifier} at {place.offset}, {place.length}".encode())
-        keys.append(b"" if place.is_embed is None else place.is_embed)
-    return hash_block(struct.pack("<qq", begin, end), tokens[begin:end], keys)
-
-
-def input_keys(request: Request, start: int, end: int) -> list[bytes]:
+def input_keys(request: Request) -> BlockKeys:
     """Implement `ExtraKeys`: all that replaces the embeddings of tokens."""
-    keys = prompt_embeds_keys(request, start, end)
-    keys += encoder_keys(request, start, end)
-    if start < request.mm_end:
-        keys += mm_keys(request.options, request.mm_features, request.all_token_ids, start, end)
-    return keys
+    media: MediaKeys | None = None
+
+    def of_block(start: int, end: int) -> list[bytes]:
+        nonlocal media
+        keys = prompt_embeds_keys(request, start, end)
+        keys += encoder_keys(request, start, end)
+        if start < request.mm_end:
+            if media is None:
+                media = MediaKeys(request.options, request.mm_features, request.all_token_ids)
+            keys += media.of_block(start, end)
+        return keys
+
+    return of_block
 
 
 def make_block_hasher(block_size: int, extra_keys: ExtraKeys | None = None) -> BlockHasher:
@@ -143,11 +159,12 @@ def make_block_hasher(block_size: int, extra_keys: ExtraKeys | None = None) -> B
         salt, scope = request.options.cache_salt, request.cache_scope
         parent = hashes[-1] if hashes else root_hash(salt, scope)
         new = []
+        keys_of = None if extra_keys is None else extra_keys(request)
         for begin in range(start, len(tokens) - block_size + 1, block_size):
             end = begin + block_size
             extra = adapter_keys(request.options, begin, end)
-            if extra_keys is not None:
-                extra += extra_keys(request, begin, end)
+            if keys_of is not None:
+                extra += keys_of(begin, end)
             parent = hash_block(parent, tokens[begin:end], extra)
             new.append(parent)
         return new

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import io
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import av
@@ -25,6 +25,7 @@ from octavo.errors import RequestError
 from octavo.media.audio import SAMPLE_RATE
 from octavo.media.container import open_container
 from octavo.media.process import Job
+from octavo.media.sound_length import least_seconds
 from octavo.system.limited_process import Buffer
 
 _FORMATS = "WAV, FLAC, MP3, Ogg, M4A, MP4, WebM or AAC"
@@ -41,6 +42,10 @@ _LACKING, _LACKING_SECONDS = 0.02, 1.0
 # One damaged packet in this number of packets is the limit.
 _PACKETS_PER_DAMAGED = 10
 _ENDLESS = 0x7FFF0000
+# A sound of up to this number of seconds is decoded as fast as it could be measured.
+_SHORT = 60
+# What a sound may be longer by its packets than decoded, in seconds.
+_PADDING = 1.0
 # The id of the element of Matroska that contains the sound.
 _SEGMENT = b"\x18\x53\x80\x67"
 # Samples a second. Resampling from others would take long.
@@ -114,7 +119,13 @@ def _open(data: Buffer, max_seconds: int) -> Iterator[_Decoder]:
     try:
         with open_container(_Input(view), name, _DECODERS) as container:
             part = {"wav": _wav_part, "matroska": _matroska_part}.get(name, lambda _: 1.0)(view)
-            yield _Decoder(container, name, max_seconds, part)
+
+            def is_too_long() -> bool:
+                most = max_seconds + _PADDING
+                with open_container(_Input(view), name, _DECODERS) as again:
+                    return least_seconds(again, name, most) > most
+
+            yield _Decoder(container, name, max_seconds, part, is_too_long)
     except av.error.FFmpegError as error:
         raise RequestError(
             f"The file is damaged or cut off: it begins as {name}, and then: {error.strerror}."
@@ -238,6 +249,8 @@ class _Decoder:
         name: its format.
         max_seconds: longest sound.
         part: the part of the bytes that its head announces which is there, above 0, at most 1.
+        is_too_long: returns True if the packets of the sound show that it is too long, in a small
+            part of the time of decoding them; called if the sound is not short.
     """
 
     def __init__(
@@ -246,6 +259,7 @@ class _Decoder:
         name: str,
         max_seconds: int,
         part: float,
+        is_too_long: Callable[[], bool],
     ) -> None:
         if not container.streams.audio:
             raise RequestError("The file contains no sound; send a file with one.")
@@ -260,7 +274,7 @@ class _Decoder:
         self._max_samples = max_seconds * SAMPLE_RATE
         # One file must not use more cores than the process' limit of processor time expects.
         stream.codec_context.thread_count = 1
-        self._part = part
+        self._part, self._is_too_long = part, is_too_long
         self._announced = 0.0
         # Of the other formats, the length is an estimate (MP3), is read from the end (Ogg), comes
         # from a rate that may be wrong (WAV), or is that of other streams, or of a recording with
@@ -308,8 +322,10 @@ class _Decoder:
         """
         count = 0
         for block in self._blocks():
+            was_short = count <= _SHORT * SAMPLE_RATE
             count += len(block)
-            if count > self._max_samples:
+            is_short = count <= _SHORT * SAMPLE_RATE
+            if count > self._max_samples or (was_short and not is_short and self._is_too_long()):
                 raise self._too_long("more than")
             # Comparisons with NaN are false.
             if len(block) and not (block.max() <= _MAX_SAMPLE and block.min() >= -_MAX_SAMPLE):

@@ -39,6 +39,7 @@ from octavo.errors import (
     UnknownRepoError,
     reason_of,
 )
+from octavo.models.media_adapters import MEDIA_ADAPTERS
 
 _BUILTIN_FOLDER = Path(__file__).parent.parent / "builtin"
 _BUILTIN = {
@@ -77,6 +78,8 @@ _WEIGHTS = {
 }
 # Files of a module of sentence-transformers, in its own folder.
 _MODULE_FILES = ("config.json", "model.safetensors", "pytorch_model.bin")
+# Files of an adapter of media, in its own folder.
+_ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 # Model files that users pass instead of the model's folder.
 _WEIGHT_FILES = (".gguf", ".ggml", ".safetensors", ".bin", ".pt", ".pth", ".onnx")
 _FOLDERS = ["*/*"]  # with other formats of the same weights: onnx/, original/ ...
@@ -131,6 +134,13 @@ def resolve_model(
             folder = _download(repo_id, revision, download_dir, _FILES + _WEIGHTS["pt"])
         if modules := _module_files(folder):
             _download(repo_id, revision, download_dir, modules, ignored=[])
+        if load_format != "dummy" and (adapters := _adapter_files(folder)):
+            try:
+                _download(repo_id, revision, download_dir, adapters, ignored=[])
+            except HubError:
+                if not hub_offline():
+                    raise
+                # An earlier download without them: the engine warns if it needs them.
         return folder
     if not re.fullmatch(r"[\w.-]+", form):
         raise HubError(f"{model}: {form!r} is not the end of a file's name, such as Q4_K_M.")
@@ -256,14 +266,29 @@ def _find_models(folder: Path, patterns: list[str]) -> list[Path]:
 
 def _module_files(folder: Path) -> list[str]:
     """Return the files in the folders of the modules that modules.json names, if there are any."""
-    try:
-        modules = json.loads((folder / "modules.json").read_text("utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return []  # the reader of the model reports a damaged file
+    modules = _read_json(folder / "modules.json")
     listed = modules if isinstance(modules, list) else []
     named = [module.get("path") for module in listed if isinstance(module, dict)]
     paths = [path for path in named if isinstance(path, str) and path]
     return [f"{path}/{name}" for path in paths for name in _MODULE_FILES]
+
+
+def _adapter_files(folder: Path) -> list[str]:
+    """Return the files in the folders of the adapters of a model's media, if it has such ones."""
+    config = _read_json(folder / "config.json")
+    named = config.get("architectures") if isinstance(config, dict) else None
+    listed = named if isinstance(named, list) else []
+    known = [MEDIA_ADAPTERS[it] for it in listed if isinstance(it, str) and it in MEDIA_ADAPTERS]
+    folders = [path for folders in known for path in folders.values()]
+    return [f"{path}/{name}" for path in folders for name in _ADAPTER_FILES]
+
+
+def _read_json(file: Path) -> object:
+    """Return the content of a file; None if there is none, or if it is damaged."""
+    try:
+        return json.loads(file.read_text("utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None  # the reader of the model reports a damaged file
 
 
 def local_folder(model: str) -> Path | None:

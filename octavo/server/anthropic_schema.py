@@ -65,19 +65,20 @@ def _text_of(value: object, where: str) -> str:
 
 def _content_of(value: object, where: str) -> str | list[dict[str, Any]]:
     """Return a content in OpenAI's form: text, or a list of parts if there are pictures."""
-    if not isinstance(value, list) or not any(map(_is_picture, value)):
+    if not isinstance(value, list):
         return _text_of(value, where)
-    return [_part(block, f"{where}[{i}]") for i, block in enumerate(value)]
+    parts = [_part(block, f"{where}[{i}]", "text or image") for i, block in enumerate(value)]
+    return parts if any(map(_is_picture, value)) else "\n".join(part["text"] for part in parts)
 
 
 def _is_picture(block: object) -> bool:
     return isinstance(block, dict) and block.get("type") == "image"
 
 
-def _part(block: Any, where: str) -> dict[str, Any]:
-    """Return a text or a picture in OpenAI's form."""
+def _part(block: Any, where: str, kinds: str) -> dict[str, Any]:
+    """Return a text or a picture in OpenAI's form; `kinds` are those to use, for errors."""
     if not _is_picture(block):
-        return {"type": "text", "text": _text_block(block, where)}
+        return {"type": "text", "text": _text_block(block, where, kinds)}
     source = block.get("source")
     kind = source.get("type") if isinstance(source, dict) else None
     if kind == "url":
@@ -91,18 +92,25 @@ def _part(block: Any, where: str) -> dict[str, Any]:
     )
 
 
-def _text_block(block: object, where: str) -> str:
+def _text_block(block: object, where: str, kinds: str = "text") -> str:
     if not isinstance(block, dict):
         raise RequestError(f"{where}={show(block)} is not a block.", where)
     kind = block.get("type")
     if kind != "text":
         raise UnsupportedError(
-            f"{where}.type={show(kind)} is not supported; send text.", f"{where}.type"
+            f"{where}.type={show(kind)} is not supported here; use {kinds}.", f"{where}.type"
         )
     text = block.get("text")
     if not isinstance(text, str):
         raise RequestError(f"{where}.text={show(text)} is not a string.", f"{where}.text")
     return text
+
+
+_KINDS = {
+    "user": "text, image or tool_result",
+    "assistant": "text, image, tool_use or thinking",
+}
+"""Types of the blocks of a message by its role, for errors."""
 
 
 def _check_messages(value: object) -> object:
@@ -153,7 +161,7 @@ def _convert_message(message: object, where: str) -> list[dict[str, Any]]:
         elif kind == "redacted_thinking" and role == "assistant":
             continue  # only the service that wrote it can read it
         else:
-            parts.append(_part(block, at))
+            parts.append(_part(block, at, _KINDS.get(role, "text or image")))
     converted: list[dict[str, Any]] = results
     if parts or calls or thoughts or not results:
         # A list of texts becomes one text when the chat is checked.

@@ -9,9 +9,10 @@ from typing import Protocol
 
 from starlette.requests import Request
 
-from octavo.errors import RequestError, UnsupportedError
+from octavo.errors import NotFoundError, RequestError, UnsupportedError
 from octavo.media.fetch import MAX_NBYTES
 from octavo.server.auth import tenant_of
+from octavo.server.errors import show
 from octavo.server.file_store import FileStore, StorageError
 from octavo.server.middleware import context_of
 from octavo.server.response_items import Item
@@ -59,7 +60,15 @@ async def with_files(request: Request, items: Sequence[Item]) -> list[Item]:
     owner = tenant_of(context.api_key)
     urls, total = {}, 0
     for name in sorted(names):
-        nbytes = store.find(owner, name, "input").bytes
+        try:
+            nbytes = store.find(owner, name, "input").bytes
+        except NotFoundError as error:  # a server of several models has no routes of files
+            raise NotFoundError(
+                f"There is no file {show(name)} of this API key; send the picture as image_url, "
+                "with data:.",
+                "input",
+                error.code,
+            ) from None
         total += nbytes
         if nbytes > MAX_NBYTES or total > state.max_chat_bytes:
             raise RequestError(

@@ -158,8 +158,8 @@ def _check_prompt_embeds(value: object) -> list[str] | None:
     tensors: list[Any] = value if isinstance(value, list) else [value]
     if not all(isinstance(tensor, str) for tensor in tensors):
         raise RequestError(
-            f"prompt_embeds={show(value)} is not allowed; give a tensor saved with torch.save, in "
-            "base64, or a list of them.",
+            f"prompt_embeds={show(value)} is not allowed; give a tensor saved with torch.save "
+            "or numpy.save, in base64, or a list of them.",
             "prompt_embeds",
         )
     if len(tensors) > MAX_PROMPTS:
@@ -471,8 +471,8 @@ class CompletionBody(GenerationBody):
         PlainValidator(_check_prompt_embeds, json_schema_input_type=str | list[str] | None),
     ] = None
     """Embeddings instead of tokens, with --enable-prompt-embeds: a tensor [tokens, hidden size]
-    saved with torch.save, in base64, or a list of tensors. Their answers precede those of
-    prompt."""
+    saved with torch.save or numpy.save, in base64, or a list of tensors. Their answers precede
+    those of prompt."""
     echo: bool | None = None
     """Repeat the prompt before each answer."""
     logprobs: Int | None = None

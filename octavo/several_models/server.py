@@ -6,6 +6,7 @@ import asyncio
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,8 @@ from octavo.server.adapter_table import FILE_VARIABLE
 
 # Interval of probes of a server that is loading its model, in seconds.
 _LOOK_SECONDS = 0.1
-# Time for the last lines of a process that has ended.
-_LAST_LINES_SECONDS = 0.2
+# Time for the last lines of a process that has ended: its children may keep the pipe open.
+_LAST_LINES_SECONDS = 2.0
 _ERROR = "octavo: error: "
 _LONGEST_LINE = 2**16
 
@@ -37,15 +38,18 @@ class _LabelledServer(LocalServer):
     def __init__(self, command: list[str], label: str, **options: Any) -> None:
         super().__init__(command, stderr=subprocess.PIPE, **options)
         self._label = label
+        self._end: float | None = None
+        """Second of `time.monotonic` at which its end was noticed."""
         self._reader = threading.Thread(target=self._pass_on_lines, daemon=True)
         self._reader.start()
 
     def poll(self) -> int | None:
-        """Return the exit status, after the last lines; None while the process runs."""
+        """Return the exit status, after the last lines; None before."""
         status = super().poll()
-        if status is not None:
-            self._reader.join(_LAST_LINES_SECONDS)
-        return status
+        if status is None or not self._reader.is_alive():
+            return status
+        self._end = self._end or time.monotonic()
+        return status if time.monotonic() > self._end + _LAST_LINES_SECONDS else None
 
     def _pass_on_lines(self) -> None:
         assert self.stderr is not None

@@ -78,6 +78,8 @@ _QUICK_SECONDS, _SLOW_NICENESS = 0.1, 5
 # Interval between checks of the limits, while a grammar is compiled, and otherwise.
 _WATCH_SECONDS, _IDLE_WATCH_SECONDS = 0.02, 1.0
 _MESSAGE_SECONDS = 10.0
+# After a longer time without a check, the machine or this process was stopped.
+_STOPPED_SECONDS = 2.0
 # Maximum processor time and memory for compiling a small grammar, and maximum number of small
 # grammars that share a process.
 _SMALL_SECONDS, _SMALL_NBYTES, _MAX_SHARED = 0.05, 8 * 2**20, 64
@@ -121,7 +123,10 @@ class _Compile:
     backends: deque[str]
     """Backends that have not been tried."""
     arrived: float
-    """Time from which it waits, in seconds of `time.monotonic`; without the start of a helper."""
+    """Time from which it waits, in seconds of `time.monotonic`.
+
+    The start of a helper, and a time in which the machine was stopped, do not count.
+    """
     errors: list[RequestError] = field(default_factory=list)
     process: GrammarProcess | None = None
 
@@ -291,8 +296,8 @@ class GrammarCompiler:
         self._start()
         now = time.monotonic()
         if now - self._watched >= _WATCH_SECONDS and (self._running or self._ready):
-            self._watched = now
             self._watch(now)
+            self._watched = now
         return True
 
     def _timeout(self) -> float | None:
@@ -587,6 +592,9 @@ class GrammarCompiler:
         """Enforce the limits."""
         starts = any(not helper.loaded for helper in self._helpers.values())
         limit = START_SECONDS if starts else WAIT_SECONDS
+        for job in (*self._running, *itertools.chain(*self._queues.values())):
+            unseen = now - max(self._watched, job.arrived)
+            job.arrived += unseen if unseen > _STOPPED_SECONDS else 0.0
         for job in list(self._running):
             seconds = None if job.process is None else job.process.seconds
             if not job.is_wanted():

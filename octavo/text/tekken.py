@@ -14,7 +14,7 @@ import msgspec
 
 from octavo.errors import ModelError
 from octavo.system.byte_chars import CHAR_OF_BYTE
-from octavo.text.mistral_template import chat_template
+from octavo.text.mistral_template import ModelSettings, chat_template
 
 _MOST_SPECIAL, _LONGEST = 2**16, 1024
 """Most special tokens, and most bytes of a token, which bound memory and time."""
@@ -46,6 +46,7 @@ class _File(msgspec.Struct):
     config: _Config
     vocab: list[_Entry]
     special_tokens: list[_Special] | None = None
+    model_settings_builder: ModelSettings | None = None
 
 
 def read_tekken(text: str, where: str) -> tuple[str, dict[str, Any]]:
@@ -134,7 +135,7 @@ def read_tekken(text: str, where: str) -> tuple[str, dict[str, Any]]:
     config |= {
         key: name for key, name in (("unk_token", "<unk>"), ("pad_token", "<pad>")) if name in ids
     }
-    template = chat_template(file.config.version, ids.keys())
+    template = chat_template(file.config.version, ids.keys(), file.model_settings_builder)
     if template is not None:
         config["chat_template"] = template
     return json.dumps(tokenizer, ensure_ascii=False), config

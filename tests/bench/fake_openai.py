@@ -152,7 +152,7 @@ def fake_server(script: Script) -> Iterator[FakeServer]:
 
     thread = threading.Thread(target=work)
     thread.start()
-    assert started.wait(10)
+    assert started.wait(60)
     try:
         yield server
     finally:

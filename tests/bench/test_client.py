@@ -171,15 +171,16 @@ def test_paths_of_the_base_url_are_kept():
 
 
 def test_cancelling_closes_the_connection():
-    async def scenario(url):
-        sending = asyncio.create_task(Client(url, "fake").send(REQUEST))
-        await asyncio.sleep(0.05)
+    async def scenario(server):
+        sending = asyncio.create_task(Client(server.url, "fake").send(REQUEST))
+        while not server.bodies:
+            await asyncio.sleep(0.005)
         sending.cancel()
         with pytest.raises(asyncio.CancelledError):
             await sending
 
-    with fake_server(good(step_time=0.02)) as server:
-        asyncio.run(scenario(server.url))
+    with fake_server(good(step_time=0.5)) as server:
+        asyncio.run(scenario(server))
     assert len(server.bodies) == 1
 
 

@@ -366,16 +366,20 @@ def test_a_server_that_is_something_else(models, message, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("script", "message"),
+    ("script", "seconds", "message"),
     [
-        (fixed(), "closed the connection"),
-        (fixed(plain({"error": {"message": "no model"}}, "404 Not Found")), "HTTP 404: no model"),
-        (silent, "No answer within 0.1 s"),
+        (fixed(), 60, "closed the connection"),
+        (
+            fixed(plain({"error": {"message": "no model"}}, "404 Not Found")),
+            60,
+            "HTTP 404: no model",
+        ),
+        (silent, 0.1, "No answer within 0.1 s"),
     ],
 )
-def test_a_server_that_answers_no_request(script, message, tmp_path):
+def test_a_server_that_answers_no_request(script, seconds, message, tmp_path):
     with fake_server(script) as server:
-        flags = ("--base-url", server.url, "--ready-check-timeout-sec", 0.1, "--save-result")
+        flags = ("--base-url", server.url, "--ready-check-timeout-sec", seconds, "--save-result")
         with pytest.raises(BenchError, match=f"first, short request. .*{message}"):
             serve.run(parse(*flags, "--result-dir", tmp_path / "out", *workload(tmp_path)))
     assert not (tmp_path / "out").exists()
@@ -458,15 +462,15 @@ def test_ctrl_c_saves_what_there_is(tmp_path):
     with fake_server(slow_if_long) as server:
         flags = ["--base-url", server.url, "--dataset-name", "workload", "--dataset-path", path]
         flags += ["--save-result", "--result-dir", tmp_path, "--result-filename", "r.json"]
+        flags += ["--max-concurrency", "2"]  # the long ones begin after the end of the short ones
         process = subprocess.Popen(
             [sys.executable, "-c", code, *map(str, flags)], stdout=subprocess.PIPE, text=True
         )
         deadline = time.monotonic() + 60
         while len(server.bodies) < 5 and time.monotonic() < deadline:
             time.sleep(0.02)
-        time.sleep(0.3)
         os.kill(process.pid, signal.SIGINT)
-        out, _ = process.communicate(timeout=30)
+        out, _ = process.communicate(timeout=100)
     assert process.returncode == 130
     saved = json.loads((tmp_path / "r.json").read_text())
     assert saved["interrupted"] is True
@@ -490,7 +494,7 @@ def test_our_own_server(backend, tmp_path):
         result = serve.benchmark(args)
     finally:
         process.send_signal(signal.SIGINT)
-        process.communicate(timeout=30)
+        process.communicate(timeout=100)
     assert (result["completed"], result["failed"]) == (20, 0)
     assert result["total_output_tokens"] == 320
     assert result["num_preemptions"] == 0

@@ -512,7 +512,7 @@ def test_ctrl_c(tmp_path):
     while not list(tmp_path.glob("out/*.log")) and time.monotonic() < deadline:
         time.sleep(0.02)
     os.kill(process.pid, signal.SIGINT)
-    out, _ = process.communicate(timeout=30)
+    out, _ = process.communicate(timeout=100)
     assert process.returncode == 130
     assert "Interrupted; --resume continues from here." in out
     assert json.loads((tmp_path / "out" / "summary.json").read_text())["interrupted"] is True

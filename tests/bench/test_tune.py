@@ -416,7 +416,7 @@ def test_ctrl_c(tmp_path):
     while not (tmp_path / "tune.log").exists() and time.monotonic() < deadline:
         time.sleep(0.02)
     os.kill(process.pid, signal.SIGINT)
-    out, _ = process.communicate(timeout=30)
+    out, _ = process.communicate(timeout=100)
     assert process.returncode == 130
     assert "Interrupted" in out
     assert saved(tmp_path)["interrupted"] is True

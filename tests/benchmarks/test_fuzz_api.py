@@ -39,7 +39,7 @@ class InProcess:
         runner.run(begin())
 
     def send(self, request: fuzz_api.Request) -> tuple[int, dict[str, str], bytes]:
-        return self._runner.run(asyncio.wait_for(self._send(request), 20))
+        return self._runner.run(asyncio.wait_for(self._send(request), 100))
 
     async def _send(self, request: fuzz_api.Request) -> tuple[int, dict[str, str], bytes]:
         path, _, query = request.target.partition(b"?")

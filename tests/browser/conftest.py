@@ -56,7 +56,7 @@ def open_page(browser, request):
     def open_(path="/", url=None, **options):
         url = url or request.getfixturevalue("server").url
         context = browser.new_context(**{"viewport": {"width": 1280, "height": 800}, **options})
-        context.set_default_timeout(20_000)
+        context.set_default_timeout(100_000)
         contexts.append(context)
         page = context.new_page()
         page.on("pageerror", lambda error: errors.append(str(error)))

@@ -13,7 +13,7 @@ from playwright.sync_api import sync_playwright
 
 from tests.browser.conftest import CHROMIUM, Chat
 from tests.browser.test_bench import LATENCY, ONE, STARTUP, SWEEP, detailed
-from tests.browser.test_engine_view import SETTINGS, complete
+from tests.browser.test_engine_view import SETTINGS, busy
 from tests.browser.test_page import TUNED, open_results
 from tests.e2e.harness import serve
 
@@ -82,12 +82,11 @@ def take(browser, url, folder, scheme, width, height):
     open_results(page, {"startup.json": STARTUP, "latency.json": LATENCY})
     shoot("bench-more")
     page.get_by_role("tab", name="Engine").click()
-    sending = complete(url, 6, 300)
-    page.get_by_role("row").filter(has_text="answer").nth(2).wait_for()
-    page.wait_for_timeout(1000)
-    page.get_by_role("button", name="Hold").click()
-    shoot("engine")
-    sending.join()
+    with busy(url, 6, 300):
+        page.get_by_role("row").filter(has_text="answer").nth(2).wait_for()
+        page.wait_for_timeout(1000)
+        page.get_by_role("button", name="Hold").click()
+        shoot("engine")
     page.get_by_role("tab", name="Explain").click()
     page.locator("#explain td button").first.click()
     page.get_by_text("Parts in order").wait_for()

@@ -7,6 +7,7 @@ import signal
 import pytest
 
 from tests.browser.conftest import Chat
+from tests.server.test_run import serving
 
 STORY = "Tell me a story about a red ball."
 TOOLS = json.dumps(
@@ -39,18 +40,25 @@ def test_an_answer(chat):
     assert chat.page.locator(".talk [role=status]").inner_text() == f"Answer: {answer}"
 
 
-def test_stop(chat):
-    chat.set(max_tokens="1500", ignore_eos="true")
-    chat.send(STORY, wait=False)
-    chat.wait_for_letters(10)
-    chat.page.get_by_role("button", name="Stop").click()
-    chat.wait()
-    assert chat.last.locator("footer").inner_text().startswith("stopped")
-    stopped = chat.messages()[-1][1]
-    chat.set(max_tokens="5")
-    chat.send("And then?")
-    assert chat.bodies[1]["messages"][1]["content"].split() == stopped.split()
-    assert len(chat.messages()) == 4
+def test_stop(open_page):
+    """Of an answer that takes 20 seconds: with the button, and with Escape."""
+    with serving("slow") as server:
+        chat = Chat(open_page(url=server.url))
+        chat.set(max_tokens="200", ignore_eos="true")
+        chat.send("Hi", wait=False)
+        chat.wait_for_letters(3)
+        chat.page.get_by_role("button", name="Stop").click()
+        chat.wait()
+        assert chat.last.locator("footer").inner_text().startswith("stopped")
+        stopped = chat.messages()[-1][1]
+        chat.set(max_tokens="100")
+        chat.send("And then?", wait=False)
+        chat.wait_for_letters(1)
+        chat.page.keyboard.press("Escape")
+        chat.wait()
+        assert chat.last.locator("footer").inner_text().startswith("stopped")
+        assert chat.bodies[1]["messages"][1]["content"].split() == stopped.split()
+        assert len(chat.messages()) == 4
 
 
 def test_edited_messages_and_new_answers_are_branches(chat):

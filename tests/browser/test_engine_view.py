@@ -1,15 +1,14 @@
 """Engine view in a browser: the map under load, held time, a recording, a death."""
 
+import contextlib
 import hashlib
 import json
-import os
 import re
 import signal
 import threading
 
 import httpx
 import pytest
-from psutil import Process
 
 from octavo import cli
 from tests.browser.test_page import find_violations
@@ -30,16 +29,17 @@ def shown(page, number):
     return page.get_by_role("paragraph").filter(has_text=f"Step {number} of engine 0")
 
 
-def complete(url, count, tokens=200):
+def send(url, i=0, tokens=200):
+    prompt = f"Once upon a time {i} girls saw a dog. " * 8
+    body = {"prompt": prompt, "max_tokens": tokens, "ignore_eos": True}
+    httpx.post(f"{url}/v1/completions", json=body, timeout=100).raise_for_status()
+
+
+def complete(url, count, tokens):
     """Send requests; return the thread that waits for the answers."""
 
-    def send(i):
-        prompt = f"Once upon a time {i} girls saw a dog. " * 8
-        body = {"prompt": prompt, "max_tokens": tokens, "ignore_eos": True}
-        httpx.post(f"{url}/v1/completions", json=body, timeout=60).raise_for_status()
-
     def send_all():
-        threads = [threading.Thread(target=send, args=(i,)) for i in range(count)]
+        threads = [threading.Thread(target=send, args=(url, i, tokens)) for i in range(count)]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -48,6 +48,26 @@ def complete(url, count, tokens=200):
     thread = threading.Thread(target=send_all)
     thread.start()
     return thread
+
+
+@contextlib.contextmanager
+def busy(url, count, tokens=200):
+    """Keep some requests running inside of a `with` block, however slow the page is."""
+    ends = threading.Event()
+
+    def send_always(i):
+        while not ends.is_set():
+            send(url, i, tokens)
+
+    threads = [threading.Thread(target=send_always, args=(i,)) for i in range(count)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        ends.set()
+        for thread in threads:
+            thread.join()
 
 
 @pytest.fixture(scope="module")
@@ -123,26 +143,23 @@ def test_a_request_leads_to_its_story(recorded, open_page):
     server, _ = recorded
     page = open_page("/#/engine", server.url)
     page.get_by_role("img", name=re.compile("Map of 399 blocks")).wait_for()
-    sending = complete(server.url, 1, 900)
-    link = page.get_by_role("link", name=re.compile("^cmpl-"))
-    name = link.inner_text()
-    link.click()
-    answer, _index, _number = name.rsplit("-", 2)
-    page.get_by_role("heading", name=answer).wait_for()
-    page.get_by_text("the prompt was computed").first.wait_for()
-    sending.join()
+    with busy(server.url, 1, 300):
+        link = page.get_by_role("link", name=re.compile("^cmpl-"))
+        link.wait_for()
+        page.get_by_role("button", name="Hold").click()  # the request may end meanwhile
+        page.get_by_role("button", name="Live", exact=True).wait_for()
+        name = link.inner_text()
+        link.click()
+        answer, _index, _number = name.rsplit("-", 2)
+        page.get_by_role("heading", name=answer).wait_for()
+        page.get_by_text("the prompt was computed").first.wait_for()
 
 
 def test_a_death_and_the_revival_are_shown(recorded, open_page):
     server, _ = recorded
     page = open_page("/#/engine", server.url)
     page.get_by_role("img", name=re.compile("Map of 399 blocks")).wait_for()
-    (engine,) = [
-        child
-        for child in Process(server.process.pid).children(recursive=True)
-        if "octavo.engine.core_process" in " ".join(child.cmdline()) and child.num_threads() > 4
-    ][:1]
-    os.kill(engine.pid, signal.SIGKILL)
+    server.engine_process().send_signal(signal.SIGKILL)
     # With the spare interpreter the engine may be back before the page draws "starting again".
     page.get_by_text(re.compile(r"engine 0 died .* continued after \d")).wait_for()
     page.get_by_text(re.compile("starting the engine again")).wait_for(state="hidden")
@@ -151,7 +168,7 @@ def test_a_death_and_the_revival_are_shown(recorded, open_page):
 def test_a_recording_can_be_opened(recorded, open_page, tmp_path):
     server, path = recorded
     out = tmp_path / "run.view"
-    complete(server.url, 2, 20).join()
+    send(server.url, tokens=20)
     assert cli.main(["replay", str(path), "--view", str(out)]) == 0
     page = open_page("/#/engine", server.url)
     page.get_by_label("Open a file of octavo replay --view").set_input_files(out)
@@ -177,11 +194,11 @@ def test_axe_finds_nothing(recorded, open_page, scheme):
     server, _ = recorded
     page = open_page("/#/engine", server.url, color_scheme=scheme)
     page.get_by_role("img", name=re.compile("Map of 399 blocks")).wait_for()
-    sending = complete(server.url, 3, 800)  # longer than between two ticks
-    page.get_by_role("row").filter(has_text="answer").first.wait_for()
-    page.get_by_role("button", name="Hold").click()
+    with busy(server.url, 3):
+        page.get_by_role("row").filter(has_text="answer").first.wait_for()
+        page.get_by_role("button", name="Hold").click()
+        page.get_by_role("button", name="Live", exact=True).wait_for()
     assert find_violations(page) == []
-    sending.join()
 
 
 def event(name, **data):

@@ -109,12 +109,6 @@ def test_keyboard_only(open_page):
     page.keyboard.press("Enter")
     chat.wait()
     assert "2/2" in chat.last.inner_text()
-    chat.set(max_tokens="1500", ignore_eos="true")
-    chat.send("Three", wait=False)
-    chat.wait_for_letters(5)
-    page.keyboard.press("Escape")
-    chat.wait()
-    assert chat.last.locator("footer").inner_text().startswith("stopped")
 
 
 def test_narrow_screens(open_page):
@@ -203,7 +197,7 @@ def test_scripts_of_others_do_not_run(open_page, browser, server):
         }"""
     )
     assert page.title() == "Octavo!"
-    page.wait_for_timeout(100)
+    while not re.search("img-src", " ".join(refused)):
+        page.wait_for_timeout(100)
     assert page.title() == "Octavo!"
-    assert re.search("img-src", " ".join(refused))
     context.close()

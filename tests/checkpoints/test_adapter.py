@@ -381,7 +381,9 @@ def test_parts_of_larger_tensors(folder: Path) -> None:
 
 
 @settings(
-    deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    deadline=None,
+    max_examples=150,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(data=st.data())
 def test_damaged_files_raise_adapter_errors(data: st.DataObject, folder: Path) -> None:
@@ -440,7 +442,9 @@ def test_folders_that_are_no_adapters(folder: Path, tmp_path: Path) -> None:
     importlib.util.find_spec("peft") is None,
     reason="peft is not installed; it belongs to the extra dev",
 )
-@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(
     keys=st.lists(
         st.lists(

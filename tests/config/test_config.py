@@ -157,6 +157,7 @@ BAD = {
     "enable_sleep_mode": [1, "yes", None],
     "enforce_eager": ["no", 1],
     "enable_prompt_embeds": ["no", 1],
+    "enable_mm_embeds": ["no", 1],
     "allowed_media_domains": [5, [5], None],
     "allowed_local_media_path": [5, None, ["/"]],
     "language_model_only": ["no", 1, None],

@@ -66,15 +66,18 @@ def test_octavo_keeps_the_laws(name):
 @pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "gemma4", "pythonic"])
 def test_a_megabyte_costs_linear_time(name):
     case = next(case for case in CASES if case.id == f"{name}/long")
-    seconds = []
-    for size in (250_000, 1_000_000):
-        text = case.filled(size).text
-        pieces = [text[i : i + 64] for i in range(0, len(text), 64)]
-        begin = time.process_time()
-        parts = parse(case, pieces)
-        seconds.append(time.process_time() - begin)
-        assert sum(len(part.text) for part in parts if isinstance(part, CallArguments)) > size
-    assert seconds[1] < 8 * seconds[0] + 0.1
+    for _ in range(5):  # the processor's speed may change between the two
+        seconds = []
+        for size in (250_000, 1_000_000):
+            text = case.filled(size).text
+            pieces = [text[i : i + 64] for i in range(0, len(text), 64)]
+            begin = time.process_time()
+            parts = parse(case, pieces)
+            seconds.append(time.process_time() - begin)
+            assert sum(len(part.text) for part in parts if isinstance(part, CallArguments)) > size
+        if seconds[1] < 8 * seconds[0] + 0.1:
+            return
+    raise AssertionError(seconds)
 
 
 def test_a_long_text_has_its_size():

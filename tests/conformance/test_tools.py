@@ -42,14 +42,14 @@ def running(make_app):
 
     thread = threading.Thread(target=lambda: asyncio.run(run()))
     thread.start()
-    ready.wait(20)
+    ready.wait(120)
     try:
         while not servers[0].started:
             threading.Event().wait(0.01)
         yield f"127.0.0.1:{port}"
     finally:
         servers[0].should_exit = True
-        thread.join(20)
+        thread.join(120)
 
 
 @pytest.mark.parametrize("name", ["hermes", "qwen3_coder"])

@@ -64,7 +64,7 @@ def test_systemd_accepts_the_unit(tmp_path):
 def test_the_server_tells_systemd_that_it_is_ready(tmp_path):
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as receiver:
         receiver.bind(str(tmp_path / "notify"))
-        receiver.settimeout(60)
+        receiver.settimeout(240)
         log = tmp_path / "log"
         command = [sys.executable, "-m", "octavo", *words(), "--port", "0", "-asc", "2"]
         command += ["--max-model-len", "256", "--kv-cache-memory-bytes", "8M", "--num-threads", "1"]
@@ -80,6 +80,6 @@ def test_the_server_tells_systemd_that_it_is_ready(tmp_path):
         finally:
             process.send_signal(signal.SIGINT)
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(30)
+                process.wait(60)
             process.kill()
         assert process.wait() == 0

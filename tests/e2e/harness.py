@@ -8,10 +8,11 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 import numpy as np
@@ -19,6 +20,8 @@ import psutil
 
 from octavo import LLM
 from octavo.system.tensor import from_numpy
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -30,9 +33,9 @@ class Server:
     log: Path
 
     def get(self, path: str) -> httpx.Response:
-        return httpx.get(self.url + path, timeout=30)
+        return httpx.get(self.url + path, timeout=60)
 
-    def post(self, path: str, body: object, timeout: float = 120) -> httpx.Response:
+    def post(self, path: str, body: object, timeout: float = 240) -> httpx.Response:
         return httpx.post(self.url + path, json=body, timeout=timeout)
 
     def metric(self, name: str) -> float:
@@ -45,16 +48,18 @@ class Server:
         assert values, f"no metric {name}"
         return sum(values)
 
-    def wait_for_metric(self, name: str, value: float, timeout: float = 60) -> None:
-        """Wait until a metric has a value; fail if it exceeds it, or in `timeout` seconds.
+    def wait_for_metric(self, name: str, value: float) -> None:
+        """Wait until a metric has a value; fail if it is higher.
 
         The server's reaction to a kill may follow the answers, which the killed process may have
-        finished before.
+        finished before. An engine's numbers may follow its last tokens.
         """
-        end = time.monotonic() + timeout
-        while (now := self.metric(name)) < value and time.monotonic() < end:
-            time.sleep(0.05)
-        assert now == value, self.log.read_text()
+        wait_until(lambda: self.metric(name) >= value, self.log.read_text)
+        assert self.metric(name) == value, self.log.read_text()
+
+    def wait_for_line(self, text: str) -> None:
+        """Wait until the log has a text: the server writes some lines after it has answered."""
+        wait_until(lambda: text in self.log.read_text(), self.log.read_text)
 
     def resident_bytes(self) -> int:
         """Return the resident memory of the server and its children."""
@@ -62,9 +67,48 @@ class Server:
         return sum(p.memory_info().rss for p in [server, *server.children(recursive=True)])
 
     def engine_process(self) -> psutil.Process:
-        children = psutil.Process(self.process.pid).children()
-        engines = [c for c in children if "octavo.engine.core_process" in c.cmdline()]
-        return min(engines, key=psutil.Process.create_time)  # a spare one is younger
+        """Return the engine process, which is older than a spare one."""
+        return processes(self.process.pid, ENGINE)[0]
+
+    def begin_together(self, begin: Callable[[], list[Future[T]]]) -> list[Future[T]]:
+        """Begin requests, and return them while at least two of them run.
+
+        They may end before this process looks at the engine; then they are begun again.
+        """
+        for _ in range(50):
+            jobs = begin()
+            while not all(job.done() for job in jobs):
+                if self.metric("octavo:num_requests_running") >= 2:
+                    return jobs
+        raise AssertionError("no two requests ran at the same time")
+
+
+ENGINE = "octavo.engine.core_process"
+"""Module of engine processes."""
+
+
+def processes(ancestor: int, module: str) -> list[psutil.Process]:
+    """Return the descendants of a process that run a module, the oldest first."""
+    found = []
+    for child in psutil.Process(ancestor).children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
+            if module in child.cmdline():
+                found.append(child)
+    return sorted(found, key=lambda process: (process.create_time(), process.pid))
+
+
+def wait_until(
+    look: Callable[[], T | None], tell: Callable[[], object] = lambda: "", seconds: float = 120
+) -> T:
+    """Return the first true result of `look`; fail with the result of `tell` after some seconds.
+
+    It counts the looks, not the time, which goes on while a machine is paused.
+    """
+    for _ in range(round(seconds / 0.05)):
+        if found := look():
+            return found
+        time.sleep(0.05)
+    raise TimeoutError(tell())
 
 
 def free_port(count: int = 1) -> int:
@@ -118,16 +162,18 @@ def serve(
                 process.wait()
 
 
-def wait_for(server: Server, path: str, timeout: float = 60) -> float:
+def wait_for(server: Server, path: str) -> float:
     """Wait until a path answers 200; return the seconds."""
-    started = time.monotonic()
-    while time.monotonic() - started < timeout:
+
+    def look() -> bool:
         assert server.process.poll() is None, server.log.read_text()
         with contextlib.suppress(httpx.HTTPError):
-            if server.get(path).status_code == 200:
-                return time.monotonic() - started
-        time.sleep(0.05)
-    raise TimeoutError(f"{path} did not answer 200: {server.log.read_text()}")
+            return server.get(path).status_code == 200
+        return False
+
+    started = time.monotonic()
+    wait_until(look, lambda: f"{path} did not answer 200: {server.log.read_text()}")
+    return time.monotonic() - started
 
 
 def embed(llm: LLM, token_ids: Sequence[int]) -> Any:

@@ -1,9 +1,6 @@
 """Activated LoRA: PEFT's answers, the same bits in every layout, and shared cached prefixes."""
 
 import concurrent.futures
-import os
-import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -304,11 +301,10 @@ def test_a_server_whose_engine_dies(tmp_path, folder, alone):
             (16, "other_adapter"),
             (416, None),
         ]
-        jobs = [pool.submit(complete, server, "a", prompt, 300) for prompt in BEGINS]
-        while server.metric("octavo:num_requests_running") < 2:
-            assert not all(job.done() for job in jobs)
-            time.sleep(0.01)
-        os.kill(server.engine_process().pid, signal.SIGKILL)
+        jobs = server.begin_together(
+            lambda: [pool.submit(complete, server, "a", prompt, 300) for prompt in BEGINS]
+        )
+        server.engine_process().kill()
         found = [job.result()[0] for job in jobs]
         assert [tokens[:16] for tokens in found] == [alone["a", it][0][0] for it in BEGINS]
         assert found == [complete(server, "a", prompt, 300)[0] for prompt in BEGINS]

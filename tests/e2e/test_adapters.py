@@ -2,10 +2,7 @@
 
 import concurrent.futures
 import json
-import os
 import shutil
-import signal
-import time
 
 import numpy as np
 import pytest
@@ -295,11 +292,11 @@ def test_a_server_with_adapters(tmp_path, folder, alone, layout):
         assert complete(server, "a") == expected["d"]
 
         # The engine dies: its successor reads the adapters again, and continues the answers.
-        jobs = [pool.submit(complete, server, name, max_tokens=300) for name in "befgh"]
+        jobs = server.begin_together(
+            lambda: [pool.submit(complete, server, name, max_tokens=300) for name in "befgh"]
+        )
         alone_then = {}
-        while server.metric("octavo:num_requests_running") < 2:
-            time.sleep(0.01)
-        os.kill(server.engine_process().pid, signal.SIGKILL)
+        server.engine_process().kill()
         for name, job in zip("befgh", jobs, strict=True):
             alone_then[name] = job.result()
             assert alone_then[name][:16] == expected[name]
@@ -349,7 +346,7 @@ def test_front_ends_and_engines_share_adapters(tmp_path, folder, alone):
         def everywhere(work):
             """Return the results of work that both front ends have done."""
             found = []
-            for _ in range(20):
+            for _ in range(50):
                 found += pool.map(lambda _: work(), range(8))
                 if answered():
                     return found
@@ -393,9 +390,9 @@ def test_front_ends_and_engines_share_adapters(tmp_path, folder, alone):
         assert set(map(tuple, everywhere(lambda: complete(server, "a")))) == {tuple(expected["d"])}
 
         # An engine dies while adapters are loaded and answers are written.
-        jobs = [pool.submit(complete, server, name, max_tokens=300) for name in "ahy"]
-        while server.metric("octavo:num_requests_running") < 2:
-            time.sleep(0.01)
+        jobs = server.begin_together(
+            lambda: [pool.submit(complete, server, name, max_tokens=300) for name in "ahy"]
+        )
         loading = [
             pool.submit(post, server, load, {"lora_name": f"z{i}", "lora_path": "b"})
             for i in range(4)

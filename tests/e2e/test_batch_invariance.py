@@ -1,8 +1,7 @@
 """Batch invariance: one request, one answer, bit for bit, with any other requests."""
 
-import os
+import contextlib
 import random
-import signal
 import threading
 from dataclasses import dataclass
 
@@ -413,7 +412,7 @@ def test_experts_that_move_between_steps(case, redundant, processes, tmp_path):
         assert answers(llm, requests[3:4]) == expected[3:4]
         stats = llm.stats()
         assert stats.num_expert_rearrangements > 5
-        assert 0.5 <= stats.eplb_balancedness <= 1
+        assert 1 / 4 <= stats.eplb_balancedness <= 1  # of at most four processes
         if "data_parallel_size" in processes:
             check_deaths(llm, requests, expected)
 
@@ -435,11 +434,16 @@ def save_mixture(case, folder):
 
 def check_deaths(llm, requests, expected):
     """Kill engines while they compute."""
+
+    def kill(engine, is_worker):
+        """Kill an engine, or one of its workers if it has some."""
+        with contextlib.suppress(psutil.NoSuchProcess):  # it is being replaced
+            process = psutil.Process(llm._client.pids[engine])
+            workers = process.children() if is_worker else []
+            max(workers, key=lambda it: it.pid, default=process).kill()
+
     for engine, seconds in ((0, 0.05), (1, 0.3), (0, 0.3)):
-        victim = llm._client.pids[engine]
-        if seconds == 0.3:  # one of its workers, if it has some
-            victim = max((it.pid for it in psutil.Process(victim).children()), default=victim)
-        timer = threading.Timer(seconds, os.kill, (victim, signal.SIGKILL))
+        timer = threading.Timer(seconds, kill, (engine, seconds == 0.3))
         timer.start()
         assert answers(llm, requests * 2) == expected * 2
         timer.join()

@@ -57,7 +57,7 @@ def test_octavo_embed(tmp_path):
     out = tmp_path / "vectors.npy"
     command = [sys.executable, "-m", "octavo", "embed", str(tmp_path / "texts.txt")]
     command += ["--out", str(out), "--model", ENCODER]
-    subprocess.run(command, check=True, timeout=120, capture_output=True)
+    subprocess.run(command, check=True, timeout=240, capture_output=True)
     with SentenceEncoder(ENCODER) as encoder:
         assert np.array_equal(np.load(out), encoder.encode(TEXTS))
 

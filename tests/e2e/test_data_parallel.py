@@ -2,7 +2,6 @@
 
 import asyncio
 import signal
-import time
 
 import openai
 import psutil
@@ -50,9 +49,7 @@ def server(tmp_path_factory):
 
 def engines(server):
     """Return the two engines' first processes; a spare one is younger."""
-    children = psutil.Process(server.process.pid).children(recursive=True)
-    found = [c for c in children if "octavo.engine.core_process" in c.cmdline()]
-    return sorted(found, key=psutil.Process.create_time)[:2]
+    return harness.processes(server.process.pid, harness.ENGINE)[:2]
 
 
 async def ask_all(server, on_chunk=lambda: None):
@@ -86,6 +83,22 @@ def of_engines(server, name, count=2):
     ]
 
 
+def wait_for_engines(server, meanwhile=None):
+    """Wait until all engines serve; the reason is `meanwhile`, if that is given, until then."""
+
+    def look():
+        reason = server.get("/health").json()["reason"]
+        assert reason == "ok" or meanwhile in (reason, None)
+        return reason == "ok"
+
+    harness.wait_until(look, server.log.read_text)
+
+
+def wait_until_idle(server):
+    """Wait until both engines have told that no request runs, after their last tokens."""
+    harness.wait_until(lambda: of_engines(server, "octavo:num_requests_running") == [0, 0])
+
+
 def test_both_engines_give_the_answers_of_one(server, expected):
     assert len(engines(server)) == 2
     assert asyncio.run(ask_all(server)) == expected
@@ -102,7 +115,7 @@ def test_streams_of_an_engine_that_is_killed_go_on_at_the_other(server, expected
     def on_chunk():
         nonlocal chunks
         chunks += 1
-        if chunks == 20:
+        if chunks == len(PROMPTS):  # each has one, even if this process reads too late
             victims[1].send_signal(signal.SIGKILL)
 
     # If the client was not scheduled, the engine may have made all tokens before it was killed.
@@ -112,16 +125,14 @@ def test_streams_of_an_engine_that_is_killed_go_on_at_the_other(server, expected
         # One restart of the engine; its requests did not wait for it.
         server.wait_for_metric("octavo:engine_restarts_total", kills)
         harness.wait_for(server, "/ready")
-        while (reason := server.get("/health").json()["reason"]) != "ok":
-            assert reason == "engine 1 is being started; the others serve"
-            time.sleep(0.05)
+        wait_for_engines(server, "engine 1 is being started; the others serve")
         assert of_engines(server, "octavo:engine_restarts_total") == [0, kills]
         if of_engines(server, "octavo:requests_recovered_total")[1]:
             break
     assert of_engines(server, "octavo:requests_recovered_total")[1] > 0
     assert "other engines continue requests of engine 1" in server.log.read_text()
     assert asyncio.run(ask_all(server)) == expected
-    assert of_engines(server, "octavo:num_requests_running") == [0, 0]
+    wait_until_idle(server)
 
 
 def test_engines_come_and_go_under_load(server, expected):
@@ -157,8 +168,8 @@ def test_nothing_is_left_after_the_end(server):
     """The last test of this file: it ends the server."""
     family = psutil.Process(server.process.pid).children(recursive=True)
     server.process.send_signal(signal.SIGTERM)
-    assert server.process.wait(20) == 0
-    _, left = psutil.wait_procs(family, timeout=20)
+    assert server.process.wait(120) == 0
+    _, left = psutil.wait_procs(family, timeout=120)
     assert left == []
 
 

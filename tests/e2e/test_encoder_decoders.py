@@ -2,9 +2,6 @@
 
 import functools
 import json
-import os
-import signal
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -90,10 +87,8 @@ def test_texts_errors_and_a_death(folder, tmp_path):
             assert answer.status_code == 400, answer.text
             assert said in answer.json()["error"]["message"]
 
-        jobs = [pool.submit(complete, text) for text in TEXTS]
-        while server.metric("octavo:num_requests_running") < 2:
-            time.sleep(0.01)
-        os.kill(server.engine_process().pid, signal.SIGKILL)
+        jobs = server.begin_together(lambda: [pool.submit(complete, text) for text in TEXTS])
+        server.engine_process().kill()
         assert [job.result().json()["choices"][0]["text"] for job in jobs] == expected
 
 

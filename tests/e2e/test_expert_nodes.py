@@ -8,7 +8,6 @@ import shutil
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 
 import octavo
@@ -49,16 +48,20 @@ def expected(model):
 
 def engines(process):
     """Return the engine processes of a machine, the oldest first."""
-    children = psutil.Process(process.pid).children()
-    found = [c for c in children if "octavo.engine.core_process" in c.cmdline()]
-    return sorted(found, key=psutil.Process.create_time)
+    return harness.processes(process.pid, harness.ENGINE)
 
 
 def wait_for(server, reason):
-    end = time.monotonic() + 60
-    while server.get("/health").json()["reason"] != reason:
-        assert time.monotonic() < end, server.log.read_text()
-        time.sleep(0.05)
+    harness.wait_until(
+        lambda: server.get("/health").json()["reason"] == reason, server.log.read_text
+    )
+
+
+def stands_still(load):
+    """Return True if there is no further answer for a while."""
+    done = load.num_answers
+    time.sleep(0.3)
+    return load.num_answers == done
 
 
 @pytest.fixture(scope="module")
@@ -78,8 +81,7 @@ def server(cluster):
 
 def test_the_answers_are_those_of_one_process_also_when_an_engine_is_killed(server, expected):
     with Load(server, expected, adapted=()) as load:
-        while load.num_answers < len(expected):
-            time.sleep(0.01)
+        load.wait_for_answers(len(expected))
         (victim,) = engines(server.process)
         victim.kill()
         server.wait_for_metric("octavo:engine_restarts_total", 2)  # of both engines
@@ -92,11 +94,8 @@ def test_a_lost_node_is_waited_for(server, cluster, expected):
     with Load(server, expected, adapted=()) as load:
         server.node.kill()
         wait_for(server, "engine 1 waits for its node; the others wait for it")
-        done = load.num_answers
-        time.sleep(0.3)
-        assert load.num_answers == done
+        harness.wait_until(lambda: stands_still(load))  # after answers that were complete
         with cluster.node():
-            while load.num_answers < done + len(expected):
-                time.sleep(0.01)
+            load.wait_for_answers(len(expected))
             wait_for(server, "ok")
             load.end()

@@ -13,6 +13,7 @@ from octavo import SamplingParams
 from octavo.models.towers import gemma4, gemma4_audio, gemma4_unified, qwen_vl, whisper
 from tests import sounds
 from tests.e2e import test_sounds as hearing
+from tests.e2e.test_media_embeds import with_rows
 from tests.e2e.test_pictures import PICTURES, prompt
 from tests.fake_gpu import FakeGpu
 from tests.models import test_encoder_decoders as texts
@@ -79,6 +80,25 @@ def test_pictures(name: str, models: dict[str, Path], gpu: FakeGpu) -> None:
         assert ask(llm, given) == expected
         assert gpu.waits == []
         assert gpu.replays > replays
+
+
+def test_rows_of_a_caller(
+    models: dict[str, Path], gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows in place of a picture, with those of DeepStack; no step waits for them."""
+    name = "qwen3_vl"
+    given = prompt(name, PICTURES[1], text="{} b")
+    settings = {"max_num_batched_tokens": 24, "max_num_seqs": 2, "max_model_len": 128}
+    settings |= {"enable_mm_embeds": True}
+    with make_llm(models[name], **settings, device="cpu") as llm:
+        _, [(_, _, row)] = with_rows(llm, given, monkeypatch)
+        expected = ask(llm, [given])
+    size = PICTURES[1].shape[1], PICTURES[1].shape[0]
+    data = {"image": {"image_embeds": row, "image_sizes": size}}
+    with make_llm(models[name], **settings, device="cuda") as llm:
+        gpu.waits.clear()
+        assert ask(llm, [given | {"multi_modal_data": data}]) == expected
+        assert gpu.waits == []
 
 
 def test_bits_alone_and_among_others(models: dict[str, Path], gpu: FakeGpu) -> None:

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import signal
-import time
 from pathlib import Path
 
 import httpx
@@ -20,6 +19,8 @@ from tests.e2e.test_data_parallel import (
     ask_all,
     engines,
     of_engines,
+    wait_for_engines,
+    wait_until_idle,
 )
 from tests.e2e.test_data_parallel import expected as expected
 
@@ -33,66 +34,46 @@ def server(tmp_path_factory):
         yield made
 
 
-def processes(server, module):
-    found = []
-    for child in psutil.Process(server.process.pid).children():
-        with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
-            if module in child.cmdline():
-                found.append(child)
-    return found
-
-
 def front_ends(server):
-    return processes(server, "octavo.server.api_server_process")
-
-
-def wait_for_engines(server):
-    end = time.monotonic() + 30
-    while server.get("/health").json()["reason"] != "ok":
-        assert time.monotonic() < end, server.log.read_text()
-        time.sleep(0.05)
-
-
-def wait_for_line(server, text):
-    end = time.monotonic() + 30
-    while text not in server.log.read_text():
-        assert time.monotonic() < end, server.log.read_text()
-        time.sleep(0.05)
+    return harness.processes(server.process.pid, "octavo.server.api_server_process")
 
 
 def wait_for_front_ends(server, number, but=()):
     """Wait until `number` front ends serve, none of them in `but`."""
-    end = time.monotonic() + 30
-    while time.monotonic() < end:
+
+    def look():
         ready = server.log.read_text().count("INFO ready")
         found = front_ends(server)
-        if len(found) == 2 and ready >= number and not {p.pid for p in found} & set(but):
-            return
-        time.sleep(0.05)
-    raise TimeoutError(server.log.read_text())
+        return len(found) == 2 and ready >= number and not {p.pid for p in found} & set(but)
+
+    harness.wait_until(look, server.log.read_text)
 
 
-def answers_by(server):
-    """Return the number of answers of each front end, by its number."""
-    lines = server.log.read_text().splitlines()
-    return [
-        sum("POST /v1" in line and f"api_server={number}" in line for line in lines)
-        for number in range(2)
-    ]
+def answers_by(server, count):
+    """Return the number of answers of each front end, by its number, of `count` answers."""
+
+    def look():
+        lines = server.log.read_text().splitlines()
+        found = [
+            sum("POST /v1" in line and f"api_server={number}" in line for line in lines)
+            for number in range(2)
+        ]
+        return found if sum(found) == count else None
+
+    return harness.wait_until(look, server.log.read_text)  # lines may follow the answers
 
 
 def test_both_give_the_answers_of_one_and_count_together(server, expected):
-    for _ in range(20):  # a free front end accepts the connection
+    for rounds in range(1, 51):  # a free front end accepts the connection
         assert asyncio.run(ask_all(server)) == expected
-        if min(answers_by(server)):
+        if by_each := min(answers_by(server, rounds * len(PROMPTS))):
             break
-    assert min(answers_by(server)) > 0
-    rounds = sum(answers_by(server)) // len(PROMPTS)
+    assert by_each > 0
     counts = of_engines(server, "octavo:generation_tokens_total")
     assert sum(counts) == NUM_TOKENS * 11 * rounds
     assert min(counts) > 0
     assert sum(of_engines(server, "octavo:request_success_total")) > 0
-    assert of_engines(server, "octavo:num_requests_running") == [0, 0]
+    wait_until_idle(server)
     assert len(of_engines(server, "octavo_engine_process_resident_memory_bytes")) == 2
     models = {server.get("/v1/models").text for _ in range(10)}
     assert len(models) == 1
@@ -104,7 +85,7 @@ def test_streams_outlive_an_engine(server, expected):
     def on_chunk():
         nonlocal chunks
         chunks += 1
-        if chunks == 60:
+        if chunks == len(PROMPTS):  # each has one, even if this process reads too late
             engines(server)[1].send_signal(signal.SIGKILL)
 
     assert asyncio.run(ask_all(server, on_chunk)) == expected
@@ -115,21 +96,21 @@ def test_streams_outlive_an_engine(server, expected):
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_streams_outlive_the_process_that_has_the_engines(server, expected, number):
-    [victim] = processes(server, "octavo.server.coordinator_process")
+    [victim] = harness.processes(server.process.pid, "octavo.server.coordinator_process")
     family = victim.children(recursive=True)
     chunks = 0
 
     def on_chunk():
         nonlocal chunks
         chunks += 1
-        if chunks == 60:
+        if chunks == len(PROMPTS):  # each has one, even if this process reads too late
             victim.send_signal(number)
 
     assert asyncio.run(ask_all(server, on_chunk)) == expected
-    assert chunks > 60
+    assert chunks >= len(PROMPTS)
     reason = "was killed by SIGKILL" if number == signal.SIGKILL else "was stopped by a signal"
-    wait_for_line(server, f"the coordinator {reason}")
-    assert not psutil.wait_procs(family, 5)[1]
+    server.wait_for_line(f"the coordinator {reason}")
+    assert not psutil.wait_procs(family, 60)[1]
     wait_for_engines(server)
     assert asyncio.run(ask_all(server)) == expected
 
@@ -141,7 +122,7 @@ def test_one_that_is_gone_harms_nobody_else(server, expected, number):
 
     async def storm():
         async with openai.AsyncOpenAI(
-            base_url=server.url + "/v1", api_key="none", max_retries=5, timeout=20
+            base_url=server.url + "/v1", api_key="none", max_retries=9, timeout=120
         ) as client:
 
             async def ask(prompt, params):
@@ -159,9 +140,9 @@ def test_one_that_is_gone_harms_nobody_else(server, expected, number):
     assert asyncio.run(storm()) == expected
     wait_for_front_ends(server, before + 1, but=[victim.pid])
     reason = "was killed by SIGKILL" if number == signal.SIGKILL else "was stopped by a signal"
-    wait_for_line(server, reason)
+    server.wait_for_line(reason)
     assert asyncio.run(ask_all(server)) == expected
-    assert of_engines(server, "octavo:num_requests_running") == [0, 0]
+    wait_until_idle(server)
 
 
 def test_one_that_is_killed_while_it_takes_a_place_is_replaced(server, expected):
@@ -169,11 +150,7 @@ def test_one_that_is_killed_while_it_takes_a_place_is_replaced(server, expected)
     both = set(front_ends(server))
     victims = list(both)[:1]
     victims[0].kill()
-    end = time.monotonic() + 30
-    while not (new := set(front_ends(server)) - both):
-        assert time.monotonic() < end
-        time.sleep(0.01)
-    victims += new
+    victims += harness.wait_until(lambda: set(front_ends(server)) - both)
     victims[1].kill()
     wait_for_front_ends(server, before + 1, but=[p.pid for p in victims])
     assert asyncio.run(ask_all(server)) == expected
@@ -188,11 +165,13 @@ def test_what_is_wrong_is_told_by_each(server):
 
 def test_all_end_with_the_first_process(tmp_path):
     with harness.serve(tmp_path, *FLAGS, "--api-server-count", "2", wait="") as server:
-        end = time.monotonic() + 30
-        # Each has a process for templates, once it serves.
-        while len(found := front_ends(server)) < 2 or not all(p.children() for p in found):
-            assert time.monotonic() < end
-            time.sleep(0.05)
+
+        def look():
+            """Return the front ends once they serve: then each has a process for templates."""
+            found = front_ends(server)
+            return found if len(found) == 2 and all(p.children() for p in found) else None
+
+        found = harness.wait_until(look, server.log.read_text)
         family = psutil.Process(server.process.pid).children(recursive=True)
         sockets = [c.laddr for p in found for c in p.net_connections("unix")]
         folders = {Path(s).parent for s in sockets if "/octavo-" in s}
@@ -200,7 +179,7 @@ def test_all_end_with_the_first_process(tmp_path):
         front_ends(server)[0].send_signal(signal.SIGSTOP)
         server.process.kill()
         server.process.wait()
-        assert not psutil.wait_procs(family, 15)[1]
+        assert not psutil.wait_procs(family, 120)[1]
         assert not any(folder.exists() for folder in folders)
 
 
@@ -213,7 +192,7 @@ def test_all_end_with_the_first_process(tmp_path):
 )
 def test_a_start_that_fails_says_why_once(tmp_path, flags, error):
     with harness.serve(tmp_path, *flags, "-asc", "2", wait="") as server:
-        assert server.process.wait(30) == 1
+        assert server.process.wait(120) == 1
         said = server.log.read_text()
         assert said.count("octavo: error: ") == said.count(error) == 1
         assert "Traceback" not in said
@@ -225,13 +204,14 @@ def test_the_end(server):
         "POST",
         server.url + "/v1/completions",
         json={"prompt": "Once", "max_tokens": 200, "stream": True, "ignore_eos": True},
-        timeout=30,
+        timeout=120,
     ) as stream:
         lines = stream.iter_lines()
         next(lines)
         for process in [psutil.Process(server.process.pid), *family]:  # as systemd does
-            process.send_signal(signal.SIGTERM)
+            with contextlib.suppress(psutil.NoSuchProcess):  # another one has ended it
+                process.send_signal(signal.SIGTERM)
         assert [line for line in lines if line][-1] == "data: [DONE]"
-    assert server.process.wait(20) == 0
+    assert server.process.wait(120) == 0
     assert "Traceback" not in server.log.read_text()
-    assert not psutil.wait_procs(family, 5)[1]
+    assert not psutil.wait_procs(family, 120)[1]

@@ -157,7 +157,7 @@ def test_server_and_command(name, folders, tmp_path, capsys):
     with serve(tmp_path, *flags, model=folders[name]) as server:
 
         def post(path, **form):
-            return httpx.post(f"{server.url}{path}", files={"file": FILE}, data=form, timeout=60)
+            return httpx.post(f"{server.url}{path}", files={"file": FILE}, data=form, timeout=240)
 
         response = post("/v1/audio/transcriptions", model=folders[name])
         assert response.status_code == 200, response.text

@@ -173,7 +173,7 @@ class Texts(threading.Thread):
 
     def run(self):
         try:
-            while not self.stopped.is_set():
+            while not self.count or not self.stopped.is_set():
                 assert self.ask() == self.first
                 self.count += 1
         except BaseException as error:
@@ -220,7 +220,7 @@ def server(tmp_path_factory):
 
 def post(server, path, body, key=0):
     headers = {"Authorization": f"Bearer {KEYS[key]}"}
-    return httpx.post(server.url + path, json={"model": "m", **body}, headers=headers, timeout=120)
+    return httpx.post(server.url + path, json={"model": "m", **body}, headers=headers, timeout=240)
 
 
 def chat(server, *content, key=0, **fields):

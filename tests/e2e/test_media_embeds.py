@@ -127,7 +127,8 @@ def test_forms_of_rows(tmp_path, monkeypatch):
     model rounds."""
     save_model("qwen2_vl", tmp_path)
     first, second = PICTURES[:2]
-    both, one = prompt("qwen2_vl", first, second), prompt("qwen2_vl", second, text="{}")
+    both = prompt("qwen2_vl", first, second)
+    one = prompt("qwen2_vl", second, text="{} and a text that fills a block")
     with make_llm(tmp_path, enable_mm_embeds=True) as llm:
         expected, found = with_rows(llm, both, monkeypatch)
         (alone,), _ = with_rows(llm, one, monkeypatch)
@@ -291,7 +292,7 @@ def test_chats(tmp_path, tmp_path_factory, monkeypatch):
         size = {"image_sizes": [30, 48]}
         for value, words in (
             (npy(first), "rows alone do not say which picture they are"),
-            ({"image_embeds": npy(objects), **size}, "holds an array of type object"),
+            ({"image_embeds": npy(objects), **size}, "holds no array of numbers"),
             ({"image_embeds": saved(Evil()), **size}, "saved with torch.save or numpy.save"),
             ({"image_embeds": evil, **size}, "saved with torch.save or numpy.save"),
             ({"image_embeds": "?", **size}, "is not valid base64"),
@@ -311,3 +312,24 @@ def test_chats(tmp_path, tmp_path_factory, monkeypatch):
             assert "messages" in error["param"]
         response = send(content[0], text, as_torch)
         assert response.json()["choices"][0]["message"]["content"] == expected
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"tensor_parallel_size": 2, "enforce_eager": True},
+        {"pipeline_parallel_size": 2, "max_num_batched_tokens": 23},
+        {"isolate": True},
+    ],
+    ids=["rows", "stages", "apart"],
+)
+def test_several_processes(settings, tmp_path, monkeypatch):
+    """Each rank gets the rows; those of DeepStack are further columns."""
+    save_model("qwen3_vl", tmp_path)
+    one = prompts("qwen3_vl")[0]
+    with make_llm(tmp_path, enable_prefix_caching=False) as llm:
+        expected, found = with_rows(llm, one, monkeypatch)
+    data = {"image_embeds": [row for _, _, row in found], "image_sizes": sizes(PICTURES[:2])}
+    given = one | {"multi_modal_data": {"image": data}}
+    with make_llm(tmp_path, enable_mm_embeds=True, num_threads=1, **settings) as llm:
+        assert answers(llm, [given, given, one], 20) == expected * 3

@@ -60,7 +60,7 @@ class Cluster:
 
 
 async def until(condition, log):
-    for _ in range(600):
+    for _ in range(2400):
         if condition():
             return
         await asyncio.sleep(0.05)
@@ -93,10 +93,10 @@ def test_a_node_without_the_key_or_for_a_taken_engine_is_turned_away(cluster, se
     other = cluster.make_key("other", "j" * 40)
     with cluster.node(key=other) as (node, log):
         asyncio.run(until(lambda: "without the cluster's key" in server.log.read_text(), log))
-        assert node.wait(30) == 1
+        assert node.wait(120) == 1
         assert "rejects this node: the cluster_key_file must be the same" in log.read_text()
     with cluster.node() as (node, log):
-        assert node.wait(30) == 2
+        assert node.wait(120) == 2
         assert "rejects this node: engine 1 is another node's already" in log.read_text()
 
 
@@ -132,8 +132,8 @@ def test_an_engine_and_then_its_node_are_killed_and_come_back(cluster, server, e
         assert asyncio.run(ask_all(server)) == expected
         family = psutil.Process(node.pid).children(recursive=True)
         node.send_signal(signal.SIGTERM)
-        assert node.wait(20) == 0
-        _, left = psutil.wait_procs(family, timeout=20)
+        assert node.wait(60) == 0
+        _, left = psutil.wait_procs(family, timeout=60)
         assert left == []
     asyncio.run(until(lambda: "was stopped" in server.log.read_text(), server.log))
     assert asyncio.run(ask_all(server)) == expected
@@ -144,5 +144,5 @@ def test_a_node_goes_home_with_its_head(cluster, server):
     with cluster.node() as (node, log):
         asyncio.run(until(lambda: "has welcomed" in log.read_text(), log))
         server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(20) == 0
-        assert node.wait(20) == 0
+        assert server.process.wait(60) == 0
+        assert node.wait(60) == 0

@@ -5,7 +5,6 @@ import re
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Annotated
 
@@ -48,22 +47,25 @@ def test_chat_streamed_and_at_once_are_the_same(client):
     assert choice.message.role == "assistant"
     assert choice.finish_reason in ("stop", "length")
     assert whole.usage.total_tokens == whole.usage.prompt_tokens + whole.usage.completion_tokens
-    stream = client.chat.completions.create(
-        model=MODEL,
-        messages=CHAT,
-        max_tokens=30,
-        temperature=0,
-        stream=True,
-        stream_options={"include_usage": True},
-    )
-    chunks = list(stream)
-    assert chunks[0].choices[0].delta.role == "assistant"
-    text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
-    assert text == choice.message.content
-    assert len(text) > 10
-    assert chunks[-1].choices == []
-    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
-    assert len(chunks) > 5
+    for _ in range(20):  # a server that is slower than its engine sends fewer chunks
+        stream = client.chat.completions.create(
+            model=MODEL,
+            messages=CHAT,
+            max_tokens=30,
+            temperature=0,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+        chunks = list(stream)
+        assert chunks[0].choices[0].delta.role == "assistant"
+        text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+        assert text == choice.message.content
+        assert len(text) > 10
+        assert chunks[-1].choices == []
+        assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+        if len(chunks) > 5:
+            return
+    raise AssertionError(f"{len(chunks)} chunks")
 
 
 def test_logprobs(client):
@@ -153,13 +155,17 @@ def test_progress_metrics_and_a_missed_prefix(client):
 
     def ask(system, **fields):
         chat = [{"role": "system", "content": system}, {"role": "user", "content": story}]
-        extra = {"cache_salt": "progress", "return_metrics": True, **fields.pop("extra", {})}
+        extra = {"cache_salt": salt, "return_metrics": True, **fields.pop("extra", {})}
         return client.chat.completions.create(
             model=MODEL, messages=chat, max_tokens=2, extra_body=extra, **fields
         )
 
-    chunks = list(ask("It is 12:01.", stream=True, extra={"return_progress": True}))
-    told = [chunk.prompt_progress for chunk in chunks if hasattr(chunk, "prompt_progress")]
+    for attempt in range(20):  # a server that is slower than its engine tells less
+        salt = f"progress {attempt}"
+        chunks = list(ask("It is 12:01.", stream=True, extra={"return_progress": True}))
+        told = [chunk.prompt_progress for chunk in chunks if hasattr(chunk, "prompt_progress")]
+        if len(told) > 1 and told[-1]["processed"] == told[-1]["total"]:
+            break
     assert len(told) > 1
     assert told == sorted(told, key=lambda part: (part["processed"], part["time_ms"]))
     assert {part["cache"] for part in told} == {0}
@@ -221,10 +227,7 @@ def test_a_broken_off_stream_frees_the_engine(client, server):
     )
     next(iter(stream))
     stream.close()
-    end = time.monotonic() + 10
-    while server.metric("octavo:num_requests_running"):
-        assert time.monotonic() < end
-        time.sleep(0.02)
+    harness.wait_until(lambda: not server.metric("octavo:num_requests_running"))
 
 
 def test_malformed_requests_disturb_nobody(client, server):
@@ -264,7 +267,7 @@ def test_a_model_that_cannot_be_loaded_says_why_last(tmp_path):
         [sys.executable, "-m", "octavo", "serve", str(tmp_path / "empty"), "--port", "0"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         check=False,
     )
     assert done.returncode == 1
@@ -276,7 +279,7 @@ def test_a_model_that_cannot_be_loaded_says_why_last(tmp_path):
 def test_client_commands(server):
     def octavo(*argv):
         command = [sys.executable, "-m", "octavo", *argv, "--url", server.url + "/v1"]
-        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+        return subprocess.run(command, capture_output=True, text=True, timeout=240, check=True)
 
     limits = ("--temperature", "0", "--max-tokens", "12")
     chat = octavo("chat", "-q", CHAT[0]["content"], *limits)
@@ -292,7 +295,7 @@ def test_client_commands(server):
 def test_run_without_a_server():
     command = [sys.executable, "-m", "octavo", "run", "Tell me a story.", "--temperature", "0"]
     done = subprocess.run(
-        [*command, "--max-tokens", "12"], capture_output=True, text=True, timeout=120, check=True
+        [*command, "--max-tokens", "12"], capture_output=True, text=True, timeout=240, check=True
     )
     assert len(done.stdout) > 10
     assert done.stderr.strip().splitlines()[-1].startswith("[12 tokens | first token ")
@@ -307,7 +310,7 @@ def test_the_example_runs(server):
         capture_output=True,
         text=True,
         check=True,
-        timeout=60,
+        timeout=240,
     )
     assert len(done.stdout) > 20
 

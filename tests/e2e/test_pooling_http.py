@@ -5,10 +5,10 @@ sends what they send.
 """
 
 import base64
+import contextlib
 import json
 import re
 import shlex
-import time
 from pathlib import Path
 
 import httpx
@@ -163,16 +163,17 @@ def unfinished(http):
 
 
 def test_a_client_that_goes_away_ends_its_texts(embedder, http):
-    done = embedder.metric("octavo:request_success_total")
     body = {"input": ["a dog barks " * 15] * 4000}
-    with pytest.raises(httpx.ReadTimeout):
-        http.post("/v1/embeddings", json=body, timeout=0.5)
-    post(http, "/v1/embeddings", input="a")  # it does not wait for the rest
-    end = time.monotonic() + 20
-    while unfinished(http) and time.monotonic() < end:
-        time.sleep(0.05)
-    assert not unfinished(http)
-    assert embedder.metric("octavo:request_success_total") - done < 4000
+    for _ in range(10):  # the server may be faster than the client
+        done = embedder.metric("octavo:request_success_total")
+        with contextlib.suppress(httpx.ReadTimeout):
+            http.post("/v1/embeddings", json=body, timeout=httpx.Timeout(60, read=0.5))
+        post(http, "/v1/embeddings", input="a")  # it does not wait for the rest
+        harness.wait_until(lambda: not unfinished(http))
+        count = embedder.metric("octavo:request_success_total") - done
+        if count < 4000:
+            break
+    assert count < 4000
     response = http.post("/v1/embeddings", json={"input": ["a"] * 5000})
     assert response.status_code == 400
     assert "at most 4096" in response.json()["error"]["message"]

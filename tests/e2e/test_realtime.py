@@ -60,7 +60,7 @@ def speak(session):
 @pytest.mark.parametrize("query", [f"?model={MODEL}", "?intent=transcription"])
 def test_a_transcript(servers, query):
     for server in servers:
-        with sync.connect(address(server) + query) as session:
+        with sync.connect(address(server) + query, open_timeout=120) as session:
             assert receive(session)["type"] == "session.created"
             assert speak(session) == TEXT
 
@@ -68,7 +68,7 @@ def test_a_transcript(servers, query):
 def test_a_model_that_dies_ends_its_sessions(servers):
     """The next session waits until the model's server has started again."""
     router, models = servers
-    with sync.connect(address(router)) as session:
+    with sync.connect(address(router), open_timeout=120) as session:
         assert receive(session)["type"] == "session.created"
         send(session, "input_audio_buffer.clear")
         while receive(session)["type"] != "input_audio_buffer.cleared":
@@ -77,15 +77,15 @@ def test_a_model_that_dies_ends_its_sessions(servers):
         (victim,) = [child for child in children if MODEL in child.cmdline()]
         os.kill(victim.pid, signal.SIGKILL)
         assert last_of(session) == ("unavailable", 1011)
-    with sync.connect(address(router), open_timeout=60) as session:
+    with sync.connect(address(router), open_timeout=240) as session:
         assert receive(session)["type"] == "session.created"
         assert speak(session) == TEXT
 
 
 def test_servers_that_stop_end_their_sessions(servers):
     router, _ = servers
-    with sync.connect(address(router)) as session:
+    with sync.connect(address(router), open_timeout=120) as session:
         receive(session)
         router.process.send_signal(signal.SIGTERM)
         assert last_of(session) == ("unavailable", 1001)
-    assert router.process.wait(30) == 0
+    assert router.process.wait(60) == 0

@@ -3,6 +3,7 @@
 import asyncio
 import concurrent.futures
 import contextlib
+import re
 import signal
 import time
 
@@ -49,7 +50,10 @@ async def ask_all(url, prompts=PROMPTS, at=None, then=None):
             then()
 
     async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="-", max_retries=0) as client:
-        return await asyncio.gather(*(ask(client, prompt, on_text) for prompt in prompts))
+        found = await asyncio.gather(*(ask(client, prompt, on_text) for prompt in prompts))
+    if at is not None and count < at:  # a server that is slower than its engine sends few events
+        then()
+    return found
 
 
 def answers(url, *args, **kwargs):
@@ -72,7 +76,7 @@ def expected(folder):
 def split(folder):
     """Start a router with its own prefill server and two decode servers."""
     flags = [*SIZE, "--prefill", "1", "--decode", "2", "--no-warm-spare"]
-    flags += ["--health-check-interval", "0.2"]
+    flags += ["--health-check-interval", "0.2", "--failover-timeout", "240"]
     with harness.serve(folder, *flags, what="router") as router:
         wait_for_servers(router)
         yield router
@@ -92,15 +96,25 @@ def own_servers(router, role=""):
 
 
 def wait_for_servers(router, count=3):
-    end = time.monotonic() + 60
-    while sum(server["ready"] for server in router.get("/").json()["servers"]) < count:
-        assert time.monotonic() < end, router.log.read_text()
-        time.sleep(0.05)
+    def look():
+        return sum(server["ready"] for server in router.get("/").json()["servers"]) >= count
+
+    harness.wait_until(look, router.log.read_text)
+
+
+def num_remote(router):
+    """Return the number of prompts that prefill servers have computed."""
+    found = re.search(r'router_prefills_total\{where="remote"\} (\S+)', router.get("/metrics").text)
+    return 0 if found is None else float(found[1])
 
 
 def test_prefill_here_and_decode_there_give_the_bits_of_one_server(split, expected):
-    assert answers(split.url) == expected
-    assert 'router_prefills_total{where="remote"} 6.0' in split.get("/metrics").text
+    for _ in range(10):  # a server that was silent for a moment gets no prompts
+        before = num_remote(split)
+        assert answers(split.url) == expected
+        if num_remote(split) == before + 6:
+            break
+    assert num_remote(split) == before + 6
     body = {"model": MODEL, "prompt": PROMPTS[0], **PARAMS, **IGNORE}
     answer = split.post("/v1/completions", body).json()
     assert answer["choices"][0]["text"] == expected[0][0]
@@ -115,11 +129,8 @@ def test_prefill_here_and_decode_there_give_the_bits_of_one_server(split, expect
 def test_a_server_dies_in_the_middle_of_streams(split, expected, role, number):
     restarts = split.metric("octavo:router_server_restarts_total")
     victim = next(iter(own_servers(split, role).values()))
-    assert answers(split.url, at=60, then=lambda: victim.send_signal(number)) == expected
-    end = time.monotonic() + 30
-    while split.metric("octavo:router_server_restarts_total") == restarts:
-        assert time.monotonic() < end
-        time.sleep(0.05)
+    assert answers(split.url, at=40, then=lambda: victim.send_signal(number)) == expected
+    harness.wait_until(lambda: split.metric("octavo:router_server_restarts_total") > restarts)
     wait_for_servers(split)
     assert answers(split.url) == expected
 
@@ -135,7 +146,7 @@ def test_chats_go_on_elsewhere_too_and_what_is_refused_says_why(split):
         ):
             pieces.append(event.choices[0].delta.content or "")
             ids.add(event.id)
-            if len(pieces) == 20:
+            if len(pieces) == 3:
                 for victim in victims:  # both: the answer waits for the first that has restarted
                     victim.kill()
         assert "".join(pieces) == whole.choices[0].message.content
@@ -192,7 +203,7 @@ def test_servers_follow_the_load_and_end_with_the_router(folder):
     with harness.serve(folder, *flags, what="router") as router:
         body = {"model": MODEL, "prompt": TEXT, "max_tokens": 400, "ignore_eos": True}
         with concurrent.futures.ThreadPoolExecutor(4) as pool:
-            end = time.monotonic() + 30
+            end = time.monotonic() + 200
             while len(own_servers(router)) < 2:
                 assert time.monotonic() < end, router.log.read_text()
                 asked = [pool.submit(router.post, "/v1/completions", body) for _ in range(4)]
@@ -200,16 +211,16 @@ def test_servers_follow_the_load_and_end_with_the_router(folder):
         wait_for_servers(router, 2)
         family = psutil.Process(router.process.pid).children(recursive=True)
         router.process.send_signal(signal.SIGTERM)
-        _, alive = psutil.wait_procs(family, timeout=20)
+        _, alive = psutil.wait_procs(family, timeout=60)
         assert not alive
-        assert router.process.wait(20) == 0
+        assert router.process.wait(60) == 0
 
 
 def test_servers_end_when_the_router_is_killed(split):
     family = psutil.Process(split.process.pid).children(recursive=True)
     assert len(family) >= 6
     split.process.kill()
-    _, alive = psutil.wait_procs(family, timeout=20)
+    _, alive = psutil.wait_procs(family, timeout=60)
     assert not alive
 
 
@@ -239,8 +250,7 @@ def test_requests_reach_the_server_that_has_their_adapter(tmp_path):
             assert set(pool.map(status, [*names] * 8)) == {200}
         assert status("new") == 404
         assert b.post("/v1/load_lora_adapter", {"lora_name": "new", "lora_path": "new"}).is_success
-        end = time.monotonic() + 30
         # The router reads the servers' lists now and then.
-        while any(status("new") != 200 for _ in range(5)):
-            assert time.monotonic() < end, router.log.read_text()
-            time.sleep(0.05)
+        harness.wait_until(
+            lambda: all(status("new") == 200 for _ in range(5)), router.log.read_text, 240
+        )

@@ -49,10 +49,11 @@ def expected():
 def router(tmp_path_factory):
     flags = [*FLAGS, "--prefill", "1", "--decode", "2", "--no-warm-spare"]
     flags += ["--health-check-interval", "0.2", "--api-key", "one", "two"]
+    flags += ["--failover-timeout", "240", "--health-check-timeout", "60"]
     folder = tmp_path_factory.mktemp("router")
     with harness.serve(folder, *flags, model=EYES, what="router") as router:
         router.get = lambda path: httpx.get(
-            router.url + path, headers={"authorization": "Bearer one"}, timeout=30
+            router.url + path, headers={"authorization": "Bearer one"}, timeout=120
         )
         wait_for_servers(router)
         yield router
@@ -76,7 +77,7 @@ def num_encoded(router, role):
     for process in own_servers(router, role).values():
         words = process.cmdline()
         socket = words[words.index("--uds") + 1]
-        with httpx.Client(transport=httpx.HTTPTransport(uds=socket)) as client:
+        with httpx.Client(transport=httpx.HTTPTransport(uds=socket), timeout=120) as client:
             text = client.get("http://server/metrics").text
         lines = [line for line in text.splitlines() if "mm_cache_queries_total" in line]
         count += sum(float(line.rsplit(" ", 1)[1]) for line in lines if line[0] != "#")

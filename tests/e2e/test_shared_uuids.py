@@ -18,7 +18,7 @@ from training.scenes import make_scene
 
 EYES = "octavo/stories-eyes"
 FLAGS = ["--max-model-len", "256", "--kv-cache-memory-bytes", "16M", "--num-threads", "1"]
-FLAGS += ["-asc", "2", "--enable-admin", "--api-key", "one", "two"]
+FLAGS += ["-asc", "2", "--admin-key", "admin", "--api-key", "one", "two"]
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +113,7 @@ def test_one_that_is_replaced_knows_them(server):
 def test_all_forget_together(server):
     with both(server) as clients:
         assert ask(clients[0], server, 0, uuid="forgotten") != "unknown_uuid"
-        headers = {"authorization": "Bearer one"}
+        headers = {"authorization": "Bearer admin"}
         response = clients[1].post(f"{server.url}/reset_mm_cache", headers=headers)
         assert response.status_code == 200, response.text
         for client in clients:

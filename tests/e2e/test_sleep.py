@@ -14,6 +14,7 @@ from octavo import LLM, SamplingParams
 from octavo.config import BUILTIN_MODEL
 from octavo.errors import ConfigError, ModelError, RequestError, SleepError
 from octavo.models.hub import resolve_model
+from octavo.scheduler.speculation import DraftLengths
 from tests.e2e.harness import serve
 
 SMALL = {"max_model_len": 256, "kv_cache_memory_bytes": "8M", "max_num_seqs": 8}
@@ -96,6 +97,13 @@ def test_the_same_bits_after_waking(llm, expected):
         assert answers(llm) == expected
 
 
+@pytest.fixture
+def most_drafts(monkeypatch):
+    """Make engines use all possible drafts: the best number depends on the drafts' time."""
+    monkeypatch.setattr(DraftLengths, "choose", lambda lengths, num_reqs: lengths.most)
+
+
+@pytest.mark.usefixtures("most_drafts")
 @pytest.mark.parametrize(
     "settings",
     [
@@ -252,7 +260,7 @@ def stream(server, index, texts, **fields):
             "POST",
             server.url + "/v1/completions",
             json={**body, "stream": True, **fields},
-            timeout=60,
+            timeout=240,
         ) as lines,
     ):
         for line in lines.iter_lines():
@@ -273,7 +281,7 @@ def streams(server, meanwhile=lambda: None, **fields):
         client.start()
     meanwhile()
     for client in clients:
-        client.join(120)
+        client.join()
     assert len(texts) == 32
     return texts
 
@@ -295,8 +303,9 @@ def test_streams_go_on_after_a_sleep_or_say_that_they_were_ended(server):
             assert server.get("/ready").json()["reason"] == "asleep"
             metrics = server.get("/metrics").text
             assert 'sleep_state="weights_offloaded"} 1.0' in metrics
+            timeout = httpx.Timeout(120, read=0.5)
             with pytest.raises(httpx.ReadTimeout):  # it waits, and ends with its client
-                server.post("/v1/completions", {"prompt": "x", "max_tokens": 3}, timeout=0.5)
+                server.post("/v1/completions", {"prompt": "x", "max_tokens": 3}, timeout)
             late = server.post(
                 "/v1/completions", {"prompt": "x", "max_tokens": 3, "deadline_ms": 300}
             )
@@ -310,11 +319,15 @@ def test_streams_go_on_after_a_sleep_or_say_that_they_were_ended(server):
     plain = streams(server)
     assert {reason for _, reason in plain.values()} == {"length"}
     assert streams(server, sleeping("/sleep?mode=keep")) == plain
-    cut = streams(server, sleeping("/sleep"))
-    assert {reason for _, reason in cut.values()} <= {"abort", "length"}
-    assert "abort" in {reason for _, reason in cut.values()}
-    for index, (text, _) in cut.items():
-        assert plain[index][0].startswith(text.rstrip("\ufffd"))
+    for _ in range(10):  # all may end before the call arrives
+        cut = streams(server, sleeping("/sleep"))
+        reasons = {reason for _, reason in cut.values()}
+        assert reasons <= {"abort", "length"}
+        for index, (text, _) in cut.items():
+            assert plain[index][0].startswith(text.rstrip("\ufffd"))
+        if "abort" in reasons:
+            break
+    assert "abort" in reasons
     assert streams(server, sleeping("/sleep?mode=wait")) == plain
 
 
@@ -328,7 +341,7 @@ def test_a_server_ends_while_it_sleeps(server):
     while server.get("/load").json() != {"server_load": 1}:
         pass
     server.process.terminate()
-    assert server.process.wait(20) == 0  # no drain: no answer could finish
+    assert server.process.wait(60) == 0  # no drain: no answer could finish
     client.join()
     assert answers[0].status_code == 503
     assert "server stopped" in answers[0].json()["error"]["message"]

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from octavo import LLM, SamplingParams
+from octavo.scheduler.speculation import DraftLengths
 
 STORY = "Lily had a red ball. She put the red ball in a box. Tom had a blue ball. He put the blue"
 PROMPTS = [STORY, "Once upon a time there was a cat. The cat was sad. Once upon a time", "The dog"]
@@ -25,6 +26,12 @@ def answers(llm):
         [prompt for prompt in PROMPTS for _ in PARAMS], PARAMS * len(PROMPTS), use_tqdm=False
     )
     return [(a.text, a.token_ids, a.logprobs, a.finish_reason) for o in outputs for a in o.outputs]
+
+
+@pytest.fixture(autouse=True)
+def most_drafts(monkeypatch):
+    """Make engines use all possible drafts: the best number depends on the drafts' time."""
+    monkeypatch.setattr(DraftLengths, "choose", lambda lengths, num_reqs: lengths.most)
 
 
 @pytest.fixture(scope="module")

@@ -252,11 +252,11 @@ def test_a_stream_survives_the_engine(model, tmp_path):
         assert len(whole["token_ids"]) == 100
         text = ""
         url, body = server.url + "/v1/completions", body | {"stream": True}
-        with httpx.stream("POST", url, json=body, timeout=60) as answer:
+        with httpx.stream("POST", url, json=body, timeout=240) as answer:
             events = (line[6:] for line in answer.iter_lines() if line.startswith("data: {"))
             for count, event in enumerate(events):
                 text += json.loads(event)["choices"][0]["text"]
-                if count == 10:
+                if count == 0:  # a server that is slower than its engine sends few events
                     server.engine_process().kill()
         assert text == whole["text"]
         server.wait_for_metric("octavo:engine_restarts_total", 1)

@@ -252,7 +252,7 @@ def test_a_streamed_loop_of_tools(client):
 def test_the_example_agent(server):
     environment = os.environ | {"OCTAVO_URL": server.url + "/v1"}
     command = [sys.executable, str(ROOT / "examples/agent.py")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
         "What is 12 * 7?",

@@ -2,10 +2,8 @@
 
 import subprocess
 import sys
-import time
 
 import httpx
-import psutil
 import pytest
 
 from octavo import LLM, EngineArgs, LLMEngine, SamplingParams
@@ -90,10 +88,8 @@ def test_every_api_continues_the_trace_of_its_request(server, spans):
 
 
 def test_every_front_end_sends_its_spans(server, spans):
-    end = time.monotonic() + 30
     number = 0
     while len({span["resource"]["process.pid"] for span in spans.spans}) < 2:
-        assert time.monotonic() < end
         # A new connection, which any front end may accept.
         assert server.post("/v1/completions", PROMPT).status_code == 200
         number += 1
@@ -104,12 +100,11 @@ def test_every_front_end_sends_its_spans(server, spans):
 
 def test_engines_that_die_leave_one_span(server, spans):
     body = PROMPT | {"stream": True, "max_tokens": 200}
-    with httpx.stream("POST", server.url + "/v1/completions", json=body, timeout=60) as response:
+    with httpx.stream("POST", server.url + "/v1/completions", json=body, timeout=240) as response:
         lines = response.iter_lines()
         next(lines)
-        for child in psutil.Process(server.process.pid).children():
-            if "octavo.engine.core_process" in child.cmdline():
-                child.kill()
+        for process in harness.processes(server.process.pid, harness.ENGINE):
+            process.kill()
         assert [line for line in lines if line][-1] == "data: [DONE]"
     [span] = spans.wait_for(1)
     assert span["attributes"]["gen_ai.usage.completion_tokens"] == 200
@@ -149,9 +144,14 @@ def test_what_the_caller_does_not_sample(server, spans):
 
 def test_a_client_that_leaves(server, spans):
     body = PROMPT | {"stream": True, "max_tokens": 200}
-    with httpx.stream("POST", server.url + "/v1/completions", json=body, timeout=60) as response:
-        next(response.iter_lines())
-    [span] = spans.wait_for(1)
+    for _ in range(20):  # the answer may end before the server knows
+        spans.messages.clear()
+        url = server.url + "/v1/completions"
+        with httpx.stream("POST", url, json=body, timeout=120) as response:
+            next(response.iter_lines())
+        [span] = spans.wait_for(1)
+        if span["attributes"]["gen_ai.response.finish_reasons"] != ["length"]:
+            break
     assert span["attributes"]["gen_ai.response.finish_reasons"] == ["abort"]
     assert 0 < span["attributes"]["gen_ai.usage.completion_tokens"] < 200
 
@@ -162,13 +162,10 @@ def test_a_collector_that_hangs_harms_no_request(tmp_path):
         with harness.serve(tmp_path, *flags) as server:
             for _ in range(5):
                 assert server.post("/v1/completions", PROMPT).status_code == 200
-            end = time.monotonic() + 30
-            while not hanging.headers:
-                assert time.monotonic() < end
-                time.sleep(0.02)
+            harness.wait_until(lambda: hanging.headers)
             assert server.post("/v1/completions", PROMPT).status_code == 200
             server.process.terminate()
-            assert server.process.wait(30) == 0
+            assert server.process.wait(60) == 0
 
 
 def test_a_collector_that_fails_is_counted(tmp_path):
@@ -188,7 +185,7 @@ def test_the_end_of_a_server_sends_the_last_spans(tmp_path):
         with harness.serve(tmp_path, *flags) as server:
             assert server.post("/v1/completions", PROMPT).status_code == 200
             server.process.terminate()
-            assert server.process.wait(30) == 0
+            assert server.process.wait(60) == 0
             assert len(receiver.spans) == 1
 
 
@@ -207,7 +204,7 @@ def test_an_llm_that_nobody_ends_sends_spans():
         "llm.generate('Once', SamplingParams(max_tokens=4))\n"
     )
     with collector() as receiver:
-        subprocess.run([sys.executable, "-c", code, receiver.url], check=True, timeout=120)
+        subprocess.run([sys.executable, "-c", code, receiver.url], check=True, timeout=240)
         assert len(receiver.spans) == 1
 
 

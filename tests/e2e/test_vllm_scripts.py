@@ -336,20 +336,32 @@ async def check_pauses(engine):
         return seen[request_id].token_ids
 
     async def stands_still(request_id):
-        await asyncio.sleep(0.05)  # outputs in transit have arrived
-        count = len(seen[request_id].token_ids)
-        await asyncio.sleep(0.2)
-        return await engine.is_paused() and len(seen[request_id].token_ids) == count
+        """Wait until no more outputs arrive."""
+        count = 0
+        while count != len(seen[request_id].token_ids):
+            count = len(seen[request_id].token_ids)
+            await asyncio.sleep(0.2)
+        return await engine.is_paused()
+
+    async def pause(request_id, **how):
+        """Pause the engine in the middle of an answer, which may end before; return its task."""
+        for _ in range(20):
+            seen.pop(request_id, None)
+            task = asyncio.create_task(tokens(request_id, max_tokens=400))
+            while request_id not in seen:
+                await asyncio.sleep(0.001)
+            await engine.pause_generation(**how)
+            assert await stands_still(request_id)
+            if len(seen[request_id].token_ids) < 400:
+                return task
+            await task
+            await engine.resume_generation()
+        raise AssertionError("no pause began in the middle of an answer")
 
     seen = {}
     expected = await tokens("whole", max_tokens=400)
     for clear_cache in (True, False):
-        task = asyncio.create_task(tokens("kept", max_tokens=400))
-        while "kept" not in seen:
-            await asyncio.sleep(0.001)
-        await engine.pause_generation(mode="keep", clear_cache=clear_cache)
-        assert await stands_still("kept")
-        assert len(seen["kept"].token_ids) < 400
+        task = await pause("kept", mode="keep", clear_cache=clear_cache)
         waiting = asyncio.create_task(tokens("new", max_tokens=4))
         await engine.resume_generation()
         assert await task == expected
@@ -362,10 +374,7 @@ async def check_pauses(engine):
     await engine.pause_generation(mode="wait")
     assert await task == expected[:30]
     await engine.resume_generation()
-    task = asyncio.create_task(tokens("ended", max_tokens=400))
-    while "ended" not in seen:
-        await asyncio.sleep(0.001)
-    await engine.pause_generation()
+    task = await pause("ended")
     assert len(await task) < 400
     assert seen["ended"].finish_reason == "abort"
     await engine.resume_generation()

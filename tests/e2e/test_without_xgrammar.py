@@ -38,7 +38,7 @@ wanted = [
     {"grammar": 'start: "a" "b'},
 ]
 params = [
-    SamplingParams(max_tokens=40, structured_outputs=StructuredOutputsParams(**fields))
+    SamplingParams(seed=1, max_tokens=40, structured_outputs=StructuredOutputsParams(**fields))
     for fields in wanted
 ]
 with LLM(max_model_len=128) as llm:

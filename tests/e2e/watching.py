@@ -11,7 +11,7 @@ import httpx
 def watching(url, key=None):
     """Yield an iterator of the events of a view."""
     headers = {} if key is None else {"authorization": f"Bearer {key}"}
-    with httpx.stream("GET", f"{url}/v1/engine/view", headers=headers, timeout=30) as response:
+    with httpx.stream("GET", f"{url}/v1/engine/view", headers=headers, timeout=120) as response:
         assert response.status_code == 200
 
         def events():
@@ -27,7 +27,7 @@ def watching(url, key=None):
         yield events()
 
 
-def until(events, found, seconds=30):
+def until(events, found, seconds=120):
     """Return the first event for which `found(name, event)` is true."""
     end = time.monotonic() + seconds
     for name, event in events:

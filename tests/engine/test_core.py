@@ -476,7 +476,7 @@ def test_a_grammar_that_is_refused_fails_its_request(core):
 
 def test_a_request_that_is_gone_is_not_started_by_its_grammar(core):
     core.add_request(guided("0", "slow 3 4"))
-    assert core.backend.running.acquire(timeout=10)
+    assert core.backend.running.acquire(timeout=60)
     core.abort_requests(["0"])
     core.add_request(guided("0", "slow 5 6"))  # another request of that name
     core.backend.go.set()

@@ -11,7 +11,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "rag.py"
 def run(*questions: str) -> dict[str, tuple[str, str]]:
     """Return the best note and the answer of each question."""
     command = [sys.executable, str(EXAMPLE), *questions]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
     assert done.returncode == 0, done.stderr
     found = re.findall(
         r"^(\S.*)\n  retrieved: .*\n  best, [\d.]+: (.*)\n  answer: (.*)$", done.stdout, re.M

@@ -56,7 +56,16 @@ def work(*ids, tokens=1, drafts=0):
 
 
 def run(executor, *args, **kwargs):
-    return executor.execute(work(*args, **kwargs)).sample().result(20)
+    return executor.execute(work(*args, **kwargs)).sample().result(100)
+
+
+def run_until_it_fails(executor, *ids):
+    """Run a step in which one rank fails, and others, because rank 0 may be faster."""
+    run(executor, *ids)
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        run(executor, "a")
+        time.sleep(0.02)
 
 
 def _is_alive(pid):
@@ -66,7 +75,7 @@ def _is_alive(pid):
         return False
 
 
-def gone(pids, seconds=5.0):
+def gone(pids, seconds=60.0):
     """Return whether all processes end in time."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
@@ -148,7 +157,7 @@ class TestOneWorker:
         assert step.sample().result(20).req_ids == ["a", "wait a little"]
         step = one.execute(work("a"))
         assert step.drafts() == {}
-        step.sample().result(20)
+        step.sample().result(100)
 
     def test_tokens_on_their_way_hold_up_no_step(self, one):
         late, next_one = one.execute(work("late")).sample(), one.execute(work("b")).sample()
@@ -169,7 +178,7 @@ class TestOneWorker:
         with pytest.raises(ValueError, match="no drafts"):
             step.drafts()
         with pytest.raises(ValueError, match="no drafts"):
-            step.sample().result(20)
+            step.sample().result(100)
         assert run(one, "a").req_ids == ["a"]
 
 
@@ -187,12 +196,10 @@ def test_a_worker_that_is_gone_or_stopped_is_found_and_named(number, reason):
     run(executor, "a")
     step = executor.execute(work("wait", drafts=1))
     result = step.sample()
-    begin = time.monotonic()
     os.kill(pids[1], number)
     with pytest.raises(EngineDeadError, match=reason) as caught:
-        result.result(20)
+        result.result(50)  # less than the step takes
     assert isinstance(caught.value, EngineStoppedError) == (number == signal.SIGSTOP)
-    assert time.monotonic() - begin < 5, "on a busy machine"
     for call in (
         lambda: executor.execute(work("b")),
         step.sample,
@@ -217,13 +224,8 @@ def test_a_worker_that_is_gone_or_stopped_is_found_and_named(number, reason):
 def test_workers_that_may_differ_are_the_engine_s_end(name, reason):
     executor = make()
 
-    def run_some():
-        for ids in ([name, "wait" if name.startswith("exit") else "a"], ["a"], ["a"]):
-            run(executor, *ids)
-            time.sleep(1.0)  # rank 0 may be faster
-
     with pytest.raises(EngineDeadError, match=reason):
-        run_some()
+        run_until_it_fails(executor, name, "wait" if name.startswith("exit") else "a")
     executor.shutdown()
 
 
@@ -240,13 +242,8 @@ def test_a_step_that_all_workers_have_lost_is_lost_alone():
 def test_a_worker_that_ends_with_another_engine_blames_no_request(rank):
     executor = make()
 
-    def run_some():
-        for ids in ([f"ends {rank}"], ["a"], ["a"]):
-            run(executor, *ids)
-            time.sleep(1.0)  # rank 0 may be faster
-
     with pytest.raises(EngineStoppedError, match=rf"worker {rank} .* ended: an engine died"):
-        run_some()
+        run_until_it_fails(executor, f"ends {rank}")
     executor.shutdown()
 
 

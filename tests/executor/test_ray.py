@@ -68,7 +68,7 @@ def make(world_size=2, worker="FakeWorker", **settings):
 
 def free_cpus():
     """Return Ray's free CPUs once all have been returned; for a connected process."""
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while (free := ray.available_resources().get("CPU", 0)) < 2 and time.monotonic() < end:
         time.sleep(0.1)
     return free
@@ -122,13 +122,13 @@ class TestDeaths:
         run(executor, "a")
         waiting, pids = executor.execute(work("wait")).sample(), executor.pids
         os.kill(pids[1], which)
-        assert told.wait(10)
+        assert told.wait(60)
         kind = EngineStoppedError if which == signal.SIGSTOP else EngineDeadError
         assert type(seen[0]) is kind
         for part in (f"worker 1 (pid {pids[1]} on ", text, "the last submitted step was 2"):
             assert part in str(seen[0])
         with pytest.raises(EngineDeadError, match="worker 1"):
-            waiting.result(5)
+            waiting.result(30)
         with pytest.raises(EngineDeadError, match="worker 1"):
             executor.execute(work("b"))
         assert gone(pids), "the other one, too"
@@ -288,7 +288,7 @@ class TestStages:
             worker.handle.tell.remote(10**9, b"")
         with pytest.raises(EngineDeadError, match=r"worker [01] \(pid \d+ on .* (failed|has died)"):
             self.generate(llm, 120)
-        assert gone([it.pid for it in groups[0].workers], 10)
+        assert gone([it.pid for it in groups[0].workers])
         llm.shutdown()
         assert free_cpus() == 2
 
@@ -328,12 +328,12 @@ def test_a_cluster_of_one_s_own_ends_with_the_process(short_path, how):
         below = psutil.Process(process.pid).children(recursive=True)
         assert {*pids} < {it.pid for it in below}
         process.send_signal(how)
-        told = process.communicate(timeout=20)[1]
+        told = process.communicate(timeout=100)[1]
         assert process.returncode == (0 if how == signal.SIGTERM else -how), told
         assert "SIGTERM" not in told
     assert len(pids) == 2
-    assert gone([it.pid for it in below], 10)
-    end = time.monotonic() + 20
+    assert gone([it.pid for it in below])
+    end = time.monotonic() + 60
     while (left := list(short_path.iterdir())) and time.monotonic() < end:
         time.sleep(0.05)
     assert not left, "its folder, too"

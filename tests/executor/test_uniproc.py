@@ -78,7 +78,7 @@ def test_tokens_on_their_way_hold_up_no_step(monkeypatch):
 
     class Slow(Pending):
         def get(self):
-            arrived.wait(10)
+            arrived.wait(60)
             return super().get()
 
     class Worker(RecordingWorker):
@@ -89,10 +89,10 @@ def test_tokens_on_their_way_hold_up_no_step(monkeypatch):
     monkeypatch.setattr(uniproc, "Worker", Worker)
     executor = make_executor()
     first = executor.execute(SchedulerOutput()).sample()
-    executor.execute(SchedulerOutput())._forward.result(10)
+    executor.execute(SchedulerOutput())._forward.result(60)
     assert not first.done()
     arrived.set()
-    assert first.result(10) == 2
+    assert first.result(60) == 2
     executor.shutdown()
 
 
@@ -102,16 +102,16 @@ def test_shutdown_waits_for_the_step_under_way_only(monkeypatch):
     class Worker(RecordingWorker):
         def execute_model(self, scheduler_output, announce):
             started.set()
-            go_on.wait(10)
+            go_on.wait(60)
 
     monkeypatch.setattr(uniproc, "Worker", Worker)
     executor = make_executor()
     first, second = (executor.execute(SchedulerOutput())._forward for _ in range(2))
-    assert started.wait(10)
+    assert started.wait(60)
     second.add_done_callback(lambda _: go_on.set())
     executor.shutdown()
     assert second.cancelled()
-    assert first.result(10) is None
+    assert first.result(60) is None
     assert executor._worker.calls == [("shutdown", None)]
 
 
@@ -124,7 +124,7 @@ def test_a_failure_reaches_the_caller(on_its_way, monkeypatch):
     monkeypatch.setattr(uniproc, "Worker", Worker)
     executor = make_executor()
     with pytest.raises(ValueError, match="lost"):
-        executor.execute(SchedulerOutput()).sample().result(10)
+        executor.execute(SchedulerOutput()).sample().result(60)
     executor.shutdown()
 
 
@@ -169,7 +169,7 @@ def test_a_failure_to_ask_whether_tokens_have_come_reaches_the_caller(monkeypatc
     monkeypatch.setattr(uniproc, "Worker", Worker)
     executor = make_executor()
     with pytest.raises(EngineDeadError, match="no GPU"):
-        executor.execute(SchedulerOutput()).sample().result(10)
+        executor.execute(SchedulerOutput()).sample().result(60)
     executor.shutdown()
 
 

@@ -135,7 +135,7 @@ def run(test, folder):
     async def main():
         bench = Bench(folder)
         try:
-            await asyncio.wait_for(test(bench), 20)
+            await asyncio.wait_for(test(bench), 120)
         finally:
             await bench.end()
 
@@ -143,7 +143,7 @@ def run(test, folder):
 
 
 async def until(is_so):
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not is_so():
             await asyncio.sleep(0.005)
 
@@ -220,7 +220,9 @@ def test_calls(tmp_path):
     run(test, tmp_path)
 
 
-def test_metrics_of_all(tmp_path):
+def test_metrics_of_all(tmp_path, monkeypatch):
+    monkeypatch.setattr("octavo.fleet.coordinator._PAGE_SECONDS", 60)
+
     def page(count):
         metrics = EngineMetrics("m", 1000)
         metrics.record_generation_tokens(count)

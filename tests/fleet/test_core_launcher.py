@@ -5,7 +5,6 @@ import os
 import signal
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import pytest
@@ -20,6 +19,7 @@ from octavo.fleet.process import CoreProcess
 from octavo.plan.group_layout import ExpertGroupLayout
 from octavo.plan.setup import Machine
 from octavo.system.distributed import GroupMemory
+from tests.e2e.harness import wait_until
 
 
 def setup() -> CoreProcessSetup:
@@ -158,10 +158,7 @@ def test_a_spare_has_imported_what_an_engine_needs():
     made.make_spare()
     maps = Path(f"/proc/{made._spare.pid}/maps")
     wanted = {"_native"}
-    end = time.monotonic() + 60
-    while missing := {name for name in wanted if name not in maps.read_text()}:
-        assert time.monotonic() < end, missing
-        time.sleep(0.05)
+    wait_until(lambda: all(name in maps.read_text() for name in wanted))
     made.shutdown()
 
 

@@ -164,7 +164,7 @@ def run(test, size=2, ready=True, **how):
             await asyncio.gather(reading, return_exceptions=True)
             await engines.client.shutdown()
 
-    asyncio.run(asyncio.wait_for(main(), 30))
+    asyncio.run(asyncio.wait_for(main(), 120))
 
 
 def test_the_first_engines_plan_is_that_of_all():

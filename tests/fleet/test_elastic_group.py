@@ -102,7 +102,7 @@ def run(test, size=2):
             await asyncio.gather(reading, return_exceptions=True)
             await groups.client.shutdown()
 
-    asyncio.run(asyncio.wait_for(main(), 30))
+    asyncio.run(asyncio.wait_for(main(), 120))
 
 
 def test_the_new_group_continues_all_requests_once_it_is_loaded():
@@ -383,4 +383,4 @@ def test_memory_that_the_old_engines_have_not_used_yet_is_theirs(monkeypatch):
             await asyncio.gather(reading, return_exceptions=True)
             await groups.client.shutdown()
 
-    asyncio.run(asyncio.wait_for(main(), 30))
+    asyncio.run(asyncio.wait_for(main(), 120))

@@ -28,7 +28,7 @@ def test_the_front_end_continues_with_an_engine_that_loads_already(processes):
     async def main():
         config = EngineConfig.from_kwargs(num_gpu_blocks_override=8, num_threads=1000)
         start_loading(config, processes)
-        processes.process._process.wait(60)
+        processes.process._process.wait(240)
         path = resolve_model(BUILTIN_MODEL)
         client = start_engines(config, path, path, processes, list, lambda recovery: None)
         assert client._process is processes.process

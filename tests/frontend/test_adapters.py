@@ -139,7 +139,7 @@ def test_a_slow_hub_delays_no_adapter_on_the_disk(
 
     def download(name: str, **kwargs: Any) -> Path:
         begun.append(name)
-        assert go.wait(20)
+        assert go.wait(100)
         raise AdapterError(f"{name} cannot be downloaded.")
 
     monkeypatch.setattr(adapters, "resolve_adapter", download)

@@ -139,7 +139,7 @@ def run(test, monkeypatch, config=None, **settings):
         finally:
             await engine.shutdown()
 
-    asyncio.run(asyncio.wait_for(main(), 20))
+    asyncio.run(asyncio.wait_for(main(), 100))
 
 
 async def looks(count=5):
@@ -234,12 +234,15 @@ def test_health_and_readiness(monkeypatch):
 
 @pytest.mark.parametrize("kind", RequestOutputKind)
 def test_deadlines_hold_while_there_is_no_engine(monkeypatch, kind):
+    late = []
+
     async def test(engine, client):
         client.become_ready(READY)
         params = SamplingParams(max_tokens=9, n=2, output_kind=kind)
+        end = time.monotonic() + (5.0 if late else 0.2)
 
         def ask(name, **limits):
-            limits = {limit: time.monotonic() + 0.2 for limit in limits}
+            limits = dict.fromkeys(limits, end)
             stream = engine.generate({"prompt_token_ids": [5]}, params, name, **limits)
 
             async def read():
@@ -251,13 +254,18 @@ def test_deadlines_hold_while_there_is_no_engine(monkeypatch, kind):
         first = ask("a", first_token_deadline=True)
         whole = ask("b", deadline=True)
         begun = ask("c", first_token_deadline=True)
-        await until(lambda: len(client.sent) == 3)
-        number = client.core_ids["c"]
+        await until(lambda: len(client.sent) == 3 or time.monotonic() > end)
+        number = client.core_ids.get("c")
         client.core_ids |= {f"{i}_c": f"{i}_{number}" for i in range(2)}
         client.said.put_nowait(
             EngineCoreOutputs([EngineCoreOutput(f"{i}_c", [7]) for i in range(2)])
         )
+        await until(client.said.empty)
         client.up = False
+        if time.monotonic() > end and not late:  # on a busy machine; the test is repeated
+            late.append(True)
+            await asyncio.gather(first, whole, begun, return_exceptions=True)
+            return
         with pytest.raises(FirstTokenError):
             await first
         with pytest.raises(DeadlineError, match="The deadline passed"):
@@ -271,6 +279,8 @@ def test_deadlines_hold_while_there_is_no_engine(monkeypatch, kind):
         assert engine.num_unfinished_requests == 0
 
     run(test, monkeypatch)
+    if late:
+        run(test, monkeypatch)
 
 
 def test_a_trace_goes_on(monkeypatch):
@@ -446,7 +456,7 @@ def test_a_step_is_counted_before_its_tokens_reach_the_request(monkeypatch):
 
 
 def test_what_cannot_be_met_is_refused(monkeypatch):
-    """Steps take 10 s; a deadline of 1 s for a token, or of 80 s for 9 tokens, cannot be met."""
+    """Steps take 10 s; a deadline of 5 s for a token, or of 80 s for 9 tokens, cannot be met."""
 
     async def test(engine, client):
         async def ask(request_id, limit=None, answer=None, **params):
@@ -467,8 +477,9 @@ def test_what_cannot_be_met_is_refused(monkeypatch):
             client.said.put_nowait(EngineCoreOutputs([], stats, timestamp=10.0 * step))
         await until(lambda: engine.stats.num_steps == 6)
         with pytest.raises(UnmetDeadlineError) as caught:
-            await ask("late", limit=1.0)
-        assert (caught.value.param, caught.value.retry_after) == ("max_ttft_ms", 10)
+            await ask("late", limit=5.0)
+        assert caught.value.param == "max_ttft_ms"
+        assert 6 <= caught.value.retry_after <= 10  # the first one, if no time passes meanwhile
         with pytest.raises(UnmetDeadlineError, match="deadline_ms"):
             await ask("long", answer=80.0, max_tokens=9, ignore_eos=True)
         assert b'reason="deadline_unmet"} 2.0' in engine.metrics.render()
@@ -598,7 +609,7 @@ def test_the_context_that_came_out(monkeypatch, found, fits):
     async def test(engine, client):
         assert engine.max_model_len == 2048
         client.become_ready(CoreReady(make_plan(found, 77)))
-        await looks()
+        await until(lambda: b"octavo:cache_config_info{" in engine.metrics.render())
         assert engine.max_model_len == found
         (info,) = [
             line

@@ -453,7 +453,7 @@ def test_collector_wakes_its_consumer():
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         bench.step(end("r", "c"))
-        await asyncio.wait_for(task, 5)
+        await asyncio.wait_for(task, 60)
         assert texts == ["ab", "c"]
 
         failing = bench.add(queue=True)
@@ -461,7 +461,7 @@ def test_collector_wakes_its_consumer():
         await asyncio.sleep(0)
         bench.outputs.propagate_error(EngineDeadError("gone"))
         with pytest.raises(EngineDeadError):
-            await asyncio.wait_for(task, 5)
+            await asyncio.wait_for(task, 60)
 
     asyncio.run(scenario())
 

@@ -219,7 +219,9 @@ def test_memory_is_trimmed_after_the_last_request_though_data_is_kept(monkeypatc
         with memory.hold(5):
             await asyncio.sleep(0.01)
             assert calls == []
-        await asyncio.sleep(0.02)
+        while not calls:
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.01)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 

@@ -29,7 +29,7 @@ def is_intel() -> bool:
 def run(code: str, isa: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", code]
     env = os.environ | {"OCTAVO_ISA": isa}
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=250)
 
 
 def test_the_best_is_first() -> None:

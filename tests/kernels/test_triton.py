@@ -182,7 +182,7 @@ def test_the_interpreter_adds_every_row_in_one_order() -> None:
         env={**os.environ, "OPENBLAS_CORETYPE": "Haswell"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=200,
     )
     assert done.returncode == 0, done.stderr
 

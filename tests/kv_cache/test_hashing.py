@@ -1,9 +1,11 @@
 import hashlib
 import struct
+from functools import partial
 
 import pytest
 
 from octavo.kv_cache.hashing import (
+    MediaKeys,
     hash_block,
     input_keys,
     make_block_hasher,
@@ -18,6 +20,11 @@ from tests.params import core_request
 
 def make_request(tokens, hasher, salt=None):
     return Request(core_request("r", list(tokens), CoreSamplingParams(), cache_salt=salt), hasher)
+
+
+def of_each_block(keys):
+    """Return `keys(request, start, end)` as `ExtraKeys`."""
+    return lambda request: partial(keys, request)
 
 
 def test_a_hash_is_sha256_over_parent_tokens_and_keys():
@@ -35,7 +42,7 @@ def test_only_full_blocks_are_hashed_each_once():
         calls.append((start, end))
         return ()
 
-    request = make_request(range(10), make_block_hasher(4, extra))
+    request = make_request(range(10), make_block_hasher(4, of_each_block(extra)))
     assert calls == [(0, 4), (4, 8)]
     assert len(request.block_hashes) == 2
     request.append_output_token_ids([10])
@@ -84,7 +91,8 @@ def test_extra_keys_apply_to_their_block_and_those_after():
         return [b"image"] if start == 4 else []
 
     plain = make_request(range(12), make_block_hasher(4)).block_hashes
-    media = make_request(range(12), make_block_hasher(4, media_in_second_block)).block_hashes
+    hasher = make_block_hasher(4, of_each_block(media_in_second_block))
+    media = make_request(range(12), hasher).block_hashes
     assert plain[0] == media[0]
     assert plain[1] != media[1]
     assert plain[2] != media[2]
@@ -140,6 +148,29 @@ def test_a_range_of_texts_and_items_is_known_as_a_whole():
         assert [a == b for a, b in zip(plain, other, strict=True)] == [i < first for i in range(5)]
 
 
+def test_the_work_for_items_is_linear(monkeypatch):
+    """Each item is read for its own blocks and its own range, as often as there are."""
+
+    class Counted(list):
+        read = 0
+
+        def __getitem__(self, index):
+            self.read += 1
+            return super().__getitem__(index)
+
+    for length in (8, 12):  # items alone, and ranges with four tokens of text
+        counts = []
+        for number in (10, 20):
+            places = [16 * i for i in range(number)]
+            items = Counted(picture("a", at, 8, ranges=((at, at + length),)) for at in places)
+            keys = MediaKeys(make_request([1], None).options, items, [7] * 16 * number)
+            found = [keys.of_block(at, at + 4) for at in range(0, 16 * number, 4)]
+            ranges = [[key[:5] for key in found[i]].count(b"range") for i in range(4 * number)]
+            assert ranges == [int(length == 12), 0, 0, 0] * number
+            counts.append(items.read)
+        assert counts[1] <= 2 * counts[0] + 8
+
+
 def test_embeddings_are_known_by_their_content():
     """A block's hash follows from the embeddings in it and before it, not from placeholder ids."""
 
@@ -147,7 +178,7 @@ def test_embeddings_are_known_by_their_content():
         embeds = PromptEmbeds(data[: count * 8], dtype, 2 if dtype == "float32" else 4)
         core = core_request("r", [0] * count + [*more], CoreSamplingParams())
         core.prompt_embeds = embeds
-        return Request(core, make_block_hasher(4, prompt_embeds_keys)).block_hashes
+        return Request(core, make_block_hasher(4, of_each_block(prompt_embeds_keys))).block_hashes
 
     data = bytes(range(48))
     first = hashes(data)
@@ -166,6 +197,6 @@ def test_embeddings_are_known_by_their_content():
     # The embedding is a token here.
     assert hashes(data, count=5, more=(0, 5, 6))[0] == first[0]
     assert hashes(data, count=5, more=(0, 5, 6))[1] != first[1]
-    tokens = make_request([0] * 6 + [5, 6], make_block_hasher(4, prompt_embeds_keys))
+    tokens = make_request([0] * 6 + [5, 6], make_block_hasher(4, of_each_block(prompt_embeds_keys)))
     assert tokens.block_hashes == make_request([0] * 6 + [5, 6], make_block_hasher(4)).block_hashes
     assert not set(tokens.block_hashes) & set(first)

@@ -73,7 +73,7 @@ def test_a_file_that_is_being_written_is_removed(worker, monkeypatch):
     write = folder.write
 
     def write_late(*args):
-        assert told.wait(10)
+        assert told.wait(60)
         write(*args)
 
     monkeypatch.setattr(folder, "write", write_late)

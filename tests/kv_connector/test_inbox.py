@@ -37,6 +37,6 @@ def test_waiting():
     inbox.wait(0.01)
     thread = threading.Timer(0.05, inbox.put, [received("a")])
     thread.start()
-    inbox.wait(10)
+    inbox.wait(60)
     assert inbox.has_finished
     thread.join()

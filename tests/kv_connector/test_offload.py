@@ -1,6 +1,7 @@
 """Both halves of an `OffloadingConnector`, on arrays and real files."""
 
 import ctypes
+import gc
 import mmap
 import os
 import sys
@@ -62,7 +63,7 @@ class Rank:
         loads = [Load(0, b, slot, digest(of), at) for b, slot, at, of in blocks]
         self.told.clear()
         self.worker.start_load_kv(OffloadingMetadata(0, [], {"r": loads}))
-        assert self.told.wait(10)
+        assert self.told.wait(60)
         assert self.worker.get_finished() == (set(), {"r"})
         return self.worker.get_block_ids_with_load_errors()
 
@@ -181,13 +182,15 @@ def test_a_broken_load_is_a_damaged_one(rank, monkeypatch):
 
 
 def test_nothing_stays_open(tmp_path):
-    before = len(os.listdir("/proc/self/fd")), threading.active_count()
+    gc.collect()  # what other tests have left
+    before, threads = len(os.listdir("/proc/self/fd")), set(threading.enumerate())
     for _ in range(3):
         rank = Rank(tmp_path / "kv")
         rank.save((1, 0, 0))
         rank.load((4, 0, 0, 1))
         rank.worker.shutdown()
-    assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
+    assert set(threading.enumerate()) <= threads
 
 
 @pytest.mark.parametrize(

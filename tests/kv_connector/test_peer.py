@@ -1,5 +1,6 @@
 """Copies of a rank, and clients that fetch them, or must not be able to."""
 
+import gc
 import os
 import socket
 import time
@@ -42,7 +43,7 @@ def fetching():
     """Return a factory of clients with a key and a timeout in seconds."""
     clients = []
 
-    def make(secret=SECRET, timeout=10.0):
+    def make(secret=SECRET, timeout=60.0):
         tensors, caches = make_cache(LAYOUT, 1)
         clients.append(PeerClient(secret, caches, timeout))
         return clients[-1], tensors
@@ -145,7 +146,7 @@ def test_rubbish_stops_nobody(site, fetching):
         ):
             known.send_multipart(frames)
         known.send_multipart([b"g", number, pack([0])])
-        assert known.poll(5000)
+        assert known.poll(60_000)
         assert known.recv_multipart()[0] == number  # only the last one is answered
         known.send_multipart([b"g", number, bytes(2**20)])  # too large: it is truncated
         time.sleep(0.1)
@@ -178,23 +179,24 @@ def test_a_peer_that_is_dead_costs_the_timeout(site, fetching):
     begin = time.monotonic()
     with pytest.raises(OSError, match=r"within 0\.3 s"):
         client.fetch([address], [(0, 1, 0, HASH)], time.monotonic())
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < 30
 
 
 def test_the_time_spent_in_a_queue_counts(site, fetching):
-    client, _ = fetching(timeout=5.0)
+    client, _ = fetching()
     begin = time.monotonic()
     with pytest.raises(OSError, match="not arrived within"):
-        client.fetch([far(site[0])], [(0, 1, 0, HASH)], begin - 6)
-    assert time.monotonic() - begin < 1
+        client.fetch([far(site[0])], [(0, 1, 0, HASH)], begin - 61)
+    assert time.monotonic() - begin < 30
 
 
 def test_nothing_stays_behind():
+    gc.collect()  # what other tests have left
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(3):
         shared = SharedCopies(LAYOUT.copy_nbytes)
         server = PeerServer("127.0.0.1", 0, SECRET, LAYOUT, shared, print)
-        client = PeerClient(SECRET, make_cache(LAYOUT, 1)[1], 1.0)
+        client = PeerClient(SECRET, make_cache(LAYOUT, 1)[1], 60.0)
         client.fetch([server.address], [(0, 1, 0, HASH)], time.monotonic())
         client.fetch([far(server)], [(0, 1, 0, HASH)], time.monotonic())
         client.close()

@@ -130,6 +130,30 @@ def test_a_head_that_announces_less_than_there_is(reader):
             reader.read(data, len, max_seconds=1).result()
 
 
+def test_a_sound_that_is_too_long_is_not_decoded_up_to_the_limit(reader):
+    """What follows the first minute is not read: its error would precede."""
+    samples = np.zeros(16_000 * 130, np.float32)
+    samples[16_000 * 90] = np.nan
+    with pytest.raises(RequestError, match="more than the limit of 120 s"):
+        reader.read(wav(samples, code=3), len, max_seconds=120).result()
+    with pytest.raises(RequestError, match="not finite"):
+        reader.read(wav(samples, code=3), len, max_seconds=130).result()
+
+
+def test_a_short_sound_that_announces_hours(reader):
+    """More than a minute, so that it is measured."""
+    data = bytearray(encode(chirp(62.0), "opus"))
+    at = data.rindex(b"OggS") + 6
+    data[at : at + 8] = struct.pack("<q", 48_000 * 36_000)
+    mp3 = bytearray(encode(chirp(62.0), "mp3"))
+    at = mp3.index(b"Xing" if b"Xing" in mp3 else b"Info") + 8
+    mp3[at : at + 4] = struct.pack(">I", 2**24)
+    endless = wav(np.zeros(62 * 16_000, "<i2"), nbytes=2**32 - 1)
+    for file in (bytes(data), bytes(mp3), endless):
+        count = reader.read(file, len, max_seconds=70).result()
+        assert count == pytest.approx(62 * 16_000, abs=16_000)
+
+
 def test_tags_before_the_sound(read):
     tag = b"ID3\x04\0\0\0\0\x02\x01" + bytes(257)
     assert np.array_equal(read(tag + encode(TONE, "flac")), read(encode(TONE, "flac")))

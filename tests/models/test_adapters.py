@@ -554,7 +554,9 @@ def test_a_file_that_changes_after_its_check(model: AdaptableModel, tmp_path: Pa
 
 
 @settings(
-    deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    deadline=None,
+    max_examples=60,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(data=st.data())
 def test_random_adapters(data: st.DataObject, model: AdaptableModel, tmp_path: Path) -> None:

@@ -219,6 +219,12 @@ def test_rules_same_as_transformers(name, tmp_path):
             expected = generate(ids, num_return_sequences=4)
             for sequence, row in zip(search.sequences, expected, strict=True):
                 assert text(torch.tensor(sequence.tokens)) == text(row)
+                # Each token, also a forced end, has its logprob; the end is not in the tokens.
+                tokens = [*sequence.tokens[len(start) :], eos][: len(sequence.logprobs)]
+                logprobs = [
+                    its[token].logprob for token, its in zip(tokens, sequence.logprobs, strict=True)
+                ]
+                assert sum(logprobs) == pytest.approx(sequence.cum_logprob, abs=1e-4)
                 lengths.add(len(text(row)))
         assert len(lengths) > 2 or name == "m2m100"
 

@@ -174,7 +174,9 @@ ODD += [True, None, "", "x", [], [1], {}, float("nan"), float("inf"), [[[]]], "f
 
 
 @settings(
-    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=300,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(st.data())
 def test_configs_with_odd_values(folder: Path, data: st.DataObject) -> None:

@@ -31,6 +31,7 @@ from octavo.errors import (
 )
 from octavo.models import hub
 from octavo.models.hub import resolve_adapter, resolve_model
+from octavo.models.media_adapters import MEDIA_ADAPTERS
 
 
 @pytest.fixture
@@ -270,6 +271,60 @@ def test_folders_of_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         (tmp_path / "modules.json").write_text(damaged)
         resolve_model("org/name")
         assert "*.json" in fake.options["allow_patterns"]
+
+
+@pytest.mark.parametrize("name", MEDIA_ADAPTERS)
+def test_folders_of_adapters_of_media(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Phi-4 multimodal comes with the adapters in its folder; other folders stay on the hub."""
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    fake = FakeHub(tmp_path)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fake)
+    (tmp_path / "model.safetensors").touch()
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"architectures": [5, ["x"], name]}))
+    assert resolve_model("org/name", revision="v2") == tmp_path
+    assert fake.options["revision"] == "v2"
+    files = ("adapter_config.json", "adapter_model.safetensors")
+    wanted = {f"{folder}/{file}" for folder in ("vision-lora", "speech-lora") for file in files}
+    others = {"vision-lora/README.md", "figures/adapter_config.json", "onnx/model.safetensors"}
+    chosen = huggingface_hub.utils.filter_repo_objects(
+        sorted(wanted | others),
+        allow_patterns=fake.options["allow_patterns"],
+        ignore_patterns=fake.options["ignore_patterns"],
+    )
+    assert set(chosen) == wanted
+    resolve_model("org/name", load_format="dummy")
+    assert "*.json" in fake.options["allow_patterns"]
+    for other in ('{"architectures": 5}', '{"architectures": ["LlamaForCausalLM"]}', "5", "{"):
+        config.write_text(other)
+        resolve_model("org/name")
+        assert "*.json" in fake.options["allow_patterns"]
+
+
+@pytest.mark.parametrize("offline", [False, True])
+def test_adapters_of_media_that_were_not_downloaded(
+    offline: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Offline, a model without its adapters can be used; the engine warns if it needs them."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", str(int(offline)))
+    config = {"architectures": ["Phi4MMForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").touch()
+    error = errors.IncompleteSnapshotError("", str(tmp_path))
+
+    def download(repo_id: str, **options: Any) -> str:
+        if "vision-lora/adapter_config.json" in options["allow_patterns"]:
+            raise error
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    if offline:
+        assert resolve_model("org/name") == tmp_path
+    else:
+        with pytest.raises(HubError, match="Go online and start again"):
+            resolve_model("org/name")
 
 
 def test_gguf_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

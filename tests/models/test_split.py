@@ -95,7 +95,7 @@ def run_ranks(
         with ThreadPoolExecutor(size) as threads:
             futures = []
             for model, buffers in models:
-                memory = GroupMemory(descriptor, nbytes[0], buffers.rank, timeout=20)
+                memory = GroupMemory(descriptor, nbytes[0], buffers.rank, timeout=100)
                 buffers.attach(memory, 0)
                 futures.append(threads.submit(run, model, memory.barrier))
             results = [future.result() for future in futures]

@@ -204,7 +204,10 @@ PIECES = [
 
 @pytest.mark.parametrize("name", NAMES)
 @given(st.lists(st.sampled_from(PIECES), max_size=9))
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=150,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 def test_any_text(name, grammars, pieces):
     """The grammar refuses only texts that begin like a call; its calls follow their schemas."""
     words, compiled = grammars

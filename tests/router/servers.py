@@ -132,7 +132,7 @@ class Routed:
     """
 
     def __init__(self, answering, prefilling=(), config=None, **router):
-        router = {"health_check_interval": 0.02, "health_check_timeout": 0.05} | router
+        router = {"health_check_interval": 0.02, "health_check_timeout": 60} | router
         if prefilling:
             router["prefill_servers"] = ["http://p"]
         settings = RouterConfig(**({"failover_timeout": 0.1} | router))

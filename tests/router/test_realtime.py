@@ -106,7 +106,7 @@ class Routed:
     async def __aenter__(self):
         config = ServerConfig(api_key=list(self.keys))
         router = RouterConfig(
-            health_check_interval=0.02, failover_timeout=0.5, health_check_timeout=1
+            health_check_interval=0.02, failover_timeout=60, health_check_timeout=60
         )
         self.state = RouterState(config, router, {})
         for number, ear in enumerate(self.ears):
@@ -135,7 +135,7 @@ class Routed:
 
 
 async def until(condition):
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.01)
 
@@ -144,7 +144,7 @@ async def last_of(session):
     """Return the last event, the code and the reason of a session that ends."""
     events = []
     with contextlib.suppress(exceptions.ConnectionClosed):
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while True:
                 events.append(json.loads(await session.recv()))
     return events[-1] if events else None, session.close_code, session.close_reason
@@ -267,6 +267,7 @@ def test_a_router_that_stops_waits_for_transcripts():
             event, code, _ = await last_of(idle)
             assert (event["error"]["code"], code) == ("unavailable", 1001)
             await until(lambda: router.held == [(1, 1)])  # the item has no transcript
+            await until(lambda: len(ear.made.connections) == 1)
             (connection,) = ear.made.connections
             await connection.send(text(COMPLETED))
             assert json.loads(await busy.recv()) == COMPLETED

@@ -150,6 +150,8 @@ async def test_the_server_of_an_object_is_not_ready():
         got = await router.client.get(f"{RESPONSES}/{one['id']}")
         assert got.status_code == 503
         router.servers[home].ready = 200
+        while not router.state.answering.upstreams[home].ready:
+            await asyncio.sleep(0.005)
         assert (await router.client.get(f"{RESPONSES}/{one['id']}")).json()["id"] == one["id"]
 
 

@@ -1,6 +1,7 @@
 """Engine view of a router: joined servers, keys, losses, refusals, viewers that do not read."""
 
 import asyncio
+import itertools
 import json
 from types import SimpleNamespace
 
@@ -219,7 +220,7 @@ class Watched(Watching):
 
 
 def run(scenario, answers, **settings):
-    settings = {"failover_timeout": 20} | settings
+    settings = {"failover_timeout": 60} | settings
 
     async def whole_scenario():
         async with Routed(answers, **settings) as routed:
@@ -257,17 +258,22 @@ def test_a_router_reads_each_server_once_while_it_has_viewers():
 
 
 def test_a_server_that_ends_its_stream_is_read_again():
-    gates = []
+    gates, again = [], asyncio.Event()
 
-    def answered(request):
+    async def answered(request):
         pieces = view_events()
         gates.append(pieces[1])
+        if len(gates) > 1:
+            await again.wait()
         return stream(*pieces)(request)
 
     async def scenario(routed):
         watching = Watched(routed)
         await watching.until(has("hello"))
         gates[0].set()
+        text = "it has ended the stream"
+        await watching.until(lambda found: any(text in e.get("health", "") for _, e in found))
+        again.set()
         events = await watching.until(lambda found: any("deaths" in e for _, e in found))
         health = [event["health"] for _, event in events if "health" in event]
         assert health == ["ok", "s0: it has ended the stream", "ok"]
@@ -408,10 +414,14 @@ def test_a_viewer_that_does_not_read_is_dropped(monkeypatch):
         await quick.until(has("requests"))
         view = next(iter(routed.state.view._audiences.values())).view
         server = next(iter(view.servers.values()))
-        for number in range(40):
+        first, second = routed.state.view._viewers
+        for number in itertools.count():
             data = json.dumps({"time": 1.0, "health": f"{number:100}"}).encode()
             server.events.append(("tick", data))
             await asyncio.sleep(0.05)
+            if first._ended:
+                break
+        assert not second._ended
         assert len(routed.state.view) == 2
         stuck.set()
         await slow.call.task

@@ -465,7 +465,7 @@ def with_server(
         async with serving(engine, headers, **settings) as served:
             await scenario(served)
 
-    asyncio.run(asyncio.wait_for(run(), 30))
+    asyncio.run(asyncio.wait_for(run(), 200))
 
 
 @asynccontextmanager

@@ -1,7 +1,7 @@
 """`octavo serve` with a fake engine: python -m tests.server.fake_serve MODE [flags].
 
-MODE: ready; slow (needs 100 ms a token); loading (is never ready); broken (cannot load);
-impatient (a client's timeouts are short).
+MODE: ready; slow (needs 100 ms a token); held (makes one token, and the others after SIGUSR1);
+loading (is never ready); broken (cannot load); impatient (a client's timeouts are short).
 """
 
 import asyncio
@@ -9,6 +9,7 @@ import gc
 import logging
 import os
 import resource
+import signal
 import sys
 from types import SimpleNamespace
 
@@ -17,6 +18,22 @@ from octavo.errors import EngineDeadError
 from octavo.fleet import process
 from octavo.server import protocol, run, serve
 from tests.server.fake_engine import FakeAsyncLLM
+
+
+class HeldEngine(FakeAsyncLLM):
+    """It pauses after each step until a signal comes."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.is_held = True
+        asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, self._go_on)
+
+    def _step(self, *args):
+        self.paused = self.is_held
+        return super()._step(*args)
+
+    def _go_on(self):
+        self.is_held = self.paused = False
 
 
 def main() -> int:
@@ -33,7 +50,7 @@ def main() -> int:
                 "frozen": gc.get_freeze_count() > 0,
             },
         )
-        engine = FakeAsyncLLM(engine_config)
+        engine = (HeldEngine if mode == "held" else FakeAsyncLLM)(engine_config)
         engine.step_time = 0.1 if mode == "slow" else 0.0
         if mode in ("loading", "broken"):
             engine.ready = False

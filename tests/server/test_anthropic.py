@@ -225,6 +225,39 @@ def test_count_tokens():
         ({"messages": []}, 400, "invalid_request_error", "messages"),
         ({"messages": ["x"]}, 400, "invalid_request_error", "messages[0]"),
         (
+            {"messages": [{"role": "user", "content": [{"type": "document", "source": {}}]}]},
+            400,
+            "invalid_request_error",
+            "messages[0].content[0].type='document' is not supported here; use text, image or "
+            "tool_result.",
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": [{"type": "document"}]}]},
+            400,
+            "invalid_request_error",
+            "type='document' is not supported here; use text, image, tool_use or thinking.",
+        ),
+        (
+            {
+                "messages": [
+                    {
+                        "role": "user",
+                        "content": [
+                            {
+                                "type": "tool_result",
+                                "tool_use_id": "a",
+                                "content": [{"type": "document"}],
+                            }
+                        ],
+                    }
+                ]
+            },
+            400,
+            "invalid_request_error",
+            "messages[0].content[0].content[0].type='document' is not supported here; use text or "
+            "image.",
+        ),
+        (
             {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
             400,
             "invalid_request_error",
@@ -327,21 +360,30 @@ def test_errors_have_the_names_of_this_api(fields, param, words):
 
 
 def test_counting_has_admission_and_deadlines(monkeypatch):
-    async def hang(*_):
-        await asyncio.sleep(60)
+    begun, read_chat = asyncio.Event(), anthropic.read_chat
+
+    async def wait(*args):
+        begun.set()
+        await go_on.wait()
+        return await read_chat(*args)
+
+    go_on = asyncio.Event()
 
     async def scenario(served):
         body = {"messages": [USER]}
         good = await served.post("/v1/messages/count_tokens", **body)
         assert good.json()["input_tokens"] > 0
-        monkeypatch.setattr(anthropic, "read_chat", hang)
-        hanging = served.http.post(
-            "/v1/messages/count_tokens", json=body, headers={"X-Deadline-Ms": "300"}
-        )
-        task = asyncio.create_task(hanging)
-        await asyncio.sleep(0.1)
+        monkeypatch.setattr(anthropic, "read_chat", wait)
+        task = asyncio.create_task(served.post("/v1/messages/count_tokens", **body))
+        await begun.wait()
         assert (await served.post("/v1/messages/count_tokens", **body)).status_code == 429
-        assert (await task).status_code == 408
+        go_on.set()
+        assert (await task).status_code == 200
+        go_on.clear()
+        late = await served.http.post(
+            "/v1/messages/count_tokens", json=body, headers={"X-Deadline-Ms": "20"}
+        )
+        assert late.status_code == 408
 
     serve(scenario, max_num_queued_reqs=1)
 

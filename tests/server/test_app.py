@@ -246,7 +246,7 @@ def test_a_template_that_cannot_be_used_is_told_at_once():
     async def scenario(served):
         failed = asyncio.Event()
         served.state.on_failure = failed.set
-        await asyncio.wait_for(failed.wait(), 5)
+        await asyncio.wait_for(failed.wait(), 60)
         assert "chat_template" in str(served.state.failure)
         assert (await served.http.get("/health")).status_code == 503
 
@@ -333,7 +333,7 @@ def test_an_engine_that_dies_idle_ends_the_server_too():
         served.state.on_failure = failed.set
         await served.complete()
         served.engine.die("killed by signal 9")
-        await asyncio.wait_for(failed.wait(), 5)
+        await asyncio.wait_for(failed.wait(), 60)
         assert "killed by signal 9" in str(served.state.failure)
 
     with_server(scenario)

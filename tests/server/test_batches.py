@@ -6,6 +6,7 @@ import json
 import logging
 import shutil
 import time
+from functools import partial
 
 import openai
 import pytest
@@ -79,9 +80,9 @@ def few_seats():
     return FakeAsyncLLM(EngineConfig.from_kwargs(max_num_seqs=2, served_model_name=["fake"]))
 
 
-def slow_engine():
+def slow_engine(step_time=0.01):
     engine = few_seats()
-    engine.step_time = 0.01
+    engine.step_time = step_time
     return engine
 
 
@@ -228,13 +229,19 @@ def test_a_wrong_line_fails_the_batch_before_any_runs(wrong, code, param, said):
     with_server(scenario)
 
 
-def test_garbage_ends_early(tmp_path):
+def test_garbage_ends_early(tmp_path, monkeypatch):
+    read_lines, read = batch_input.read_lines, []
+
+    def noted(*args):
+        for number, text in read_lines(*args):
+            read.append(number)
+            yield number, text
+
+    monkeypatch.setattr(batch_input, "read_lines", noted)
     path = tmp_path / "in"
-    path.write_bytes(b"x\n" * 1_000_000)
-    began = time.process_time()
+    path.write_bytes(b"x\n" * 1000)
     found = batch_input.check_input(path, URL, ["fake"], 2**20)
-    assert len(found.errors) == 100
-    assert time.process_time() - began < 0.5
+    assert len(found.errors) == len(read) == 100
 
 
 def test_numbers_of_lines(tmp_path, monkeypatch):
@@ -510,9 +517,10 @@ def test_batches_take_turns():
         short = await begin(served, *lines(2))
         await until(served, short, "completed")
         assert (await get(served, long))["status"] == "in_progress"
+        served.engine.step_time = 0.0
         await until(served, long, "completed")
 
-    with_server(scenario, few_seats)
+    with_server(scenario, partial(slow_engine, 0.005))
 
 
 def test_cancel():
@@ -531,16 +539,18 @@ def test_cancel():
         assert found["error_file_id"] is None
         assert served.engine.num_unfinished_requests == 0
 
-    with_server(scenario, few_seats)
+    with_server(scenario, partial(slow_engine, 0.002))
 
 
 def test_cancel_at_once():
     async def scenario(served):
-        batch = await begin(served, *lines(500))  # more than are answered meanwhile
+        served.engine.paused = True
+        batch = await begin(served, *lines(500))
         found = await served.http.post(f"/v1/batches/{batch['id']}/cancel")
         assert found.json()["status"] == "cancelling"
         again = await served.http.post(f"/v1/batches/{batch['id']}/cancel")
         assert again.status_code in (200, 409)
+        served.engine.paused = False
         await until(served, batch, "cancelled")
         page = await served.http.post(
             f"/v1/batches/{batch['id']}/cancel", headers={"origin": "http://evil"}
@@ -551,13 +561,16 @@ def test_cancel_at_once():
 
 
 def test_a_batch_expires(monkeypatch):
-    monkeypatch.setattr(batch_runner, "WINDOW", 2)
+    windows = iter((2, 20))
     short = [line(f"short {i}", prompt="x", max_tokens=1) for i in range(20)]
 
     async def scenario(served):
         endless = lines(2980, prompt="x", max_tokens=400, ignore_eos=True)
-        batch = await begin(served, *short, *endless)
-        found = await until(served, batch, "expired")
+        found = {"output_file_id": None}
+        while found["output_file_id"] is None:  # on a busy machine none is answered at first
+            monkeypatch.setattr(batch_runner, "WINDOW", next(windows))
+            batch = await begin(served, *short, *endless)
+            found = await until(served, batch, "expired")
         assert found["expired_at"] >= found["expires_at"]
         good = await read(served, found["output_file_id"])
         bad = await read(served, found["error_file_id"])
@@ -574,9 +587,11 @@ def test_a_batch_expires(monkeypatch):
 
 def test_the_file_of_an_unfinished_batch_stays():
     async def scenario(served):
+        served.engine.paused = True
         batch = await begin(served, *lines(100))
         found = await served.http.delete(f"/v1/files/{batch['input_file_id']}")
         assert (found.status_code, found.json()["error"]["code"]) == (409, "file_in_use")
+        served.engine.paused = False
         await until(served, batch, "completed")
         assert (await served.http.delete(f"/v1/files/{batch['input_file_id']}")).is_success
 
@@ -652,7 +667,7 @@ def interrupted(tmp_path, name, answered):
         while served.engine.num_unfinished_requests:
             await asyncio.sleep(0.005)
 
-    with_server(scenario, few_seats, state_dir=str(tmp_path / name))
+    with_server(scenario, partial(slow_engine, 0.001), state_dir=str(tmp_path / name))
     return found["batch"]
 
 
@@ -812,10 +827,12 @@ def test_a_key_that_is_gone(tmp_path):
     async def after(served):
         listed = await served.http.get("/v1/batches", headers=as_user("b"))
         assert listed.json()["data"] == []
-        await asyncio.sleep(0.05)
-        assert served.engine.requests == []
-        record = json.loads((tmp_path / "s" / "batches" / f"{batch['id']}.json").read_text())
+        file, record = tmp_path / "s" / "batches" / f"{batch['id']}.json", {"status": None}
+        while record["status"] not in batch_runner.FINISHED:
+            await asyncio.sleep(0.005)
+            record = json.loads(file.read_text())
         assert (record["status"], record["errors"][0]["code"]) == ("failed", "invalid_api_key")
+        assert served.engine.requests == []
         assert "a" not in json.dumps(record["owner"]).split('"')
 
     settings = {"state_dir": str(tmp_path / "s")}
@@ -837,7 +854,7 @@ def test_an_engine_that_is_dead_for_good_leaves_the_batch(tmp_path):
         done = await until(served, batch, "completed")
         assert done["request_counts"] == {"total": 500, "completed": 500, "failed": 0}
 
-    with_server(before, few_seats, state_dir=str(tmp_path / "s"))
+    with_server(before, partial(slow_engine, 0.002), state_dir=str(tmp_path / "s"))
     with_server(after, state_dir=str(tmp_path / "s"))
 
 

@@ -42,7 +42,7 @@ def start(tmp_path, monkeypatch):
 
 
 async def until_begun(child):
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not child.has_begun:
             await asyncio.sleep(0.01)
 
@@ -54,7 +54,7 @@ def test_a_death_and_a_stop_are_found(start, number):
         watching = asyncio.create_task(child.watch(60.0))
         await until_begun(child)
         os.kill(child.pid, number)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             return await watching
 
     stopped = "was stopped by a signal such as SIGSTOP, and killed"

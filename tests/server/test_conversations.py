@@ -198,7 +198,7 @@ def test_one_response_at_a_time_continues_a_conversation():
         await locked()
         await served.post(f"/v1/responses/{begun['id']}/cancel")
         assert await texts(served, made) == []
-        served.engine.step_time = 0.0
+        served.engine.step_time, served.engine.answer = 0.0, "Yes" * 9
         # Neither a refused response nor one that could not begin holds the conversation.
         unknown = [{"type": "item_reference", "id": "x"}]
         for wrong in ({"top_p": 7}, {"input": unknown}):
@@ -208,7 +208,7 @@ def test_one_response_at_a_time_continues_a_conversation():
         await create(served, "a", **fields)
         assert await texts(served, made) == ["a", "Yes" * 9]
 
-    serve(scenario, answer="Yes" * 9, step_time=0.01)
+    serve(scenario, answer="Yes" * 60, step_time=0.03)  # longer than what happens meanwhile
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -22,7 +22,7 @@ def body(**fields):
     return json.dumps({"prompt": "hi", "max_tokens": 200, "ignore_eos": True, **fields}).encode()
 
 
-async def until(condition, timeout=20.0):
+async def until(condition, timeout=60.0):
     async with asyncio.timeout(timeout):
         while not condition():
             await asyncio.sleep(0.001)
@@ -89,14 +89,15 @@ def test_the_queue_is_limited():
     with_server(scenario, max_num_queued_reqs=4)
 
 
-def test_the_estimate_of_the_wait_follows_the_throughput():
+def test_the_estimate_of_the_wait_follows_the_throughput(monkeypatch):
     async def scenario(served):
         state = served.state
         assert state._retry_after(10) == 1  # nothing is known yet
-        now = time.monotonic()
-        state._finish_times.extend(now - 10 + i / 10 for i in range(100))  # ten a second
+        clock = SimpleNamespace(monotonic=lambda: 1000.0, time=time.time)
+        monkeypatch.setattr(state_module, "time", clock)
+        state._finish_times.extend(990 + i / 10 for i in range(100))  # ten a second
         assert state._retry_after(1) == 1
-        assert 9 <= state._retry_after(100) <= 12
+        assert state._retry_after(100) == 10
         assert state._retry_after(10**6) == 60
 
     with_server(scenario)
@@ -161,8 +162,11 @@ def test_the_depth_of_json():
 def test_deadline_before_the_first_token(stream):
     async def scenario(served):
         served.engine.paused = True
-        response = await served.complete(deadline_ms=30, stream=stream)
-        assert response.status_code == 408
+        for deadline in (30, 3000):  # on a busy machine the first may pass before the engine has it
+            response = await served.complete(deadline_ms=deadline, stream=stream)
+            assert response.status_code == 408
+            if served.engine.requests:
+                break
         error = response.json()["error"]
         assert (error["code"], error["param"]) == ("deadline_exceeded", "deadline_ms")
         assert len(served.engine.aborted) == 1
@@ -173,10 +177,14 @@ def test_deadline_before_the_first_token(stream):
 
 def test_deadline_in_a_stream_is_an_event():
     async def scenario(served):
-        served.engine.step_time = 0.005
-        response = await served.complete(
-            deadline_ms=150, stream=True, max_tokens=200, ignore_eos=True
-        )
+        for deadline in (150, 6000):  # on a busy machine the first may pass before the first token
+            served.engine.step_time = deadline / 30_000
+            response = await served.complete(
+                deadline_ms=deadline, stream=True, max_tokens=200, ignore_eos=True
+            )
+            if response.status_code == 200:
+                break
+            served.engine.aborted.clear()
         *chunks, last = [json.loads(item) for item in await events(response)]
         assert 1 < len(chunks) < 200
         assert all("choices" in chunk for chunk in chunks)
@@ -206,7 +214,7 @@ def test_a_client_that_goes_away_frees_the_engine(stream, fields):
         else:
             await until(lambda: served.engine.num_unfinished_requests)
         call.disconnect()
-        await asyncio.wait_for(call.task, 1)
+        await asyncio.wait_for(call.task, 60)
         assert served.engine.num_unfinished_requests == 0
         ids = {child for r in served.engine.requests for child in r.child_ids}
         assert set(served.engine.aborted) == ids
@@ -217,7 +225,7 @@ def test_a_client_that_goes_away_frees_the_engine(stream, fields):
 def test_a_client_that_goes_away_before_its_request_is_complete():
     async def scenario(served):
         call = Call(served, "/v1/completions", body(), chunks=3, cut_after=2)
-        await asyncio.wait_for(call.task, 1)
+        await asyncio.wait_for(call.task, 60)
         assert call.sent == []
         assert not served.engine.requests
 
@@ -290,7 +298,7 @@ def test_many_large_bodies_at_once_are_refused_and_small_ones_pass(monkeypatch):
     monkeypatch.setattr(http_state, "_BODIES_NBYTES", 200_000)
 
     async def scenario(served):
-        served.engine.step_time = 0.01
+        served.engine.paused = True
         large = {"prompt": "hi", "user": "x" * 90_000, "max_tokens": 60, "ignore_eos": True}
         calls = [Call(served, "/v1/completions", body(**large)) for _ in range(2)]
         await until(lambda: served.engine.num_unfinished_requests == 2)
@@ -298,7 +306,10 @@ def test_many_large_bodies_at_once_are_refused_and_small_ones_pass(monkeypatch):
         assert response.status_code == 429
         assert "bodies" in response.json()["error"]["message"]
         assert int(response.headers["Retry-After"]) >= 1
-        assert (await served.complete()).status_code == 200
+        small = asyncio.create_task(served.complete())
+        await until(lambda: served.engine.num_unfinished_requests == 3)
+        served.engine.paused = False
+        assert (await small).status_code == 200
         for call in calls:
             await call.task
             assert call.status == 200
@@ -380,16 +391,17 @@ def test_what_the_engine_is_told_of_the_deadline():
 )
 def test_limits_in_headers(name, field, told):
     async def scenario(served):
-        async def limit_of(headers, **fields):
+        async def check(limit, headers, **fields):
             before = clock.now()
             body = {"prompt": "hi", "max_tokens": 1, **fields}
             response = await served.http.post("/v1/completions", json=body, headers=headers)
             assert response.status_code == 200
-            return round(getattr(served.engine.requests[-1].options, told) - before)
+            found = getattr(served.engine.requests[-1].options, told)
+            assert before + limit <= found <= clock.now() + limit
 
-        assert await limit_of({name: "40000"}) == 40
-        assert await limit_of({name.lower(): "40000"}, **{field: 70_000}) == 70
-        assert await limit_of({}, **{field: 70_000}) == 70
+        await check(40, {name: "40000"})
+        await check(70, {name.lower(): "40000"}, **{field: 70_000})
+        await check(70, {}, **{field: 70_000})
         for wrong in ("", "0", "-5", "1.5", "soon", "9" * 16, "٣"):
             for body in ({"prompt": "hi"}, {"prompt": "hi", field: 0}, {"prompt": 5}):
                 response = await served.http.post(

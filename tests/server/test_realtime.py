@@ -278,5 +278,5 @@ def test_a_server_that_stops_ends_its_sessions(tmp_path):
                 assert session.close_code == 1001
                 assert events[-1]["error"]["code"] == "unavailable"
             assert COMPLETED in [event["type"] for event in events]
-        assert server.process.wait(30) == 0
+        assert server.process.wait(100) == 0
         assert "WEBSOCKET /v1/realtime" in server.log.read_text()

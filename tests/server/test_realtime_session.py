@@ -96,7 +96,7 @@ def test_a_session_without_new_sound_is_idle(hearing, clock, event):
                 socket.append([0])
             else:
                 socket.say(event)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await running
         assert socket.code == 1001
         assert socket.sent[-1]["error"]["code"] == "session_idle"

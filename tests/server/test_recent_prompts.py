@@ -3,6 +3,7 @@
 import json
 import math
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -102,26 +103,27 @@ def test_limits():
     assert prompts.nbytes <= 50_000
 
 
-def test_reasons():
+def test_reasons(monkeypatch):
+    monkeypatch.setattr(recent_prompts, "time", SimpleNamespace(monotonic=lambda: 1000.0))
     prompts = RecentPrompts()
     recorded = prompts.add("a", to_bytes(range(1000)))
-    recorded.since = time.monotonic() - 60
+    recorded.since = 940.0
 
     def reason(prompt, cached, emptied=None, stored=0):
         data = to_bytes(prompt)
         miss = explain(prompts.find("a", data, math.inf), data, cached, stored, emptied)
-        return None if miss is None else (miss["reason"], miss["token"], round(miss["seconds"]))
+        return None if miss is None else (miss["reason"], miss["token"], miss["seconds"])
 
     more = range(1100)
     assert reason(more, 992) is None
     assert reason(more, 745) is None
     assert reason(more, 744) == ("forgotten", 744, 60)
-    assert reason(more, 0, time.monotonic() - 20) == ("emptied", 0, 20)
-    assert reason(more, 0, time.monotonic() - 80) == ("forgotten", 0, 60)
+    assert reason(more, 0, 980.0) == ("emptied", 0, 20)
+    assert reason(more, 0, 920.0) == ("forgotten", 0, 60)
     assert reason(range(257), 0) == ("forgotten", 0, 60)
     assert reason(more, 0, stored=744) == ("forgotten", 0, 60)
     assert reason(more, 0, stored=745) == ("no_state", 0, 60)
-    assert reason(more, 0, time.monotonic() - 20, stored=992) == ("emptied", 0, 20)
+    assert reason(more, 0, 980.0, stored=992) == ("emptied", 0, 20)
     assert reason(range(256), 0) is None  # the last token is computed in any case
     replaced, left_out = [*range(500), 7, *range(503, 1000)], [*range(300), *range(600, 1000)]
     assert reason(replaced, 496) == ("changed", 500, 60)

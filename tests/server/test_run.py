@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -57,13 +58,13 @@ class Process:
         self.process.send_signal(number)
 
     def wait_for(self, text):
-        end = time.monotonic() + 20
+        end = time.monotonic() + 100
         while not any(text in line for line in self.lines):
             assert time.monotonic() < end, self.lines
             time.sleep(0.01)
 
     def wait(self):
-        status = self.process.wait(20)
+        status = self.process.wait(100)
         self._reader.join()
         return status
 
@@ -72,7 +73,7 @@ class Process:
 def serving(mode, *flags, before=()):
     server = Process(mode, *flags, before=before)
     try:
-        assert server.listening.wait(20), server.lines
+        assert server.listening.wait(100), server.lines
         yield server
     finally:
         server.process.kill()
@@ -92,9 +93,9 @@ def test_what_the_server_makes_of_its_process(monkeypatch):
         assert facts["switch_interval"] == pytest.approx(SWITCH_INTERVAL)
         assert facts["open_files"] == [300, 300]
         assert facts["frozen"]
-        response = httpx.get(server.url + "/version", timeout=10)
+        response = httpx.get(server.url + "/version", timeout=60)
         assert "server" not in response.headers
-        httpx.get(server.url + "/v1/models", timeout=10)
+        httpx.get(server.url + "/v1/models", timeout=60)
         server.wait_for("/v1/models")
         server.signal(signal.SIGTERM)
         assert server.wait() == 0
@@ -113,13 +114,13 @@ def test_an_address_of_six_words_and_a_setting_of_the_users_own(monkeypatch):
         server.wait_for('"process"')
         (facts,) = [json.loads(line) for line in server.lines if '"process"' in line]
         assert facts["parallel"] == "true"
-        assert httpx.get(server.url + "/health", timeout=10).status_code == 200
+        assert httpx.get(server.url + "/health", timeout=60).status_code == 200
 
 
 def test_listens_while_loading_and_stops_at_once_then():
     with serving("loading") as server:
-        assert httpx.get(server.url + "/health", timeout=10).status_code == 200
-        assert httpx.get(server.url + "/ready", timeout=10).status_code == 503
+        assert httpx.get(server.url + "/health", timeout=60).status_code == 200
+        assert httpx.get(server.url + "/ready", timeout=60).status_code == 503
         server.signal(signal.SIGTERM)
         assert server.wait() == 0
 
@@ -143,7 +144,7 @@ def test_origins_as_words_or_json(words, origins, monkeypatch):
 def test_an_allowed_origin():
     with serving("ready", "--allowed-origins", "https://a.test", "https://b.test") as server:
         headers = {"Origin": "https://b.test"}
-        response = httpx.get(server.url + "/version", headers=headers, timeout=10)
+        response = httpx.get(server.url + "/version", headers=headers, timeout=60)
         assert response.headers["access-control-allow-origin"] == "https://b.test"
 
 
@@ -154,20 +155,21 @@ def test_a_failure_to_load_is_the_last_line():
 
 
 def test_drains_on_sigterm():
-    with serving("slow", "--log-format", "json") as server:
+    with serving("held", "--log-format", "json") as server:
         body = {"prompt": "hi", "max_tokens": 8, "stream": True}
         with (
-            httpx.Client(timeout=20) as client,
+            httpx.Client(timeout=60) as client,
             client.stream("POST", server.url + "/v1/completions", json=body) as response,
         ):
             lines = response.iter_lines()
             assert next(lines).startswith("data: ")
             server.signal(signal.SIGTERM)
             server.wait_for("draining")
-            refused = httpx.get(server.url + "/v1/models", timeout=10)
+            refused = httpx.get(server.url + "/v1/models", timeout=60)
             assert refused.status_code == 503
             assert "retry-after" in refused.headers
-            assert httpx.get(server.url + "/ready", timeout=10).status_code == 503
+            assert httpx.get(server.url + "/ready", timeout=60).status_code == 503
+            server.signal(signal.SIGUSR1)
             rest = [line for line in lines if line]
         assert len(rest) == 8
         assert rest[-1] == "data: [DONE]"
@@ -198,7 +200,7 @@ def test_the_drain_has_an_end():
     with serving("slow", "--shutdown-timeout", "0.2") as server:
         body = {"prompt": "hi", "max_tokens": 200, "ignore_eos": True, "stream": True}
         with (
-            httpx.Client(timeout=20) as client,
+            httpx.Client(timeout=60) as client,
             client.stream("POST", server.url + "/v1/completions", json=body) as response,
         ):
             lines = response.iter_lines()
@@ -214,7 +216,7 @@ def test_a_second_signal_stops_at_once():
     with serving("slow") as server:
         body = {"prompt": "hi", "max_tokens": 200, "ignore_eos": True, "stream": True}
         with (
-            httpx.Client(timeout=20) as client,
+            httpx.Client(timeout=60) as client,
             client.stream("POST", server.url + "/v1/completions", json=body) as response,
         ):
             next(response.iter_lines())
@@ -237,7 +239,7 @@ def test_a_disconnect_over_a_real_socket_frees_the_engine():
 def test_an_interrupted_upload_and_a_large_one():
     with serving("ready", "--max-request-bytes", "2K") as server:
         port = httpx.URL(server.url).port
-        with socket.create_connection(("127.0.0.1", port), timeout=10) as raw:
+        with socket.create_connection(("127.0.0.1", port), timeout=60) as raw:
             raw.sendall(
                 b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
                 b"Content-Type: application/json\r\n"
@@ -245,7 +247,7 @@ def test_an_interrupted_upload_and_a_large_one():
             )
             raw.sendall((b"400\r\n" + b"x" * 1024 + b"\r\n") * 2)
             assert raw.recv(4096).startswith(b"HTTP/1.1 413 ")
-        assert httpx.get(server.url + "/health", timeout=10).status_code == 200
+        assert httpx.get(server.url + "/health", timeout=60).status_code == 200
 
 
 def test_keys_from_the_environment(monkeypatch):
@@ -253,7 +255,7 @@ def test_keys_from_the_environment(monkeypatch):
     with serving("ready", "--api-key", "from-flag") as server:
         for key, status in (("from-env", 200), ("from-flag", 200), ("other", 401)):
             headers = {"Authorization": f"Bearer {key}"}
-            response = httpx.get(server.url + "/v1/models", headers=headers, timeout=10)
+            response = httpx.get(server.url + "/v1/models", headers=headers, timeout=60)
             assert response.status_code == status
 
 
@@ -276,7 +278,7 @@ def test_tls(certificate):
     with serving("ready", "--ssl-keyfile", str(key), "--ssl-certfile", str(cert)) as server:
         assert server.url.startswith("https://")
         context = ssl.create_default_context(cafile=str(cert))
-        assert httpx.get(server.url + "/health", verify=context, timeout=10).status_code == 200
+        assert httpx.get(server.url + "/health", verify=context, timeout=60).status_code == 200
 
 
 def test_wrong_tls_settings(tmp_path):
@@ -318,7 +320,7 @@ def test_a_unix_socket(tmp_path):
         server.wait_for(f"ready: octavo/stories at the Unix socket {path}")
         transport = httpx.HTTPTransport(uds=path)
         # Names that only matter on the network: this is no loopback address.
-        with httpx.Client(transport=transport, base_url="http://any.name", timeout=10) as client:
+        with httpx.Client(transport=transport, base_url="http://any.name", timeout=60) as client:
             answer = client.post("/v1/completions", json={"prompt": "hi", "max_tokens": 3})
             assert answer.json()["choices"][0]["text"] == "Hel"
         with pytest.raises(OctavoError, match=f"Unix socket {path}: Address already in use"):
@@ -440,13 +442,15 @@ def test_statistics_are_logged_unless_they_are_not_wanted(flags):
     with serving("ready", *flags, "--log-format", "json") as server:
         body = {"prompt": "hi", "max_tokens": 3}
         server.wait_for("ready: fake at")
-        httpx.post(server.url + "/v1/completions", json=body, timeout=10).raise_for_status()
+        httpx.post(server.url + "/v1/completions", json=body, timeout=60).raise_for_status()
         if len(flags) == 5:
             server.wait_for('"statistics"')
         time.sleep(0.3)
         found = [json.loads(line) for line in server.lines if '"statistics"' in line]
         assert bool(found) == (len(flags) == 5)
-        assert len(found) <= 3  # with tokens, the first idle one, and no more
+        counts = "prompt_tokens_per_s", "generation_tokens_per_s", "running", "waiting"
+        idle = [not any(line[count] for count in counts) for line in found]
+        assert (True, True) not in pairwise(idle)  # after one with tokens, and no more
 
 
 @pytest.mark.parametrize(

@@ -432,7 +432,7 @@ def test_streams_end_if_the_work_for_them_fails(monkeypatch, caplog):
     async def scenario(served):
         await Watching(served).until(has("requests"))
         monkeypatch.setattr(view_picture.Picture, "update", update)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while len(served.state.view):
                 await asyncio.sleep(0.01)
         assert "a fault of the view" in caplog.text

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import random
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import example, given, settings
@@ -219,25 +220,25 @@ def test_a_steady_load_does_not_starve_another_model():
 
 
 def test_a_model_that_fails_harms_only_its_requests(monkeypatch):
-    monkeypatch.setattr(model_set, "_FIRST_PAUSE", 0.05)
+    now = [1000.0]
+    monkeypatch.setattr(model_set, "time", SimpleNamespace(monotonic=lambda: now[0]))
 
     async def main():
         models, (a, b) = make(2, 2)
         b.backend.failures = [True, True, False]
-        b._pause = 0.05
         async with started(models):
             assert (a.state, b.state) == ("loaded", "failed")
             with pytest.raises(ModelFailedError, match="'m1' could not be loaded: broken") as found:
                 await models._enter(b)
             assert (found.value.status, found.value.code) == (503, "model_failed")
-            assert found.value.retry_after == 1
+            assert found.value.retry_after == 5
             async with models.use(a):
                 pass
-            await asyncio.sleep(0.06)
+            now[0] += 6
             with pytest.raises(ModelFailedError):  # it was tried again
                 await models._enter(b)
             assert b.backend.loads == 2
-            await asyncio.sleep(0.06)
+            now[0] += 6
             with pytest.raises(ModelFailedError):  # the pause has doubled
                 await models._enter(b)
             assert b.backend.loads == 2
@@ -335,20 +336,22 @@ def test_keep_alive():
         async with started(models):
             async with models.use(a, keep_alive=0):
                 pass
-            async with models.use(b, keep_alive=0.02):
-                pass
+            async with models.use(b, keep_alive=0.5):
+                timer = b._timer
+            assert timer is None
+            timer = b._timer
             await settle()
-            assert (a.state, b.state) == ("unloaded", "loaded")
+            assert a.state == "unloaded"
             assert b.expires is not None
             async with models.use(b):  # the last request decides: it stays
                 pass
             assert b.expires is None
-            await asyncio.sleep(0.05)
+            assert timer.cancelled()
             assert b.state == "loaded"
             async with models.use(b, keep_alive=0.02):
                 pass
-            await asyncio.sleep(0.05)
-            assert b.state == "unloaded"
+            while b.state != "unloaded":
+                await asyncio.sleep(0.005)
 
     run(main())
 

@@ -3,13 +3,14 @@
 import asyncio
 import json
 import sys
+import time
 
 import pytest
 
 from octavo.errors import OctavoError
 from octavo.router.pool import Pool
 from octavo.several_models import server as server_module
-from octavo.several_models.server import ModelServer, ModelStarter, labelled
+from octavo.several_models.server import ModelServer, ModelStarter, _LabelledServer, labelled
 
 
 def test_lines_of_the_log_show_the_model():
@@ -47,7 +48,14 @@ def run_code(monkeypatch, tmp_path):
     return run
 
 
-def test_the_reason_of_a_failed_load_is_the_servers_own(run_code, capfd):
+def test_the_reason_of_a_failed_load_is_the_servers_own(run_code, capfd, monkeypatch):
+    """Also if it is read some time after the end of the process has been noticed."""
+    read = _LabelledServer._pass_on_lines
+    monkeypatch.setattr(
+        _LabelledServer,
+        "_pass_on_lines",
+        lambda server: (server.wait(), time.sleep(0.3), read(server)),
+    )
     code = "import sys; print('octavo: error: no such thing.', file=sys.stderr); sys.exit(2)"
     with pytest.raises(OctavoError, match=r"m failed: no such thing\."):
         run_code(code)

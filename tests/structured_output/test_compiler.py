@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -38,7 +39,7 @@ class Compilers:
             self.compiler.compile((tenant, spec(text)), is_wanted, alone)
 
     def next(self):
-        while not isinstance(ready := self.results.get(timeout=10), Ready):
+        while not isinstance(ready := self.results.get(timeout=60), Ready):
             assert ready.fed is None  # a process has ended
         return ready
 
@@ -65,7 +66,7 @@ def grammars():
 def running(grammars, count):
     """Wait until `count` processes compile."""
     for _ in range(count):
-        assert grammars.backend.running.acquire(timeout=10)
+        assert grammars.backend.running.acquire(timeout=60)
 
 
 def test_a_tenants_grammars_delay_nobody_else(grammars):
@@ -132,6 +133,20 @@ def test_the_start_of_a_helper_is_no_wait_for_a_turn(grammars, monkeypatch):
     assert all(isinstance(grammars.next().result, Placed) for _ in range(3))
 
 
+def test_a_machine_that_was_stopped_is_no_wait_for_a_turn(grammars, monkeypatch):
+    passed = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + passed[0])
+    monkeypatch.setattr(module, "time", clock)
+    grammars.begin("slow 2", "slow 3", "slow 4")
+    running(grammars, 2)
+    passed[0] = 10 * module.WAIT_SECONDS
+    now = clock.monotonic()
+    while grammars.compiler._watched < now:
+        time.sleep(0.001)
+    grammars.backend.go.set()
+    assert all(isinstance(grammars.next().result, Placed) for _ in range(3))
+
+
 def test_a_helper_that_does_not_start(grammars, monkeypatch):
     monkeypatch.setattr(module, "START_SECONDS", 0.1)
     grammars.helper.socket.recv(2**16)
@@ -165,7 +180,7 @@ def test_the_idle_grammars_of_who_has_most_end_first(grammars, monkeypatch):
     monkeypatch.setattr(module, "_IDLE_WATCH_SECONDS", 0.02)
     one = grammars.compiled("3", tenant="modest")
     many = [grammars.compiled(str(i), tenant="greedy") for i in range(2, 7)]
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while sum(process.status is None for process in many) > 2 and time.monotonic() < deadline:
         time.sleep(0.01)
     assert one.status is None
@@ -206,7 +221,7 @@ def test_memory_of_matching_is_bounded(grammars, monkeypatch):
     killed = queue.SimpleQueue()
     monkeypatch.setattr(ThreadProcess, "kill", lambda process, reason: killed.put(process))
     large.nbytes = module.TOTAL_NBYTES
-    assert killed.get(timeout=10) is large
+    assert killed.get(timeout=60) is large
 
 
 def test_a_helper_that_fails_is_not_started_for_every_grammar(grammars, monkeypatch):
@@ -246,6 +261,6 @@ def test_a_grammar_stays_where_it_is_if_the_shared_process_ends(grammars):
     [placed] = [grammars.next().result]
     assert placed.process is shared
     shared.kill("too slow")
-    assert isinstance(grammars.results.get(timeout=10), module.FeedResult)
+    assert isinstance(grammars.results.get(timeout=60), module.FeedResult)
     again = grammars.compiled("5", alone=False)
     assert again is not shared

@@ -160,7 +160,7 @@ def test_invalid_texts_take_linear_time(kind, text):
     began = time.process_time()
     with contextlib.suppress(GrammarError):
         check_size(spec)
-    assert time.process_time() - began < 0.15
+    assert time.process_time() - began < 3.0  # about 10 ms; minutes if it were quadratic
 
 
 def test_a_grammar_process_refuses_it_before_its_library_reads_it():

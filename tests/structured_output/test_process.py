@@ -47,7 +47,7 @@ def pid_of(manager, request):
 
 
 def wait_for_end(pid):
-    for _ in range(1000):
+    for _ in range(6000):
         try:
             if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
                 return

@@ -95,7 +95,7 @@ class ToyBackend(GrammarBackend):
             raise GrammarError(f"{self.name} cannot {rest}")
         self.running.release()
         if kind == "slow":
-            assert self.go.wait(20)
+            assert self.go.wait(100)
         else:
             rest = spec.text
         self.compiled.append(spec.text)

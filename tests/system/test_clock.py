@@ -18,4 +18,4 @@ def test_it_can_be_another_process_one(monkeypatch):
     monkeypatch.setattr(clock, "_EPOCH", clock.epoch())  # restored afterwards
     clock.set_epoch(-1000.0)
     assert clock.epoch() == -1000.0
-    assert clock.now() == pytest.approx(time.monotonic() - 1000.0, abs=5.0)
+    assert clock.now() == pytest.approx(time.monotonic() - 1000.0, abs=60.0)

@@ -13,7 +13,7 @@ def test_systemd_hears_that_the_server_is_ready(tmp_path, monkeypatch, abstract)
     address = f"@octavo-test-{tmp_path.name}" if abstract else str(tmp_path / "notify")
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as receiver:
         receiver.bind("\0" + address[1:] if abstract else address)
-        receiver.settimeout(5)
+        receiver.settimeout(60)
         monkeypatch.setenv("NOTIFY_SOCKET", address)
         notify_ready()
         assert receiver.recv(100) == b"READY=1"

@@ -61,7 +61,7 @@ class Terminal:
 
     def wait_for(self, pattern):
         """Wait until the output since the last call matches; return it up to the match's end."""
-        end = time.monotonic() + 30
+        end = time.monotonic() + 100
         while (match := re.compile(pattern).search(self.output, self._seen)) is None:
             assert time.monotonic() < end, self.output
             assert self._read(), self.output

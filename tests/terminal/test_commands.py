@@ -455,7 +455,7 @@ def test_a_reader_that_goes_away():
     process.stdout.close()
     error = process.stderr.read()
     process.stderr.close()
-    assert process.wait(20) == 1
+    assert process.wait(100) == 1
     assert error == b""
 
 

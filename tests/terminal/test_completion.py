@@ -45,7 +45,7 @@ def test_bash(scripts, words, found):
     code = f"{scripts['bash']}COMP_WORDS=({given}); COMP_CWORD={len(words)}; _octavo"
     code += "; printf '%s\\n' \"${COMPREPLY[@]}\""
     done = subprocess.run(
-        ["bash", "--norc", "-c", code], capture_output=True, text=True, check=True, timeout=30
+        ["bash", "--norc", "-c", code], capture_output=True, text=True, check=True, timeout=100
     )
     assert done.stderr == ""
     assert done.stdout.split() == found
@@ -59,7 +59,7 @@ def test_fish(scripts, tmp_path, words, found):
     file.write_text(scripts["fish"])
     code = f'source {file}; complete -C "{line}"'
     done = subprocess.run(
-        ["fish", "--no-config", "-c", code], capture_output=True, text=True, check=True, timeout=30
+        ["fish", "--no-config", "-c", code], capture_output=True, text=True, check=True, timeout=100
     )
     assert done.stderr == ""
     assert [line.partition("\t")[0] for line in done.stdout.splitlines()] == sorted(found)

@@ -36,9 +36,15 @@ def chat():
 
 
 def test_ctrl_c_while_loading_ends_without_a_traceback():
-    with Terminal(*RUN, "-", "--kv-cache-memory-bytes", "8M") as terminal:
-        terminal.type("Once upon a time\r\x04")
-        terminal.wait_for("loading octavo/stories")
-        terminal.type("\x03")
-        assert terminal.wait() == 130, terminal.output
-        assert "Traceback" not in terminal.output
+    def status():
+        with Terminal(*RUN, "-", "--kv-cache-memory-bytes", "8M") as terminal:
+            terminal.type("Once upon a time\r\x04")
+            terminal.wait_for("loading octavo/stories")
+            terminal.type("\x03")
+            found = terminal.wait()
+            assert found in (0, 130), terminal.output
+            assert "Traceback" not in terminal.output
+        return found
+
+    # On a busy machine all may be done before Ctrl-C comes.
+    assert any(status() == 130 for _ in range(10))

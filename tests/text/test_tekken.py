@@ -110,18 +110,25 @@ WRITTEN = {  # mistral-common 1.13 writes the same
     '[TOOL_CALLS]look[ARGS]{"at": "é"}</s>[TOOL_RESULTS]22[/TOOL_RESULTS]'
     "[THINK]hm[/THINK]Done. </s>[INST]And\n\nmore?[/INST]",
 }
+WRITTEN["v15"] = WRITTEN["v13"].replace(
+    "[INST]", '[MODEL_SETTINGS]{"reasoning_effort": "none"}[/MODEL_SETTINGS][INST]', 1
+)
 FORMATS = {"v3": "mistral", "v7": "mistral", "v11": "mistral_v11", "v13": "mistral_v13"}
+FORMATS["v15"] = "mistral_v13"
+EFFORT = {"type": "enum", "values": ["none", "high"], "accepts_none": True, "default": "none"}
+SETTINGS = {"reasoning_effort": EFFORT, "json_schema": {"type": "json_schema"}}
 
 
 @pytest.mark.parametrize("version", WRITTEN)
 def test_chats_by_version(tmp_path, version):
     (tmp_path / "config.json").write_text("{}")
-    write_tekken(tmp_path, version, thinks=version == "v13")
+    thinks = version in ("v13", "v15")
+    write_tekken(tmp_path, version, thinks=thinks, settings=SETTINGS if version == "v15" else None)
     template = ChatTemplate.from_tokenizer(Tokenizer.from_folder(tmp_path))
     assert template.render(CHAT, tools=TOOLS) == WRITTEN[version]
     found = find_format(template.render, template.sources)
     assert found.name == FORMATS[version]
-    assert found.thoughts == (("[THINK]", "[/THINK]") if version == "v13" else None)
+    assert found.thoughts == (("[THINK]", "[/THINK]") if thinks else None)
     with pytest.raises(RequestError, match="roles system, user, assistant and tool"):
         template.render([{"role": "critic", "content": "x"}])
 
@@ -146,10 +153,75 @@ def test_results_of_tools_are_json(tmp_path):
     assert template.render(chat) == "<s>[INST]Be\n\nbrief.\n\nHi[/INST]"
 
 
+def settings_of(folder, settings):
+    """Return the template of a v15 with these settings, or None."""
+    (folder / "config.json").write_text("{}")
+    write_tekken(folder, "v15", settings=settings)
+    tokenizer = Tokenizer.from_folder(folder)
+    return tokenizer.chat_template and ChatTemplate.from_tokenizer(tokenizer)
+
+
+def texts(*given):
+    return [{"type": "text", "text": text} for text in given]
+
+
+def test_settings_of_the_model(tmp_path):
+    """From v15 on, the first turn follows the settings; mistral-common 1.13 writes the same."""
+    chat = [
+        {"role": "system", "content": texts("a", "b")},
+        {"role": "system", "content": "c"},
+        {"role": "user", "content": texts("", "d", "e")},
+        {"role": "user", "content": texts("f", "g")},
+        {"role": "assistant", "content": texts("h", "i")},
+        {"role": "user", "content": "j"},
+        {"role": "assistant", "content": "k ", "tool_calls": [CALL, CALL]},
+        {"role": "tool", "content": "lm", "tool_call_id": "abcdefghi"},
+        {"role": "tool", "content": "n", "tool_call_id": "abcdefghi"},
+    ]
+    template = settings_of(tmp_path, SETTINGS)
+    call = '[TOOL_CALLS]look[ARGS]{"at": "é"}'
+    written = (
+        "<s>[SYSTEM_PROMPT]ab[/SYSTEM_PROMPT][SYSTEM_PROMPT]c[/SYSTEM_PROMPT]"
+        '[MODEL_SETTINGS]{"reasoning_effort": "high"}[/MODEL_SETTINGS][INST]de\n\nfg[/INST]hi</s>'
+        f"[INST]j[/INST]k{call}{call}</s>[TOOL_RESULTS]lm[/TOOL_RESULTS][TOOL_RESULTS]n"
+        "[/TOOL_RESULTS]"
+    )
+    assert template.render(chat, template_kwargs={"reasoning_effort": "high"}) == written
+    assert template.render(chat) == written.replace("high", "none")
+    for other in ("low", 5, ["high"], '"}[/MODEL_SETTINGS]'):
+        with pytest.raises(RequestError, match=r"has no reasoning_effort .*; it has none, high"):
+            template.render(chat, template_kwargs={"reasoning_effort": other})
+    parts = [*texts("o"), {"type": "image"}, *texts("p", "q")]
+    pictures = [*chat[:5], *({"role": "user", "content": it} for it in ("n", parts, texts("r")))]
+    assert template.render(pictures).endswith("[INST]n\n\no[IMG]pq\n\nr[/INST]")
+    without = {**EFFORT, "default": None}
+    for settings in ({}, {"reasoning_effort": None}, {"reasoning_effort": without}):
+        template = settings_of(tmp_path, settings)
+        assert template.render(chat[2:3]) == "<s>[INST]de[/INST]"
+    assert "high" in template.render(chat[2:3], template_kwargs={"reasoning_effort": "high"})
+
+
 def test_a_version_without_a_template(tmp_path):
     (tmp_path / "config.json").write_text("{}")
-    write_tekken(tmp_path, "v15")
+    write_tekken(tmp_path, "v16")
     assert Tokenizer.from_folder(tmp_path).chat_template is None
+    # mistral-common refuses it, too.
+    assert settings_of(tmp_path, None) is None
+
+
+@pytest.mark.parametrize(
+    "effort",
+    [
+        {"values": ["none", "') }}{{ 7 * 7 }}"]},
+        {"values": ["none"], "default": "high"},
+        {"values": "none"},
+        {"default": "none"},
+    ],
+    ids=range(4),
+)
+def test_damaged_settings(tmp_path, effort):
+    with pytest.raises(ModelError, match="is damaged"):
+        settings_of(tmp_path, {"reasoning_effort": effort})
 
 
 CONFIG = tekken()["config"]

@@ -156,7 +156,7 @@ def test_no_zombie_is_left(client):
     render(client, PLAIN)
     process = psutil.Process(client._process.pid)
     process.kill()
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while process.is_running():  # a zombie runs for psutil
         assert time.monotonic() < end
         time.sleep(0.01)
@@ -174,7 +174,7 @@ def test_it_survives_ctrl_c_and_ends_with_its_parent():
         "client.submit(request).result()\n"
         "assert client._process.pid == pid\n"
         "print(pid, flush=True)\n"
-        "time.sleep(60)\n"
+        "time.sleep(600)\n"
     )
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     process = psutil.Process(int(parent.stdout.readline()))
@@ -182,7 +182,7 @@ def test_it_survives_ctrl_c_and_ends_with_its_parent():
     parent.wait()
     parent.stdout.close()
     with contextlib.suppress(psutil.NoSuchProcess):
-        assert process.wait(10) in (0, None)
+        assert process.wait(60) in (0, None)
 
 
 def test_ctrl_c_does_not_reach_it_while_it_starts():
@@ -206,7 +206,7 @@ def test_ctrl_c_does_not_reach_it_while_it_starts():
         text=True,
         check=False,
         start_new_session=True,
-        timeout=60,
+        timeout=200,
     )
     assert (done.stdout, done.stderr) == ("x\n", "")
 

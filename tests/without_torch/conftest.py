@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -12,6 +11,8 @@ from pathlib import Path
 
 import httpx
 import pytest
+
+from tests.e2e.harness import free_port
 
 ROOT = Path(__file__).parents[2]
 LIGHT = ROOT / ".venv" / "light" / "bin" / "python"
@@ -34,8 +35,7 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Serve:
 
     @contextlib.contextmanager
     def run(python: str, *words: str, **environment: str) -> Iterator[httpx.Client]:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
+        port = free_port()
         log = tmp_path_factory.mktemp("server") / "log"
         with log.open("w") as file:
             process = subprocess.Popen(
@@ -47,7 +47,7 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Serve:
         try:
             with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
                 client.headers["x-server-pid"] = str(process.pid)
-                for _ in range(1200):
+                for _ in range(4000):
                     assert process.poll() is None, log.read_text()
                     with contextlib.suppress(httpx.HTTPError):
                         if client.get("/ready").status_code == 200:
@@ -56,6 +56,6 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Serve:
                 yield client
         finally:
             process.terminate()
-            process.wait(30)
+            process.wait(100)
 
     return run

@@ -127,10 +127,10 @@ CONFIG = {"window_size": 8, "step_interval": 10}
 def run_ranks(ranks, steps, busy_until=0):
     """Take steps, with a barrier in each; return the placements of all steps."""
     memory = GroupMemory.create(ranks[0].layout.nbytes)
-    together = threading.Barrier(len(ranks), timeout=20)
+    together = threading.Barrier(len(ranks), timeout=100)
 
     def run(rank):
-        group = GroupMemory(memory, rank.layout.nbytes, rank.rank, timeout=20)
+        group = GroupMemory(memory, rank.layout.nbytes, rank.rank, timeout=100)
         rank.balancer.attach(group, 0)
         seen = []
         for step in range(steps):
@@ -342,5 +342,5 @@ def test_an_engine_that_cannot_read_its_experts_ends(memory):
         engines[0] = Engine(memory, 0, 2)
         engines[0].group.run(engines[0].step)
         end.set()
-        other.result(20)
+        other.result(60)
     check_coverage(engines)

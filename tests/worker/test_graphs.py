@@ -202,7 +202,7 @@ def test_layers_are_told_once_their_keys_and_values_are_there(
         beside = pool.submit(follow)
         assert not beside.done()
         runner.run(inputs, None)
-        for seen, cache in zip(beside.result(10), steps.caches, strict=True):
+        for seen, cache in zip(beside.result(60), steps.caches, strict=True):
             assert np.isfinite(seen).all()
             assert (seen == written(cache)).all()
         progress.wait(layers)

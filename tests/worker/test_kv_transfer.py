@@ -38,7 +38,7 @@ class Told(KVConnectorWorker):
         self.calls.append(("save", layer))
 
     def wait_for(self, call):
-        until = time.monotonic() + 10
+        until = time.monotonic() + 60
         while call not in self.calls:
             assert time.monotonic() < until, self.calls
             time.sleep(0.001)

@@ -45,5 +45,5 @@ def test_what_is_not_there_is_waited_for(two):
     thread.join(0.05)
     assert thread.is_alive()
     one.post_tokens(7, np.array([42]), np.array([1]))
-    thread.join(10)
+    thread.join(60)
     assert got == [[42]]

@@ -57,7 +57,7 @@ def run(*words):
         [sys.executable, "-m", "octavo.compat.vllm", *words],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=250,
         check=False,
     )
 
