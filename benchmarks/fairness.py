@@ -3,6 +3,7 @@
     python benchmarks/fairness.py [--seconds 30] [--flooders 32] [--flags "--max-num-seqs 32"]
     python benchmarks/fairness.py --flood picture [--seconds 20] [--rounds 3]
     python benchmarks/fairness.py --flood sound
+    python benchmarks/fairness.py --flood session
     python benchmarks/fairness.py --flood video --model FOLDER
 
 Starts a server with the built-in model, or another one, and two keys. Each of the light key's times
@@ -20,9 +21,15 @@ PNG of 8192 x 8192 pixels, MP3 and WAV of three minutes, or videos of 32 frames 
 They are sent in turns, with other bytes after their end, so that the server reads them again. The
 light key's requests take turns, too: a text whose answer has 8 tokens, and a small file of the same
 kind (a picture of 96 x 96 pixels, a second of sound). The time is that of the whole answer. Sounds
-are transcribed, and texts go to another server on the same cores. In each of --rounds the light key
+are transcribed, and texts go to another server on the same cores. The small sounds are words with
+faint noise, so that each takes the same work. In each of --rounds the light key
 is measured alone and then beside the flood; the ratios are those of all rounds together. Videos
 need a model that reads them.
+
+session: the flood consists of --flooders (32) sessions of /v1/realtime. Each sends three seconds of
+speech, commits them, and sends the next ones when it has the transcript. The light key has a
+session of its own, to which it sends a second of speech; the time is that from the first byte to
+the transcript.
 
 The target is a ratio of at most 2 of the 99th percentiles.
 """
@@ -41,9 +48,12 @@ import random
 import shlex
 import struct
 import sys
+import threading
 import time
+import wave
 import zlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -51,6 +61,7 @@ import numpy as np
 from attacks import server
 
 LIGHT, FLOOD = "light-key", "flood-key"
+DIGITS = Path(__file__).parents[1] / "tests/speech/digits.wav"
 TEXTS, SPEECH = "octavo/stories", "octavo/spoken-words"
 # Ids that every model has, and that are no special tokens in most.
 FIRST_ID, NUM_IDS = 100, 150
@@ -126,6 +137,63 @@ class Question:
 
     def __init__(self, path: str, **arguments: Any) -> None:
         self.path, self.arguments = path, arguments
+
+    def send(self, client: httpx.Client, url: str) -> None:
+        """Send it to a server, and wait for the answer."""
+        client.post(url + self.path, **self.arguments).raise_for_status()
+
+
+class Session:
+    """Session of /v1/realtime that transcribes what it gets.
+
+    Args:
+        url: address of the server.
+        key: key of the sender.
+    """
+
+    def __init__(self, url: str, key: str) -> None:
+        from websockets.sync.client import connect
+
+        self._connection = connect(
+            url.replace("http", "ws", 1) + "/v1/realtime?intent=transcription",
+            additional_headers=headers(key),
+            compression=None,
+        )
+        self._socket = self._connection.__enter__()
+        audio = {"input": {"turn_detection": None}}
+        self._send("session.update", session={"type": "transcription", "audio": audio})
+
+    def transcribe(self, pcm: bytes) -> None:
+        """Send a sound, int16 at 24 kHz, and wait for its transcript."""
+        for begin in range(0, len(pcm), 48_000):
+            part = base64.b64encode(pcm[begin : begin + 48_000]).decode()
+            self._send("input_audio_buffer.append", audio=part)
+        self._send("input_audio_buffer.commit")
+        while True:
+            event = json.loads(self._socket.recv())
+            if event["type"] == "error" or event["type"].endswith(".failed"):
+                raise RuntimeError(str(event))
+            if event["type"].endswith("input_audio_transcription.completed"):
+                return
+
+    def _send(self, kind: str, **fields: Any) -> None:
+        self._socket.send(json.dumps({"type": kind, **fields}))
+
+
+class Turn(Question):
+    """A sound for a session.
+
+    Args:
+        session: the session.
+        pcm: the sound, int16 at 24 kHz.
+    """
+
+    def __init__(self, session: Session, pcm: bytes) -> None:
+        self.session, self.pcm = session, pcm
+
+    def send(self, client: httpx.Client, url: str) -> None:
+        """Implement `Question`."""
+        self.session.transcribe(self.pcm)
 
 
 def chat(text: str, kind: str = "", url: str = "", **fields: Any) -> Question:
@@ -246,6 +314,26 @@ def sounds(seconds: float, kind: str, seed: int) -> Iterator[bytes]:
         yield encoded("mp3", "libmp3lame", frames(), rate, layout="mono", format="s16p")
 
 
+def speech(seconds: int, seed: int, rate: int = 16_000) -> Iterator[bytes]:
+    """Yield spoken words with faint noise, int16, without an end."""
+    with wave.open(str(DIGITS)) as file:
+        said = np.frombuffer(file.readframes(2 * file.getframerate()), np.int16)
+    rng = np.random.default_rng(seed)
+    count = seconds * rate
+    words = np.interp(np.arange(count) * (16_000 / rate) % len(said), np.arange(len(said)), said)
+    while True:
+        yield (0.9 * words + rng.normal(0, 20, count)).astype(np.int16).tobytes()
+
+
+def wav(pcm: bytes) -> bytes:
+    """Return a WAV file of samples, int16 at 16 kHz."""
+    file = io.BytesIO()
+    with wave.open(file, "wb") as sound:
+        sound.setparams((1, 2, 16_000, 0, "NONE", "not compressed"))
+        sound.writeframes(pcm)
+    return file.getvalue()
+
+
 def question(kind: str, file: bytes, number: int) -> Question:
     """Return the request with a file, which no other request has if the number is another one."""
     tail = struct.pack(">I4sI", 12, b"free", number)  # a box of MP4; PNG and WAV have no tail
@@ -293,7 +381,7 @@ def small_files(kind: str) -> Iterator[bytes]:
         case "video":
             return videos(64, 4, 1)
         case _:
-            return sounds(1, "wav", 1)
+            return map(wav, speech(1, 1))
 
 
 def flood_files(url: str, key: str, count: int, kind: str, ready: Any, done: Any) -> None:
@@ -331,6 +419,21 @@ def flood_files(url: str, key: str, count: int, kind: str, ready: Any, done: Any
     asyncio.run(run())
 
 
+def flood_sessions(url: str, key: str, count: int, kind: str, ready: Any, done: Any) -> None:
+    """Let `count` sessions speak, forever; the arguments are those of `flood_files`."""
+
+    def speak(seed: int) -> None:
+        session, sound = Session(url, key), speech(3, seed, 24_000)
+        while True:
+            session.transcribe(next(sound))
+            done[0] += 1
+
+    threads = [threading.Thread(target=speak, args=(1000 + i,)) for i in range(count)]
+    for thread in threads:
+        thread.start()
+    ready.set()
+
+
 def answer_times(
     makers: dict[str, tuple[str, Callable[[], Question]]], seconds: float
 ) -> dict[str, list[float]]:
@@ -348,7 +451,7 @@ def answer_times(
             for kind, (url, make) in makers.items():
                 it = make()
                 started = time.perf_counter()
-                client.post(url + it.path, **it.arguments).raise_for_status()
+                it.send(client, url)
                 times[kind].append(time.perf_counter() - started)
                 time.sleep(chance.uniform(0.01, 0.05))
     return times
@@ -358,16 +461,20 @@ def measure_files(options: argparse.Namespace) -> int:
     """Print the light key's times beside a flood of files; return 1 if the target is missed."""
     kind, spawn = options.flood, multiprocessing.get_context("spawn")
     flags = ["--api-key", LIGHT, "--api-key", FLOOD, *shlex.split(options.flags or "")]
-    names = {"sound": SPEECH, "picture": "octavo/stories-eyes"}
+    names = {"sound": SPEECH, "session": SPEECH, "picture": "octavo/stories-eyes"}
     small, numbers = small_files(kind), itertools.count()
+    hears = kind in ("sound", "session")
     found: list[dict[str, list[float]]] = [{name: [] for name in ("text", kind)} for _ in range(2)]
     with contextlib.ExitStack() as stack:
         url = stack.enter_context(server([options.model or names[kind], *flags]))
-        texts = stack.enter_context(server([TEXTS, *flags])) if kind == "sound" else url
+        texts = stack.enter_context(server([TEXTS, *flags])) if hears else url
         makers: dict[str, tuple[str, Callable[[], Question]]] = {
             "text": (texts, lambda: chat(f"{next(numbers)}: a word or two")),
             kind: (url, lambda: question(kind, next(small), next(numbers))),
         }
+        if kind == "session":
+            session, said = Session(url, LIGHT), speech(1, 1, 24_000)
+            makers[kind] = url, lambda: Turn(session, next(said))
         if options.light != "both":
             del makers[kind if options.light == "text" else "text"]
         answer_times(makers, 2.0)
@@ -375,9 +482,10 @@ def measure_files(options: argparse.Namespace) -> int:
             for name, times in answer_times(makers, options.seconds).items():
                 found[0][name] += times
             ready, done = spawn.Event(), spawn.Array("i", 2)
+            count = 32 if kind == "session" else 8
             flooder = spawn.Process(
-                target=flood_files,
-                args=(url, FLOOD, options.flooders or 8, kind, ready, done),
+                target=flood_sessions if kind == "session" else flood_files,
+                args=(url, FLOOD, options.flooders or count, kind, ready, done),
                 daemon=True,
             )
             flooder.start()
@@ -411,7 +519,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--seconds", type=float, default=30.0, help="duration of each measurement")
     parser.add_argument("--tokens", type=int, default=480, help="length of the light key's prompts")
-    parser.add_argument("--flood", choices=["text", "picture", "sound", "video"], default="text")
+    parser.add_argument(
+        "--flood", choices=["text", "picture", "sound", "session", "video"], default="text"
+    )
     parser.add_argument("--model", help="another model")
     parser.add_argument(
         "--light",

@@ -25,6 +25,7 @@ import queue
 import resource
 import signal
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -58,9 +59,10 @@ of the file is a RequestError, whose message describes the file; its field is ad
 """
 
 _HEAD_BYTES = 4
-# Added niceness (the nice value of POSIX): beside a busy engine, a helper process gets a third of
-# the processor time of a thread of the engine, so a flood of files delays texts little.
-_NICENESS = 5
+# Added niceness (the nice value of POSIX) of a job that takes more than some seconds of processor
+# time: beside a busy engine it gets a third of the time of a thread of the engine, so a flood of
+# files delays texts little, and small files do not wait.
+_NICENESS, _QUICK_SECONDS = 5, 0.02
 # Bytes of an answer besides its arrays.
 _MOST_VALUE_NBYTES = 2**22
 _MOST_FILES = 32
@@ -244,7 +246,6 @@ def main() -> None:
     module, extra = sys.argv[1:3]
     limits = Limits(float(sys.argv[3]), int(sys.argv[4]), int(sys.argv[5]))
     limit_memory(limits.nbytes)
-    os.nice(_NICENESS)
     try:
         imported = importlib.import_module(module)
         for text in sys.argv[6:]:
@@ -259,7 +260,7 @@ def main() -> None:
     def answer(data: memoryview) -> list[Buffer]:
         request, body = _split_head(data, _Request)
         try:
-            return _do(jobs[request.job], request, body, limits)
+            return _run_nicely(lambda: _do(jobs[request.job], request, body, limits))
         except OctavoError as error:
             return _failure(error)
         except MemoryError:
@@ -278,6 +279,37 @@ def main() -> None:
         )
 
     serve(answer, too_large, limits.seconds)
+
+
+def _run_nicely(function: Callable[[], T]) -> T:
+    """Return the result of a function, which gets `_NICENESS` after `_QUICK_SECONDS`.
+
+    Each call has a thread of its own, since niceness cannot be lowered again.
+    """
+    ended: Future[T] = Future()
+
+    def work(ended: Future[T]) -> None:
+        # The other thread waits for this signal.
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGVTALRM])
+        try:
+            ended.set_result(function())
+        except BaseException as error:
+            ended.set_exception(error)
+            del ended  # else the error keeps itself alive, and the memory of the job
+
+    def make_nice(*_: object) -> None:
+        with contextlib.suppress(OSError):  # it has ended
+            os.setpriority(os.PRIO_PROCESS, thread.native_id or 0, _NICENESS)
+
+    thread = threading.Thread(target=work, args=(ended,), daemon=True)
+    signal.signal(signal.SIGVTALRM, make_nice)
+    thread.start()
+    signal.setitimer(signal.ITIMER_VIRTUAL, _QUICK_SECONDS)
+    try:
+        return ended.result()
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        del ended  # as in `work`
 
 
 def _do(job: Job, request: _Request, body: memoryview, limits: Limits) -> list[Buffer]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -91,7 +92,7 @@ class ModelSpec:
     elsewhere: frozenset[str] = frozenset()
     """Names in the checkpoint that only other stages read."""
 
-    @property
+    @cached_property
     def cross_caches(self) -> tuple[CrossCache, ...]:
         """Caches of the layers that attend to the rows of an encoder."""
         return tuple(cache for cache in self.caches if isinstance(cache, CrossCache))

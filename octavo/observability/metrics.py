@@ -274,8 +274,9 @@ class EngineMetrics:
                     child = family.labels(**self._labels, **{name: str(i)})
                     child.set(new) if metric.kind == "gauge" else child.inc(new - old)
             elif metric.kind == "gauge":
-                family.labels(**self._labels, **metric.labels).set(value)
-            else:
+                if value != before or not last.num_steps:
+                    family.labels(**self._labels, **metric.labels).set(value)
+            elif value != before:
                 family.labels(**self._labels, **metric.labels).inc(value - before)
 
     def keep_stats(self, stats: SchedulerStats) -> None:

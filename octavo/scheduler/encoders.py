@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -12,7 +12,13 @@ from octavo.errors import RequestError
 from octavo.kv_cache.encoder_cache import EncoderCacheManager
 from octavo.messages import EncoderSlice, Modality, MultiModalFeatureSpec, SchedulerOutput
 from octavo.request import Request, RequestStatus
+from octavo.scheduler.fairness import Tenant
 from octavo.scheduler.pace import ItemPace, ItemWork
+
+Served: TypeAlias = Callable[[Tenant], int]
+"""Function from a tenant to the counter of its tokens."""
+_CROSS_SHARE = 0.5
+"""Time of whole runs beside answers of other tenants, as a share of that of the other steps."""
 
 
 @dataclass(slots=True)
@@ -69,6 +75,8 @@ class EncoderInputs:
         max_num_seqs: most requests of a step.
         num_pieces: for each modality whose runs may be cut, a function from the tokens and rows of
             an item to the number of pieces of its run.
+        has_cross: True if tokens attend to the rows, whose run is in the step in which a request
+            starts; see `must_wait`.
     """
 
     def __init__(
@@ -77,8 +85,11 @@ class EncoderInputs:
         max_num_tokens: int,
         max_num_seqs: int,
         num_pieces: Mapping[Modality, Callable[[int, int], int]] | None = None,
+        *,
+        has_cross: bool = False,
     ) -> None:
-        self.pace = ItemPace()
+        self.pace = ItemPace(_CROSS_SHARE) if has_cross else ItemPace()
+        self._has_cross = has_cross
         self._num_pieces = num_pieces or {}
         self._has_texts = False
         """True if texts get their tokens in the step."""
@@ -238,6 +249,27 @@ class EncoderInputs:
                 for request in running
             )
             self.pace.begin_step(has_texts=self._has_texts)
+        elif self._has_cross:
+            self.pace.begin_step(has_texts=len({it.options.share for it in running}) > 1)
+
+    def must_wait(self, request: Request, running: Iterable[Request], served: Served) -> bool:
+        """Return True if a request that starts with a whole run must wait for answers of others.
+
+        These are the answers of tenants that are less served. Beside them, runs take `_CROSS_SHARE`
+        of the time of the steps without one, and the step that is being scheduled has no time left.
+
+        Args:
+            request: the request.
+            running: the requests that run.
+            served: returns the counter of a tenant.
+        """
+        return not self.pace.may_begin and _is_beside(request, running, served)
+
+    def add_run(self, request: Request, running: Iterable[Request], served: Served) -> None:
+        """Note that a request starts with a whole run; the arguments are those of `must_wait`."""
+        if _is_beside(request, running, served):
+            for item in request.mm_features:
+                self.pace.spend(item.modality, item.num_encoder_tokens)
 
     def data_for_worker(self, request: Request, start: int) -> list[MultiModalFeatureSpec]:
         """Return the items of a request that starts at token `start`, for the workers.
@@ -351,6 +383,13 @@ class EncoderInputs:
             found.append(request)
             budget -= tokens
         return found
+
+
+def _is_beside(request: Request, running: Iterable[Request], served: Served) -> bool:
+    """Return True if a request of a tenant that is less served than a request's tenant runs."""
+    own = request.options.share
+    limit = served(own)
+    return any(it.options.share != own and served(it.options.share) < limit for it in running)
 
 
 def _sees_another(request: Request, item: MultiModalFeatureSpec) -> bool:

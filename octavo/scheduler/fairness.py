@@ -83,6 +83,10 @@ class TenantCounters:
         """Add weighted tokens to a tenant's counter."""
         self._served[tenant] += tokens
 
+    def served(self, tenant: Tenant) -> int:
+        """Return the counter of a tenant with unfinished requests."""
+        return self._served[tenant]
+
     def rank(self, tenant: Tenant) -> tuple[int, int]:
         """Return the sort key of a tenant: its counter, then its unfinished requests.
 

@@ -10,7 +10,6 @@ from octavo.messages import Modality, SchedulerOutput
 from octavo.scheduler.costs import MANY, learn
 
 _SHARE = 0.15
-"""Time of items beside texts, as a share of the time of the steps without them."""
 _MIN_TOKENS = 32
 """Tokens of a prompt with items that are computed at once at least."""
 _MOST_OWED = 5.0
@@ -39,7 +38,7 @@ class ItemWork:
 class ItemPace:
     """Chooser of the work for items in a step beside texts.
 
-    Items take `_SHARE` of a step's time: as much work as fits into it, or the smallest piece, and
+    Items take a share of a step's time: as much work as fits into it, or the smallest piece, and
     then none in the next steps until their shares have paid for it. Times are measured. Work is
     paid for when it is scheduled if the time of such work is known, and the difference from the
     measured time when its step ends. A measured time counts up to a multiple of the expected one,
@@ -48,9 +47,13 @@ class ItemPace:
     a step's time. Of the first two times of a step without items the shorter one counts. After
     `_MOST_IN_ROW` steps with items there is one without them, so that the time of such a step is
     measured also if all work fits.
+
+    Args:
+        share: time of items beside texts, as a share of the time of the steps without them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, share: float = _SHARE) -> None:
+        self._share = share
         self._step: float | None = None
         """Seconds of a step without items."""
         self._costs: dict[WorkKind, float] = {}
@@ -78,7 +81,7 @@ class ItemPace:
         self._work = ItemWork()
         self._is_measured = has_texts and self._num_in_row == _MOST_IN_ROW
         if has_texts:
-            self._credit = min(self._credit, 0.0) + _SHARE * (self._step or 0.0)
+            self._credit = min(self._credit, 0.0) + self._share * (self._step or 0.0)
         else:
             self.forget_debts()
 

@@ -114,7 +114,8 @@ class Scheduler:
 
         self.drafting = Drafting(num_speculative_tokens, max_num_drafts)
         self._encoders = EncoderInputs(
-            encoder_cache_size, max_num_batched_tokens, config.max_num_seqs, encoder_pieces
+            *(encoder_cache_size, max_num_batched_tokens, config.max_num_seqs, encoder_pieces),
+            has_cross=self.kv_cache_manager.cross is not None,
         )
         self._connector = connector
         self._loads: KVLoads | None = None

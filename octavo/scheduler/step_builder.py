@@ -254,6 +254,8 @@ class StepBuilder:
             return False
         whole = request.whole or not self._config.enable_chunked_prefill
         num_encoded = 0 if manager.cross is None else manager.cross.num_encoder_tokens(request)
+        if num_encoded and self._encoders.must_wait(request, table.running, self._tenants.served):
+            return self._note_wait(request, WaitReason.ENCODER)
         while True:
             hit, start = manager.get_computed_blocks(request)
             if self._loads is not None and self._loads.must_wait(
@@ -339,6 +341,7 @@ class StepBuilder:
             num_new: number of its tokens in the step.
             num_encoded: tokens that the encoder computes for it.
         """
+        self._encoders.add_run(request, self._table.running, self._tenants.served)
         inputs = [*range(len(request.mm_features))]
         step.output.scheduled_encoder_inputs[request.request_id] = inputs
         step.budget = max(num_new, step.budget - num_encoded)

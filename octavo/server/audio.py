@@ -138,8 +138,13 @@ class TranscriptionCall(Call):
     async def texts(self, engine: AsyncLLM) -> AsyncGenerator[str, None]:
         """Yield the text of each part of the sound."""
         story = self.begin_story(self._counts, 1, time.monotonic())
-        with nullcontext() if story is None else story.at_work(), self.admit(1, "file"):
-            model = await self.state.hearing.model(engine)
+        hearing = self.state.hearing
+        with (
+            nullcontext() if story is None else story.at_work(),
+            self.admit(1, "file"),
+            nullcontext() if self.context.background else hearing.requests.be_present(self.share),
+        ):
+            model = await hearing.model(engine)
             samples = await self._read()
             nbytes = samples.nbytes + _FEATURE_COPIES * WINDOWS_AT_ONCE * model.window_nbytes
             if self._options.words:
@@ -152,10 +157,13 @@ class TranscriptionCall(Call):
                 )
                 if story is not None:
                     story.mark()
-                turns, asker = self.state.hearing.feature_turns, self._asker(engine, story)
-                async with aclosing(
-                    run(transcription, asker, lambda: turns.hold(self.share))
-                ) as texts:
+                windows = run(
+                    transcription,
+                    self._asker(engine, story),
+                    lambda: hearing.feature_turns.hold(self.share),
+                    lambda: hearing.requests.hold(self.share),
+                )
+                async with aclosing(windows) as texts:
                     async for text in texts:
                         yield text
 

@@ -11,13 +11,15 @@ from octavo.media.audio import AudioReader, Samples
 from octavo.server.realtime_shares import SessionPlaces, SoundMemory
 from octavo.speech.interface import SpeechToText
 from octavo.speech.registry import open_speech_model
-from octavo.system.fair_slots import FairSlots
+from octavo.system.fair_slots import FairShares, FairSlots
 from octavo.system.limited_process import Buffer
 
 if TYPE_CHECKING:
     from octavo.frontend.async_llm import AsyncLLM
 
-# Windows whose features are computed at a time.
+# Requests of a tenant at a time for each request of another one.
+_MULTIPLE = 2
+# Windows whose features are computed at a time; a tenant leaves one place to the others.
 _WINDOWS = 2
 
 
@@ -30,9 +32,11 @@ class Hearing:
         # A tenant with many long sounds leaves a process to the others.
         self._turns = FairSlots(count, count - 1)
         self._reading: set[asyncio.Task[Samples]] = set()
-        self.feature_turns = FairSlots(_WINDOWS)
+        self.feature_turns = FairSlots(_WINDOWS, _WINDOWS - 1)
         """Turns of the features of windows, each of which takes some milliseconds."""
         self.places, self.sound_memory = SessionPlaces(), SoundMemory()
+        self.requests = FairShares(_MULTIPLE)
+        """Requests for the engine, of which a sound has one for each of its windows at least."""
         self.message_turns = FairSlots(1)
         """Turns of the messages of sessions."""
         self._model: SpeechToText | None = None

@@ -170,6 +170,7 @@ class Protocol(HttpToolsProtocol):
         """Let a protocol of WebSockets take over the connection, which stays counted."""
         if self._head_timer is not None:
             self._head_timer.cancel()
+        self._deaf = True  # there are no more heads, for which `data_received` would set a timeout
         super().handle_websocket_upgrade()
         counter, client = self._connections, self.client
         if counter is None or client is None:

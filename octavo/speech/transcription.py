@@ -30,27 +30,31 @@ _FEATURES_MICROSECONDS = 10_000
 async def run(
     transcription: Job,
     generate: Callable[[Question], Awaitable[RequestOutput]],
-    turn: Callable[[], AbstractAsyncContextManager[None]] = nullcontext,
+    feature_turn: Callable[[], AbstractAsyncContextManager[None]] = nullcontext,
+    ask_turn: Callable[[], AbstractAsyncContextManager[None]] = nullcontext,
 ) -> AsyncGenerator[str, None]:
     """Ask for all windows, some at a time; yield the text of each, in order.
 
     Args:
         transcription: what to ask; it has the transcript in the end.
         generate: asks the engine.
-        turn: returns the context in which the features of a window are computed; it may wait.
+        feature_turn: returns the context in which a window's features are computed; it may wait.
+        ask_turn: the same for a request for the engine.
     """
 
     async def drive(steps: Steps[T]) -> T:
         try:
             ask = next(steps)
             while True:
-                ask = steps.send(await generate(ask))
+                async with ask_turn():
+                    answer = await generate(ask)
+                ask = steps.send(answer)
         except StopIteration as end:
             result: T = end.value
             return result
 
     async def features(window: Window) -> Any:
-        async with turn():
+        async with feature_turn():
             return await offload(_FEATURES_MICROSECONDS, transcription.features, window)
 
     async def decode(window: Window) -> Decoded:

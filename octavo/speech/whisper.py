@@ -107,6 +107,8 @@ class Transcription(Job):
         self._text = ""
         """Text of the windows that were added."""
         self._segments: list[Segment] = []
+        self._params: dict[tuple[float, int, int | None], SamplingParams] = {}
+        """Parameters by temperature, most tokens, and candidates at each token of the prompt."""
 
     @property
     def windows_at_once(self) -> int:
@@ -215,23 +217,27 @@ class Transcription(Job):
         prompt = model.tokens.prompt(
             self.language, options.task, options.timestamps, self._previous, half
         )
-        rules = WhisperRules(
-            end=model.tokens.end,
-            suppress=list(model.suppress),
-            begin_suppress=list(model.begin_suppress),
-            first_timestamp=model.tokens.first_timestamp if options.timestamps else None,
-            max_initial=model.max_initial,
-        )
-        params = SamplingParams(
-            temperature=temperature,
-            max_tokens=min(half, model.max_tokens - len(prompt)),
-            seed=options.seed,
-            logprobs=_CANDIDATES,
-            prompt_logprobs=None if prompt[-1] == model.tokens.start else _CANDIDATES,
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-            extra_args={KEY: msgspec.to_builtins(rules)},
-        )
+        max_tokens = min(half, model.max_tokens - len(prompt))
+        num_of_prompt = None if prompt[-1] == model.tokens.start else _CANDIDATES
+        kind = temperature, max_tokens, num_of_prompt
+        if (params := self._params.get(kind)) is None:
+            rules = WhisperRules(
+                end=model.tokens.end,
+                suppress=list(model.suppress),
+                begin_suppress=list(model.begin_suppress),
+                first_timestamp=model.tokens.first_timestamp if options.timestamps else None,
+                max_initial=model.max_initial,
+            )
+            params = self._params[kind] = SamplingParams(
+                temperature=temperature,
+                max_tokens=max_tokens,
+                seed=options.seed,
+                logprobs=_CANDIDATES,
+                prompt_logprobs=num_of_prompt,
+                detokenize=False,
+                output_kind=RequestOutputKind.FINAL_ONLY,
+                extra_args={KEY: msgspec.to_builtins(rules)},
+            )
         return Ask(features, prompt, params)
 
     def _decoded(self, output: RequestOutput, temperature: float) -> Decoded:

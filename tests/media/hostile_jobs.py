@@ -3,6 +3,7 @@
 import os
 import signal
 import socket
+import time
 
 import numpy as np
 
@@ -46,4 +47,13 @@ def ones(count, _):
     return None, [np.ones(count, np.uint8)]
 
 
-JOBS = {"echo": echo, "misbehave": misbehave, "ones": ones}
+def niceness(seconds, _):
+    """Compute for some seconds of processor time; return the niceness after it and before it."""
+    # 0 stands for the thread that calls it.
+    before, end = os.getpriority(os.PRIO_PROCESS, 0), time.thread_time() + seconds
+    while time.thread_time() < end:
+        pass
+    return [os.getpriority(os.PRIO_PROCESS, 0), before], []
+
+
+JOBS = {"echo": echo, "misbehave": misbehave, "niceness": niceness, "ones": ones}

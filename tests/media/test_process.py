@@ -127,6 +127,13 @@ def test_an_answer_leaves_its_memory_to_the_next_job():
         helper.close()
 
 
+def test_long_jobs_get_less_time_than_short_ones(helper):
+    usual = os.getpriority(os.PRIO_PROCESS, 0)
+    for _ in range(2):
+        job = helper.submit("niceness", [], 0.2, param="file", make=same)
+        assert job.result()[0] == [usual + 5, usual]
+
+
 def test_libraries_write_nothing_to_the_log(capfd):
     helper = MediaProcesses("tests.media.hostile_jobs", "audio", LIMITS, num_processes=1)
     helper.submit("misbehave", [b""], "message", param="file", make=same).result()

@@ -1,5 +1,6 @@
 from unittest.mock import ANY, Mock
 
+import msgspec
 import pytest
 
 from octavo.errors import RequestError
@@ -599,3 +600,30 @@ def test_a_line_saves_no_tokens_alone():
     )
     assert scheduled_tokens(engine.schedule()) == {"line": 30}
     assert engine.scheduler._builder._background.num_saved == 0
+
+
+def test_whole_runs_have_a_pace_beside_answers_of_tenants_that_are_less_served():
+    def request(name, tenant):
+        core = core_request(name, range(4), core_params(), mm_features=[picture(name, 0, 4)])
+        core.options = msgspec.structs.replace(core.options, tenant=tenant)
+        return Request(core)
+
+    inputs = EncoderInputs(0, 8, 8, has_cross=True)
+    counters = {"much": 10, "little": 1}
+    answer, own, new = request("a", "little"), request("b", "much"), request("c", "much")
+    running = [own, answer]
+    # Nothing is known yet; then a step takes a second, and a run four.
+    inputs.begin_step(running)
+    inputs.pace._step, inputs.pace._costs["image"] = 1.0, 1.0
+    assert not inputs.must_wait(new, running, counters.__getitem__)
+    inputs.add_run(new, running, counters.__getitem__)
+    waits = []
+    for _ in range(9):
+        inputs.begin_step(running)
+        waits.append(inputs.must_wait(new, running, counters.__getitem__))
+    assert waits == [True] * 7 + [False] * 2  # half a second of each step pays for it
+    inputs.add_run(new, running, counters.__getitem__)
+    for others, served in (([own], counters), ([own, answer], {"much": 1, "little": 10})):
+        assert not inputs.must_wait(new, others, served.__getitem__)
+    inputs.begin_step([own])
+    assert inputs.pace.may_begin  # nothing is owed to others any more

@@ -5,16 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from octavo.messages import ScheduledRequest, SchedulerOutput
-from octavo.scheduler import pace as pace_module
 from octavo.scheduler.pace import ItemPace, ItemWork
 
 ONE = SchedulerOutput([ScheduledRequest("text", 1)], 1)
-
-
-@pytest.fixture(autouse=True)
-def share(monkeypatch):
-    """Give items a fifth of the time."""
-    monkeypatch.setattr(pace_module, "_SHARE", 0.2)
 
 
 def begin_step(pace):
@@ -25,7 +18,7 @@ def begin_step(pace):
 
 def make_pace():
     """Return a pace that knows a step of 5 s, and a second for a piece of 10 tokens."""
-    pace = ItemPace()
+    pace = ItemPace(0.2)
     assert begin_step(pace) == 1  # nothing is known yet
     pace.step_ended(ONE, ItemWork(), 5.0)
     pace.step_ended(ONE, ItemWork(), 900.0)
@@ -85,7 +78,7 @@ def test_works_of_several_kinds_take_the_expected_parts_of_the_time():
 
 
 def test_a_step_without_time_teaches_nothing():
-    pace = ItemPace()
+    pace = ItemPace(0.2)
     pace.step_ended(ONE, ItemWork(), 0.0)
     pace.step_ended(ONE, ItemWork({"image": 10}), 5.0)
     for _ in range(2):
@@ -95,7 +88,7 @@ def test_a_step_without_time_teaches_nothing():
 
 @pytest.mark.parametrize("fate", ["ends", "fails"])
 def test_pieces_of_unknown_time_are_paid_for_once_it_is_known(fate):
-    pace = ItemPace()
+    pace = ItemPace(0.2)
     pace._begun.add("image")
     pace.step_ended(ONE, ItemWork(), 5.0)
     works = []
@@ -113,7 +106,7 @@ def test_pieces_of_unknown_time_are_paid_for_once_it_is_known(fate):
 
 
 def test_a_piece_that_took_long_stops_items_for_a_bounded_time():
-    pace = ItemPace()
+    pace = ItemPace(0.2)
     pace._begun.add("image")
     pace.step_ended(ONE, ItemWork(), 5.0)
     begin_step(pace)
@@ -130,7 +123,7 @@ class Machine:
     """
 
     def __init__(self, piece):
-        self.pace, self.piece = ItemPace(), piece
+        self.pace, self.piece = ItemPace(0.2), piece
         self.pace.step_ended(ONE, ItemWork(), 1.0)
 
     def run(self, count, step=1.0, extra=0.0):
@@ -185,7 +178,7 @@ def test_the_first_times_change_little(piece, factor, step_factor):
 
     def spent(first_step, first_piece):
         machine = Machine(piece)
-        pace = machine.pace = ItemPace()
+        pace = machine.pace = ItemPace(0.2)
         pace.step_ended(ONE, ItemWork(), first_step)
         pace.step_ended(ONE, ItemWork(), 1.0)
         assert begin_step(pace) == 1

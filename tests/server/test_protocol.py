@@ -8,6 +8,7 @@ import ssl
 import subprocess
 import time
 from contextlib import ExitStack, suppress
+from unittest.mock import Mock
 
 import httpx
 import psutil
@@ -115,6 +116,20 @@ def test_heads_within_the_bounds(server, head, body):
     with connect(server) as raw:
         raw.sendall(head + body)
         assert raw.recv(100).startswith(b"HTTP/1.1 401 ")
+
+
+def test_a_websocket_has_no_timeout_for_heads(monkeypatch):
+    """Else each would end after `HEAD_TIMEOUT`."""
+    made = object.__new__(protocol.Protocol)
+    base = protocol.HttpToolsProtocol
+    monkeypatch.setattr(base, "handle_websocket_upgrade", lambda self: None)
+    monkeypatch.setattr(base, "data_received", lambda self, _: self.handle_websocket_upgrade())
+    made._deaf = made._in_head = False
+    made._unheard_bytes, made._connections, made.cycle, made.client = 0, None, None, None
+    made.transport, made.loop = Mock(**{"is_closing.return_value": False}), Mock()
+    made._head_timer = None  # the head was complete
+    made.data_received(b"GET /v1/realtime")
+    made.loop.call_later.assert_not_called()
 
 
 def test_the_bounds_are_nginxs():

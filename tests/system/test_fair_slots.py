@@ -2,7 +2,8 @@
 
 import asyncio
 
-from octavo.system.fair_slots import FairSlots
+from octavo.system import fair_slots
+from octavo.system.fair_slots import FairShares, FairSlots
 
 
 def served(names, cancelled=(), count=1, of_one=None):
@@ -85,3 +86,87 @@ def test_a_task_that_is_cancelled_when_it_gets_a_place_passes_it_on():
         return first
 
     assert asyncio.run(main()).cancelled()
+
+
+class Shares:
+    """Tasks of tenants that begin by `FairShares` and end when a test says so."""
+
+    def __init__(self, multiple, monkeypatch):
+        monkeypatch.setattr(fair_slots, "_PAUSE_SECONDS", 1000)
+        self.shares, self.begun, self.tasks = FairShares(multiple, 0), [], {}
+
+    async def start(self, *names):
+        """Start tasks, named by their tenants."""
+        for name in names:
+            self.tasks[name] = asyncio.create_task(self._work(name))
+        return await self.settle()
+
+    async def end(self, name):
+        """End a task that has begun, or cancel one that waits."""
+        self.tasks[name].cancel()
+        return await self.settle()
+
+    async def settle(self):
+        """Return the tasks that have begun since the last call."""
+        for _ in range(50):
+            await asyncio.sleep(0)
+        begun, self.begun = self.begun, []
+        return begun
+
+    async def _work(self, name):
+        async with self.shares.hold(name[0]):
+            self.begun.append(name)
+            await asyncio.Event().wait()
+
+
+def test_a_tenant_with_one_task_meets_few_of_others(monkeypatch):
+    async def main():
+        it = Shares(2, monkeypatch)
+        with it.shares.be_present("a"):
+            assert await it.start("a1", "a2", "a3", "a4") == ["a1", "a2", "a3", "a4"]
+            with it.shares.be_present("b"):
+                assert await it.start("a5", "b1", "a6", "a7") == ["b1"]
+                assert await it.end("a1") == await it.end("a5") == await it.end("a2") == []
+                assert await it.end("a3") == ["a6"]  # a4 is the other one
+                assert await it.start("b2", "b3") == ["b2", "a7", "b3"]
+                assert await it.start("a8", "a9", "c1") == ["a8", "a9", "c1"]
+                for name in ("b1", "b2", "b3"):
+                    assert await it.end(name) == []
+                assert await it.start("a0") == []
+            await asyncio.sleep(0.01)
+            assert await it.settle() == ["a0"]  # b has left
+
+    asyncio.run(main())
+
+
+def test_beside_others_tasks_begin_after_pauses(monkeypatch):
+    async def main():
+        it = Shares(1, monkeypatch)
+        with it.shares.be_present("b"):
+            assert await it.start("a1", "a2", "a3") == ["a1"]
+            monkeypatch.setattr(fair_slots, "_PAUSE_SECONDS", 0)
+            assert await it.end("a1") == ["a2", "a3"]
+
+    asyncio.run(main())
+
+
+def test_tasks_that_have_waited_begin_in_different_rounds():
+    async def main():
+        shares, rounds, number = FairShares(1, 0), [], 0
+
+        async def work():
+            async with shares.hold("a"):
+                rounds.append(number)
+                await asyncio.Event().wait()
+
+        with shares.be_present("b"):
+            tasks = [asyncio.create_task(work()) for _ in range(5)]
+            await asyncio.sleep(0)
+        while len(rounds) < 5:
+            number += 1
+            await asyncio.sleep(0)
+        assert len(set(rounds)) == 5
+        for task in tasks:
+            task.cancel()
+
+    asyncio.run(main())

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import chain
 
 from octavo.kv_cache.block_pool import BlockPool, KVCacheBlock
@@ -114,6 +115,8 @@ class CrossAttentionManager:
         found = []
         for group_id in self.groups:
             known = self.pool.cached_blocks(group_id)
+            if hashes[0] not in known:
+                return None
             blocks = [known[block_hash] for block_hash in hashes if block_hash in known]
             if len(blocks) < len(hashes):
                 return None
@@ -125,12 +128,15 @@ def row_hashes(request: Request, block_size: int) -> list[bytes]:
     """Return the hash of each block of a request's rows; [] if others must not find them."""
     if not request.shares_blocks:
         return []
-    return list(_iterate_hashes(request, block_size))
+    items = tuple((item.identifier, item.num_rows) for item in request.mm_features)
+    return _hashes(request.cache_scope or "", items, block_size)
 
 
-def _iterate_hashes(request: Request, block_size: int) -> Iterator[bytes]:
-    scope = (request.cache_scope or "").encode()
-    for item in request.mm_features:
-        key = b"octavo-cross:%d:%b:%b" % (len(scope), scope, item.identifier.encode())
-        for i in range(-(-item.num_rows // block_size)):
-            yield hashlib.sha256(b"%b:%d" % (key, i)).digest()
+@lru_cache(128)  # a request needs them several times, and may come again for other answers
+def _hashes(scope: str, items: tuple[tuple[str, int], ...], block_size: int) -> list[bytes]:
+    hashes, prefix = [], scope.encode()
+    for identifier, num_rows in items:
+        key = b"octavo-cross:%d:%b:%b" % (len(prefix), prefix, identifier.encode())
+        for i in range(-(-num_rows // block_size)):
+            hashes.append(hashlib.sha256(b"%b:%d" % (key, i)).digest())
+    return hashes
