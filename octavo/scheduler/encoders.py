@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -227,7 +227,7 @@ class EncoderInputs:
                 self.pace.spend(features[index].modality, features[index].num_encoder_tokens)
         self._chosen = []
         if self._has_texts and num_new > 1:
-            self.pace.spend("prompt", num_new)
+            self.pace.spend("prompt", num_new, in_step=True)
             self._is_turn_of_run = True
         # Rows whose tokens were charged are computed again after a preemption.
         begun = request.num_charged
@@ -237,7 +237,7 @@ class EncoderInputs:
             if not features[index].mm_position.num_embeds_before(begun)
         )
 
-    def begin_step(self, running: Iterable[Request]) -> None:
+    def begin_step(self, running: Sequence[Request]) -> None:
         """Begin a step.
 
         Args:
@@ -250,13 +250,15 @@ class EncoderInputs:
             )
             self.pace.begin_step(has_texts=self._has_texts)
         elif self._has_cross:
-            self.pace.begin_step(has_texts=len({it.options.share for it in running}) > 1)
+            self.pace.begin_step(has_texts=bool(running))
 
     def must_wait(self, request: Request, running: Iterable[Request], served: Served) -> bool:
         """Return True if a request that starts with a whole run must wait for answers of others.
 
-        These are the answers of tenants that are less served. Beside them, runs take `_CROSS_SHARE`
-        of the time of the steps without one, and the step that is being scheduled has no time left.
+        These are the answers of tenants that are less served, without those of a worse priority.
+        Beside them, runs take `_CROSS_SHARE` of the time of the steps without one, and the step
+        that is being scheduled has no time left. What runs have taken is owed while anything runs:
+        else a tenant with short answers would owe nothing at each of its runs.
 
         Args:
             request: the request.
@@ -269,7 +271,7 @@ class EncoderInputs:
         """Note that a request starts with a whole run; the arguments are those of `must_wait`."""
         if _is_beside(request, running, served):
             for item in request.mm_features:
-                self.pace.spend(item.modality, item.num_encoder_tokens)
+                self.pace.spend(item.modality, item.num_encoder_tokens, in_step=True)
 
     def data_for_worker(self, request: Request, start: int) -> list[MultiModalFeatureSpec]:
         """Return the items of a request that starts at token `start`, for the workers.
@@ -386,10 +388,16 @@ class EncoderInputs:
 
 
 def _is_beside(request: Request, running: Iterable[Request], served: Served) -> bool:
-    """Return True if a request of a tenant that is less served than a request's tenant runs."""
-    own = request.options.share
+    """Return True if a request of a tenant that is less served than a request's tenant runs.
+
+    Those of a worse priority do not count.
+    """
+    own, priority = request.options.share, request.queue_key[0]
     limit = served(own)
-    return any(it.options.share != own and served(it.options.share) < limit for it in running)
+    return any(
+        it.queue_key[0] <= priority and it.options.share != own and served(it.options.share) < limit
+        for it in running
+    )
 
 
 def _sees_another(request: Request, item: MultiModalFeatureSpec) -> bool:

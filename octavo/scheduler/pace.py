@@ -29,8 +29,8 @@ class ItemWork:
 
     tokens: dict[WorkKind, float] = field(default_factory=dict)
     """Work by its kind. A piece of a run is the run's tokens, divided by the number of pieces."""
-    num_prompt_tokens: int = 0
-    """Tokens of the step that belong to prompts with items."""
+    num_step_tokens: int = 0
+    """Work that counts among the tokens of the step."""
     seconds: float = 0.0
     """Time that the step is expected to take for it, already paid."""
 
@@ -103,15 +103,21 @@ class ItemPace:
         seconds = self._costs.get("prompt", 0.0)
         return max(_MIN_TOKENS, int(self._credit / seconds)) if seconds else _MIN_TOKENS
 
-    def spend(self, kind: WorkKind, tokens: float) -> None:
-        """Note that the step has work."""
+    def spend(self, kind: WorkKind, tokens: float, *, in_step: bool = False) -> None:
+        """Note that the step has work.
+
+        Args:
+            kind: its kind.
+            tokens: its tokens.
+            in_step: True if they count among the tokens of the step.
+        """
         seconds = self._costs.get(kind, 0.0) * tokens
         self._credit -= seconds
         work = self._work
         work.seconds += seconds
         work.tokens[kind] = work.tokens.get(kind, 0.0) + tokens
-        if kind == "prompt":
-            work.num_prompt_tokens += int(tokens)
+        if in_step:
+            work.num_step_tokens += int(tokens)
 
     def step_ended(self, output: SchedulerOutput, work: ItemWork, seconds: float) -> None:
         """Learn from the time of a step, if it has no other long chunks of prompts.
@@ -121,7 +127,7 @@ class ItemPace:
             work: its work for items.
             seconds: its time.
         """
-        of_others = output.total_num_scheduled_tokens - work.num_prompt_tokens
+        of_others = output.total_num_scheduled_tokens - work.num_step_tokens
         if of_others >= MANY * len(output.scheduled_reqs):
             return
         step = self._step

@@ -3,9 +3,15 @@ from unittest.mock import ANY, Mock
 import msgspec
 import pytest
 
+from octavo.config import SchedulerConfig
 from octavo.errors import RequestError
+from octavo.frontend.encoder_prompt import text_feature
+from octavo.kv_cache.groups import KVCacheConfig, make_kv_cache_groups
+from octavo.messages import ModelRunnerOutput
+from octavo.models.cache import AttentionCache, CrossCache
 from octavo.request import Request, RequestStatus
 from octavo.scheduler.encoders import EncoderInputs
+from octavo.scheduler.scheduler import Scheduler
 from tests.fakes import FakeEngine, pages, picture, scheduled_tokens
 from tests.params import core_params, core_request
 
@@ -625,5 +631,39 @@ def test_whole_runs_have_a_pace_beside_answers_of_tenants_that_are_less_served()
     inputs.add_run(new, running, counters.__getitem__)
     for others, served in (([own], counters), ([own, answer], {"much": 1, "little": 10})):
         assert not inputs.must_wait(new, others, served.__getitem__)
-    inputs.begin_step([own])
+    answer.queue_key = (1, 1, 1)
+    assert not inputs.must_wait(new, running, counters.__getitem__)
+    inputs.begin_step([])
     assert inputs.pace.may_begin  # nothing is owed to others any more
+
+
+@pytest.mark.parametrize("max_tokens", [1, 20])
+def test_a_flood_of_whole_runs_takes_a_third_of_the_time_of_an_answer(max_tokens):
+    """A run has many tokens, as those of sounds have, and takes as long as ten steps."""
+
+    def add(name, tenant, seed, max_tokens):
+        core = core_request(name, [0], core_params(max_tokens=max_tokens), tenant=tenant)
+        core.mm_features = [text_feature([seed] * 150, None)]
+        scheduler.add_request(Request(core, None))
+
+    now = 0.0
+    caches = KVCacheConfig(9999, 8, make_kv_cache_groups([AttentionCache(1, 8), CrossCache(1, 8)]))
+    scheduler = Scheduler(
+        SchedulerConfig(max_num_seqs=8),
+        caches,
+        max_model_len=500,
+        max_num_batched_tokens=200,
+        clock=lambda: now,
+    )
+    add("answer", "a", 0, 400)
+    num_runs = num_steps = 0
+    while "answer" in scheduler.requests:
+        while len(scheduler.requests) < 6:
+            add(f"run {num_runs} {len(scheduler.requests)} {num_steps}", "b", num_steps, max_tokens)
+        work = scheduler.schedule()
+        ids = [scheduled.req_id for scheduled in work.scheduled_reqs]
+        now += 0.01 + 0.1 * len(work.scheduled_encoder_inputs)
+        num_steps += 1
+        num_runs += len(work.scheduled_encoder_inputs) if num_steps > 100 else 0
+        scheduler.update_from_output(work, ModelRunnerOutput(ids, [[1]] * len(ids)))
+    assert 8 < num_runs < 20  # in 300 steps, half of whose time pays for 15 runs

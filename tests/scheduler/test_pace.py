@@ -47,9 +47,9 @@ def test_prompts_and_runs_share_the_time():
     pace = make_pace()
     begin_step(pace)
     assert pace.num_tokens() == 32  # the smallest piece
-    pace.spend("prompt", 32)
+    pace.spend("prompt", 32, in_step=True)
     work = pace.end_step()
-    assert (work.tokens, work.num_prompt_tokens) == ({"prompt": 32}, 32)
+    assert (work.tokens, work.num_step_tokens) == ({"prompt": 32}, 32)
     pace.step_ended(SchedulerOutput([ScheduledRequest("p", 32)], 32), work, 8.2)
     assert [begin_step(pace) for _ in range(3)] == [0, 0, 1]
     assert pace.num_tokens() == 32
