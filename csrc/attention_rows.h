@@ -536,8 +536,12 @@ struct Attention {
   INLINE void softmax_step(const Row& row, const Wide& wide, const float* s, float old, P* probs,
                            float* sums, float* acc) const {
     vf v[V], sum = load(sums) * old;
-    UNROLL for (int i = 0; i < V; i++)
-      v[i] = power_of_two<P>(fma(load(s + i * W), splat(unit), splat(-row.max)));
+    // A large maximum is rounded by more than a power of two bears: round the others like it.
+    if (row.max < 0x1p24f && row.max > -0x1p24f) [[likely]]
+      UNROLL for (int i = 0; i < V; i++)
+        v[i] = power_of_two<P>(fma(load(s + i * W), splat(unit), splat(-row.max)));
+    else
+      UNROLL for (int i = 0; i < V; i++) v[i] = power_of_two<P>(load(s + i * W) * unit - row.max);
     UNROLL for (int i = 0; i < V; i += 2) sum += v[i] + v[i + 1];
     store(sums, sum);
     if constexpr (kScales) {

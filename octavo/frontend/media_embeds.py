@@ -29,6 +29,8 @@ _FORMS = {
 }
 GRID, SIZES = "image_grid_thw", "image_sizes"
 _DIMS = 2
+# Bytes that are decoded in the time of one entry of a list.
+_LIST_ENTRY = 100
 
 
 def mm_embeds_off(modality: Modality) -> str:
@@ -55,13 +57,17 @@ def is_embeds(source: Any, modality: Modality) -> bool:
 
 
 def nbytes_of(source: Mapping[str, Any]) -> int:
-    """Return about how many bytes the values of a part of a chat have."""
-    return sum(
-        len(x) if isinstance(x, str) else int(getattr(x, "nbytes", 0)) for x in source.values()
-    )
+    """Return about how many bytes the values of a part of a chat have; a list counts as many."""
+    return sum(_nbytes(x) for x in source.values())
 
 
-def read_embeds(source: Any, processor: Processor, modality: Modality) -> list[Item]:
+def _nbytes(value: Any) -> int:
+    if isinstance(value, list):
+        return _LIST_ENTRY * len(value) + sum(len(x) for x in value if isinstance(x, str))
+    return len(value) if isinstance(value, str) else int(getattr(value, "nbytes", 0))
+
+
+def read_embeds(source: Any, processor: Processor, modality: Modality, limit: int) -> list[Item]:
     """Return the items whose rows a caller gives.
 
     The rows are [rows, size] for one item, or [items, rows, size]. A dict has them as
@@ -78,9 +84,10 @@ def read_embeds(source: Any, processor: Processor, modality: Modality) -> list[I
         source: the rows, or the dict.
         processor: the model's processor.
         modality: modality of the items.
+        limit: most items of a prompt.
 
     Raises:
-        RequestError: they have a wrong form, or do not fit the model.
+        RequestError: they have a wrong form, are too many, or do not fit the model.
     """
     name = f"{modality}_embeds"
     given = source if isinstance(source, Mapping) else {name: source}
@@ -90,8 +97,8 @@ def read_embeds(source: Any, processor: Processor, modality: Modality) -> list[I
             raise RequestError(f"{name}.{str(key)[:40]} is unknown; give {', '.join(known)}.")
     if given.get(name) is None:
         raise RequestError(f"{name} is missing in its dict; give an array [rows, size].")
-    tensors = _tensors(given[name], name)
-    places = _places(given, processor)
+    tensors = _tensors(given[name], name, limit)
+    places = _places(given, processor, limit)
     if places is None:
         places = [_place_of_rows(len_of(tensor), processor, modality) for tensor in tensors]
     elif len(tensors) == 1 and len(places) > 1:
@@ -118,10 +125,23 @@ def len_of(tensor: TensorData) -> int:
     return tensor.shape[0]
 
 
-def _tensors(value: Any, name: str) -> list[TensorData]:
+def _tensors(value: Any, name: str, limit: int) -> list[TensorData]:
     """Return the rows [rows, size] of each item."""
     if isinstance(value, list | tuple):
-        return [tensor for one in value for tensor in _tensors(one, name)]
+        _check_count(len(value), name, limit)
+        return [tensor for one in value for tensor in _rows(one, name, limit)]
+    return _rows(value, name, limit)
+
+
+def _check_count(count: int, name: str, limit: int) -> None:
+    if count > limit:
+        raise RequestError(
+            f"{name} has {count} items; at most {limit} are allowed (limit_mm_per_prompt)."
+        )
+
+
+def _rows(value: Any, name: str, limit: int) -> list[TensorData]:
+    """Return the rows [rows, size] of each item of one array."""
     tensor = _tensor(value, name)
     shape = tensor.shape
     if tensor.dtype not in EMBEDS_DTYPES:
@@ -136,6 +156,7 @@ def _tensors(value: Any, name: str) -> list[TensorData]:
         )
     if len(shape) == _DIMS:
         return [tensor]
+    _check_count(shape[0], name, limit)
     step = len(tensor.data) // shape[0]
     return [
         TensorData(tensor.dtype, shape[1:], tensor.data[i * step : (i + 1) * step])
@@ -147,13 +168,14 @@ def _tensor(value: Any, name: str) -> TensorData:
     return decode_tensor(value, name) if isinstance(value, str) else to_tensor(value, name)
 
 
-def _places(given: Mapping[str, Any], processor: Processor) -> list[Place] | None:
+def _places(given: Mapping[str, Any], processor: Processor, limit: int) -> list[Place] | None:
     """Return the places of pictures with grids or sizes; None: the caller gives neither."""
     grids, sizes = _integers(given, GRID, 3), _integers(given, SIZES, 2)
     if grids is None and sizes is None:
         return None
     if grids is not None and sizes is not None:
         raise RequestError(f"{GRID} and {SIZES} exclude each other; give one of them.")
+    _check_count(len(grids or sizes or ()), SIZES if grids is None else GRID, limit)
     assert isinstance(processor, ImageProcessor)
     if sizes is not None:
         return [processor.place(height, width) for width, height in sizes]
@@ -172,10 +194,10 @@ def _integers(given: Mapping[str, Any], name: str, count: int) -> Sequence[Seque
     if value is None:
         return None
     try:
-        if isinstance(value, list | tuple):
-            value = np.array(value)
-        tensor = _tensor(value, name)
-        array = np.frombuffer(tensor.data, numpy_dtype(tensor.dtype)).reshape(tensor.shape)
+        array = np.array(value) if isinstance(value, list | tuple) else value
+        if not isinstance(array, np.ndarray):
+            tensor = _tensor(value, name)
+            array = np.frombuffer(tensor.data, numpy_dtype(tensor.dtype)).reshape(tensor.shape)
     except ValueError:  # lists of several lengths
         array = np.empty(0)
     rows = array[None] if array.ndim == 1 else array

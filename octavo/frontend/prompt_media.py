@@ -297,7 +297,8 @@ class PromptMedia:
         """
         if not self._enable_mm_embeds:
             raise RequestError(mm_embeds_off(modality), DATA)
-        return read_embeds(source, self.readers[modality].processor.changed(settings), modality)
+        reader = self.readers[modality]
+        return read_embeds(source, reader.processor.changed(settings), modality, reader.limit)
 
     def _recall(self, key: MediaKey, reader: MediaReader[Any], index: int) -> Item:
         """Return the item that was sent with a uuid before."""

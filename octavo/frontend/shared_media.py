@@ -65,8 +65,8 @@ class SharedMedia:
             tenant: sender of the item.
         """
         name = _digest(key)
-        fits = nbytes + _ENTRY <= self._max_nbytes
-        data = msgspec.msgpack.encode(item) if fits else b""
+        data = msgspec.msgpack.encode(item) if nbytes + _ENTRY <= self._max_nbytes else b""
+        fits = 0 < len(data) <= self._max_nbytes - _ENTRY
         try:
             with self._lock():
                 old = {path for path in self._files() if path.name.startswith(name)}

@@ -165,6 +165,10 @@ def test_forms_of_rows(tmp_path, monkeypatch):
         assert answers(llm, one | {"multi_modal_data": {"image": exact}}) == [rounded]
 
 
+def data_of(rows, grid):
+    return {"image_embeds": rows, "image_grid_thw": grid}
+
+
 def test_errors(tmp_path):
     """Bad rows harm only their own request; the error says what is wrong with them."""
     save_model("qwen3_vl", tmp_path)
@@ -197,11 +201,7 @@ def test_errors(tmp_path):
         )
         wrong(llm, "not a tensor saved with torch.save or numpy.save", "rows")
         wrong(llm, "is a int, not a torch tensor", 4)
-        refuse(
-            llm,
-            "has 3 items, and .* has 2",
-            {"image_embeds": [good] * 3, "image_grid_thw": [grid, grid]},
-        )
+        refuse(llm, "has 2 items, and .* has 1", data_of([good] * 2, [grid]))
         wrong(llm, "not finite", np.where(np.arange(96) == 95, np.nan, good))
         wrong(llm, "not finite", torch.full((2, 96), np.inf, dtype=torch.bfloat16))
         wrong(llm, "layout torch.sparse_coo", torch.ones(2, 96).to_sparse())
@@ -212,13 +212,17 @@ def test_errors(tmp_path):
         wrong(llm, "image_grid_thw must be positive integers", good, image_grid_thw=[[1, 2], [1]])
         wrong(llm, r"image_grid_thw is \[2, 2, 2\]", good, image_grid_thw=[2, 2, 2])
         wrong(llm, r"image_grid_thw is \[1, 3, 4\]", good, image_grid_thw=[1, 3, 4])
-        wrong(llm, "3 pictures; at most 2", [good] * 3, image_grid_thw=[grid] * 3)
+        wrong(llm, "image_grid_thw must be positive integers", good, image_grid_thw=["1", "2", "4"])
+        wrong(llm, "is a list, not a torch tensor", [[good]])
+        wrong(llm, "image_embeds has 3 items; at most 2", [good] * 3)
+        wrong(llm, "image_embeds has 3 items; at most 2", np.stack([good] * 3))
+        wrong(llm, "image_grid_thw has 3 items; at most 2", good, image_grid_thw=[grid] * 3)
+        refuse(llm, "3 pictures; at most 2", [PICTURES[0], *[data_of(good, grid)] * 2])
         many = np.ones((500, 96), np.float32)
         wrong(
             llm, "have 500 tokens; the model's context has 400", many, image_grid_thw=[1, 2, 1000]
         )
-        data = {"image_embeds": good, "image_grid_thw": grid}
-        given = {"prompt": text, "multi_modal_data": {"image": data}}
+        given = {"prompt": text, "multi_modal_data": {"image": data_of(good, grid)}}
         (output,) = llm.generate(given, params(), use_tqdm=False)
         assert output.outputs[0].token_ids
 
