@@ -47,12 +47,16 @@ class SharedMedia:
     def get(self, key: MediaKey) -> Item | None:
         """Return an item; None: it is not kept."""
         name = _digest(key)
-        with self._lock(fcntl.LOCK_SH):
-            path = next((path for path in self._files() if path.name.startswith(name)), None)
-            if path is None:
-                return None
-            os.utime(path)
-            data = path.read_bytes()
+        try:
+            with self._lock(fcntl.LOCK_SH):
+                path = next((path for path in self._files() if path.name.startswith(name)), None)
+                if path is None:
+                    return None
+                os.utime(path)
+                data = path.read_bytes()
+        except OSError as error:
+            logger.warning("a picture, sound or video cannot be read by its uuid: %s", error)
+            return None
         return _decoder.decode(data)
 
     def put(self, key: MediaKey, item: Item, nbytes: int, tenant: Tenant) -> None:
@@ -69,16 +73,14 @@ class SharedMedia:
         fits = 0 < len(data) <= self._max_nbytes - _ENTRY
         try:
             with self._lock():
-                old = {path for path in self._files() if path.name.startswith(name)}
+                # First: if the new item cannot be written, the old one must not take its place.
+                for path in [path for path in self._files() if path.name.startswith(name)]:
+                    path.unlink()
                 if fits:
-                    self._make_room(self._max_nbytes - len(data) - _ENTRY, old)
-                    kept = self._folder / f"{name}-{_digest(tenant)[:16]}"
+                    self._make_room(self._max_nbytes - len(data) - _ENTRY)
                     new = self._folder / _NEW
                     new.write_bytes(data)
-                    new.rename(kept)
-                    old.discard(kept)
-                for path in old:
-                    path.unlink()
+                    new.rename(self._folder / f"{name}-{_digest(tenant)[:16]}")
         except OSError as error:
             logger.warning("a picture, sound or video cannot be kept by its uuid: %s", error)
 
@@ -88,10 +90,10 @@ class SharedMedia:
             for path in self._files():
                 path.unlink()
 
-    def _make_room(self, nbytes: int, replaced: set[Path]) -> None:
-        """Give up items until the others, without those to be replaced, have at most `nbytes`."""
+    def _make_room(self, nbytes: int) -> None:
+        """Give up items until the others have at most `nbytes`."""
         held: defaultdict[str, list[tuple[int, int, Path]]] = defaultdict(list)
-        for path in set(self._files()) - replaced:
+        for path in self._files():
             stat = path.stat()
             held[path.name.partition("-")[2]].append((stat.st_mtime_ns, stat.st_size, path))
         sums = {tenant: sum(size + _ENTRY for _, size, _ in own) for tenant, own in held.items()}

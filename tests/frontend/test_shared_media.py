@@ -69,6 +69,10 @@ def test_an_item_that_never_fits_is_not_kept(make):
     assert media.get(key("a")) == item()
     media.put(key("a"), item(1, 4000), 4000, None)
     assert media.get(key("a")) is None
+    media.put(key("a"), item(), 3000, None)  # without the lengths and names around its bytes
+    assert media.get(key("a")) == item()
+    media.put(key("a"), item(0, 3000), 3000, None)
+    assert media.get(key("a")) is None
     off = make(0)
     off.put(key("a"), item(), item().nbytes, None)
     assert off.get(key("a")) is None
@@ -85,10 +89,19 @@ def test_a_full_disk_keeps_nothing(make, monkeypatch, caplog):
     with monkeypatch.context() as patched:
         patched.setattr("pathlib.Path.write_bytes", fail)
         media.put(key("b"), item(1), item().nbytes, None)
-    assert "No space left" in caplog.text
-    assert (media.get(key("a")), media.get(key("b"))) == (item(), None)
+        assert "No space left" in caplog.text
+        assert (media.get(key("a")), media.get(key("b"))) == (item(), None)
+        media.put(key("a"), item(1), item().nbytes, None)
+        assert media.get(key("a")) is None  # the old one would be wrong
     media.put(key("b"), item(1), item().nbytes, None)
     assert media.get(key("b")) == item(1)
+
+
+def test_a_lost_folder_keeps_nothing(tmp_path, caplog):
+    media = SharedMedia(tmp_path / "lost", 10**6)
+    media.put(key("a"), item(), item().nbytes, None)
+    assert media.get(key("a")) is None
+    assert "No such file" in caplog.text
 
 
 def test_many_at_once(make):
