@@ -194,9 +194,10 @@ class ChatMedia:
                 item.source,
                 item.modality,
                 own,
+                1,
             )
-            if len(found) != 1:
-                raise RequestError(f"it has {len(found)} items; send a part for each.")
+            if not found:
+                raise RequestError("it has no rows; give those of an item.")
         except RequestError as error:
             raise type(error)(f"{item.name}: {error.message}", "messages") from None
         return found[0]
