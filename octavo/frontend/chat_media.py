@@ -187,6 +187,7 @@ class ChatMedia:
     async def _read_embeds(self, item: MediaItem, settings: Mapping[str, Any]) -> Item:
         """Return an item for which a chat has the rows of the encoder."""
         own = self._media.settings_of(item.modality, settings)
+        await asyncio.sleep(0)  # many small ones leave time for other requests
         try:
             found = await offload(
                 nbytes_of(item.source) // _DECODING_SPEED,
