@@ -200,7 +200,7 @@ def test_errors(tmp_path):
             [PICTURES[0], torch.ones(2, 2, dtype=torch.int64)],
         )
         wrong(llm, "not a tensor saved with torch.save or numpy.save", "rows")
-        wrong(llm, "is a int, not a torch tensor", 4)
+        wrong(llm, "is of type int; give a torch tensor", 4)
         refuse(
             llm,
             "has 2 items, and .* has 1",
@@ -307,11 +307,11 @@ def test_chats(tmp_path, tmp_path_factory, monkeypatch):
             ({"image_embeds": npy(first)[:-8], **size}, "damaged file of numpy.save"),
             ({"image_embeds": npy(first[:, :8]), **size}, "have 8 numbers in a row"),
             ({"image_embeds": npy(first * np.nan), **size}, "not finite"),
-            ({"image_embeds": [1, 2], **size}, "is a int, not a torch tensor"),
+            ({"image_embeds": [1, 2], **size}, "is of type int; give a torch tensor"),
             ({"image_embeds": npy(first[None].repeat(2, 0)), **size}, "too many items"),
             ({"image_embeds": npy(first), "image_sizes": {}}, "image_sizes"),
             (None, "image_embeds is missing"),
-            (4, "image_embeds is a int"),
+            (4, "image_embeds is of type int"),
         ):
             response = send(part(value))
             assert response.status_code == 400, response.text
