@@ -31,7 +31,8 @@ _FORMS = {
 }
 GRID, SIZES = "image_grid_thw", "image_sizes"
 _DIMS = 2
-_NUMBER_NBYTES = 8
+# Counted for a list, which may be long: counting its values would take as long as reading them.
+_LIST_NBYTES = 2**20
 
 
 def mm_embeds_off(modality: Modality) -> str:
@@ -57,15 +58,12 @@ def is_embeds(source: Any, modality: Modality) -> bool:
     return is_torch(source) and source.ndim >= _DIMS
 
 
-def nbytes_of(source: Any) -> int:
-    """Return about how many bytes the values of a part of a chat have."""
-    if isinstance(source, str):
-        return len(source)
-    if isinstance(source, Mapping):
-        return sum(map(nbytes_of, source.values()))
-    if isinstance(source, list | tuple):
-        return sum(map(nbytes_of, source))
-    return int(getattr(source, "nbytes", _NUMBER_NBYTES))
+def nbytes_of(source: Mapping[str, Any]) -> int:
+    """Return about how many bytes the values of a part of a chat have, for the time to read it."""
+    return sum(
+        len(x) if isinstance(x, str) else int(getattr(x, "nbytes", _LIST_NBYTES))
+        for x in source.values()
+    )
 
 
 def read_embeds(
