@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from numbers import Integral
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from octavo.errors import RequestError
 from octavo.frontend.prompt_embeds import is_torch, to_tensor
@@ -29,8 +31,8 @@ _FORMS = {
 }
 GRID, SIZES = "image_grid_thw", "image_sizes"
 _DIMS = 2
-# Bytes that are decoded in the time of one entry of a list.
-_LIST_ENTRY = 100
+# Counted for a list, which may be long: counting its values would take as long as reading them.
+_LIST_NBYTES = 2**20
 
 
 def mm_embeds_off(modality: Modality) -> str:
@@ -57,17 +59,16 @@ def is_embeds(source: Any, modality: Modality) -> bool:
 
 
 def nbytes_of(source: Mapping[str, Any]) -> int:
-    """Return about how many bytes the values of a part of a chat have; a list counts as many."""
-    return sum(_nbytes(x) for x in source.values())
+    """Return about how many bytes the values of a part of a chat have, for the time to read it."""
+    return sum(
+        len(x) if isinstance(x, str) else int(getattr(x, "nbytes", _LIST_NBYTES))
+        for x in source.values()
+    )
 
 
-def _nbytes(value: Any) -> int:
-    if isinstance(value, list):
-        return _LIST_ENTRY * len(value) + sum(len(x) for x in value if isinstance(x, str))
-    return len(value) if isinstance(value, str) else int(getattr(value, "nbytes", 0))
-
-
-def read_embeds(source: Any, processor: Processor, modality: Modality, limit: int) -> list[Item]:
+def read_embeds(
+    source: Any, processor: Processor, modality: Modality, max_items: int
+) -> list[Item]:
     """Return the items whose rows a caller gives.
 
     The rows are [rows, size] for one item, or [items, rows, size]. A dict has them as
@@ -84,7 +85,7 @@ def read_embeds(source: Any, processor: Processor, modality: Modality, limit: in
         source: the rows, or the dict.
         processor: the model's processor.
         modality: modality of the items.
-        limit: most items of a prompt.
+        max_items: most items. Each takes time and memory, also if its rows are few bytes.
 
     Raises:
         RequestError: they have a wrong form, are too many, or do not fit the model.
@@ -97,8 +98,8 @@ def read_embeds(source: Any, processor: Processor, modality: Modality, limit: in
             raise RequestError(f"{name}.{str(key)[:40]} is unknown; give {', '.join(known)}.")
     if given.get(name) is None:
         raise RequestError(f"{name} is missing in its dict; give an array [rows, size].")
-    tensors = _tensors(given[name], name, limit)
-    places = _places(given, processor, limit)
+    tensors = _tensors(given[name], name, max_items)
+    places = _places(given, processor, max_items)
     if places is None:
         places = [_place_of_rows(len_of(tensor), processor, modality) for tensor in tensors]
     elif len(tensors) == 1 and len(places) > 1:
@@ -125,22 +126,17 @@ def len_of(tensor: TensorData) -> int:
     return tensor.shape[0]
 
 
-def _tensors(value: Any, name: str, limit: int) -> list[TensorData]:
+def _tensors(value: Any, name: str, max_items: int) -> list[TensorData]:
     """Return the rows [rows, size] of each item."""
     if isinstance(value, list | tuple):
-        _check_count(len(value), name, limit)
-        return [tensor for one in value for tensor in _rows(one, name, limit)]
-    return _rows(value, name, limit)
+        found: list[TensorData] = []
+        for one in value:
+            found += _rows(one, name, max_items - len(found))
+        return found
+    return _rows(value, name, max_items)
 
 
-def _check_count(count: int, name: str, limit: int) -> None:
-    if count > limit:
-        raise RequestError(
-            f"{name} has {count} items; at most {limit} are allowed (limit_mm_per_prompt)."
-        )
-
-
-def _rows(value: Any, name: str, limit: int) -> list[TensorData]:
+def _rows(value: Any, name: str, max_items: int) -> list[TensorData]:
     """Return the rows [rows, size] of each item of one array."""
     tensor = _tensor(value, name)
     shape = tensor.shape
@@ -154,9 +150,13 @@ def _rows(value: Any, name: str, limit: int) -> list[TensorData]:
             f"{name} has the shape {list(shape)[:8]}; it must be [rows, size] or [items, rows, "
             "size], without a zero."
         )
+    if (shape[0] if len(shape) > _DIMS else 1) > max_items:
+        raise RequestError(
+            f"{name} has too many items. A part of a chat has one, and a prompt at most "
+            "limit_mm_per_prompt; send fewer, or a part for each."
+        )
     if len(shape) == _DIMS:
         return [tensor]
-    _check_count(shape[0], name, limit)
     step = len(tensor.data) // shape[0]
     return [
         TensorData(tensor.dtype, shape[1:], tensor.data[i * step : (i + 1) * step])
@@ -168,14 +168,13 @@ def _tensor(value: Any, name: str) -> TensorData:
     return decode_tensor(value, name) if isinstance(value, str) else to_tensor(value, name)
 
 
-def _places(given: Mapping[str, Any], processor: Processor, limit: int) -> list[Place] | None:
+def _places(given: Mapping[str, Any], processor: Processor, max_items: int) -> list[Place] | None:
     """Return the places of pictures with grids or sizes; None: the caller gives neither."""
-    grids, sizes = _integers(given, GRID, 3), _integers(given, SIZES, 2)
+    grids, sizes = _integers(given, GRID, 3, max_items), _integers(given, SIZES, 2, max_items)
     if grids is None and sizes is None:
         return None
     if grids is not None and sizes is not None:
         raise RequestError(f"{GRID} and {SIZES} exclude each other; give one of them.")
-    _check_count(len(grids or sizes or ()), SIZES if grids is None else GRID, limit)
     assert isinstance(processor, ImageProcessor)
     if sizes is not None:
         return [processor.place(height, width) for width, height in sizes]
@@ -188,32 +187,49 @@ def _places(given: Mapping[str, Any], processor: Processor, limit: int) -> list[
     return places
 
 
-def _integers(given: Mapping[str, Any], name: str, count: int) -> Sequence[Sequence[int]] | None:
+def _integers(
+    given: Mapping[str, Any], name: str, count: int, max_items: int
+) -> Sequence[Sequence[int]] | None:
     """Return integers [items, count], or those of one item [count]; None: there are none."""
     value = given.get(name)
     if value is None:
         return None
     try:
-        array = np.array(value) if isinstance(value, list | tuple) else value
-        if not isinstance(array, np.ndarray):
-            tensor = _tensor(value, name)
-            array = np.frombuffer(tensor.data, numpy_dtype(tensor.dtype)).reshape(tensor.shape)
-    except ValueError:  # lists of several lengths
+        array = _integer_array(value, name)
+    except (ValueError, OverflowError):  # also a RequestError
         array = np.empty(0)
     rows = array[None] if array.ndim == 1 else array
     if (
         rows.ndim != _DIMS
         or rows.shape[1] != count
         or not np.issubdtype(rows.dtype, np.integer)
-        or not rows.size
+        or not 0 < len(rows) <= max_items
         or rows.min() < 1
         or rows.max() > MAX_SIDE
     ):
         raise RequestError(
-            f"{name} must be positive integers [items, {count}], or [{count}] for one item."
+            f"{name} must be positive integers up to {MAX_SIDE}: [items, {count}], or [{count}] "
+            f"for one item (most items here: {max_items})."
         )
     found: list[list[int]] = rows.tolist()
     return found
+
+
+def _integer_array(value: Any, name: str) -> NDArray[Any]:
+    """Return the array in a tensor, a file in base64, or a list of integers.
+
+    Raises:
+        ValueError: it is something else, or the lists have several lengths.
+        OverflowError: an integer has more than 64 bits.
+    """
+    if not isinstance(value, list | tuple):
+        tensor = _tensor(value, name)
+        return np.frombuffer(tensor.data, numpy_dtype(tensor.dtype)).reshape(tensor.shape)
+    # An array of texts would have the length of the longest one for each.
+    array = np.array(value, object)
+    if not all(isinstance(x, Integral) and not isinstance(x, bool) for x in array.flat):
+        raise ValueError
+    return array.astype(np.int64)
 
 
 def _place_of_rows(num_rows: int, processor: Processor, modality: Modality) -> Place:

@@ -55,7 +55,7 @@ class SharedMedia:
                 os.utime(path)
                 data = path.read_bytes()
         except OSError as error:
-            logger.warning("a picture, sound or video cannot be read by its uuid: %s", error)
+            logger.warning("a picture, sound or video with a uuid cannot be read: %s", error)
             return None
         return _decoder.decode(data)
 
@@ -69,18 +69,23 @@ class SharedMedia:
             tenant: sender of the item.
         """
         name = _digest(key)
-        data = msgspec.msgpack.encode(item) if nbytes + _ENTRY <= self._max_nbytes else b""
-        fits = 0 < len(data) <= self._max_nbytes - _ENTRY
+        most = self._max_nbytes - _ENTRY
+        data = msgspec.msgpack.encode(item) if nbytes <= most else b""
+        fits = 0 < len(data) <= most  # it has more bytes than those of the item's arrays
         try:
             with self._lock():
                 # First: if the new item cannot be written, the old one must not take its place.
                 for path in [path for path in self._files() if path.name.startswith(name)]:
                     path.unlink()
                 if fits:
-                    self._make_room(self._max_nbytes - len(data) - _ENTRY)
+                    self._make_room(most - len(data))
                     new = self._folder / _NEW
-                    new.write_bytes(data)
-                    new.rename(self._folder / f"{name}-{_digest(tenant)[:16]}")
+                    try:
+                        new.write_bytes(data)
+                        new.rename(self._folder / f"{name}-{_digest(tenant)[:16]}")
+                    except OSError:
+                        new.unlink(missing_ok=True)  # on a full disk it would take the rest
+                        raise
         except OSError as error:
             logger.warning("a picture, sound or video cannot be kept by its uuid: %s", error)
 
