@@ -75,9 +75,9 @@ def pytest_runtestloop() -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup() -> None:
+def pytest_runtest_setup(item: pytest.Item) -> None:
     """Seed the random numbers of a test and its fixtures, whatever has run before."""
-    random.seed(SEED)
+    random.seed(f"{SEED} {item.nodeid}")  # libraries draw ports, also in other processes of pytest
     np.random.seed(SEED % 2**32)
     if torch := sys.modules.get("torch"):  # some environments have none
         torch.manual_seed(SEED)
