@@ -187,6 +187,7 @@ class ChatMedia:
     async def _read_embeds(self, item: MediaItem, settings: Mapping[str, Any]) -> Item:
         """Return an item for which a chat has the rows of the encoder."""
         own = self._media.settings_of(item.modality, settings)
+        await asyncio.sleep(0)  # many small ones leave time for other requests
         try:
             found = await offload(
                 nbytes_of(item.source) // _DECODING_SPEED,
@@ -194,9 +195,10 @@ class ChatMedia:
                 item.source,
                 item.modality,
                 own,
+                1,
             )
-            if len(found) != 1:
-                raise RequestError(f"it has {len(found)} items; send a part for each.")
+            if not found:
+                raise RequestError("it has no rows; give those of an item.")
         except RequestError as error:
             raise type(error)(f"{item.name}: {error.message}", "messages") from None
         return found[0]

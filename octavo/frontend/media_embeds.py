@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from numbers import Integral
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from octavo.errors import RequestError
 from octavo.frontend.prompt_embeds import is_torch, to_tensor
@@ -29,6 +31,8 @@ _FORMS = {
 }
 GRID, SIZES = "image_grid_thw", "image_sizes"
 _DIMS = 2
+# Counted for a list, which may be long: counting its values would take as long as reading them.
+_LIST_NBYTES = 2**20
 
 
 def mm_embeds_off(modality: Modality) -> str:
@@ -55,13 +59,16 @@ def is_embeds(source: Any, modality: Modality) -> bool:
 
 
 def nbytes_of(source: Mapping[str, Any]) -> int:
-    """Return about how many bytes the values of a part of a chat have."""
+    """Return about how many bytes the values of a part of a chat have, for the time to read it."""
     return sum(
-        len(x) if isinstance(x, str) else int(getattr(x, "nbytes", 0)) for x in source.values()
+        len(x) if isinstance(x, str) else int(getattr(x, "nbytes", _LIST_NBYTES))
+        for x in source.values()
     )
 
 
-def read_embeds(source: Any, processor: Processor, modality: Modality) -> list[Item]:
+def read_embeds(
+    source: Any, processor: Processor, modality: Modality, max_items: int
+) -> list[Item]:
     """Return the items whose rows a caller gives.
 
     The rows are [rows, size] for one item, or [items, rows, size]. A dict has them as
@@ -78,9 +85,10 @@ def read_embeds(source: Any, processor: Processor, modality: Modality) -> list[I
         source: the rows, or the dict.
         processor: the model's processor.
         modality: modality of the items.
+        max_items: most items. Each takes time and memory, also if its rows are few bytes.
 
     Raises:
-        RequestError: they have a wrong form, or do not fit the model.
+        RequestError: they have a wrong form, are too many, or do not fit the model.
     """
     name = f"{modality}_embeds"
     given = source if isinstance(source, Mapping) else {name: source}
@@ -90,8 +98,8 @@ def read_embeds(source: Any, processor: Processor, modality: Modality) -> list[I
             raise RequestError(f"{name}.{str(key)[:40]} is unknown; give {', '.join(known)}.")
     if given.get(name) is None:
         raise RequestError(f"{name} is missing in its dict; give an array [rows, size].")
-    tensors = _tensors(given[name], name)
-    places = _places(given, processor)
+    tensors = _tensors(given[name], name, max_items)
+    places = _places(given, processor, max_items)
     if places is None:
         places = [_place_of_rows(len_of(tensor), processor, modality) for tensor in tensors]
     elif len(tensors) == 1 and len(places) > 1:
@@ -118,10 +126,13 @@ def len_of(tensor: TensorData) -> int:
     return tensor.shape[0]
 
 
-def _tensors(value: Any, name: str) -> list[TensorData]:
+def _tensors(value: Any, name: str, max_items: int) -> list[TensorData]:
     """Return the rows [rows, size] of each item."""
     if isinstance(value, list | tuple):
-        return [tensor for one in value for tensor in _tensors(one, name)]
+        found: list[TensorData] = []
+        for one in value:
+            found += _tensors(one, name, max_items - len(found))
+        return found
     tensor = _tensor(value, name)
     shape = tensor.shape
     if tensor.dtype not in EMBEDS_DTYPES:
@@ -133,6 +144,11 @@ def _tensors(value: Any, name: str) -> list[TensorData]:
         raise RequestError(
             f"{name} has the shape {list(shape)[:8]}; it must be [rows, size] or [items, rows, "
             "size], without a zero."
+        )
+    if (shape[0] if len(shape) > _DIMS else 1) > max_items:
+        raise RequestError(
+            f"{name} has too many items. A part of a chat has one, and a prompt at most "
+            "limit_mm_per_prompt; send fewer, or a part for each."
         )
     if len(shape) == _DIMS:
         return [tensor]
@@ -147,9 +163,9 @@ def _tensor(value: Any, name: str) -> TensorData:
     return decode_tensor(value, name) if isinstance(value, str) else to_tensor(value, name)
 
 
-def _places(given: Mapping[str, Any], processor: Processor) -> list[Place] | None:
+def _places(given: Mapping[str, Any], processor: Processor, max_items: int) -> list[Place] | None:
     """Return the places of pictures with grids or sizes; None: the caller gives neither."""
-    grids, sizes = _integers(given, GRID, 3), _integers(given, SIZES, 2)
+    grids, sizes = _integers(given, GRID, 3, max_items), _integers(given, SIZES, 2, max_items)
     if grids is None and sizes is None:
         return None
     if grids is not None and sizes is not None:
@@ -166,32 +182,49 @@ def _places(given: Mapping[str, Any], processor: Processor) -> list[Place] | Non
     return places
 
 
-def _integers(given: Mapping[str, Any], name: str, count: int) -> Sequence[Sequence[int]] | None:
+def _integers(
+    given: Mapping[str, Any], name: str, count: int, max_items: int
+) -> Sequence[Sequence[int]] | None:
     """Return integers [items, count], or those of one item [count]; None: there are none."""
     value = given.get(name)
     if value is None:
         return None
     try:
-        if isinstance(value, list | tuple):
-            value = np.array(value)
-        tensor = _tensor(value, name)
-        array = np.frombuffer(tensor.data, numpy_dtype(tensor.dtype)).reshape(tensor.shape)
-    except ValueError:  # lists of several lengths
+        array = _integer_array(value, name)
+    except (ValueError, OverflowError):  # also a RequestError
         array = np.empty(0)
     rows = array[None] if array.ndim == 1 else array
     if (
         rows.ndim != _DIMS
         or rows.shape[1] != count
         or not np.issubdtype(rows.dtype, np.integer)
-        or not rows.size
+        or not 0 < len(rows) <= max_items
         or rows.min() < 1
         or rows.max() > MAX_SIDE
     ):
         raise RequestError(
-            f"{name} must be positive integers [items, {count}], or [{count}] for one item."
+            f"{name} must be positive integers up to {MAX_SIDE}: [items, {count}], or [{count}] "
+            f"for one item (most items here: {max_items})."
         )
     found: list[list[int]] = rows.tolist()
     return found
+
+
+def _integer_array(value: Any, name: str) -> NDArray[Any]:
+    """Return the array in a tensor, a file in base64, or a list of integers.
+
+    Raises:
+        ValueError: it is something else, or the lists have several lengths.
+        OverflowError: an integer has more than 64 bits.
+    """
+    if not isinstance(value, list | tuple):
+        tensor = _tensor(value, name)
+        return np.frombuffer(tensor.data, numpy_dtype(tensor.dtype)).reshape(tensor.shape)
+    # An array of texts would have the length of the longest one for each.
+    array = np.array(value, object)
+    if not all(isinstance(x, Integral) and not isinstance(x, bool) for x in array.flat):
+        raise ValueError
+    return array.astype(np.int64)
 
 
 def _place_of_rows(num_rows: int, processor: Processor, modality: Modality) -> Place:

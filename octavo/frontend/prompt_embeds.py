@@ -57,7 +57,9 @@ def to_tensor(tensor: Any, name: str) -> TensorData:
         return TensorData(str(tensor.dtype.name), tensor.shape, array.tobytes())
     if not is_torch(tensor):
         raise RequestError(
-            f"{name} is a {type(tensor).__name__}, not a torch tensor or a numpy array.", name
+            f"{name} is of type {type(tensor).__name__}; give a torch tensor or a numpy array, or "
+            "over HTTP a file of torch.save or numpy.save in base64.",
+            name,
         )
     if str(tensor.layout) != "torch.strided":
         raise RequestError(f"{name} is a tensor of layout {tensor.layout}; call to_dense().", name)

@@ -237,8 +237,8 @@ class PromptMedia:
                     read.append(self._recall(key, reader, i))
                 else:
                     read.append(reader.read(source, own, i))
-                if key is not None:
-                    kept.append((key, read[-1]))
+                    if key is not None:
+                        kept.append((key, read[-1]))
                 num_embeds += read[-1].num_embeds
                 if num_embeds > self._max_num_embeds:
                     raise ContextLengthError(
@@ -283,7 +283,7 @@ class PromptMedia:
         self._named.clear()
 
     def read_embeds(
-        self, source: Any, modality: Modality, settings: Mapping[str, Any]
+        self, source: Any, modality: Modality, settings: Mapping[str, Any], max_items: int
     ) -> list[Item]:
         """Return the items whose rows a caller gives; see `media_embeds.read_embeds`.
 
@@ -291,13 +291,15 @@ class PromptMedia:
             source: rows, or a dict with them.
             modality: modality of the items.
             settings: other values of the processor's settings, those of the modality only.
+            max_items: most items.
 
         Raises:
-            RequestError: they are wrong, or not accepted here.
+            RequestError: they are wrong, too many, or not accepted here.
         """
         if not self._enable_mm_embeds:
             raise RequestError(mm_embeds_off(modality), DATA)
-        return read_embeds(source, self.readers[modality].processor.changed(settings), modality)
+        processor = self.readers[modality].processor.changed(settings)
+        return read_embeds(source, processor, modality, max_items)
 
     def _recall(self, key: MediaKey, reader: MediaReader[Any], index: int) -> Item:
         """Return the item that was sent with a uuid before."""
@@ -361,7 +363,7 @@ class PromptMedia:
     ) -> list[Item]:
         """Return `read_embeds`; an error names the index of the first item."""
         try:
-            return self.read_embeds(source, reader.modality, own)
+            return self.read_embeds(source, reader.modality, own, reader.limit)
         except RequestError as error:
             raise reader.named(error, index, source) from None
 

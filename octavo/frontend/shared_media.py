@@ -47,12 +47,16 @@ class SharedMedia:
     def get(self, key: MediaKey) -> Item | None:
         """Return an item; None: it is not kept."""
         name = _digest(key)
-        with self._lock(fcntl.LOCK_SH):
-            path = next((path for path in self._files() if path.name.startswith(name)), None)
-            if path is None:
-                return None
-            os.utime(path)
-            data = path.read_bytes()
+        try:
+            with self._lock(fcntl.LOCK_SH):
+                path = next((path for path in self._files() if path.name.startswith(name)), None)
+                if path is None:
+                    return None
+                os.utime(path)
+                data = path.read_bytes()
+        except OSError as error:
+            logger.warning("a picture, sound or video with a uuid cannot be read: %s", error)
+            return None
         return _decoder.decode(data)
 
     def put(self, key: MediaKey, item: Item, nbytes: int, tenant: Tenant) -> None:
@@ -65,17 +69,22 @@ class SharedMedia:
             tenant: sender of the item.
         """
         name = _digest(key)
-        fits = nbytes + _ENTRY <= self._max_nbytes
-        data = msgspec.msgpack.encode(item) if fits else b""
+        most = self._max_nbytes - _ENTRY
+        data = msgspec.msgpack.encode(item) if nbytes <= most else b""
+        fits = 0 < len(data) <= most  # it has more bytes than those of the item's arrays
         try:
             with self._lock():
                 old = {path for path in self._files() if path.name.startswith(name)}
                 if fits:
-                    self._make_room(self._max_nbytes - len(data) - _ENTRY, old)
+                    self._make_room(most - len(data), old)
                     kept = self._folder / f"{name}-{_digest(tenant)[:16]}"
                     new = self._folder / _NEW
-                    new.write_bytes(data)
-                    new.rename(kept)
+                    try:
+                        new.write_bytes(data)
+                        new.rename(kept)
+                    except OSError:
+                        new.unlink(missing_ok=True)  # on a full disk it would take the rest
+                        raise
                     old.discard(kept)
                 for path in old:
                     path.unlink()

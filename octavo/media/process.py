@@ -298,8 +298,9 @@ def _run_nicely(function: Callable[[], T]) -> T:
             del ended  # else the error keeps itself alive, and the memory of the job
 
     def make_nice(*_: object) -> None:
+        niceness = os.getpriority(os.PRIO_PROCESS, 0) + _NICENESS
         with contextlib.suppress(OSError):  # it has ended
-            os.setpriority(os.PRIO_PROCESS, thread.native_id or 0, _NICENESS)
+            os.setpriority(os.PRIO_PROCESS, thread.native_id or 0, niceness)
 
     thread = threading.Thread(target=work, args=(ended,), daemon=True)
     signal.signal(signal.SIGVTALRM, make_nice)

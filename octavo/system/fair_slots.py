@@ -120,7 +120,8 @@ class FairShares:
     @asynccontextmanager
     async def hold(self, tenant: Hashable) -> AsyncIterator[None]:
         """Wait until a task of a tenant may begin; count it until it ends."""
-        if self._may_begin(tenant) and not self._has_begun_one:
+        is_first = tenant not in self._waiting
+        if is_first and self._may_begin(tenant) and not self._has_begun_one:
             self._note_begin(tenant)
             self._begin_next()  # others may have more tasks now
         else:
@@ -151,13 +152,18 @@ class FairShares:
 
     def _end(self, tenant: Hashable) -> None:
         _decrease(self._held, tenant)
+        self._forget(tenant)
         self._begin_next()
 
     def _leave(self, tenant: Hashable) -> None:
         _decrease(self._present, tenant)
+        self._forget(tenant)
+        self._begin_next()
+
+    def _forget(self, tenant: Hashable) -> None:
+        """Forget the last task of a tenant that has none and is not present."""
         if tenant not in self._present and tenant not in self._held:
             self._begun_at.pop(tenant, None)
-        self._begin_next()
 
     def _begin_next(self) -> None:
         """Begin the next task that waits, if it may; the one after it in the next round."""

@@ -69,12 +69,15 @@ def test_an_item_that_never_fits_is_not_kept(make):
     assert media.get(key("a")) == item()
     media.put(key("a"), item(1, 4000), 4000, None)
     assert media.get(key("a")) is None
+    full = make(ENTRY + item().nbytes)  # the file has more bytes
+    full.put(key("b"), item(), item().nbytes, None)
+    assert full.get(key("b")) is None
     off = make(0)
     off.put(key("a"), item(), item().nbytes, None)
     assert off.get(key("a")) is None
 
 
-def test_a_full_disk_keeps_nothing(make, monkeypatch, caplog):
+def test_a_full_disk_keeps_nothing(make, monkeypatch, caplog, tmp_path):
     media = make(10**6)
     media.put(key("a"), item(), item().nbytes, None)
 
@@ -86,9 +89,19 @@ def test_a_full_disk_keeps_nothing(make, monkeypatch, caplog):
         patched.setattr("pathlib.Path.write_bytes", fail)
         media.put(key("b"), item(1), item().nbytes, None)
     assert "No space left" in caplog.text
+    assert not (tmp_path / "new").exists()
     assert (media.get(key("a")), media.get(key("b"))) == (item(), None)
     media.put(key("b"), item(1), item().nbytes, None)
     assert media.get(key("b")) == item(1)
+
+
+def test_a_folder_that_is_lost_keeps_nothing(make, tmp_path, caplog):
+    media = make(10**6)
+    tmp_path.rmdir()
+    media.put(key("a"), item(), item().nbytes, None)
+    assert media.get(key("a")) is None
+    assert "cannot be kept" in caplog.text
+    assert "cannot be read" in caplog.text
 
 
 def test_many_at_once(make):

@@ -150,6 +150,20 @@ def test_beside_others_tasks_begin_after_pauses(monkeypatch):
     asyncio.run(main())
 
 
+def test_a_task_does_not_pass_those_of_its_tenant_that_wait(monkeypatch):
+    async def main():
+        it = Shares(1, monkeypatch)
+        with it.shares.be_present("b"):
+            assert await it.start("a1", "a2") == ["a1"]
+            monkeypatch.setattr(fair_slots, "_PAUSE_SECONDS", 0)  # the timer has not ended
+            assert await it.start("a3") == ["a2", "a3"]
+        for name in ("a1", "a2", "a3"):
+            await it.end(name)
+        assert not it.shares._begun_at  # a was never present
+
+    asyncio.run(main())
+
+
 def test_tasks_that_have_waited_begin_in_different_rounds():
     async def main():
         shares, rounds, number = FairShares(1, 0), [], 0
