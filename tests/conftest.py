@@ -4,13 +4,16 @@ import atexit
 import functools
 import gc
 import os
+import random
 import shutil
 import signal
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import hypothesis
+import numpy as np
 import pytest
 
 from tests.triton import prepare_interpreter
@@ -34,14 +37,19 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 # The imports of all tests create permanent objects only.
 gc.disable()
 
+SEED = int(os.environ.get("OCTAVO_TEST_SEED", "0"))
+"""Seed of all random numbers of tests."""
+
 # A busy machine makes no example wrong, and all runs of a test have the same examples.
 hypothesis.settings.register_profile(
     "octavo",
     deadline=None,
-    derandomize=True,
+    database=None,
+    derandomize=SEED == 0,
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
 hypothesis.settings.load_profile("octavo")
+hypothesis.core.global_force_seed = SEED
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -64,6 +72,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop() -> None:
     gc.enable()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Seed the random numbers of a test and its fixtures, whatever has run before."""
+    random.seed(f"{SEED} {item.nodeid}")  # libraries draw ports, also in other processes of pytest
+    np.random.seed(SEED % 2**32)
+    if torch := sys.modules.get("torch"):  # some environments have none
+        torch.manual_seed(SEED)
 
 
 def pytest_sessionfinish() -> None:

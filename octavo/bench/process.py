@@ -142,7 +142,7 @@ def free_port() -> int:
     connection takes it before a server does.
     """
     while True:
-        port = random.randrange(10_000, 32_000)
+        port = random.SystemRandom().randrange(10_000, 32_000)
         with contextlib.suppress(OSError), socket.socket() as probe:
             probe.bind(("127.0.0.1", port))
             return port

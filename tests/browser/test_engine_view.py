@@ -12,7 +12,7 @@ import pytest
 
 from octavo import cli
 from tests.browser.test_page import find_violations
-from tests.e2e.harness import serve
+from tests.e2e.harness import serve, wait_until
 
 SETTINGS = ["--num-gpu-blocks-override", "400", "--max-model-len", "1k", "--max-num-seqs", "8"]
 
@@ -33,21 +33,6 @@ def send(url, i=0, tokens=200):
     prompt = f"Once upon a time {i} girls saw a dog. " * 8
     body = {"prompt": prompt, "max_tokens": tokens, "ignore_eos": True}
     httpx.post(f"{url}/v1/completions", json=body, timeout=100).raise_for_status()
-
-
-def complete(url, count, tokens):
-    """Send requests; return the thread that waits for the answers."""
-
-    def send_all():
-        threads = [threading.Thread(target=send, args=(url, i, tokens)) for i in range(count)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-
-    thread = threading.Thread(target=send_all)
-    thread.start()
-    return thread
 
 
 @contextlib.contextmanager
@@ -86,18 +71,14 @@ def test_the_view_follows_the_engine(recorded, open_page):
     canvas.wait_for()
     empty, label = picture(canvas), canvas.get_attribute("aria-label")
     assert "0 in use" in label
-    sending = complete(server.url, 24, 400)  # most wait for a seat, longer than between two ticks
-    page.get_by_text("all seats are taken").first.wait_for()
-    rows = page.get_by_role("table").last.get_by_role("row")
-    rows.filter(has_text="answer").nth(3).wait_for()
-    rows.filter(has_text="waiting").first.wait_for()
-    page.wait_for_function(
-        "() => !document.querySelector('canvas[aria-label^=\"Map of 399\"]')"
-        ".ariaLabel.includes(' 0 in use')"
-    )
-    assert picture(canvas) != empty
-    assert re.search(r"running\s*[1-8]\b", page.locator("dl.figures").inner_text())
-    sending.join()
+    with busy(server.url, 24):  # most wait for a seat
+        page.get_by_text("all seats are taken").first.wait_for()
+        rows = page.get_by_role("table").last.get_by_role("row")
+        rows.filter(has_text="answer").nth(3).wait_for()
+        rows.filter(has_text="waiting").first.wait_for()
+        wait_until(lambda: picture(canvas) != empty)  # a block is full
+        figures = page.locator("dl.figures")
+        wait_until(lambda: re.search(r"running\s*[1-8]\b", figures.inner_text()))
     page.get_by_text("There are none.").wait_for()
     page.get_by_role("img", name=re.compile(" 0 in use, 0 shared, [1-9]")).wait_for()
 
@@ -106,14 +87,14 @@ def test_time_can_be_held_and_stepped_through(recorded, open_page):
     server, _ = recorded
     page = open_page("/#/engine", server.url)
     page.get_by_role("img", name=re.compile("Map of 399 blocks")).wait_for()
-    sending = complete(server.url, 4, 900)
-    page.get_by_role("row").filter(has_text="answer").first.wait_for()
-    # There are three steps to go back.
-    page.wait_for_function(
-        "() => { const {min, max} = document.querySelector('.time'); return max - min > 3; }"
-    )
-    page.get_by_role("button", name="Hold").click()
-    page.get_by_role("button", name="Live", exact=True).wait_for()  # the next frame draws it
+    with busy(server.url, 4, 300):
+        page.get_by_role("row").filter(has_text="answer").first.wait_for()
+        # There are three steps to go back.
+        page.wait_for_function(
+            "() => { const {min, max} = document.querySelector('.time'); return max - min > 3; }"
+        )
+        page.get_by_role("button", name="Hold").click()
+        page.get_by_role("button", name="Live", exact=True).wait_for()  # the next frame draws it
     text = page.get_by_role("paragraph").filter(has_text=re.compile(r"^Step \d+ of engine 0"))
     number = int(re.search(r"\d+", text.inner_text())[0])
     canvas = page.get_by_role("img", name="Time of each step")  # the bars scroll with the step
@@ -126,7 +107,7 @@ def test_time_can_be_held_and_stepped_through(recorded, open_page):
     assert picture(canvas) != held
     page.keyboard.press("ArrowLeft")
     shown(page, number - 3).wait_for()
-    sending.join()
+    send(server.url, tokens=20)
     page.wait_for_timeout(500)
     assert shown(page, number - 3).is_visible()  # nothing has moved
     assert page.get_by_role("row").filter(has_text="answer").count() > 0
@@ -135,8 +116,9 @@ def test_time_can_be_held_and_stepped_through(recorded, open_page):
     # A new page knows the steps from before.
     other = open_page("/#/engine", server.url)
     other.get_by_role("slider", name="Step").wait_for()
-    other.wait_for_function("() => Number(document.querySelector('.time').max) > 200")
-    other.wait_for_function("() => Number(document.querySelector('.time').min) < 20")
+    other.wait_for_function(
+        "() => { const {min, max} = document.querySelector('.time'); return max - min > 200; }"
+    )
 
 
 def test_a_request_leads_to_its_story(recorded, open_page):

@@ -129,9 +129,18 @@ def test_pictures_in_files_of_conversations(chat):
 def test_speech_becomes_text(chat):
     chat.page.get_by_label("Message", exact=True).fill("I said:")
     record = chat.page.get_by_role("button", name="Record")
+    chat.page.evaluate(
+        """() => {
+            const {start} = MediaRecorder.prototype;
+            MediaRecorder.prototype.start = function () {
+                window.track = this.stream.getAudioTracks()[0];
+                start.call(this);
+            };
+        }"""
+    )
     record.click()
     chat.page.locator("[data-part=record][aria-pressed=true]").wait_for()
-    chat.page.evaluate("() => new Promise(done => setTimeout(done, 1500))")  # the speech
+    chat.page.wait_for_function("() => track.stats.deliveredFramesDuration > 1500")  # in ms
     with chat.page.expect_response("**/v1/audio/transcriptions") as found:
         record.click()
     assert found.value.status == 200

@@ -6,6 +6,7 @@ import re
 import pytest
 
 from tests.browser.conftest import Chat, files_of
+from tests.e2e.harness import wait_until
 from tests.server.test_run import serving
 
 VIEWS = ("Chat", "Engine", "Explain", "Benchmark")
@@ -197,7 +198,6 @@ def test_scripts_of_others_do_not_run(open_page, browser, server):
         }"""
     )
     assert page.title() == "Octavo!"
-    while not re.search("img-src", " ".join(refused)):
-        page.wait_for_timeout(100)
+    wait_until(lambda: page.wait_for_timeout(50) or re.search("img-src", " ".join(refused)))
     assert page.title() == "Octavo!"
     context.close()

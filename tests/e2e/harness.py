@@ -80,6 +80,8 @@ class Server:
             while not all(job.done() for job in jobs):
                 if self.metric("octavo:num_requests_running") >= 2:
                     return jobs
+            for job in jobs:
+                job.result()  # raises the error of one that failed
         raise AssertionError("no two requests ran at the same time")
 
 
@@ -102,12 +104,15 @@ def wait_until(
 ) -> T:
     """Return the first true result of `look`; fail with the result of `tell` after some seconds.
 
-    It counts the looks, not the time, which goes on while a machine is paused.
+    A look counts as a second at most: the time also goes on while a machine is paused.
     """
-    for _ in range(round(seconds / 0.05)):
+    spent = 0.0
+    while spent < seconds:
+        begin = time.monotonic()
         if found := look():
             return found
         time.sleep(0.05)
+        spent += min(1.0, time.monotonic() - begin)
     raise TimeoutError(tell())
 
 
@@ -118,7 +123,7 @@ def free_port(count: int = 1) -> int:
     connection of another test takes one before the caller does.
     """
     while True:
-        port = random.randrange(10_000, 32_000)
+        port = random.SystemRandom().randrange(10_000, 32_000)
         with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
             for offset in range(count):
                 s = stack.enter_context(socket.socket())

@@ -328,6 +328,8 @@ def test_death_in_the_encoder(each, tmp_path, monkeypatch):
     with make_llm(folder, block_size=16, **settings, **dying.settings) as llm:
         with dying.once(llm):
             assert bits(llm, prompts * 2) == expected * 2
+        # The new engine may have got the requests after most of their tokens.
+        assert bits(llm, prompts * 2) == expected * 2
         assert llm.stats().num_preemptions > 0
 
 

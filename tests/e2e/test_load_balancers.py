@@ -29,6 +29,7 @@ def test_external(tmp_path):
 
         while not reasons:  # it may start between two looks
             deaths += 1
+            assert deaths < 20
             server.engine_process().send_signal(signal.SIGKILL)
             harness.wait_until(look, server.log.read_text)
         assert reasons == {"starting engine 5 again"}

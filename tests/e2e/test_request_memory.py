@@ -38,8 +38,14 @@ def test_both_processes_keep_to_the_plan(server):
     planned = int(found[1].replace(",", "")) * MIB
     assert "requests" in server.log.read_text()
     most, answered, refused = 0, 0, 0
+    engine = server.engine_process()
+    engine.suspend()  # so that no request ends before the others come
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         calls = [pool.submit(server.post, "/v1/completions", HEAVY) for _ in range(8)]
+        try:
+            wait_until(lambda: any(call.done() for call in calls), server.log.read_text)
+        finally:
+            engine.resume()
         while not all(call.done() for call in calls):
             most = max(most, server.resident_bytes())
             time.sleep(0.05)

@@ -486,12 +486,13 @@ def check_refusals(spec: EncoderSpec, arrays: Arrays, tokens: int, rows: int) ->
     item = replace(feature(arrays), mm_position=place, num_encoder_tokens=tokens)
     spec.check(item)
     numbers = next(iter(arrays))
+    narrow = feature(arrays | {numbers: arrays[numbers][..., :-1]})
     for changed, message in (
         (replace(item, num_encoder_tokens=tokens + 1), f"computes {tokens} and {rows}"),
         (replace(item, mm_position=PlaceholderRange(0, rows + 1)), "must describe the same"),
         (replace(item, grid=(1, 1, rows + 1)), "must describe the same"),
         (replace(item, data={}), "is missing"),
-        (feature(arrays | {numbers: arrays[numbers][..., :-1]}), "and the model reads"),
+        (replace(item, data=narrow.data), "and the model reads"),
         (replace(item, data={k: replace(v, data=b"") for k, v in item.data.items()}), "damaged"),
     ):
         with pytest.raises(RequestError, match=message):

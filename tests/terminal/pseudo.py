@@ -71,9 +71,9 @@ class Terminal:
     def interrupt(self, pattern):
         """Press Ctrl-C until the output matches: readline may miss one as it begins a line."""
         begin = self.output
-        for _ in range(5):
+        for seconds in (2, 4, 8, 16, 32):  # a busy machine may be late
             self.type("\x03")
-            end = time.monotonic() + 3
+            end = time.monotonic() + seconds
             while time.monotonic() < end:
                 if re.compile(pattern).search(self.output, self._seen):
                     self.wait_for(pattern)
