@@ -259,7 +259,7 @@ class MultiModalFeatureSpec(msgspec.Struct, array_like=True, frozen=True):
     @property
     def is_embeds(self) -> bool:
         """True if its data are the rows themselves (`EMBEDS`)."""
-        return not self.num_encoder_tokens
+        return self.mm_position.num_embeds > 0 and not self.num_encoder_tokens
 
     @property
     def num_rows(self) -> int:

@@ -60,6 +60,7 @@ class _Handler(BaseHTTPRequestHandler):
         server.headers.append((self.path, dict(self.headers)))
         if not status:
             server.closed.wait()
+            self.close_connection = True
             return
         if status == 200:
             server.messages.append(body)

@@ -55,7 +55,7 @@ class StepBuilder:
         listeners: Sequence[StepListener],
     ) -> None:
         self._config, self._budget, self._num_stages = config, budget, num_stages
-        self._table, self._tenants = table, table.tenants
+        self._table = table
         self._kv_cache_manager, self._encoders = kv_cache_manager, encoders
         self._drafting, self._loads, self._listeners = drafting, loads, listeners
         self._background = BackgroundShare()
@@ -121,7 +121,7 @@ class StepBuilder:
             share the rest of the budget with the waiting ones.
         """
         table, waiting, running = self._table, self._table.waiting, self._table.running
-        share = self._tenants.several_compete and not self._in_order
+        share = self._table.tenants.several_compete and not self._in_order
         self._in_order = False
         prefills: list[Request] = []
         allocate_slots, encoders = self._kv_cache_manager.allocate_slots, self._encoders
@@ -254,7 +254,9 @@ class StepBuilder:
             return False
         whole = request.whole or not self._config.enable_chunked_prefill
         num_encoded = 0 if manager.cross is None else manager.cross.num_encoder_tokens(request)
-        if num_encoded and self._encoders.must_wait(request, table.running, self._tenants.served):
+        if num_encoded and self._encoders.must_wait(
+            request, table.running, self._table.tenants.served
+        ):
             return self._note_wait(request, WaitReason.ENCODER)
         while True:
             hit, start = manager.get_computed_blocks(request)
@@ -341,12 +343,12 @@ class StepBuilder:
             num_new: number of its tokens in the step.
             num_encoded: tokens that the encoder computes for it.
         """
-        self._encoders.add_run(request, self._table.running, self._tenants.served)
+        self._encoders.add_run(request, self._table.running, self._table.tenants.served)
         inputs = [*range(len(request.mm_features))]
         step.output.scheduled_encoder_inputs[request.request_id] = inputs
         step.budget = max(num_new, step.budget - num_encoded)
         if not request.num_charged:
-            self._tenants.charge(request.options.share, ENCODER_WEIGHT * num_encoded)
+            self._table.tenants.charge(request.options.share, ENCODER_WEIGHT * num_encoded)
 
     def _data_for_worker(self, request: Request, start: int) -> NewRequestData:
         """Return what the workers need of a request that starts at token `start`."""
@@ -427,7 +429,7 @@ class StepBuilder:
         """Add a request's tokens from `start`; `total` tokens are known or in flight."""
         if start < request.mm_end:
             num_encoded = self._encoders.add(request, scheduled.num_tokens, step.output)
-            self._tenants.charge(request.options.share, ENCODER_WEIGHT * num_encoded)
+            self._table.tenants.charge(request.options.share, ENCODER_WEIGHT * num_encoded)
         if self._kv_cache_manager.states is not None:
             scheduled.snapshots = self._kv_cache_manager.states.take_scheduled(request)
         request.num_computed_tokens = end = start + scheduled.num_tokens
@@ -436,7 +438,7 @@ class StepBuilder:
             # Cached tokens cost nothing; recomputed ones were charged before.
             first, end = max(start, request.num_charged), min(end, request.num_prompt_tokens)
             if first < end:
-                self._tenants.charge(request.options.share, PROMPT_WEIGHT * (end - first))
+                self._table.tenants.charge(request.options.share, PROMPT_WEIGHT * (end - first))
                 request.num_charged = end
         if request.num_computed_tokens >= total:
             self._table.cease_to_compete(request)

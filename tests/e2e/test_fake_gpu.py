@@ -17,7 +17,7 @@ from octavo import LLM, LoRARequest, SamplingParams
 from octavo.checkpoints.registry import open_checkpoint
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
-from octavo.frontend.input_processor import InputProcessor
+from octavo.frontend.guards import Guards
 from octavo.kernels.reference import ReferenceOps
 from octavo.kernels.torch_tensors import from_torch
 from octavo.messages import GuardSpec
@@ -437,7 +437,7 @@ def test_a_request_whose_logits_are_not_finite(llm: LLM, monkeypatch: pytest.Mon
 def test_forced_ends_of_reasoning(llama: str, llm: LLM, gpu: FakeGpu, monkeypatch) -> None:
     """Rows whose tokens depend on those before them wait for these."""
     spec = GuardSpec((1,), (7, 9), thinks=True, budget=2, repetition="close_thinking")
-    monkeypatch.setattr(InputProcessor, "_make_guard", lambda processor, params, prompt: spec)
+    monkeypatch.setattr(Guards, "make", lambda guards, params, prompt: spec)
     params = [GREEDY, PLAIN, RICH]
     found = ids(generate(llm, params, gpu))
     assert [tokens[2:4] for tokens in found] == [[7, 9]] * 3

@@ -81,7 +81,8 @@ class CheckedScheduler(Scheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._tenants = CheckedCounters(CREDIT_STEPS * self.max_num_batched_tokens)
-        self.waiting = CheckedQueue(self._tenants)
+        self._table.tenants = self._tenants
+        self._table.waiting = CheckedQueue(self._tenants)
         self._all: list[tuple[Request, int]] = []
         """All requests so far, and their numbers of output tokens."""
 
@@ -473,7 +474,7 @@ class Simulation:
         assert not self._live, f"{sorted(self._live)} never ended"
         assert not self._processor.num_unfinished_requests
         assert not self._scheduler.requests
-        assert not self._scheduler._held
+        assert not self._scheduler._table.held
         assert not self._scheduler.kv_cache_manager.num_used_blocks, "blocks leak"
         worker = self._executor.worker
         assert worker is not None

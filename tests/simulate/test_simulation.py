@@ -13,6 +13,7 @@ from octavo.kv_cache.states import StateManager
 from octavo.scheduler.fairness import TenantCounters
 from octavo.scheduler.queue import RequestQueue, TenantQueue, WaitingQueue
 from octavo.scheduler.scheduler import Scheduler
+from octavo.scheduler.step_builder import StepBuilder
 from tests.fakes import FakeWorker
 from tests.simulate.__main__ import fails, failures, main
 from tests.simulate.schedule import (
@@ -136,13 +137,13 @@ def deadlines_that_pass(monkeypatch):
 
 def tenants_that_pay_twice(monkeypatch):
     """Charge for tokens that are computed again after a preemption."""
-    add = Scheduler._add_to_step
+    add = StepBuilder._add_to_step
 
     def add_to_step(self, step, request, *rest):
         request.num_charged = 0
         add(self, step, request, *rest)
 
-    monkeypatch.setattr(Scheduler, "_add_to_step", add_to_step)
+    monkeypatch.setattr(StepBuilder, "_add_to_step", add_to_step)
 
 
 def tenants_that_compete_for_ever(monkeypatch):
