@@ -151,9 +151,9 @@ def test_embeddings_are_truncated_like_tokens():
 @pytest.mark.parametrize(
     ("prompt", "fields", "param", "says"),
     [
-        ({"prompt_embeds": [[0.0] * 4]}, {}, "prompt_embeds", "is a list"),
+        ({"prompt_embeds": [[0.0] * 4]}, {}, "prompt_embeds", "of type list"),
         (embeds(3, 4, multi_modal_data={"image": 1}), {}, "multi_modal_data", "both"),
-        ({"prompt_embeds": b"abc"}, {}, "prompt_embeds", "is a bytes"),
+        ({"prompt_embeds": b"abc"}, {}, "prompt_embeds", "of type bytes"),
         (embeds(3, 5), {}, "prompt_embeds", "of 5 numbers; this model's have 4"),
         (embeds(4), {}, "prompt_embeds", "shape"),
         (embeds(2, 3, 4), {}, "prompt_embeds", "shape"),
