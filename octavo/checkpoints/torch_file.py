@@ -316,8 +316,8 @@ def _read_entries(data: FileBytes | memoryview, most: int) -> dict[str, tuple[in
     if bytes(data[:4]) != b"PK\x03\x04":
         if bytes(data[:1]) == b"\x80":
             raise TorchFileError(
-                "it has the form of torch before version 1.6; load it with "
-                "torch.load(weights_only=True), and save it again, weights of models with safetensors"
+                "it has the form of torch before version 1.6; load it with torch.load("
+                "weights_only=True), and save it again, weights of models with safetensors"
             )
         raise TorchFileError("it is not a zip archive")
     found: dict[str, tuple[int, int]] = {}
