@@ -82,7 +82,7 @@ class FairShares:
     meets few tasks of the others. Tenants with much work hardly limit each other, nor are long
     tasks, which gain from each other's company, limited much. A tenant is still present for a
     while after its work, so that its next piece of work does not meet all that the others have
-    begun meanwhile. The tasks of a tenant that is not present limit nobody.
+    begun meanwhile. The tasks of an absent tenant limit no other tenant.
 
     Tasks of the same tenant begin in order. Those that have waited begin one by one, in different
     rounds of the event loop, which does other work between them. All methods belong to one event

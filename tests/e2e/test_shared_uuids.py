@@ -1,4 +1,4 @@
-"""Several front ends: a `uuid` that one of them knows, all know, and nobody else does."""
+"""Several front ends: all of them know a `uuid` of one, for its sender only."""
 
 import base64
 import contextlib

@@ -131,7 +131,7 @@ def test_a_head_that_announces_less_than_there_is(reader):
 
 
 def test_a_sound_that_is_too_long_is_not_decoded_up_to_the_limit(reader):
-    """What follows the first minute is not read: its error would precede."""
+    """A refusal for length precedes the error of damaged data after the first minute."""
     samples = np.zeros(16_000 * 130, np.float32)
     samples[16_000 * 90] = np.nan
     with pytest.raises(RequestError, match="more than the limit of 120 s"):

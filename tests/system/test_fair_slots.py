@@ -139,6 +139,19 @@ def test_a_tenant_with_one_task_meets_few_of_others(monkeypatch):
     asyncio.run(main())
 
 
+def test_the_tenant_with_fewest_tasks_sets_the_limit(monkeypatch):
+    async def main():
+        it = Shares(2, monkeypatch)
+        with it.shares.be_present("c"):
+            assert await it.start("c1", "c2") == ["c1", "c2"]
+            with it.shares.be_present("b"):
+                assert await it.start("b1", "a1", "a2", "a3") == ["b1", "a1", "a2"]
+            await asyncio.sleep(0.01)
+            assert await it.settle() == ["a3"]  # b has left, and c has two tasks
+
+    asyncio.run(main())
+
+
 def test_beside_others_tasks_begin_after_pauses(monkeypatch):
     async def main():
         it = Shares(1, monkeypatch)
